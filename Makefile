@@ -5,14 +5,18 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses=2 --dist=worksteal
 # Unit tests of more than ten seconds a file: left out of the inner loop.
 LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss
+# Runs through every launch target, on machines that are namespaces and loopback addresses of this one.
+TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
+	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow chaos soak check types rules format matrix nccl bench accuracy wheel clean help
+.PHONY: demo test test-fast slow targets chaos soak check types rules format matrix nccl bench accuracy wheel clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
 	@echo "make test       environment, then the test suite, on two cores"
 	@echo "make test-fast  the inner loop: the shorter unit tests"
 	@echo "make slow       cases that prove little beyond make test"
+	@echo "make targets    runs on every launch target: local, ssh, Slurm, Kubernetes, Ray (needs root; 45 minutes)"
 	@echo "make chaos      every fault of docs/guides/fault-tolerance.md, caused for real (30 minutes)"
 	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check      format, lint, types, layer map, names and docs; runs before make test in CI"
@@ -35,6 +39,9 @@ test-fast: .venv/dev
 
 slow: .venv/dev
 	$(PYTEST) -m slow
+
+targets: .venv/dev
+	$(PYTEST) -m '' $(addprefix tests/,$(TARGETS))
 
 chaos: .venv/dev
 	$(PYTEST) -m chaos

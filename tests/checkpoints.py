@@ -79,6 +79,13 @@ class LocalStore:
                 raise TimeoutError(", ".join(key for key in keys if key not in self.texts))
             return [self.texts[key] for key in keys]
 
+    def has(self, keys: Sequence[str]) -> bool:
+        return all(key in self.texts for key in keys)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.texts.pop(key, None)
+
 
 def rows_of(tensors: dict[str, Tensor], rank: int, world_size: int, *, frozen: str = "frozen") -> list[TensorShard]:
     """Return the shards of a rank if dimension 0 is split as evenly as possible; scalars are replicated."""

@@ -83,7 +83,7 @@ def _metrics(step: int, random: Random, slow_details: SlowDetails) -> StepMetric
     memory = {"allocated": 65 * GIB + step, "reserved": 75 * GIB, "fragmentation": random.random() / 7, "retries": 0,
               "ooms": 0, "total": 140 * GIB}  # fmt: skip
     details = {"memory": memory, "waits": wait_phases(phases, ranks.pop("late_seconds")), "hfu": random.random(),
-               "ranks": ranks}  # fmt: skip
+               "ranks": ranks, "host_seconds": random.uniform(0.01, 0.1)}  # fmt: skip
     if step % 10 == 1:
         names = ["embed_tokens", *(f"layers.{each}" for each in range(32)), "norm", "lm_head"]
         details["groups"] = {name: {"grad_norm": random.random(), "update_ratio": random.random() / 100}

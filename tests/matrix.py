@@ -4,9 +4,9 @@
 the cases that are fast enough for the test suite.
 """
 
+import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,13 +48,15 @@ class Case:
         parts += [f"accumulate-{plan.grad_accum}"] if plan.grad_accum > 1 else []
         parts += [f"recompute-{plan.recompute}"] if plan.recompute != "none" else []
         parts += [] if plan.comm.overlap else ["reduced-after"]
+        parts += ["regather"] if plan.comm.regather else []
         return "-".join([*parts, self.model])
 
 
 def cases() -> list[Case]:
     """Return every axis alone with each of its settings, then every combination at degree 2 on up to 8 ranks.
 
-    Replicas that reduce gradients after backward, and the plans of ADAPTERS, which train adapters, follow.
+    Replicas that reduce gradients after backward, the plans of REGATHER, whose ranks gather inputs again in backward,
+    and the plans of ADAPTERS, which train adapters, follow.
 
     The combinations cycle through the settings, so that each setting occurs in many of them.
     """
@@ -68,7 +70,27 @@ def cases() -> list[Case]:
         settings = {name: next(cycles[name]) for name in settings_of(axes)}
         found.append(_case(axes, next(models), recompute=next(cycles["recompute"]), **settings))
     found.append(_case(("dp_replicate",), "dense-tied", grad_accum=2, overlap=False))
+    found += [
+        _case(axes, model, **{"grad_accum": 2, "regather": True} | settings) for axes, model, settings in REGATHER
+    ]
     return found + [_case(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in ADAPTERS]
+
+
+# The plans under which inputs are gathered again in backward.
+REGATHER: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
+    (("tp",), "dense-untied", {}),
+    (("tp",), "mixture-tied", {}),
+    (("tp",), "lora-tied", {}),
+    (("dp_replicate", "tp"), "dense-tied", {"recompute": 2}),
+    (("dp_shard", "tp"), "dense-untied", {"sharding": "parameters"}),
+    (("dp_shard", "tp"), "mixture-untied", {"sharding": "gradients"}),
+    (("dp_shard", "tp"), "dora-untied", {"sharding": "parameters"}),
+    (("tp", "pp"), "dense-tied", {"schedule": "interleaved"}),
+    (("tp", "pp"), "dense-untied", {"schedule": "zero-bubble"}),
+    (("tp", "cp"), "dense-untied", {"context": "gather"}),
+    (("dp_shard", "tp", "ep"), "mixture-tied", {"sharding": "parameters"}),
+    (("dp_shard", "tp", "pp"), "dense-untied", {"sharding": "parameters"}),
+)
 
 
 # The plans under which adapters are compared: every axis alone, and products of some.
@@ -118,9 +140,12 @@ def has_adapter(case: Case) -> bool:
 
 
 def is_quick(case: Case) -> bool:
-    """Return whether `make test` runs this case. Of adapters, `tests/dist/test_adapters.py` has quick ones."""
+    """Return whether `make test` runs this case.
+
+    Of adapters, `tests/dist/test_adapters.py` has quick ones, and of regather `tests/dist/test_regather.py`.
+    """
     mesh, plan = case.plan.mesh, case.plan
-    if has_adapter(case):
+    if has_adapter(case) or plan.comm.regather:
         return False
     if mesh.world_size > 2:
         return mesh in PAIRS
@@ -161,7 +186,11 @@ def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
             "pipeline": {"schedule": schedule},
             # The planner refuses recompute with a split backward, which would recompute everything twice.
             "recompute": "none" if schedule == "zero-bubble" else settings.get("recompute", "none"),
-            "comm": {"context": settings.get("context", "gather"), "overlap": settings.get("overlap", True)},
+            "comm": {
+                "context": settings.get("context", "gather"),
+                "overlap": settings.get("overlap", True),
+                "regather": settings.get("regather", False),
+            },
             "grad_accum": grad_accum,
             "micro_batch": GLOBAL_BATCH // (mesh.dp * grad_accum),
         }
@@ -212,14 +241,29 @@ def run(case: Case, workspace: Path) -> Trajectory:
     return train_trajectory(recipe_for(case.model, workspace / "uneven.jsonl"), case.plan, workspace / "runs")
 
 
-def main(arguments: list[str]) -> None:
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page whose table to replace; runs all cases")
+    parser.add_argument("--adapters", action="store_true", help="only cases with adapters")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only cases whose name contains this")
+    flags = parser.parse_args()
+    if flags.write and (flags.adapters or flags.rows):
+        parser.error("--write needs all cases")
+    return flags
+
+
+def is_chosen(case: Case, flags: argparse.Namespace) -> bool:
+    return flags.rows in str(case) and (has_adapter(case) or not flags.adapters)
+
+
+def main(flags: argparse.Namespace) -> None:
     rows = ["| plan | model | ranks | loss | gradient norm | weights |", "|---|---|---|---|---|---|"]
     print(*rows, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
         (workspace / "runs").mkdir()
         write_documents(workspace / "uneven.jsonl")
-        for case in [each for each in cases() if has_adapter(each) or "--adapters" not in arguments]:
+        for case in [each for each in cases() if is_chosen(each, flags)]:
             began = time.monotonic()
             loss, norm, weights = differences(run(case, workspace), reference(case.model, workspace))
             name = str(case).removesuffix(f"-{case.model}")
@@ -227,12 +271,11 @@ def main(arguments: list[str]) -> None:
                 f"| {name} | {case.model} | {case.plan.mesh.world_size} | {loss:.1e} | {norm:.1e} | {weights:.1e} |"
             )
             print(rows[-1], f"{time.monotonic() - began:.1f} s", flush=True)
-    if "--write" in arguments:
-        path = Path(arguments[arguments.index("--write") + 1])
-        before, _, _ = path.read_text().partition(rows[0])
-        path.write_text(before + "\n".join(rows) + "\n")
+    if flags.write:
+        before, _, _ = flags.write.read_text().partition(rows[0])
+        flags.write.write_text(before + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1:])
+    main(parse_flags())

@@ -22,6 +22,7 @@ from trimaran.data.step_batch import StepBatch, text_batch
 from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.train.build import build_networks, build_stepper
+from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
@@ -149,16 +150,16 @@ def _train(
         if step == steps.start + len(steps) // 2:
             midway = (share_of(state), state.progress())
         ranks.reseed(recipe.train.seed, step)
-        numbers = stepper.step(batch_of(step, recipe, plan, ranks).to(rank_info.device))
-        stepper.update(learning_rate(step, recipe.train))
-        losses.append(numbers[0].item())
+        stepper.step(batch_of(step, recipe, plan, ranks).to(rank_info.device))
+        norm, refused = stepper.update(learning_rate(step, recipe.train))
+        losses.append(stepper.numbers_later(norm, refused)()[0])
     return losses, loaded, midway, (share_of(state), state.progress())
 
 
 def load(state: CheckpointState, source: SavedState) -> None:
     shards = state.shards_from(source.index)
     fill_shards(shards, source)
-    refuse_unused_tensors(shards, source, gather=gather)
+    refuse_unused_tensors(shards, source, gather=gather, allowed=MAY_BE_UNUSED)
     state.restore(source.progress)
 
 

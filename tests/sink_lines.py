@@ -22,6 +22,7 @@ def step_line(step: int, when: float, *, slowest: float = 1.0) -> Line:
     line["memory"] = {"allocated": GIB, "reserved": 2 * GIB, "fragmentation": 0.1, "retries": 0, "ooms": 0}
     line["memory"]["total"] = 4 * GIB
     line["waits"] = {"data": 0.01, "comm": 0.02, "straggler": 0.03}
+    line["host_seconds"] = 0.04
     line["losses"], line["lrs"] = {"code": 1.0, "text": 2.0}, {"vision": 1e-4}
     line["groups"] = {"layers.0": {"grad_norm": 0.5, "update_ratio": 0.001}}
     busy = spread_of(0.9, 1.0, slowest)

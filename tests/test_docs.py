@@ -135,7 +135,7 @@ def test_the_recipe_guide_has_every_field_with_its_default() -> None:
 def test_the_metrics_guide_explains_every_number() -> None:
     guide = (ROOT / "docs" / "guides" / "metrics.md").read_text()
     known = {field.name for field in fields(StepMetrics)} - {"details"} | {"tokens_per_second", *DETAILS}
-    for name in [*known, *PHASES, *MEASURES, "hfu", "memory", "ranks", "waits"]:
+    for name in [*known, *PHASES, *MEASURES, "hfu", "memory", "ranks", "waits", "host_seconds", "host_bound"]:
         assert f"\n| `{name}` |" in guide
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.sources import FILES, SRC, name_of, nodes_of, text_of, tree_of
 
-PLANNING = {"core", "hub", "hardware", "models", "cost", "planner"}
+PLANNING = {"core", "hub", "hardware", "models", "cost", "simulate", "planner"}
 RUN = {"run", "telemetry"}
 WORKER = {"nets", "parallel", "data", "checkpoint", "optim", "infer", "train"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -20,7 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": {"core"},
     "models": {"core", "hub"},
     "cost": {"core", "hardware", "models"},
-    "planner": {"core", "hardware", "models", "cost"},
+    "simulate": {"core", "hardware", "models", "cost"},
+    "planner": {"core", "hardware", "models", "cost", "simulate"},
     "run": {"core"},
     "telemetry": {"core", "hardware", "run"},
     "nets": {"core", "models"},
@@ -32,19 +33,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"core", "hardware", "models", "cost", *RUN, *WORKER} - {"train"},
     "loop": {"core", "run", *WORKER},
     "probe": {"core"},
+    "history": {*PLANNING, *RUN},
     "launch": {*PLANNING, *RUN},
     "doctor": {*PLANNING, *RUN},
     "drill": {"core", "run", "checkpoint"},
-    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "doctor", "drill"},
+    "rehearse": {*PLANNING, "run", *WORKER, "launch"},
+    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "history", "doctor", "drill", "rehearse"},
 }
 # Which package may start which as a command, `python -m trimaran.x.y`. Commands separate what imports must not join:
 # the supervisor and its ranks, the doctor and a probe that may crash.
 MAY_START: dict[str, set[str]] = {
-    "launch": {"launch", "train", "doctor", "telemetry"},
+    "launch": {"launch", "train", "doctor", "telemetry", "app"},  # app: torchrun's command in a script that it writes
     "doctor": {"probe"},
-    "app": {"probe", "app"},  # app: the torchrun command that it prints for the user
+    "checkpoint": {"checkpoint"},  # the process that talks to an object store, beside a training loop
+    "rehearse": {"rehearse"},  # one rank, which may run out of memory
+    "app": {"probe", "train", "app"},  # train: what it can do with a model; app: the torchrun command that it prints
 }
-TORCH_FREE = {*PLANNING, *RUN, "launch", "doctor", "drill"}
+TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "drill"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 PACKAGED = [path for path in FILES if path.parent != SRC]
 MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")

@@ -88,6 +88,11 @@ MEASURES = (
     Measure(name="memory, median error", source="nanotron", of=_part("median", "memory_error")),
     Measure(name="memory, 90th percentile", source="nanotron", of=_part("p90", "memory_error")),
     Measure(name="memory, worst", source="Megatron 7B", of=_part("worst", "memory_error"), most=0.05),
+    Measure(name="tokens/s, median error", source="NVIDIA 405B, Grok-1", of=_part("median", "speed_error"), most=0.12),
+    Measure(name="tokens/s, median error", source="NVIDIA Nemotron-4", of=_part("median", "speed_error"), most=0.12),
+    Measure(name="tokens/s, median error", source="Korthikanti", of=_part("median", "speed_error"), most=0.12),
+    Measure(name="tokens/s, median error", source="torchtitan", of=_part("median", "speed_error"), most=0.12),
+    Measure(name="ran, but predicted not to fit", source="NVIDIA Nemotron-4", of=_false_alarms, most=0.0),
     Measure(name="ran, but predicted not to fit", source="nanotron", of=_alarm(0), most=0.03),
     Measure(name="failed, and predicted not to fit", source="nanotron", of=_alarm(1), least=0.85),
     Measure(name="ran, but predicted not to fit", source="llm-foundry", of=_false_alarms),
@@ -112,7 +117,6 @@ MEASURES = (
     Measure(name="memory, worst, all settings", source=OWN, of=_part("worst", "memory_error")),
     Measure(name="step time, median, all settings", source=OWN, of=_part("median", "time_error")),
 )
-FURTHER = ("InternEvo", "Megatron SC21", "BigScience", "Megatron-Bridge")
 
 
 def broken(cases: Mapping[str, Sequence[Case]]) -> list[str]:

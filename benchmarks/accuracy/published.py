@@ -16,6 +16,12 @@ QWEN3_30B_A3B = {
 }  # fmt: skip
 
 
+GROK1 = {
+    "layers": 64, "hidden": 6144, "heads": 48, "kv_heads": 8, "head_dim": 128, "ffn": 32768, "vocab": 131072,
+    "seq_len": 8192, "experts": 8, "top_k": 2, "expert_ffn": 32768, "gated": True, "tied": True,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One published run: the request, and what was measured. None: not published."""
@@ -47,7 +53,54 @@ def megatron_7b() -> Iterator[Run]:
     for row in _rows("megatron_golden_values"):
         if row["model"].startswith("gpt/gpt3_7b"):
             row = row | {"vocab": "131072", "ffn": row["ffn"] or str(4 * int(row["hidden"]))}
-            yield _run(row, _model(row, gated=False, tied=False), "megatron")
+            run = _run(row, _model(row, gated=False, tied=False), "megatron")
+            run.line["plan"]["sequence_parallel"] = "sequence-parallel=True" in row["notes"]
+            yield run
+
+
+def korthikanti() -> Iterator[Run]:
+    """Yield Tables 3 and 5 of arXiv 2205.05198: fp16 on A100, before flash attention and distributed optimizers."""
+    for row in _rows("korthikanti22"):
+        if row["global_batch"]:
+            run = _run(row, _model(row, gated=False, tied=True), "megatron")
+            run.line["plan"]["sequence_parallel"] = "no sequence parallel" not in row["notes"]
+            yield run
+
+
+def nvidia_405b() -> Iterator[Run]:
+    """Yield the runs of Llama 3.1 405B and Grok-1, by which constants of Megatron were set."""
+    return (run for run in nvidia() if not run.model.startswith("Nemotron"))
+
+
+def nvidia_nemotron() -> Iterator[Run]:
+    """Yield the runs of Nemotron-4, by which nothing was set."""
+    return (run for run in nvidia() if run.model.startswith("Nemotron"))
+
+
+def nvidia() -> Iterator[Run]:
+    """Yield NVIDIA's recipes for DGX Cloud: Llama 3.1 405B, Nemotron-4 (squared ReLU, no gate) and Grok-1.
+
+    They reduce gradients in bf16. The other models of its table have layers of several kinds, which a line cannot
+    describe.
+    """
+    for row in _rows("nvidia_dgxc_2505"):
+        is_grok = row["model"] == "Grok1-314B"
+        if is_grok or row["hidden"]:
+            model = GROK1 if is_grok else _model(row, gated=row["model"].startswith("llama"), tied=False)
+            run = _run(row | {"act_ckpt": "none"}, model, "megatron")
+            run.line["plan"]["gradient_dtype"] = "bf16"
+            yield run
+
+
+def torchtitan() -> Iterator[Run]:
+    """Yield torchtitan's A100 table of 2024: compiled, except that nothing says so for single rows."""
+    for row in _rows("torchtitan_a100"):
+        row = row | {
+            "act_ckpt": {"selective-layer": "2", "selective-op": "selective"}.get(row["act_ckpt"], row["act_ckpt"])
+        }
+        run = _run(row, _model(row, gated=True, tied=False), "torchtitan")
+        run.line["plan"]["compile"] = True
+        yield run
 
 
 def internevo() -> Iterator[Run]:
@@ -102,6 +155,10 @@ SOURCES: dict[str, Callable[[], Iterator[Run]]] = {
     "nanotron": nanotron,
     "llm-foundry": llm_foundry,
     "Megatron 7B": megatron_7b,
+    "Korthikanti": korthikanti,
+    "NVIDIA 405B, Grok-1": nvidia_405b,
+    "NVIDIA Nemotron-4": nvidia_nemotron,
+    "torchtitan": torchtitan,
     "InternEvo": internevo,
     "Megatron SC21": megatron_sc21,
     "BigScience": bigscience,
@@ -117,21 +174,24 @@ def _model(row: dict[str, str], *, gated: bool, tied: bool) -> dict[str, Any]:
 
 
 def _run(row: dict[str, str], model: dict[str, Any], stack: str) -> Run:
-    tp, pp, cp, rounds = (int(float(row[axis] or 1)) for axis in ("tp", "pp", "cp", "vp"))
-    gpus, sharding = int(float(row["n_gpus"] or 8)), ZERO[int(float(row["zero_stage"] or 0))]
+    tp, pp, cp, ep, rounds = (int(float(row[axis] or 1)) for axis in ("tp", "pp", "cp", "ep", "vp"))
+    gpus, stage = int(float(row["n_gpus"] or 8)), row["zero_stage"]
+    sharding = ZERO[int(float(stage or 0))]
     data = max(1, gpus // (tp * pp * cp))
+    recompute = row["act_ckpt"]
     plan: dict[str, Any] = {
         "mesh": {"dp_shard" if sharding != "none" else "dp_replicate": data, "tp": tp, "pp": pp, "cp": cp},
-        "sharding": sharding,
         "micro_batch": int(float(row["micro_batch"])),
         "global_batch": int(float(row["global_batch"])),
-        "precision": "fp16" if row["dtype"] == "fp16" else "bf16",
-        "recompute": row["act_ckpt"],
+        "precision": row["dtype"] if row["dtype"] in ("fp16", "fp8") else "bf16",
+        "recompute": int(recompute) if recompute.isdigit() else recompute,
     }
-    stages = pp * rounds
-    if rounds > 1 and model["layers"] % stages == 0:
-        plan["pipeline"] = {"schedule": "interleaved", "stages": [model["layers"] // stages] * stages}
-    cluster = {"gpu": GPUS.get(row["gpu"], row["gpu"]), "gpus": gpus, "gpus_per_node": min(8, gpus)}
+    plan |= {"sharding": sharding} if stage else {}
+    plan["mesh"] |= {"ep": ep} if ep > 1 else {}
+    if rounds > 1 and (stages := _stages(model["layers"], pp * rounds)):
+        plan["pipeline"] = {"schedule": "interleaved", "stages": stages}
+    cluster = {"gpu": GPUS.get(row["gpu"], row["gpu"]), "gpus": gpus}
+    cluster |= {} if row["gpu"] == "GB200" else {"gpus_per_node": min(8, gpus)}
     seconds, tokens = _number(row["step_time_s"]), _number(row["tokens_per_s_per_gpu"])
     if seconds and not tokens:
         tokens = plan["global_batch"] * model["seq_len"] / (seconds * gpus)
@@ -145,6 +205,14 @@ def _run(row: dict[str, str], model: dict[str, Any], stack: str) -> Run:
         failed=row["status"] not in ("ok", ""),
         row=row,
     )
+
+
+def _stages(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage: equal ones, or one fewer at both ends, which hold embedding and head."""
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    size = (layers + 2) // stages
+    return [size - 1, *[size] * (stages - 2), size - 1] if (layers + 2) % stages == 0 else []
 
 
 def _number(text: str) -> float | None:

@@ -162,7 +162,7 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
     from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415
     from trimaran.train.process.supervisor_link import SupervisorLink  # noqa: PLC0415
 
-    checkpoint_backend._refuse_small_disk = lambda *_: None
+    checkpoint_backend._refuse_small_disk = lambda *_, **_options: None
 
     def train(path: Path, recipe: Recipe, plan: Plan, timer: Any = None) -> None:
         run = create_run(path, recipe, plan)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,19 +35,25 @@ def make_run(path: Path, *settings: str, nodes: int = 2) -> RunDirectory:
 
 
 class Machine:
-    """The supervisor of one node, in its own network namespace if `namespace` is given."""
+    """The supervisor of one node, in its own network namespace if `namespace` is given.
+
+    Flags may say `--address auto`; otherwise it has `address`. It cannot see the folder `hidden`, as if that were
+    on the disk of another machine.
+    """
 
     def __init__(self, run: RunDirectory, address: str, flags: Sequence[str], *, namespace: str = "",
-                 environment: Mapping[str, str] | None = None) -> None:  # fmt: skip
+                 environment: Mapping[str, str] | None = None, hidden: Path | None = None) -> None:  # fmt: skip
         self.run, self.address, self.namespace, self.flags = run, address, namespace, flags
-        self.environment = dict(environment or {})
-        self.log = run.path / "logs" / f"node-{address}.log"
+        self.environment, self.hidden = dict(environment or {}), hidden
+        self.log = run.path.parent / f"node-{address}.log" if hidden else run.path / "logs" / f"node-{address}.log"
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "trimaran.launch", str(self.run.path), "--address", self.address, *self.flags]
+        named = [] if "auto" in self.flags else ["--address", self.address]
+        command = [sys.executable, "-m", "trimaran.launch", str(self.run.path), *named, *self.flags]
         if self.namespace:
-            rename = f'hostname {self.namespace}; exec "$@"'
+            hide = f"mount -t tmpfs none {shlex.quote(str(self.hidden))}; " if self.hidden else ""
+            rename = f'hostname {self.namespace}; {hide}exec "$@"'
             inner = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", rename, "_"]
             command = ["ip", "netns", "exec", self.namespace, *inner, *command]
         ours = {
@@ -88,11 +95,15 @@ def _is_first(pid: int) -> bool:
 
 
 class TwoMachines:
-    """Two machines, the network between them, and a run on both; everything is removed at the end of `with`."""
+    """Two machines, the network between them, and a run on both; everything is removed at the end of `with`.
+
+    `other_run`: the second machine has a run directory of its own, and neither can see that of the other.
+    """
 
     def __init__(self, run: RunDirectory, *flags: str, wire: Sequence[str] = (),
-                 environments: Sequence[Mapping[str, str]] = ({}, {})) -> None:  # fmt: skip
-        self.run = run
+                 environments: Sequence[Mapping[str, str]] = ({}, {}),
+                 other_run: RunDirectory | None = None) -> None:  # fmt: skip
+        self.run, self._other_run = run, other_run
         self._names = [f"tm{os.getpid()}{letter}" for letter in "ab"]
         self._flags, self._wire_flags, self._environments = ["--nodes", "2", *flags], wire, environments
         self.all: list[Machine] = []
@@ -105,9 +116,11 @@ class TwoMachines:
         self.wire = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
         assert self.wire.stdout is not None
         assert self.wire.stdout.readline() == b"up\n"
-        for name, address, environment in zip(self._names, ADDRESSES, self._environments, strict=True):
-            machine = Machine(self.run, address, self._flags, namespace=name, environment=environment)
-            self.all.append(machine)
+        runs = [self.run, self._other_run or self.run]
+        for number, (name, address) in enumerate(zip(self._names, ADDRESSES, strict=True)):
+            hidden = runs[1 - number].path.parent if self._other_run else None
+            kwargs: dict[str, Any] = {"environment": self._environments[number], "hidden": hidden}
+            self.all.append(Machine(runs[number], address, self._flags, namespace=name, **kwargs))
         return self
 
     def __exit__(
@@ -146,7 +159,7 @@ class TwoMachines:
         """Return how many ranks the newest attempt has."""
         return [each["world_size"] for each in lines(self.run.attempts) if "world_size" in each][-1]
 
-    def wait_for_step(self, step: int, seconds: float = 40.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
         wait_for(lambda: self.step() >= step, seconds)
 
     def wait_for_new_step(self, seconds: float = 40.0) -> float:

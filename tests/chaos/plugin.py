@@ -9,7 +9,6 @@ import math
 import os
 import re
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from trimaran.train.health import replica_check
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import PlainStepper
 
-RUN = Path(sys.argv[1])
+RUN = Path("/proc/self/fd/1").readlink().parents[1]  # a rank prints to RUN/logs/rank-RANK.log
 SLOW_SECONDS = 5.0
 FREE_BYTES = 64 << 20
 

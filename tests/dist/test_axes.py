@@ -1,7 +1,9 @@
 """Properties of each parallel axis besides parity, which tests/dist/test_matrix.py covers."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,17 +11,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention_context import attention, document_mask
-from trimaran.parallel import apply_plan, build_mesh, gradient_norm, vocab_parallel_cross_entropy
-from trimaran.parallel.axes import tp
+from trimaran.nets.local_shards import local_part
+from trimaran.parallel import apply_plan, autocast, build_mesh, gradient_norm, vocab_parallel_cross_entropy
 from trimaran.parallel.axes.cp import CONTEXTS, AllGatherContext
+from trimaran.parallel.comm.tensor_collectives import gather_sequence, reduce_gradient, reduce_sum, reduce_to_sequence
+from trimaran.parallel.memory.activation_offload import _is_cast_weight
+from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
@@ -79,34 +87,103 @@ def test_tensor_parallel_ranks_hold_shards_of_logits_and_matrices() -> None:
         assert held == (SPEC.num_parameters - norms) // 2 + norms
 
 
-def partial_gradient_of_input(how: str, x: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
-    """Return this rank's gradient of the input of a column-parallel matmul."""
+class DTensorOperators(TorchDispatchMode):
+    """Counts the operators that get a DTensor: each is dispatched in Python and takes as long as several kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(isinstance(each, DTensor) for each in tree_iter((args, kwargs))):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def dtensor_operators_and_embedding_gradient() -> tuple[list[str], list[str], tuple[int, ...]]:
+    network = network_under(Plan(mesh=Mesh(tp=2)))
+    with DTensorOperators() as in_forward:
+        logits, _ = network.forward({"tokens": torch.arange(32).view(2, 16)})
+    assert isinstance(logits, DTensor)
+    loss = logits.to_local().square().sum()
+    with DTensorOperators() as in_backward:
+        loss.backward()
+    gradient = network.module.get_parameter("embed_tokens.weight").grad
+    assert isinstance(gradient, DTensor)
+    assert gradient.placements == (Shard(0),)
+    return in_forward.found, in_backward.found, tuple(gradient.to_local().shape)
+
+
+def test_tensor_parallel_layers_compute_with_plain_tensors_and_rows_of_the_embedding() -> None:
+    num_parameters = 9 * SPEC.layers + 2  # the head is the embedding
+    for in_forward, in_backward, gradient_shape in run_ranks(2, dtensor_operators_and_embedding_gradient):
+        assert in_forward == []
+        # Autograd stores each gradient detached, and adds the two of the tied embedding.
+        assert len(in_backward) <= num_parameters + 1
+        assert {each.partition(".")[2] for each in in_backward} <= {"detach.default", "add.Tensor"}
+        assert gradient_shape == (SPEC.vocab // 2, SPEC.hidden)
+
+
+def saved_copies_of_weights(kept: bool) -> tuple[int, list[np.ndarray]]:
+    """Return how many 16-bit weights two micro-batches in flight save for backward, and this rank's gradients."""
+    plan, saved = Plan(mesh=Mesh(tp=2), precision="bf16"), set()
+    network = network_under(plan)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _is_cast_weight(tensor) and tensor.ndim == 2:
+            saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with kept_weight_casts() if kept else nullcontext(), saved_tensors_hooks(pack, lambda packed: packed):
+        losses = []
+        for _ in range(2):
+            with autocast(plan, torch.device("cpu")):
+                logits, _ = network.forward({"tokens": torch.arange(32).view(2, 16)})
+                assert isinstance(logits, DTensor)
+                losses.append(logits.to_local().square().sum())
+        for loss in losses:
+            loss.backward()
+    return len(saved), [local_part(each.grad).numpy() for each in network.module.parameters() if each.grad is not None]
+
+
+def test_micro_batches_in_flight_share_the_16_bit_copies_of_sharded_weights() -> None:
+    answers = zip(*(run_ranks(2, saved_copies_of_weights, kept) for kept in (False, True)), strict=True)
+    for (alone, ours), (shared, theirs) in answers:
+        assert alone == 2 * shared == 2 * (7 * SPEC.layers + 1)
+        assert all((mine == other).all() for mine, other in zip(ours, theirs, strict=True))
+
+
+def results_of_collectives(compiled: bool, parts: torch.Tensor, gradients: torch.Tensor) -> dict[str, list[np.ndarray]]:
+    """Return the output of each collective of this rank's part, and the gradient of the part for that of the output."""
     join_process_group(read_rank_info(os.environ))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    columns = DTensor.from_local(weight.chunk(mesh.size())[mesh.get_local_rank()], mesh, [Shard(0)])
-    tp.TAKES_GRADIENT_PLACEMENTS &= "old-torch" not in how
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(tp._from_local_partial_gradient(2.0 * x, mesh), columns)
-        assert isinstance(out, DTensor)
-        return out.to_local().square().sum()
-
-    mine = x.clone().requires_grad_()
-    (torch.compile(loss, backend="aot_eager") if "compiled" in how else loss)(mine).backward()
-    assert mine.grad is not None
-    return mine.grad.numpy()
+    found = {}
+    for function in (gather_sequence, reduce_to_sequence, reduce_sum, reduce_gradient):
+        x = parts[mesh.get_local_rank()].clone().requires_grad_()
+        run = torch.compile(function, backend="aot_eager") if compiled else function
+        out = run(2.0 * x, mesh)
+        out.backward(gradients[mesh.get_local_rank(), :, : out.shape[1]])
+        assert x.grad is not None
+        found[function.__name__] = [out.detach().numpy(), x.grad.numpy()]
+    return found
 
 
-@pytest.mark.parametrize("how", ["installed", "installed-compiled", "old-torch", "old-torch-compiled"])
-def test_the_gradients_of_a_partial_colwise_input_sum_to_the_full_gradient(how: str) -> None:
-    """`old-torch` is the way for torch before 2.12, whose `DTensor.from_local` takes no `grad_placements`."""
+@pytest.mark.parametrize(("rows", "compiled"), [(1, False), (3, False), (3, True)])
+def test_a_collective_between_sharded_modules_has_the_collective_of_its_gradient(rows: int, compiled: bool) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(3, 8), torch.randn(6, 8)
-    expected = x.clone().requires_grad_()
-    F.linear(2.0 * expected, weight).square().sum().backward()
-    assert expected.grad is not None
-    gradients = [torch.from_numpy(each) for each in run_ranks(2, partial_gradient_of_input, how, x, weight)]
-    torch.testing.assert_close(sum(gradients), expected.grad)
+    x, y = 2.0 * torch.randn(2, rows, 4, 5), torch.randn(2, rows, 8, 5)
+    answers = run_ranks(2, results_of_collectives, compiled, x / 2.0, y)
+    for rank, answer in enumerate(answers):
+        here, short = slice(4 * rank, 4 * rank + 4), slice(2 * rank, 2 * rank + 2)
+        expected = {
+            "gather_sequence": [torch.cat([*x], 1), y.sum(0)[:, here]],
+            "reduce_to_sequence": [x.sum(0)[:, short], torch.cat([*y[:, :, :2]], 1)],
+            "reduce_sum": [x.sum(0), y[rank, :, :4]],
+            "reduce_gradient": [x[rank], y.sum(0)[:, :4]],
+        }
+        for name, (out, gradient) in expected.items():
+            torch.testing.assert_close(torch.from_numpy(answer[name][0]), out)
+            torch.testing.assert_close(torch.from_numpy(answer[name][1]), 2.0 * gradient)
 
 
 def attend_in_shards(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:

@@ -24,7 +24,6 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
 from trimaran.optim.loss_scale import LossScale
-from trimaran.parallel.comm import compression
 from trimaran.run import RunDirectory, create_run
 from trimaran.train import build
 from trimaran.train.checkpointing.checkpointer import Checkpointer
@@ -134,11 +133,13 @@ def watch_updates() -> list[tuple[bool, bool]]:
         optimizer = updater._optimizer
         weights = [local_part(each) for group in optimizer.param_groups for each in group["params"]]
         moments = [local_part(each) for state in optimizer.state.values() for each in state.values()]
-        return [each.detach().clone() for each in (*weights, *moments)]
+        feedback = updater.compressor.feedback() if updater.compressor else {}
+        unsent = [each for tensors in feedback.values() for each in tensors.accepted.values()]
+        return [each.detach().clone() for each in (*weights, *moments, *unsent)]
 
-    def watched(updater: Updater, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(updater: Updater, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
         before = state(updater)
-        norm, refused = update(updater, lr, loss, squares)
+        norm, refused = update(updater, *arguments, **more)
         after = state(updater)
         updates.append((bool(refused), len(before) == len(after) and all(map(torch.equal, before, after))))
         assert all(each.isfinite().all() for each in after)
@@ -221,7 +222,7 @@ def test_a_bad_gradient_or_a_loss_spike_changes_no_weight_on_any_rank(folder: Pa
         ({"optimizer": {"states": "8bit"}}, {"dp_shard": 2}),
         ({}, {"dp_replicate": 2, "precision": "fp16"}),
         ({}, {"dp_replicate": 2, "comm": {"compression": "topk"}}),
-        ({}, {"dp_replicate": 2, "comm": {"compression": "powersgd"}}),
+        ({}, {"dp_replicate": 2, "comm": {"compression": {"kind": "powersgd", "warmup_steps": 2}}}),
         ({}, {"dp_replicate": 2, "comm": {"local_steps": 2}}),
     ],
     ids=str,
@@ -229,14 +230,15 @@ def test_a_bad_gradient_or_a_loss_spike_changes_no_weight_on_any_rank(folder: Pa
 def test_state_between_steps_is_not_affected_by_a_bad_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(compression, "POWERSGD_WARMUP_STEPS", 2)
     monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: scale if plan.precision == "fp16" else None)
     scale = LossScale(initial=1024.0)  # with which nothing overflows
     recipe = recipe_with(train=train, faults={"max_skips": 1})
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, **fields))
     answers = run_ranks(2, train_with, run.path, NAN)
-    if "comm" in fields and "local_steps" in fields["comm"]:  # averaging replicas changes weights all the same
-        answers = [(code, [(refused, refused) for refused, _ in updates]) for code, updates in answers]
+    if "comm" in fields and "local_steps" in fields["comm"]:  # only the replica with the bad loss refuses its update
+        (_, good), (code, bad) = answers
+        assert not any(refused for refused, _ in good)
+        answers = [(code, [(refused, refused) for refused, _ in bad])]  # averaging changes weights all the same
     assert_skipped(run, answers)
     scales = [line.get("loss_scale") for line in lines(run.metrics)]
     assert len(set(scales)) == 1  # a bad loss does not change the scale

@@ -37,6 +37,7 @@ DENSE = replace(PRESETS["tiny"], **SMALL)
 MIXED = replace(PRESETS["tiny-moe"], **SMALL)
 MODES: tuple[dict[str, Any], ...] = (
     {"recompute": "full"},
+    {"recompute": "elementwise"},
     {"recompute": "selective"},
     {"recompute": 2},
     {"offload": "activations"},

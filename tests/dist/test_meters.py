@@ -121,6 +121,9 @@ def test_a_slow_rank_is_an_outlier_and_the_wait_for_it_is_straggler_time(axis: s
     for line in warm:
         assert ("busy_seconds", 1) in {(each["what"], each["rank"]) for each in line["ranks"]["outliers"]}
         assert line["waits"]["comm"] + line["waits"]["straggler"] == pytest.approx(line["phases"]["comm"])
+        issued = sum(line["phases"][name] for name in ("forward", "backward", "comm", "optimizer"))
+        assert line["host_seconds"] == pytest.approx(issued, abs=1e-3), "a CPU computes what it issues"
+        assert "host_bound" not in line
     assert max(line["waits"]["straggler"] for line in warm) > 0.5 * LATE_SECONDS
 
 

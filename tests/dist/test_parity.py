@@ -141,7 +141,7 @@ def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]
     return [(name, tuple(each.shape)) for name, each in network.module.named_parameters()]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("preset", [slow("tiny"), "tiny-moe"])
 def test_no_plan_changes_a_parameter_name(workspace: Path, preset: str) -> None:
     recipe = recipe_for(workspace, preset)
     plans = [plan_for(recipe, grad_accum=1, **degrees) for degrees in PLANS.values()]
@@ -152,7 +152,7 @@ def test_no_plan_changes_a_parameter_name(workspace: Path, preset: str) -> None:
             assert names == plain
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("name", [slow("ddp-2"), "fsdp-2"])
 def test_a_hugging_face_model_trains_the_same_trajectory(workspace: Path, hf_model: Path, name: str) -> None:
     recipe = recipe_for(workspace).model_copy(update={"model": ModelSection(family="hf", path=str(hf_model))})
     reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")

@@ -10,15 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from tests.hf_models import SMALL
 from tests.cases import quick_or_slow
+from tests.hf_models import SMALL
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import SEGMENT_STEPS, SavedState, TrainedSegment, bits, recipe_for, train_segment
 from trimaran.core import Plan, Recipe
 from trimaran.optim.block_layout import BlockLayout, BlockReshard
 from trimaran.optim.block_quantization import codebook, dequantize, quantize
 from trimaran.optim.loss_scale import LossScale
-from trimaran.train.checkpointing.training_state import unsaved_state
 
 
 def pipeline(schedule: str) -> dict[str, Any]:
@@ -180,12 +179,6 @@ def test_a_state_that_lacks_a_tensor_is_refused() -> None:
     del saved.index["optimizer/exp_avg/layers.1.mlp.down_proj.weight"]
     with pytest.raises(AssertionError, match=r"K001: .* does not have optimizer/exp_avg/layers.1.mlp.down_proj.weight"):
         train_segment(recipe, plan, steps=1, after=saved)
-
-
-def test_state_that_is_not_saved_is_listed() -> None:
-    compressed = {"comm": {"compression": "topk", "local_steps": 4}}
-    assert unsaved_state(Plan()) == []
-    assert [each.split()[0] for each in unsaved_state(Plan.model_validate(compressed))] == ["the", "the"]
 
 
 def test_a_restored_loss_scale_continues_its_count() -> None:

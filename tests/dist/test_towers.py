@@ -35,6 +35,7 @@ def with_rates() -> dict[str, Any]:
         (("vision",), {"mesh": {"dp_replicate": 2}}),
         (("vision",), SHARDED),
         (("vision",), {"mesh": {"tp": 2}, "towers": {"vision": {"tp": 1}}}),
+        slow((("vision",), {"mesh": {"tp": 2}, "towers": {"vision": {"tp": 1, "sharding": "parameters"}}})),
         (("vision",), {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}}),
         slow((("vision",), {"mesh": {"pp": 2}, "pipeline": {"stages": [2, 3]}})),
         (("vision",), ZERO_BUBBLE),

@@ -20,11 +20,14 @@ from tests.vlm_training import (
 from trimaran.data.feed import DataShare
 
 REPLICATED = {"vision": {"tp": 1}}
+SHARDED = {"vision": {"tp": 1, "sharding": "parameters"}, "projector": {"tp": 1, "sharding": "parameters"}}
+ZERO_1 = {"vision": {"tp": 1, "sharding": "optimizer"}}
 PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": {"dp_replicate": 2}},
     "zero-3": {"mesh": {"dp_shard": 2}, "sharding": "parameters"},
     "tp": {"mesh": {"tp": 2}},
     "tp, vision and projector replicated": {"mesh": {"tp": 2}, "towers": REPLICATED | {"projector": {"tp": 1}}},
+    "tp, vision and projector sharded over its ranks": {"mesh": {"tp": 2}, "towers": SHARDED},
     "cp": {"mesh": {"cp": 2}},
     "pp by cost": {"mesh": {"pp": 2}},
     "pp inside the vision": {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}},
@@ -39,6 +42,36 @@ SLOW: dict[str, dict[str, Any]] = {
         "mesh": {"dp_shard": 2, "tp": 2},
         "sharding": "gradients",
         "towers": REPLICATED,
+    },
+    "tp, states of the vision over its ranks": {"mesh": {"tp": 2}, "towers": ZERO_1, "grad_accum": 4},
+    "dp and tp, vision sharded over tp": {"mesh": {"dp_replicate": 2, "tp": 2}, "towers": SHARDED},
+    "zero-3 over all ranks of vision and projector": {
+        "mesh": {"dp_shard": 2, "tp": 2},
+        "sharding": "parameters",
+        "towers": REPLICATED | {"projector": {"tp": 1}},
+    },
+    "zero-1 over all ranks of the vision": {
+        "mesh": {"dp_shard": 2, "tp": 2},
+        "sharding": "optimizer",
+        "towers": REPLICATED,
+        "grad_accum": 4,
+    },
+    "zero-3 and tp, vision in full on every rank": {
+        "mesh": {"dp_shard": 2, "tp": 2},
+        "sharding": "parameters",
+        "towers": {"vision": {"tp": 1, "sharding": "none"}},
+    },
+    "hsdp and tp, vision sharded over tp": {
+        "mesh": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        "sharding": "parameters",
+        "towers": SHARDED,
+    },
+    "zero-3 over cp and tp in the vision": {"mesh": {"cp": 2, "tp": 2}, "sharding": "parameters", "towers": SHARDED},
+    "pp, zero-3 and tp, vision sharded over tp": {
+        "mesh": {"pp": 2, "dp_shard": 2, "tp": 2},
+        "sharding": "parameters",
+        "towers": SHARDED,
+        "pipeline": {"stages": [1, 4]},
     },
     "exchange": {"mesh": {"cp": 2}, "comm": {"context": "exchange"}},
     "zero-3 over cp": {"mesh": {"cp": 2}, "sharding": "parameters"},

@@ -223,7 +223,7 @@ def test_a_run_on_several_nodes_is_prepared_and_its_command_is_printed(
     arguments = ["train", "--set", "cluster=2x1xcpu", "--run-dir", "run", "--json"]
     assert main(arguments) == 0
     command = json.loads(capsys.readouterr().out)["command"]
-    assert command[-4:] == ["trimaran.launch", str(Path("run").absolute()), "--nodes=2", "--address=IP"]
+    assert command[-4:] == ["trimaran.launch", str(Path("run").absolute()), "--nodes=2", "--address=auto"]
     assert Path("run/plan.json").is_file()
     assert mistake(arguments[:-1], capsys)["code"] == "D004"
 

@@ -37,7 +37,7 @@ def test_help_is_fast_and_lists_every_command() -> None:
     assert min(seconds) < MAX_HELP_SECONDS
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan", "--json"), ("train", "--dry-run")])
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan", "--json")])
 def test_torch_is_not_imported_for_help_and_plans(arguments: tuple[str, ...]) -> None:
     imports = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "trimaran", *arguments], capture_output=True, text=True, timeout=60

@@ -9,8 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,8 +25,7 @@ from trimaran.launch import follower as follower_module
 from trimaran.launch import remote_node as remote_node_module
 from trimaran.launch import remote_node_group
 from trimaran.launch.channel import Channel
-from trimaran.launch.follower import Follower, FollowerEnd
-from trimaran.launch.local_node import LocalNode
+from trimaran.launch.follower import CoordinatorClient, Follower, FollowerEnd
 from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded
 from trimaran.launch.node_agent import NodeAgent
 from trimaran.launch.node_options import NodeOptions
@@ -36,6 +37,7 @@ from trimaran.run.lease import LeaseWatch, claim_term, read_holder, run_token, t
 from trimaran.run.wire import split_address
 from trimaran.train.process.rank_info import RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.process.token_store import TokenStore
 
 WAIT_SECONDS = 10.0
 
@@ -89,12 +91,15 @@ class FollowerThread:
         assert holder is not None
         self.node, self.signals = node, Signals()
         self.end: FollowerEnd | None = None
-        self._follower = Follower(run, cast(LocalNode, node), holder, run_token(run))
+        self.channel = Channel("127.0.0.1", run_token(run), own_node=node.name)
+        agent: Any = SimpleNamespace(run=run, node=node, token=run_token(run), channel=self.channel)
+        self._follower = Follower(agent, holder)
         self.thread = threading.Thread(target=self._follow, args=(run,), daemon=True)
         self.thread.start()
 
     def _follow(self, run: RunDirectory) -> None:
         self.end = self._follower.follow(LeaseWatch(run), self.signals)
+        self.channel.close()
 
 
 @pytest.fixture
@@ -194,7 +199,7 @@ def test_commands_reach_a_node_and_its_events_come_back_in_our_clock(run: RunDir
     follower, remote = join_node(run, channel, FakeNode())
     remote.start(attempt_spec())
     until(lambda: follower.node.calls == ["start"])
-    assert follower.node.spec == attempt_spec()
+    assert follower.node.spec == replace(attempt_spec(), token=run_token(run))  # which was not sent
     now = time.monotonic()
     follower.node.current = {2: Heartbeat(section="step", step=7, entered=now - 100.0, alive=now, answered=0)}
     follower.node.events = [RankEnded(rank=3, code=-9, time=now - 2.0)]
@@ -214,6 +219,23 @@ def test_commands_reach_a_node_and_its_events_come_back_in_our_clock(run: RunDir
     follower.thread.join(WAIT_SECONDS)
     assert follower.end is not None
     assert follower.end.code == 75
+
+
+def test_the_ranks_of_a_node_ask_its_own_channel_which_relays_to_the_coordinator(
+    run: RunDirectory, channel: Channel
+) -> None:
+    follower, remote = join_node(run, channel, FakeNode())
+    for attempt in range(2):
+        remote.start(replace(attempt_spec(attempt), store=channel.address))
+        until(lambda: follower.node.calls == ["start"])
+        assert follower.node.spec is not None
+        assert follower.node.spec.store == follower.channel.address
+        TokenStore(follower.node.spec.store, run_token(run), attempt=attempt).set("k", "v")
+        assert TokenStore(channel.address, run_token(run), attempt=attempt).get("k") == b"v"
+        remote.kill()
+        follower.node.calls.clear()
+    remote.dismiss(0)
+    until(lambda: follower.end is not None)
 
 
 @pytest.mark.usefixtures("quick")
@@ -306,6 +328,31 @@ def test_the_coordinator_waits_for_all_nodes_and_later_continues_with_the_minimu
     again.thread.join(WAIT_SECONDS)
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_start_waits_only_for_the_nodes_asked_for_and_a_node_that_leaves_counts_no_more(
+    run: RunDirectory, channel: Channel
+) -> None:
+    group = node_group(run, channel, min_nodes=1)
+    group._agent.node_options = replace(group._agent.node_options, nodes=3, start_nodes=2)
+    follower, began = FollowerThread(run, FakeNode("b", 2)), time.monotonic()
+    nodes = group.wait_for_nodes()
+    assert nodes is not None
+    assert [node.name for node in nodes] == ["a", "b"]
+    assert time.monotonic() - began < group._agent.node_options.wait_seconds
+    nodes[1].start(AttemptSpec(attempt=0, first_rank=1, num_ranks=2, world_size=3, store="", token=""))
+    until(lambda: follower.node.calls == ["start"])
+    assert group.leaving(nodes) == []
+    follower.signals.stop_requested = True
+    until(lambda: group.leaving(nodes) == ["b"])
+    assert follower.node.calls == ["start"], "the coordinator decides when the ranks stop"
+    assert group.can_go_on()
+    assert group.growth(nodes[:1]) is None
+    nodes[1].kill()
+    follower.thread.join(WAIT_SECONDS)
+    assert follower.end is not None
+    assert follower.end.code == 75
+
+
 def test_too_few_nodes_give_none_after_the_wait(run: RunDirectory, channel: Channel) -> None:
     assert node_group(run, channel, min_nodes=2, wait_seconds=0.3).wait_for_nodes() is None
 
@@ -323,10 +370,13 @@ def test_a_coordinator_without_its_lease_starts_nothing(run: RunDirectory, chann
 def test_a_node_with_another_clock_is_reported_and_used(
     run: RunDirectory, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, real = node_group(run, channel, min_nodes=2), time.time
-    monkeypatch.setattr(follower_module.time, "time", lambda: real() - 60.0)
+    group, send = node_group(run, channel, min_nodes=2), CoordinatorClient.send
+
+    def send_late(self: CoordinatorClient, **message: Any) -> None:
+        send(self, **message | ({"time": message["time"] - 60.0} if "time" in message else {}))
+
+    monkeypatch.setattr(CoordinatorClient, "send", send_late)
     follower = FollowerThread(run, FakeNode("b", 2))
-    monkeypatch.setattr(follower_module.time, "time", real)
     nodes = group.wait_for_nodes()
     assert nodes is not None
     assert len(nodes) == 2

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,6 @@ from tests.fault.test_network import FakeNode, node_group
 from trimaran.core import UserError
 from trimaran.launch.channel import Channel
 from trimaran.launch.follower import Follower, FollowerEnd
-from trimaran.launch.local_node import LocalNode
 from trimaran.launch.preflight_process import PreflightProcess
 from trimaran.launch.remote_node_group import RemoteNodeGroup
 from trimaran.launch.signals import Signals
@@ -52,12 +52,15 @@ class FollowerThread:
         assert holder is not None
         self.end: FollowerEnd | None = None
         self.signals = Signals()
-        follower = Follower(run, cast(LocalNode, FakeNode(name, 1)), holder, run_token(run), unfit=unfit)
-        self._thread = threading.Thread(target=self._follow, args=(follower, LeaseWatch(run)), daemon=True)
+        channel = Channel("127.0.0.1", run_token(run), own_node=name)
+        agent: Any = SimpleNamespace(run=run, node=FakeNode(name, 1), token=run_token(run), channel=channel)
+        follower = Follower(agent, holder, unfit=unfit)
+        self._thread = threading.Thread(target=self._follow, args=(follower, LeaseWatch(run), channel), daemon=True)
         self._thread.start()
 
-    def _follow(self, follower: Follower, watch: LeaseWatch) -> None:
+    def _follow(self, follower: Follower, watch: LeaseWatch, channel: Channel) -> None:
         self.end = follower.follow(watch, self.signals)
+        channel.close()
 
     def refusal(self) -> UserError:
         self._thread.join(10.0)
@@ -95,6 +98,7 @@ def test_a_node_that_was_fixed_in_time_joins(tmp_path: Path, channel: Channel) -
     wait_for(lambda: len(group._present()) == 2 and group._unfit)
     first.leave()
     again = FollowerThread(run, "b", None)
+    wait_for(lambda: group._present() and not group._unfit)  # until then all three are connected, one of them unfit
     nodes = group.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b", "c"]

@@ -62,6 +62,17 @@ def test_every_flipped_bit_changes_the_checksum_of_its_tensor() -> None:
             flat[position] ^= 1 << bit
 
 
+def test_another_number_of_tensors_compiles_nothing() -> None:
+    from trimaran.parallel.batched import tensor_kernels  # noqa: PLC0415  needs Triton
+
+    held = [torch.ones(64, device=CUDA) for _ in range(7)]
+    TensorChecksums(held[:4]).compute()
+    compiled = len(tensor_kernels.sum_words.device_caches[torch.cuda.current_device()][0])
+    for count in range(1, 8):
+        TensorChecksums(held[:count]).compute()
+    assert len(tensor_kernels.sum_words.device_caches[torch.cuda.current_device()][0]) == compiled
+
+
 def test_weights_are_sampled_as_on_a_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(60, 300), (7, 13), (2000, 170), (5,), ()]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -12,7 +13,7 @@ from trimaran.core import Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
 from trimaran.doctor.predicted_gain import apply_patch
-from trimaran.doctor.step_breakdown import step_breakdown
+from trimaran.doctor.step_breakdown import steady_steps, step_breakdown
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
@@ -35,19 +36,19 @@ WAITS = """
 import os, sys
 from pathlib import Path
 from trimaran.data import cache_folder
-from trimaran.nets.decoder import Layer
+from trimaran.nets.decoder import DecoderLayer
 from trimaran.run import open_run
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
-forward = Layer.forward
+forward = DecoderLayer.forward
 
 def waits(self, stream, *rest, **named):
     assert stream.detach().abs().max().item() < 1e9
     return forward(self, stream, *rest, **named)
 
 if sys.argv[2] == "wait":
-    Layer.forward = waits
+    DecoderLayer.forward = waits
 sys.exit(run_worker(open_run(Path(sys.argv[1])), read_rank_info(os.environ), cache=cache_folder(os.environ)))
 """
 
@@ -90,3 +91,17 @@ def test_an_injected_host_sync_is_found_in_a_trace_and_a_healthy_run_has_none(fo
     found = {each.code: each for each in diagnose(read_evidence(train(recipe, folder, waits=True)))}["F009"]
     assert found.culprit.startswith("forward")
     assert found.evidence["waits_a_step"] >= 12
+
+
+def test_the_metrics_say_whether_the_host_is_the_limit(folder: Path) -> None:
+    pins = ("plan.precision=bf16", "plan.compile=false", "plan.cuda_graphs=false", "plan.grad_accum=1")
+    large = "model.shape={layers: 4, hidden: 4096, heads: 32, kv_heads: 32, ffn: 12288}"
+    runs = [(*SMALL, *pins, "train.global_batch=2"), (*SMALL, *pins, large, "data.seq_len=2048")]
+    small, busy = (read_evidence(train(parse_recipe("", name="test", overrides=each), folder)) for each in runs)
+    limited, not_limited = (fmean("host_bound" in step for step in steady_steps(each)) for each in (small, busy))
+    assert limited > 0.9
+    assert not_limited < 0.1
+    assert {"F003", "F016"} & {each.code for each in diagnose(small)}
+    assert not {"F003", "F016"} & {each.code for each in diagnose(busy)}
+    for step in steady_steps(busy):
+        assert 0 < step["host_seconds"] < step["step_seconds"]

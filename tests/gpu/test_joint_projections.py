@@ -47,7 +47,7 @@ def test_backward_of_rope_and_the_split_into_heads(
 ) -> None:
     query = torch.randn(2, 33, heads, width).to(dtype).transpose(1, 2)  # a layout that attention may return
     key, value = (torch.randn(2, kv_heads, 33, width).to(dtype) for _ in range(2))
-    cos, sin = torch.rand(turns, 1, 33, width), torch.rand(turns, 1, 33, width)
+    cos, sin = (torch.rand(turns, 1, 33, width // 2).repeat(1, 1, 1, 2) for _ in range(2))
     for ours, theirs in zip(*both("rotary_backward", query, key, value, cos, sin), strict=True):
         close(ours, theirs, bound_of(dtype))
 
@@ -60,7 +60,7 @@ def test_a_projection_with_rope_applied_in_place(
 ) -> None:
     x, weight = torch.randn(2, 33, 256).to(dtype), (torch.randn((heads + 2 * kv_heads) * width, 256) / 16).to(dtype)
     weights, added = weight.cuda().split([heads * width, 2 * kv_heads * width]), torch.randn(len(weight))
-    cos, sin = torch.rand(turns, 1, 33, width), torch.rand(turns, 1, 33, width)
+    cos, sin = (torch.rand(turns, 1, 33, width // 2).repeat(1, 1, 1, 2) for _ in range(2))
     project = torch.ops.trimaran.rotary_projection
     ours = project(x.cuda(), weights, added.cuda() if bias else None, cos.cuda(), sin.cuda(), heads + kv_heads)
     close(ours, project(x, [weight], added if bias else None, cos, sin, heads + kv_heads), 2 * bound_of(dtype))

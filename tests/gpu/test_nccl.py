@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("section", "rows", "num_rows"),
     [
-        ("parity", "dp_shard2-tp2-ep2", 1),
+        ("parity", "dp_shard2-tp2-ep2", 2),
         ("parity", "reduced-after", 1),  # replayed as CUDA graphs on both ranks
         ("faults", "@dp_shard 2", 5),
         ("resume", "memory copies", 1),

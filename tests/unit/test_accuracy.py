@@ -7,6 +7,7 @@ from benchmarks.accuracy.ask import HELD_OUT, SMALL, ask, own_cases, promised
 from benchmarks.accuracy.errors import Case, choices, merge_repeats, summarise
 from benchmarks.accuracy.measures import OWN, OWN_LATER, OWN_SMALL, broken
 from benchmarks.accuracy.published import SOURCES, Run
+from benchmarks.accuracy.sets import CONSTANTS, RUN_SETS, constants_table, row_tables, rows_csv, sets_table
 
 
 @cache
@@ -68,3 +69,24 @@ def test_the_summary_of_errors_is_right() -> None:
     found = summarise([0.1, -0.3, None])
     assert found is not None
     assert (found.count, round(found.mape, 9), round(found.bias, 9), found.worst) == (2, 0.2, -0.1, -0.3)
+
+
+def test_every_set_is_listed_with_its_rows_also_those_that_are_predicted_badly() -> None:
+    ours = predictions()
+    assert {each.name for each in RUN_SETS} == set(ours)
+    table = sets_table(ours)
+    assert [row[0] for row in table[1:]] == [each.name for each in RUN_SETS]
+    assert all(len(row) == len(table[0]) for row in table)
+    lines = rows_csv(ours).splitlines()
+    assert len(lines) == 1 + sum(map(len, ours.values()))
+    headings = dict(row_tables(ours))
+    (korthikanti,) = (rows for heading, rows in headings.items() if heading.startswith("Korthikanti"))
+    assert len(korthikanti) == 1 + len(ours["Korthikanti"])
+
+
+def test_no_constant_was_set_by_a_held_out_set() -> None:
+    held_out = [each.name for each in RUN_SETS if not each.sets]
+    assert {"NVIDIA Nemotron-4", "Korthikanti", "torchtitan", OWN_LATER} <= set(held_out)
+    for constant in CONSTANTS:
+        assert not any(name in constant.rows for name in held_out), constant.name
+    assert all(value for _, value, _ in constants_table())

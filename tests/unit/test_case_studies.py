@@ -123,10 +123,14 @@ def test_70b_on_8_gpus_offloads_the_moments_or_everything() -> None:
     assert prediction is not None
     assert prediction.memory["weights"] + prediction.memory["gradients"] == pytest.approx(8 * parameters / 8, rel=0.05)
     assert prediction.host_bytes >= 8 * parameters
-    # With all 16 bytes on the host larger micro-batches fit, and nothing is recomputed.
-    quickest, faster = best("70b-8xa100-80gb")
-    assert quickest.offload == "parameters"
-    assert faster.step_seconds < prediction.step_seconds
+    # With all 16 bytes on the host larger micro-batches fit, and nothing is recomputed. That gains less than the
+    # error bar and pins more than twice the memory, so it is shown as a tie.
+    chosen, cheapest = best("70b-8xa100-80gb")
+    assert chosen.offload == "optimizer"
+    tied, *_ = [tie.plan for tie in answer("70b-8xa100-80gb").ties if tie.plan.offload == "parameters"]
+    assert tied.prediction is not None
+    assert cheapest.step_seconds / 1.1 < tied.prediction.step_seconds < cheapest.step_seconds
+    assert tied.prediction.host_bytes > 2 * cheapest.host_bytes
 
 
 @pytest.mark.parametrize("devices", [4, 2])
@@ -144,23 +148,24 @@ def test_70b_on_4_and_2_gpus_is_offloaded_and_needs_2_tib_of_host_memory(devices
     assert not {"weights", "optimizer"} & {term for term, size in prediction.memory.items() if size > GIB}
 
 
-def test_175b_on_64_gpus_uses_three_axes() -> None:
+def test_175b_on_64_gpus_with_three_axes() -> None:
     # 96 layers of 4 x 12288^2 + 2 x 12288 x 49152, and 50257 x 12288 for the embedding: 174.6e9.
     parameters = outline("gpt3-175b-64xa100-80gb").num_parameters
     weights = 96 * (4 * 12288**2 + 2 * 12288 * 49152) + 50257 * 12288
     assert parameters == pytest.approx(weights, rel=0.001)
-    solid = [
-        plan for plan in answer("gpt3-175b-64xa100-80gb").ranked if min(plan.mesh.tp, plan.mesh.pp, plan.mesh.dp) > 1
-    ]
-    assert solid, "data, tensor and pipeline parallelism together"
-    plan = solid[0]
+    assert all(plan.mesh.tp <= 8 for plan in answer("gpt3-175b-64xa100-80gb").ranked), "slices stay inside a node"
+    asked = pinned(question("gpt3-175b-64xa100-80gb"), mesh=Mesh(dp_shard=2, pp=4, tp=8), offload="optimizer")
+    plan = search(asked).ranked[0]
     prediction, mesh = plan.prediction, plan.mesh
     assert prediction is not None
-    assert mesh.tp <= 8, "slices stay inside a node"
-    # A rank has 1 / (tp x pp) of the parameters, and of their 8 bytes of moments its shard.
+    # A rank has 1 / (tp x pp) of the parameters: 20.3 GiB of gradients, half of the weights, and 16-bit copies of all.
+    # Its half of the 8 bytes of moments, 20.3 GiB, would leave no room for activations: they are on the host.
     mine = parameters / (mesh.tp * mesh.pp)
-    if plan.offload == "none" or plan.offload == "activations":
-        assert prediction.memory["optimizer"] == pytest.approx(8 * mine / mesh.dp_shard, rel=0.08)
+    assert (plan.offload, plan.sharding) == ("optimizer", "optimizer")
+    assert prediction.memory["gradients"] == pytest.approx(4 * mine, rel=0.08)
+    assert prediction.memory["weights"] == pytest.approx(4 * mine / mesh.dp_shard, rel=0.08)
+    assert prediction.memory["gathered"] >= 2 * mine
+    assert prediction.host_bytes >= 8 * mine / mesh.dp_shard * 8
     # 1536 sequences are `grad_accum` micro-batches; with v stages per rank the bubble is (p - 1) / (v m + p - 1).
     rounds = len(plan.pipeline.stages) // mesh.pp
     bubble = (mesh.pp - 1) / (rounds * plan.grad_accum + mesh.pp - 1)

@@ -222,8 +222,8 @@ def test_garbage_with_a_right_digest_is_not_a_manifest(folder: Path, text: str) 
 
 
 def test_a_later_format_is_not_called_damaged(folder: Path) -> None:
-    forge(step_path(folder, 2), lambda fields: fields.update(format=3))
-    with pytest.raises(UserError, match="K008: this checkpoint has format 3"):
+    forge(step_path(folder, 2), lambda fields: fields.update(format=99))
+    with pytest.raises(UserError, match="K008: this checkpoint has format 99"):
         DiskSource(step_path(folder, 2))
     with pytest.raises(UserError, match=r"K008: there is no checkpoint here: manifest.json is missing"):
         DiskSource(folder)

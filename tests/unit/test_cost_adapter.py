@@ -73,8 +73,11 @@ def test_zero_3_shards_frozen_and_trained_weights_and_gathers_in_16_bits() -> No
     held = states(plan, outline())
     assert (held.weights, held.gradients) == ((2 * FROZEN + 4 * TRAINED) / 4, 4 * TRAINED / 4)
     assert held.gathered_at_loss == 2 * 80  # embedding and head
-    # Two layers of 152 frozen weights, half of the last norm and 192 trained weights; the gradients of one layer's.
-    assert held.gathered_in_backward == 2 * 80 + 2 * 2 * (152 + 2 + 192) + (2 + 4) * 192
+    # Two layers of 152 frozen weights, half of the last norm and 192 trained weights; the fp32 gradients of the layer
+    # that is being reduced. While they are copied, one layer is gathered, and all of its 16-bit gradients exist.
+    waiting = held.gathered_in_backward - 2 * 80 - 2 * 2 * (152 + 2 + 192)
+    assert waiting == 4 * 192 + 2 * 40
+    assert held.gathered_in_reduction == 2 * 80 + 2 * (152 + 2 + 192) + (2 + 4) * 192 + 2 * 40
 
 
 def test_4_bit_weights_take_9_sixteenths_of_a_byte_and_are_whole_on_every_rank() -> None:

@@ -115,3 +115,12 @@ def test_collectives_reach_about_the_published_bandwidth(nodes: int, summed: flo
     passed = (ring.num_ranks - 1) / ring.num_ranks * size / 1e9
     assert 2 * passed / all_reduce_seconds(size, ring) == pytest.approx(summed, rel=0.3)
     assert passed / all_gather_seconds(size, ring) == pytest.approx(gathered, rel=0.4)
+
+
+def test_a_hop_inside_a_node_may_take_as_long_as_its_own_link() -> None:
+    near, far = parse_cluster("64x8xH100").levels
+    every, own = (ring_of((near, far), 512, 1, hops) for hops in ("network", "own"))
+    assert own.latency == pytest.approx((7 * near.latency + far.latency) / 8)
+    assert every.latency > 4 * own.latency
+    assert every[3:] == own[3:], "the bandwidths are the same"
+    assert ring_of((near, far), 8, 1, "own") == ring_of((near, far), 8, 1)

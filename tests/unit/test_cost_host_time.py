@@ -129,8 +129,21 @@ def test_several_ranks_wait_for_their_hosts(plan: dict[str, Any]) -> None:
     found = seconds(small(128), two, **plan)
     assert found > per_rank
     if "sharding" in plan:
-        units = 9 * TRIMARAN_HOST.unit  # eight blocks, and embedding with head
-        assert found == pytest.approx(MICRO_BATCH + REST + units, rel=0.02)
+        # Eight small blocks share a unit; the other one has embedding and head.
+        assert found == pytest.approx(MICRO_BATCH + REST + 2 * TRIMARAN_HOST.unit, rel=0.02)
+        apart = seconds(small(128), two, **plan, comm={"bucket_mb": 1})
+        assert apart == pytest.approx(found + 7 * TRIMARAN_HOST.unit, rel=0.02)
+
+
+def test_joined_blocks_gather_and_hold_more_at_once() -> None:
+    two, plan = parse_cluster("2xH200"), {"mesh": {"dp_shard": 2}, "sharding": "parameters", "precision": "bf16"}
+    joined, apart = (
+        predict(small(128), two, Plan.model_validate(plan | {"comm": {"bucket_mb": size}})) for size in (25, 1)
+    )
+    assert joined.memory["gathered"] > apart.memory["gathered"]
+    hf = replace(small(128), stack=HF_MODELS)
+    of_hf = [predict(hf, two, Plan.model_validate(plan | {"comm": {"bucket_mb": size}})) for size in (25, 1)]
+    assert of_hf[0].step_seconds == of_hf[1].step_seconds, "only our own decoder's blocks are joined"
 
 
 def test_replicas_that_reduce_after_backward_are_captured_and_hide_nothing() -> None:

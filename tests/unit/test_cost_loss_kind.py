@@ -90,7 +90,7 @@ def test_an_update_moves_its_bytes_at_memory_bandwidth() -> None:
         moved = 10 + 3.4 + moments  # a split weight and its 16-bit gradient, with the gradient norm
         assert terms_of(states=states)["optimizer"] == pytest.approx(moved * parameters / speed + gaps, rel=1e-5)
     whole = terms_of(precision="fp16")["optimizer"]
-    assert whole == pytest.approx((12 + 3.4 + 16) * parameters / speed + gaps, rel=1e-5)
+    assert whole == pytest.approx((12 + 3.4 + 6.4 + 16) * parameters / speed + gaps, rel=1e-5)
     torchs = terms_of(stack="torchtitan")["optimizer"]
     assert torchs == pytest.approx(40 * parameters / (0.72 * 4.8e12))
 

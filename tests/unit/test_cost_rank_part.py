@@ -7,9 +7,10 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.peak_memory import peak_memory_of
+from trimaran.cost.memory_inputs import memory_inputs_of
+from trimaran.cost.peak_memory import head_memory, peak_memory_of
 from trimaran.cost.rank_part import distinct_parts, nanotron_stages, parts_of
-from trimaran.cost.states import num_owned
+from trimaran.cost.states import num_owned, num_owned_in
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
 
@@ -68,6 +69,35 @@ def test_tp_and_ep_divide_the_parameters() -> None:
     assert num_owned(plan.mesh, part.holdings[0], "parameters") == part.dense / 8 + part.experts / 2
     (alone,) = parts_of(outline, Plan(), seq_len=64)
     assert part.dense < alone.dense < 2 * part.dense  # norms and routers are not split
+
+
+def test_the_largest_part_of_an_odd_vocabulary_counts() -> None:
+    outline = outline_of(replace(TINY, vocab=32_002, tied=False))
+    plan = Plan.model_validate({"mesh": {"tp": 3}})
+    (part,) = parts_of(outline, plan, seq_len=64)
+    assert (part.embedding, part.head) == (10_668 * TINY.hidden, 10_668 * TINY.hidden)
+    job = Job(outline=outline, seq_len=64)
+    assert head_memory(memory_inputs_of(job, H100, plan), part).logits == pytest.approx(10 * 64 * 10_668)
+
+
+@pytest.mark.parametrize(("sharding", "shards"), [("none", 1), ("parameters", 4)])
+def test_a_tower_that_tensor_parallel_ranks_do_not_split_is_whole_or_sharded_over_them(
+    sharding: str, shards: int
+) -> None:
+    layer = OutlineLayer(hidden=64, heads=5, kv_heads=5, head_dim=16, ffn=256)
+    vision = Tower(name="vision", runs=((layer, 6),), hidden=64, positions=5 * 256, segment=256)
+    job = Job(outline=Outline(name="both", towers=(vision, outline_of(TINY).main)), seq_len=64)
+    plan = Plan.model_validate(
+        {"mesh": {"tp": 4}, "micro_batch": 2, "towers": {"vision": {"tp": 1, "sharding": sharding}}}
+    )
+    (part,) = parts_of(job.outline, plan, seq_len=64)
+    seeing, reading = part.holdings
+    assert seeing.parameters == vision.parameters
+    assert reading.parameters < TINY.num_parameters / 3
+    assert num_owned_in(job, plan, seeing) == vision.parameters / shards
+    # Ten images on four ranks: two of them encode three.
+    assert job.positions(vision, plan) == 3 * 256
+    assert job.positions(job.outline.main, plan) == 2 * 64
 
 
 def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:

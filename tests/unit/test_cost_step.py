@@ -253,8 +253,13 @@ def test_a_nearly_full_device_slows_a_step() -> None:
 
     assert slowdown(0.87, "H100") == 0 < slowdown(0.97, "H100") < slowdown(1.0, "H100")
     assert slowdown(1.0, "1xcpu") == 0
-    full = predicted({"micro_batch": 11}, text="H100", seq_len=4096)
-    assert ("allocator" in full.time) == (full.device_bytes > 0.88 * DEVICES["H100"].memory_bytes)
+    assert slowdown(1.01, "H100") == 0, "a plan that does not fit takes as long as on a larger device"
+    full, over = (predicted({"micro_batch": size}, text="H200", seq_len=4096) for size in (11, 13))
+    assert full.fits
+    assert full.device_bytes > 0.89 * DEVICES["H200"].memory_bytes
+    assert full.time["allocator"] > 0
+    assert not over.fits
+    assert "allocator" not in over.time
 
 
 def test_unmeasured_configurations_have_a_larger_error() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import Finding, Plan, Recipe, parse_recipe
+from trimaran.core import Comm, Finding, Plan, Recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, read_planner_inputs
 from trimaran.doctor.predicted_gain import apply_patch
@@ -281,6 +281,21 @@ def test_attempts_without_progress_are_counted() -> None:
     assert [each for rule in RULES for each in rule(evidence(attempts=progressing))] == []
 
 
+def test_checkpoints_that_do_not_reach_the_object_store_are_reported() -> None:
+    done = event("upload", at=10, url="s3://bucket/run", seconds=70.0, bytes=9, skipped=2)
+    lost = event("upload", at=20, url="s3://bucket/run", failed="connection refused")
+    found = only("F074", events=(done, lost))
+    assert found.verdict == (
+        "the last checkpoint is not in s3://bucket/run: connection refused; "
+        "the newest checkpoint there is that of step 10"
+    )
+    assert "no checkpoint of this run is there" in only("F074", events=(lost,)).verdict
+    waiting = event("upload", at=20, url="s3://bucket/run", sent=0.4)
+    assert [each for rule in RULES for each in rule(evidence(events=(lost, done, waiting)))] == []
+    slow = only("F074", events=(done, done, waiting))
+    assert (slow.severity, slow.evidence["skipped"]) == ("note", 4)
+
+
 def test_disks_that_are_full_or_fill_up_are_reported() -> None:
     saved = event("checkpoint", bytes=300 << 20)
     full = only("F068", samples=(sample(disk_free=512 << 20),), events=(saved,))
@@ -316,3 +331,19 @@ def test_differing_replicas_are_reported() -> None:
     assert only("F073", events=(event("differ", at=40, **data),)).culprit == "rank 2"
     changed = only("F073", events=(event("differ", at=40, **data, type="MemoryChanged"),))
     assert changed.verdict.startswith("memory changed between updates 1 time")
+
+
+def test_compression_that_hurts_is_reported() -> None:
+    compressed = PLAN.model_copy(update={"comm": Comm.model_validate({"compression": "topk"})})
+    rising = [3.0 - each / 50 for each in range(50)] + [2.0 + each / 50 for each in range(30)]
+    lines = tuple(
+        step(number + 1, loss=loss, **({"compression_error": 5.0} if number % 10 == 0 else {}))
+        for number, loss in enumerate(rising)
+    )
+    found = only("F075", plan=compressed, recipe=recipe_with("plan.comm.compression=topk"), steps=lines)
+    assert found.patch == {"plan.comm.compression": "bf16"}
+    assert "compressed by topk is 5 of its size off" in found.verdict
+    small = [each | {"compression_error": 1.8} for each in lines]  # normal with error feedback
+    falling = [each | {"loss": 3.0 - each["step"] / 50} for each in lines]
+    for quiet in (small, falling, lines[:50]):
+        assert not [each for rule in RULES for each in rule(evidence(plan=compressed, steps=tuple(quiet)))]

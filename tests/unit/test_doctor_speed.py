@@ -187,6 +187,51 @@ def test_small_kernels_on_a_gpu_are_launch_bound() -> None:
     assert "F003" not in findings(as_fast), "a run faster than the predicted launch overhead is not launch-bound"
 
 
+SMALL_GPUS = (
+    "model.shape={layers: 8, hidden: 384, heads: 6, kv_heads: 6, ffn: 1024, vocab: 32000}",
+    "cluster=8xH100", "data.seq_len=512", "train.global_batch=64",
+)  # fmt: skip
+
+
+def test_a_host_that_limits_the_step_is_found_with_what_helps() -> None:
+    overlaps = predicted_run(*SMALL_GPUS, "plan.comm.overlap=true")
+    found = findings(overlaps)
+    assert found["F003"].patch == {"plan.comm.overlap": False}, "the prediction says it, too"
+    step = overlaps.steps[0]["step_seconds"]
+    bound = predicted_run(*SMALL_GPUS, "plan.comm.overlap=true", host_seconds=0.95 * step, host_bound=True)
+    assert "F016" not in findings(bound), "F003 says the same"
+    unknown = replace(bound, planner_inputs=lambda: None)
+    found = findings(unknown)
+    assert found["F016"].verdict.startswith("the host limits the step")
+    assert "plan.comm.overlap=false" in found["F016"].fix
+    for settings, hint in {
+        ("plan.cuda_graphs=false", "cluster=1xH100"): "plan.cuda_graphs=true",
+        ("plan.compile=false", "plan.comm.overlap=true"): "plan.compile=true",
+        ("plan.micro_batch=2", "plan.comm.overlap=true"): "a larger plan.micro_batch",
+    }.items():
+        run = predicted_run(*SMALL_GPUS, *settings, host_seconds=1.0, host_bound=True)
+        assert hint in findings(replace(run, planner_inputs=lambda: None))["F016"].fix
+
+
+def test_a_host_that_is_ahead_or_has_nothing_left_to_change_is_not_the_limit() -> None:
+    captured = predicted_run(*SMALL_GPUS)
+    assert not captured.plan.comm.overlap
+    step = captured.steps[0]["step_seconds"]
+    assert "F016" not in findings(predicted_run(*SMALL_GPUS, host_seconds=step, host_bound=True)), "a few milliseconds"
+    slow = predicted_run(*SMALL_GPUS, slower={"forward": 30.0}, host_seconds=0.05, host_bound=True)
+    assert "trimaran profile" in findings(slow)["F016"].fix
+    waits = replace(predicted_run(*GPUS, host_seconds=1.0), planner_inputs=lambda: None)
+    assert "F016" not in findings(waits), "the device never waited: the host waits for room in its queue"
+    short = replace(predicted_run(*GPUS, host_seconds=1e-3, host_bound=True), planner_inputs=lambda: None)
+    assert "F016" not in findings(short), "the host issues the step in a fraction of its time"
+
+
+def test_a_cpu_is_its_own_host() -> None:
+    evidence = recorded("healthy")
+    steps = tuple(each | {"host_seconds": each["step_seconds"]} for each in evidence.steps)
+    assert "F016" not in findings(replace(evidence, steps=steps))
+
+
 def test_a_memory_bound_gpu_gets_a_patch() -> None:
     pins = ("plan.micro_batch=8", "plan.grad_accum=1", "plan.precision=bf16", "plan.loss=logits", "plan.compile=false")
     evidence = predicted_run(

@@ -14,7 +14,7 @@ from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention import RMSNorm
 from trimaran.parallel import autocast, override_precision
 from trimaran.train.loss import head_loss
-from trimaran.train.loss.cross_entropy import IGNORED
+from trimaran.train.loss.cross_entropy import IGNORED, row_losses
 from trimaran.train.loss.head_loss import LossHead, chunk_rows, head_losses
 from trimaran.train.loss.objective import LanguageObjective
 from trimaran.train.steppers.stepper import build_loss_function, compute_losses
@@ -60,6 +60,19 @@ def test_loss_and_gradients_are_those_of_a_cross_entropy(dtype: torch.dtype, row
     assert relative_error(weight.grad, matrix.grad) < BOUNDS[dtype]
     assert not each.requires_grad
     assert each[chosen == IGNORED].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4099)])
+def test_row_losses_are_exact_for_any_logits(shape: tuple[int, int]) -> None:
+    logits = 60 * torch.randn(shape, generator=torch.Generator().manual_seed(0))  # most probabilities are 0 in fp32
+    labels = torch.arange(shape[0]) % shape[1]
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    expected.sum().backward()
+    losses = row_losses(logits, labels, grad_scale=1.0)
+    assert exact.grad is not None
+    assert torch.allclose(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(logits.double(), exact.grad, rtol=1e-5, atol=1e-7)  # overwritten with the gradient
 
 
 @pytest.mark.parametrize("rows", [ROWS, 7])

@@ -1,5 +1,6 @@
 """When silent ranks are a hang, and when they only wait for another rank."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
+from trimaran.launch import attempt_watch
 from trimaran.launch.attempt_watch import AttemptWatch
-from trimaran.launch.node import AttemptSpec, NodeEvent, RankSilent
+from trimaran.launch.node import AttemptSpec, NodeEvent, RankEnded, RankSilent
 from trimaran.run import Heartbeat, Journal, RunDirectory
 from trimaran.run.attempts import AttemptOutcome
 
@@ -124,3 +126,27 @@ def test_an_attempt_knows_what_was_not_done_after_training(tmp_path: Path) -> No
         journal.event("evaluation", step=8, loss=1.0)
     attempt.poll()
     assert (attempt.is_saved, attempt.not_done()) == (True, ["sample"])
+
+
+def test_the_events_of_thousands_of_ranks_are_read_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll looks at a few files, but at once at all of them when a rank has ended."""
+    monkeypatch.setattr(attempt_watch, "FILES_PER_POLL", 4)
+    run = new_run(tmp_path / "run", world_size=20)
+    node = FakeNode(*(heartbeat("step", 1, 0.0) for _ in range(20)))
+    node.num_ranks = 20
+    spec = AttemptSpec(attempt=0, first_rank=0, num_ranks=20, world_size=20, store="", token="")
+    watched = AttemptWatch(run, [node], spec)
+    for rank in range(20):
+        with Journal(run, rank) as journal:
+            journal.event("ready", seconds=1.0)
+    watched.poll()
+    assert [event["rank"] for event in watched.of_kind("ready")] == [0, 1, 2, 3]
+    for _ in range(4):
+        watched.poll()
+    assert sorted(event["rank"] for event in watched.of_kind("ready")) == [*range(20)]
+    for rank in range(20):
+        with Journal(run, rank) as journal:
+            journal.event("done", steps=1)
+        node.events.append(RankEnded(rank=rank, code=0, time=time.monotonic()))
+    assert watched.poll() == "done"
+    assert len(watched.of_kind("done")) == 20

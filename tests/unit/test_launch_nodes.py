@@ -2,15 +2,20 @@
 
 import argparse
 import json
+import socket
+from pathlib import Path
 
 import pytest
 
 from trimaran.core import UserError
+from trimaran.launch import own_address
 from trimaran.launch.network_check import NUM_STEPS, is_below_plan
 from trimaran.launch.node import NodeEvent, NodeLost, RankEnded, RankSilent
-from trimaran.launch.node_options import NodeOptions, add_node_flags, parse_node_options
+from trimaran.launch.node_options import NodeOptions, add_node_flags, parse_node_options, with_own_address
+from trimaran.launch.own_address import find_own_address
 from trimaran.launch.remote_node import event_of_record, record_of_event
-from trimaran.run import Heartbeat
+from trimaran.run import Heartbeat, RunDirectory
+from trimaran.run.lease import take_lease
 
 
 def parse(*arguments: str) -> NodeOptions | None:
@@ -31,15 +36,89 @@ def test_all_nodes_are_needed_unless_fewer_are_allowed() -> None:
     assert fewer.min_nodes == 2
 
 
-@pytest.mark.parametrize("arguments", [["--min-nodes", "3"], ["--min-nodes", "0"]])
+def test_a_start_may_need_fewer_nodes_than_take_part_at_most() -> None:
+    options = parse("--nodes", "4", "--min-nodes", "1", "--start-nodes", "2", "--address", "127.0.0.1")
+    assert options is not None
+    assert (options.nodes, options.num_at_start) == (4, 2)
+    usual = parse("--nodes", "4", "--address", "127.0.0.1")
+    assert usual is not None
+    assert usual.num_at_start == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--min-nodes", "3"], ["--min-nodes", "0"], ["--start-nodes", "3"], ["--min-nodes", "2", "--start-nodes", "1"]],
+)
 def test_an_invalid_minimum_of_nodes_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UserError, match="S024"):
         parse("--nodes", "2", "--address", "127.0.0.1", *arguments)
 
 
-def test_several_nodes_need_an_address() -> None:
-    with pytest.raises(UserError, match="S024"):
-        parse("--nodes", "2")
+def test_several_nodes_find_their_address(tmp_path: Path) -> None:
+    options = parse("--nodes", "2", "--head", "127.0.0.1")
+    assert options is not None
+    assert options.address == "auto"
+    run = RunDirectory(tmp_path)
+    assert with_own_address(options, run).address == "127.0.0.1"
+    given = parse("--nodes", "2", "--address", "127.0.0.9")
+    assert given is not None
+    assert with_own_address(given, run) is given
+
+
+def test_the_address_is_that_of_the_route_to_the_coordinator(tmp_path: Path) -> None:
+    options, run = parse("--nodes", "2"), RunDirectory(tmp_path)
+    assert options is not None
+    with take_lease(run, address="127.0.0.1:4000"):
+        assert with_own_address(options, run).address == "127.0.0.1"
+
+
+def test_a_name_that_leads_to_loopback_is_not_taken_for_an_address_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian lists a machine's own host name as 127.0.1.1."""
+    monkeypatch.setattr(own_address, "resolve", lambda host: {"node-a": ["127.0.1.1"], "node-b": ["127.0.0.1"]}[host])
+    monkeypatch.setattr(own_address, "_default_address", lambda: "203.0.113.7")
+    assert find_own_address(["node-a", "node-b"]) == "203.0.113.7"
+
+
+def test_hosts_that_cannot_be_resolved_are_refused() -> None:
+    with pytest.raises(UserError, match="L020"):
+        find_own_address(["no such host"], wait_seconds=0.0)
+
+
+def test_without_a_default_route_the_only_interface_is_taken_and_several_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_interfaces(*addresses: str) -> str:
+        named = [(f"eth{number}", address) for number, address in enumerate(addresses)]
+        monkeypatch.setattr(own_address, "_interface_addresses", lambda: iter(named))
+        return find_own_address([])
+
+    monkeypatch.setattr(own_address, "ELSEWHERE", ())
+    assert with_interfaces() == "127.0.0.1"
+    assert with_interfaces("10.0.0.5") == "10.0.0.5"
+    with pytest.raises(UserError, match=r"L020: .*10.0.0.5 \(eth0\), 10.1.0.5 \(eth1\)"):
+        with_interfaces("10.0.0.5", "10.1.0.5")
+
+
+def test_the_interfaces_of_this_machine_are_listed_without_loopback() -> None:
+    listed = dict(own_address._interface_addresses())
+    assert "lo" not in listed
+    for name, address in listed.items():
+        assert NodeOptions(nodes=2, min_nodes=1, address=address).interface == name
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_a_route_of_ipv6_is_asked_like_one_of_ipv4() -> None:
+    assert own_address.source_towards("::1") in ("::1", "")
+    assert own_address.source_towards("127.0.0.5") == "127.0.0.1"
+    assert own_address.source_towards("fe80::1") == ""
+
+
+def test_a_node_can_be_named() -> None:
+    options = parse("--nodes", "2", "--node-name", "rack 3/node b")
+    assert options is not None
+    assert options.name == "rack-3-node-b"
 
 
 def test_the_interface_is_the_one_that_has_the_address() -> None:

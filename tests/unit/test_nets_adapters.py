@@ -295,7 +295,7 @@ def saved_by_recompute(network: Network) -> list[tuple[int, ...]]:
     initialise(network.module, seed=1, spec=SPEC)
     initialise_adapter(network.module, seed=1)
     block, saved = network.blocks[0], []
-    policy = partial(_policy, {False: 0, True: 0}, _rank(block))
+    policy = partial(_policy, {False: 0, True: 0}, _rank(block), 2)
     rotation = rotation_at(torch.arange(8)[None], SPEC.block.rope, SPEC.head_dim)
 
     class Watch(TorchDispatchMode):

@@ -146,9 +146,9 @@ def test_head_norms_need_no_entry_in_the_transformers_plan(tmp_path: Path) -> No
     assert network.tensor_plan(2)["model.layers.*.self_attn.q_norm"] == "heads"
 
 
-def test_a_vocabulary_that_the_degree_does_not_divide_is_replicated(tmp_path: Path) -> None:
+def test_a_vocabulary_that_the_degree_does_not_divide_is_sharded_too(tmp_path: Path) -> None:
     plan = meta_network("llama-odd", tmp_path).tensor_plan(2)
-    assert (plan["model.embed_tokens"], plan["lm_head"]) == ("replicated", "replicated")
+    assert (plan["model.embed_tokens"], plan["lm_head"]) == ("embedding", "colwise-logits")
 
 
 @pytest.mark.parametrize(

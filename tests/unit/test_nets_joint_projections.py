@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets.attention import Attention, RMSNorm, rotation_at
+from trimaran.nets.attention_context import AttentionScope, Context
 from trimaran.nets.decoder import DecoderLayer
-from trimaran.nets.joint_projections import joint_slices
+from trimaran.nets.joint_projections import joint_slices, separate_modules
 from trimaran.nets.moe import FeedForward
 
 
-def joined(module: DecoderLayer, dtype: torch.dtype) -> DecoderLayer:
+def joined(module: DecoderLayer, dtype: torch.dtype, *, fused: bool = False) -> DecoderLayer:
     """Return the module with its joint projections as slices of one tensor, all matrices in `dtype`."""
     for each in module.modules():
         if isinstance(each, Attention | FeedForward) and each.projections:
@@ -21,18 +22,18 @@ def joined(module: DecoderLayer, dtype: torch.dtype) -> DecoderLayer:
                 weight.data = memory.copy_(weight.data)
             each.joint = True
         if isinstance(each, DecoderLayer):
-            each.joint = True
+            each.joint, each.fused = True, fused
     for weight in module.parameters():
         if weight.ndim > 1 and weight.dtype != dtype:
             weight.data = weight.data.to(dtype)
     return module
 
 
-def run(layer: nn.Module, x: Tensor, spec: ModelSpec) -> tuple[Tensor, list[Tensor]]:
+def run(layer: nn.Module, x: Tensor, spec: ModelSpec, scope: AttentionScope = None) -> tuple[Tensor, list[Tensor]]:
     rotation = rotation_at(torch.arange(x.shape[1])[None], spec.block.rope, spec.head_dim)
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.bfloat16):
-        out, *_ = layer(x, rotation, None)
+        out, *_ = layer(x, rotation, scope)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weight).sum().backward()
     gradients = []
@@ -42,11 +43,14 @@ def run(layer: nn.Module, x: Tensor, spec: ModelSpec) -> tuple[Tensor, list[Tens
     return out.detach(), gradients
 
 
-def pair(spec: ModelSpec, dtype: torch.dtype) -> tuple[DecoderLayer, DecoderLayer]:
+def pair(spec: ModelSpec, dtype: torch.dtype, *, fused: bool = False) -> tuple[DecoderLayer, DecoderLayer]:
     torch.manual_seed(0)
     separate, joint = DecoderLayer(spec), DecoderLayer(spec)
+    for name, each in separate.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(each, 0.5, 1.5)
     joint.load_state_dict(separate.state_dict())
-    return separate, joined(joint, dtype)
+    return separate, joined(joint, dtype, fused=fused)
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen2.5-0.5b"])
@@ -61,6 +65,39 @@ def test_a_joint_layer_equals_separate_projections(name: str, compiled: bool) ->
     assert torch.allclose(joint_out, out, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(joint_gradients, gradients, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_fused_layer_equals_separate_modules(name: str, packed: bool) -> None:
+    spec = small(PRESETS[name])
+    separate, fused = pair(spec, torch.float32, fused=True)
+    assert (separate.self_attn.q_proj.bias is not None) == (name != "tiny")
+    for module in (fused.self_attn, fused.mlp, fused.self_attn.o_proj, fused.input_layernorm):
+        module.register_forward_hook(lambda *_: pytest.fail("a fused layer does not call its modules"))
+    x = torch.randn(2, 16, spec.hidden)
+    scope = Context().scope(torch.tensor([[0] * 5 + [1] * 11, [0] * 16])) if packed else None
+    (out, gradients), (fused_out, fused_gradients) = run(separate, x, spec, scope), run(fused, x, spec, scope)
+    assert relative(fused_out, out) < 1e-6
+    for ours, theirs in zip(fused_gradients, gradients, strict=True):
+        assert relative(ours, theirs) < 2e-6
+
+
+def test_separate_modules_runs_the_hooks_of_each_and_restores_the_layer() -> None:
+    spec, called = small(PRESETS["tiny"]), []
+    _, layer = pair(spec, torch.float32, fused=True)
+    for name, each in layer.named_modules():
+        each.register_forward_hook(lambda *_, name=name: called.append(name))
+    x = torch.randn(1, 4, spec.hidden)
+    fused, _ = run(layer, x, spec)
+    assert called == [""]
+    with separate_modules(layer.modules()):
+        separate, _ = run(layer, x, spec)
+    assert {*called} == {name for name, _ in layer.named_modules()}
+    assert relative(fused, separate) < 1e-6
+    assert layer.fused
+    assert layer.joint
+    assert layer.self_attn.joint
 
 
 def test_in_half_precision_it_differs_only_by_rounding() -> None:

@@ -19,14 +19,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.cases import quick_or_slow
 from trimaran.core import Plan
-from trimaran.models import PRESETS, ModelSpec
+from trimaran.cost.activation_memory import layer_bytes
+from trimaran.cost.job import Job
+from trimaran.cost.memory_inputs import memory_inputs_of
+from trimaran.cost.stack_profiles import STACKS
+from trimaran.hardware import parse_cluster
+from trimaran.models import PRESETS, ModelSpec, OutlineLayer, outline_of
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.hf import hf_network
 from trimaran.optim.split_weights import split_weights
 from trimaran.parallel.memory.activation_offload import ActivationOffload, SynchronousCopies, offload_blocks
 from trimaran.parallel.memory.recompute import apply_recompute
 
-MODES = ("selective", "full", 2)
+MODES = ("elementwise", "selective", "full", 2)
 DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
 MIXED = replace(PRESETS["tiny-moe"], layers=2)
 TOKENS = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(7))
@@ -119,7 +124,7 @@ def combinations_with(modes: Sequence[Any]) -> list[Any]:
     """Return every (network, mode, precision) for `parametrize`. bf16 is slow on many CPUs: one mode suffices."""
     return quick_or_slow(
         product(NETWORKS, modes, [torch.float32, torch.bfloat16]),
-        lambda case: case[2] == torch.float32 or case[1] == "selective",
+        lambda case: case[2] == torch.float32 or case[1] == "elementwise",
     )
 
 
@@ -136,7 +141,15 @@ def test_recompute_changes_no_bit_and_no_name(name: str, mode: Any, precision: t
 # Backward recomputes six of a block's seven matmuls: the output of the last one is not needed.
 @pytest.mark.parametrize(
     ("mode", "matmuls", "attentions"),
-    [("none", 0, 0), ("selective", 4 * 3, 0), ("full", 4 * 6, 4), (2, 2 * 6, 2), (3, 2 * 6, 2), (1, 4 * 6, 4)],
+    [
+        ("none", 0, 0),
+        ("elementwise", 0, 0),
+        ("selective", 4 * 3, 0),
+        ("full", 4 * 6, 4),
+        (2, 2 * 6, 2),
+        (3, 2 * 6, 2),
+        (1, 4 * 6, 4),
+    ],
 )
 def test_each_mode_recomputes_the_expected_operators(mode: Any, matmuls: int, attentions: int) -> None:
     network = decoder(DENSE)
@@ -167,6 +180,8 @@ def test_more_recompute_saves_less_memory() -> None:
     assert saved[0] < 0.5 * saved[-1]
     assert peak[0] < peak[2] < peak[-1]
     assert peak[1] < peak[-1]
+    elementwise, _ = saved_and_peak("elementwise")
+    assert saved[1] < elementwise < saved[-1]
 
 
 def test_a_copy_of_a_recomputed_network_has_its_own_weights() -> None:
@@ -180,20 +195,23 @@ def test_a_copy_of_a_recomputed_network_has_its_own_weights() -> None:
 
 
 class Graphs:
-    """A compile backend that runs graphs unchanged and counts the matmuls of each."""
+    """A compile backend that runs graphs unchanged, counts the matmuls of each, and the bytes that it returns."""
 
     def __init__(self) -> None:
         self.matmuls: list[int] = []
+        self.returned_bytes: list[int] = []
         self.backend = aot_autograd(fw_compiler=self._compile, partition_fn=min_cut_rematerialization_partition)
 
     def _compile(self, graph: Any, _: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes]
         matmuls = ("mm.default", "joint_matmul.default", "rotary_projection.default")
         self.matmuls.append(sum(any(each in name for each in matmuls) for name in names))
+        returned = {node for node in graph.graph.output_node().args[0] if node is not None and node.op != "placeholder"}
+        self.returned_bytes.append(sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in returned))
         return make_boxed_func(graph.forward)
 
 
-@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 3), ("full", 6)])
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("elementwise", 0), ("selective", 3), ("full", 6)])
 def test_a_compiled_block_saves_what_the_mode_says(mode: Any, again: int) -> None:
     torch.compiler.reset()
     network, plain, graphs = decoder(DENSE), decoder(DENSE), Graphs()
@@ -202,6 +220,21 @@ def test_a_compiled_block_saves_what_the_mode_says(mode: Any, again: int) -> Non
         block.compile(backend=graphs.backend)
     assert_same_bits(gradients(network), gradients(plain))
     assert graphs.matmuls == [7, 14 + again], "equal blocks share one forward and one backward graph"
+
+
+@pytest.mark.parametrize("mode", ["elementwise", "selective"])
+def test_a_compiled_block_saves_the_predicted_bytes(mode: Any) -> None:
+    torch.compiler.reset()
+    plan, network, graphs = Plan(recompute=mode, compile=True, precision="bf16"), decoder(DENSE), Graphs()
+    apply_recompute(network, plan, None)
+    for block in network.blocks:
+        block.compile(backend=graphs.backend)
+    gradients(network, precision=torch.bfloat16)
+    job = Job(outline=outline_of(DENSE), seq_len=TOKENS.shape[1], stack=STACKS["trimaran"])
+    layer, inputs = job.outline.main.runs[0][0], memory_inputs_of(job, parse_cluster("1xH100"), plan)
+    assert isinstance(layer, OutlineLayer)
+    predicted = layer_bytes(layer, inputs.saved, 2, 1, 1, False).of(mode)  # with the block's input, without its output
+    assert graphs.returned_bytes[0] == TOKENS.numel() / 2 * predicted, "of one of two micro-batches"
 
 
 def test_a_compiled_block_recomputes_joint_projections() -> None:

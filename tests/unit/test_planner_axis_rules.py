@@ -47,7 +47,6 @@ def test_degrees_that_divide_the_model_are_legal(mesh: dict[str, int]) -> None:
         ({"heads": 6}, "6 heads"),
         ({"kv_heads": 2}, "2 KV heads"),
         ({"ffn": 390}, "390 features of the feed-forward"),
-        ({"vocab": 322}, "322 tokens of the vocabulary"),
     ],
 )
 def test_an_illegal_tp_names_what_it_does_not_divide(change: dict[str, int], name: str) -> None:
@@ -56,6 +55,19 @@ def test_an_illegal_tp_names_what_it_does_not_divide(change: dict[str, int], nam
     error = refusal({"tp": 4}, spec=spec)
     assert (error.code, error.where, error.fix) == ("P008", "plan.mesh.tp", "use tp of 1 or 2")
     assert name in error.what
+
+
+@pytest.mark.parametrize("family", ["decoder", "hf"])
+def test_tp_need_not_divide_the_vocabulary(family: str) -> None:
+    odd = replace(TINY, kv_heads=4, vocab=331)
+    check({"tp": 4}, spec=odd, model=ModelSection.model_validate({"family": family, "path": "somewhere"}))
+
+
+def test_tp_leaves_no_rank_without_a_row_of_the_vocabulary() -> None:
+    few = replace(TINY, kv_heads=4)
+    error = refusal({"tp": 4}, spec=replace(few, vocab=6))  # 2, 2, 2 and none
+    assert (error.code, error.where, error.fix) == ("P008", "plan.mesh.tp", "use a tp whose square is at most 6")
+    check({"tp": 4}, spec=replace(few, vocab=7))
 
 
 @pytest.mark.parametrize(("ffn", "shared", "name"), [(90, 192, "90 features of an expert"), (96, 190, "190 features")])

@@ -32,6 +32,20 @@ def refusal(plan: dict[str, Any], **recipe: int) -> UserError:
         {"mesh": {"dp_replicate": 8}, "micro_batch": 2, "grad_accum": 2, "precision": "bf16", "compile": True},
         {"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 4},
         {"mesh": {"dp_replicate": 2, "dp_shard": 4}, "sharding": "parameters", "micro_batch": 4},
+        {
+            "mesh": {"dp_replicate": 2, "dp_shard": 4},
+            "sharding": "parameters",
+            "micro_batch": 4,
+            "comm": {"local_steps": 10},
+        },
+        {
+            "mesh": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+            "sharding": "parameters",
+            "micro_batch": 8,
+            "comm": {
+                "local_steps": {"steps": 50, "outer": {"optimizer": "nesterov"}, "fragments": 4, "overlap_steps": 5}
+            },
+        },
     ],
 )
 def test_data_parallel_plans_are_legal(plan: dict[str, Any]) -> None:
@@ -41,9 +55,39 @@ def test_data_parallel_plans_are_legal(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "field", "works"),
     [
-        ({"comm": {"compression": "bf16"}, "mesh": {"dp_shard": 8}}, "compression", "dp_replicate"),
-        ({"comm": {"local_steps": 4}, "mesh": {"dp_replicate": 4, "tp": 2}}, "local_steps", "dp_replicate"),
-        ({"comm": {"local_steps": 4}, "mesh": {"dp_replicate": 4, "cp": 2}}, "local_steps", "dp_replicate"),
+        ({"comm": {"compression": "topk"}, "mesh": {"dp_shard": 8}}, "compression", "int8"),
+        (
+            {"comm": {"compression": {"kind": "int8", "error_feedback": True}}, "mesh": {"dp_shard": 8}},
+            "compression",
+            "without error feedback",
+        ),
+        (
+            {"comm": {"compression": {"kind": "int8", "layers": ["mlp"]}}, "mesh": {"dp_shard": 8}},
+            "compression.layers",
+            "leave out",
+        ),
+        ({"comm": {"compression": "bf16"}, "mesh": {"dp_replicate": 4, "pp": 2}}, "compression", "without pp"),
+        ({"comm": {"compression": "bf16"}, "mesh": {"dp_replicate": 4, "tp": 2}}, "compression", "dp_replicate"),
+        (
+            {"comm": {"compression": "int8"}, "mesh": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
+            "compression",
+            "dp_shard alone",
+        ),
+        ({"comm": {"local_steps": 4}, "mesh": {"dp_shard": 8}}, "local_steps", "dp_replicate"),
+        ({"comm": {"local_steps": {"steps": 4, "fragments": 5}}}, "local_steps.fragments", "4 or less"),
+        ({"comm": {"local_steps": {"steps": 4, "overlap_steps": 4}}}, "local_steps.overlap_steps", "3 or less"),
+        ({"comm": {"local_steps": {"steps": 4, "outer": {"lr": 0.7}}}}, "local_steps.outer", "nesterov"),
+        (
+            {"comm": {"local_steps": {"compression": "sparse", "outer": {"optimizer": "nesterov"}}}},
+            "local_steps.outer",
+            "sgd",
+        ),
+        (
+            {"comm": {"local_steps": {"steps": 4, "outer": {"optimizer": "nesterov", "momentum": 0.0}}}},
+            "local_steps.outer",
+            "sgd",
+        ),
+        ({"comm": {"overlap": False, "local_steps": 4}}, "overlap", "leave out"),
         ({"comm": {"local_steps": 4, "compression": "topk"}}, "compression", "leave out"),
         ({"comm": {"local_steps": 3}}, "local_steps", "train.steps to 102"),
         ({"comm": {"local_steps": 4}, "precision": "fp16"}, "local_steps", "bf16"),
@@ -51,7 +95,7 @@ def test_data_parallel_plans_are_legal(plan: dict[str, Any]) -> None:
         ({"comm": {"overlap": False, "compression": "bf16"}}, "overlap", "leave out"),
     ],
 )
-def test_local_steps_and_compression_need_full_replicas(plan: dict[str, Any], field: str, works: str) -> None:
+def test_local_steps_and_compression_that_cannot_run_are_refused(plan: dict[str, Any], field: str, works: str) -> None:
     sharding = "parameters" if "dp_shard" in plan.get("mesh", {}) else "none"
     data = plan.get("mesh", {}).get("dp_replicate", 8)
     error = refusal({"mesh": {"dp_replicate": 8}, "sharding": sharding, "micro_batch": 32 // data} | plan)
@@ -69,6 +113,15 @@ def test_local_steps_and_compression_need_full_replicas(plan: dict[str, Any], fi
         {"mesh": {"dp_replicate": 4, "cp": 2}, "sharding": "parameters", "micro_batch": 8},
         {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "offload": "optimizer", "precision": "fp16"},
         {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "offload": "activations", "recompute": 4},
+        {"mesh": {"dp_shard": 8}, "sharding": "parameters", "micro_batch": 4, "comm": {"compression": "int8"}},
+        {
+            "mesh": {"dp_replicate": 2, "dp_shard": 4},
+            "sharding": "gradients",
+            "micro_batch": 4,
+            "comm": {"compression": "bf16"},
+        },
+        {"mesh": {"dp_shard": 4, "tp": 2}, "sharding": "parameters", "micro_batch": 8, "comm": {"compression": "int8"}},
+        {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "comm": {"compression": {"kind": "topk", "layers": ["mlp"]}}},
         {"mesh": {"dp_replicate": 8}, "micro_batch": 4, "engine": "deepspeed"},
         {
             "mesh": {"dp_shard": 8},

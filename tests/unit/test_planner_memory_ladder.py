@@ -40,7 +40,7 @@ def test_a_rung_that_saves_enough_is_taken_in_the_order_of_the_rule() -> None:
     assert rung[0].prediction is None
 
 
-def test_with_one_sample_selective_recompute_is_tried_before_full_recompute() -> None:
+def test_with_one_sample_the_least_recompute_that_saves_enough_is_tried_first() -> None:
     question = question_for("llama-3.2-1b", "1xH200", batch=1, seq_len=32_768)
     rung = next_rung(plan_of(micro_batch=1), question)
     assert rung is not None
@@ -95,4 +95,4 @@ def test_rungs_that_save_too_little_or_need_more_memory_are_skipped() -> None:
     rung = next_rung(plan.model_copy(update={"micro_batch": 2}),
                      question_for("llama-3.2-1b", "1xH200", batch=2, seq_len=2048))  # fmt: skip
     assert rung is not None
-    assert rung[1] == "recompute none -> selective"
+    assert rung[1] == "recompute none -> elementwise"

@@ -290,3 +290,24 @@ def test_any_bytes_are_refused(text: bytes) -> None:
 def test_predict_line_raises_what_a_caller_can_show() -> None:
     with pytest.raises(UserError, match="P051"):
         predict_line({})
+
+
+@pytest.mark.parametrize(
+    ("plan", "stack", "where"),
+    [
+        ({"sequence_parallel": "no"}, "megatron", "plan.sequence_parallel"),
+        ({"gradient_dtype": "fp8"}, "megatron", "plan.gradient_dtype"),
+        ({"sequence_parallel": False}, "trimaran", "plan.sequence_parallel"),
+        ({"gradient_dtype": "bf16"}, None, "plan.gradient_dtype"),
+        ({"recompute": "elementwise"}, "megatron", "plan.recompute"),
+    ],
+)
+def test_an_option_that_a_stack_does_not_have_is_an_error(plan: dict[str, Any], stack: str | None, where: str) -> None:
+    error = error_of(line(plan=plan, stack=stack))
+    assert (error["code"], error["where"]) == ("P051", where)
+    assert "sequence_parallel" in error_of(line(plan={"sequence_paralel": True}))["what"]
+
+
+def test_the_defaults_of_an_option_may_be_spelled_out_for_every_stack() -> None:
+    plain = answer_to(json.dumps(line()))
+    assert answer_to(json.dumps(line(plan={"sequence_parallel": True, "gradient_dtype": "fp32"}))) == plain

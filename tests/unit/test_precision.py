@@ -1,12 +1,13 @@
 """Precision: of a plan, of single modules, and the loss scale of fp16."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trimaran.core import Plan, TrainSection, UserError
@@ -15,7 +16,7 @@ from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention import RMSNorm
 from trimaran.optim.loss_scale import MAX_SCALE, LossScale, build_loss_scale
 from trimaran.parallel import autocast, override_precision
-from trimaran.parallel.precision import fsdp_modules
+from trimaran.parallel.precision import fsdp_modules, kept_weight_casts
 
 CPU = torch.device("cpu")
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, tied=False)
@@ -189,3 +190,39 @@ def test_only_fp16_has_a_loss_scale() -> None:
     assert build_loss_scale(Plan(precision="bf16"), TrainSection(precision={"lm_head": "fp32"})) is None
     assert build_loss_scale(Plan(precision="fp16"), TrainSection()) is not None
     assert build_loss_scale(Plan(precision="fp32"), TrainSection(precision={"lm_head": "fp16"})) is not None
+
+
+def test_micro_batches_share_one_copy_of_a_weight_until_the_step_ends() -> None:
+    layer, inputs = nn.Linear(8, 8, bias=False), torch.randn(3, 4, 8)
+    copies: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape == layer.weight.shape and tensor.dtype == torch.bfloat16:
+            copies.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept), torch.autocast("cpu", torch.bfloat16):
+            return layer(x.requires_grad_()).float().square().sum()
+
+    def step(shared: bool) -> Tensor:
+        """As a pipeline does: both forwards before the first backward, and another forward between the backwards."""
+        layer.weight.grad = None
+        with kept_weight_casts() if shared else nullcontext():
+            first, second = forward(inputs[0]), forward(inputs[1])
+            first.backward()
+            third = forward(inputs[2])
+            second.backward()
+            third.backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    apart = step(shared=False)
+    assert len(set(copies)) > 1
+    copies.clear()
+    assert torch.equal(step(shared=True), apart)
+    assert len(copies) == 3
+    assert len(set(copies)) == 1
+    with torch.no_grad():
+        layer.weight.mul_(2)  # the update
+    assert not torch.equal(step(shared=True), apart)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import stat
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from trimaran.run import (
     IncidentLog,
     Journal,
     JsonlFollower,
+    append_line,
     create_run,
     free_run_path,
     last_step,
@@ -138,3 +140,15 @@ def test_a_new_run_directory_is_private_and_an_existing_one_keeps_its_mode(tmp_p
     shared.chmod(0o2750)
     create_run(shared, Recipe(), Plan())
     assert stat.S_IMODE(shared.stat().st_mode) == 0o2750
+
+
+def test_a_line_with_the_path_of_a_held_directory_is_valid_json_whatever_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s "q" \\ n'
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        held = Path(f"/proc/self/fd/{descriptor}")
+        append_line(held / "events.jsonl", {"path": str(held / "model")})
+    finally:
+        os.close(descriptor)
+    assert json.loads((folder / "events.jsonl").read_text()) == {"path": str(folder / "model")}

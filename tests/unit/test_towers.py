@@ -19,6 +19,7 @@ from trimaran.parallel.memory.recompute import apply_recompute
 from trimaran.parallel.tower_plan import freeze_towers, tower_of_blocks
 from trimaran.planner import Question, check_plan, choose, search
 from trimaran.planner.axis_rules import check_tensor
+from trimaran.planner.tower_rules import check_towers
 
 TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
 EIGHT = parse_cluster("8xH100")
@@ -154,9 +155,37 @@ def test_a_vision_tower_that_norms_all_heads_together_cannot_use_tensor_parallel
     split = Plan.model_validate({"mesh": {"tp": 2}})
     with pytest.raises(UserError, match="P054"):
         check_tensor(split, spec)
-    with pytest.raises(UserError, match=r"P008.*vocabulary"):
-        check_tensor(split.model_copy(update={"towers": Plan.model_validate(
-            {"towers": {"vision": {"tp": 1}}}).towers}), spec)  # fmt: skip
+    check_tensor(Plan.model_validate({"mesh": {"tp": 2}, "towers": {"vision": {"tp": 1}}}), spec)
+
+
+def test_a_tower_is_sharded_alone_over_tensor_parallel_ranks_that_do_not_split_it() -> None:
+    towers = {name: {"tp": 1, "sharding": "parameters"} for name in ("vision", "projector")}
+    fields = {"mesh": {"tp": 2, "dp_replicate": 4}, "micro_batch": 16}
+    check_towers(Plan.model_validate(fields | {"towers": towers}), vlm_recipe(), VLM_PRESETS["tiny"])
+    piped = {"mesh": {"tp": 2, "pp": 2, "dp_replicate": 2}, "micro_batch": 4, "grad_accum": 8}
+    for illegal in (
+        fields | {"towers": {"projector": towers["projector"]}},  # the ranks encode the same images
+        fields | {"towers": {"vision": {"sharding": "parameters"}}},
+        piped | {"towers": towers},
+    ):
+        error = refusal(illegal)
+        assert error.code == "P053"
+        assert str(error.where).endswith(".sharding")
+
+
+def test_the_planner_replicates_a_vision_tower_that_tp_cannot_split_and_shards_it_over_those_ranks() -> None:
+    model = {"family": "vlm", "preset": "internvl-26b"}
+    recipe = Recipe.model_validate(
+        {"model": model, "data": {"seq_len": 4096, "image_size": 896}, "train": {"global_batch": 128}}
+    )
+    for mesh, sharding in ({"tp": 2, "dp_shard": 4}, None), ({"tp": 8}, "parameters"):
+        pinned = recipe.model_copy(update={"plan": Plan.model_validate({"mesh": mesh})})
+        outline, cluster = outline_for(recipe.model, recipe.data), parse_cluster("8xH100")
+        question = Question(recipe=pinned, spec=spec_of(recipe.model), outline=outline, cluster=cluster)
+        plan = search(question).ranked[0]
+        assert {name: own.tp for name, own in plan.towers.items()} == {"vision": 1, "projector": 1}
+        assert plan.towers["vision"].sharding == sharding
+        check_plan(plan, pinned, question.spec, cluster)
 
 
 def test_a_perception_model_cannot_use_context_parallelism() -> None:

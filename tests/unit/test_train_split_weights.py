@@ -17,7 +17,9 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
 from trimaran.nets import Network, initialise, network_of
+from trimaran.nets.decoder import DecoderLayer
 from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets.moe import FeedForward
 from trimaran.optim import split_weights as split_weights_module
 from trimaran.optim.split_bf16 import split_fp32
 from trimaran.optim.split_weights import SplitWeight, split_weight_of, split_weights
@@ -225,3 +227,50 @@ def test_gradients_equal_those_of_fp32_weights_under_autocast(
     summed = [each for each in network.module.parameters() if hasattr(each, "main_grad")]
     assert len(summed) == (len(matrices_of(network)) - 1 if micro_batches > 1 else 0)
     assert all(each.main_grad.dtype == torch.float32 for each in summed)  # pyrefly: ignore[missing-attribute]
+
+
+def test_fp32_projections_on_a_cpu_are_slices_of_one_tensor() -> None:
+    plain, network = filled(), filled()
+    assert split_weights((network,), Plan()) == {}
+    assert list(dict(network.module.named_parameters())) == list(dict(plain.module.named_parameters()))
+    layer = network.blocks[0]
+    assert isinstance(layer, DecoderLayer)
+    assert layer.fused
+    assert isinstance(layer.mlp, FeedForward)
+    for projections in (layer.self_attn.projections, layer.mlp.projections):
+        assert len({each.weight.untyped_storage().data_ptr() for each in projections}) == 1
+    ours, theirs = (gradients(each, Plan(), 1) for each in (network, plain))
+    for name, each in ours.items():
+        assert torch.allclose(each, theirs[name], rtol=1e-4, atol=1e-6), name
+    for name, each in network.module.named_parameters():
+        assert torch.equal(each, plain.module.get_parameter(name)), name
+
+
+def test_a_module_with_a_hook_is_still_called() -> None:
+    network, called = filled(), []
+    hooked = network.module.get_submodule("layers.1.mlp.down_proj")
+    hooked.register_forward_hook(lambda *_: called.append(1))
+    split_weights((network,), Plan())
+    gradients(network, Plan(), 1)
+    assert called
+    first, second = (each for each in network.blocks if isinstance(each, DecoderLayer))
+    assert first.fused
+    assert second.self_attn.joint
+    assert not second.fused
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(compile=True),
+        Plan(recompute="selective"),
+        Plan(mesh=Mesh(dp_shard=2), sharding="parameters"),
+        Plan(mesh=Mesh(tp=2)),
+        Plan(mesh=Mesh(pp=2)),
+        Plan(precision="fp16"),
+    ],
+)
+def test_other_plans_do_not_join_projections(plan: Plan) -> None:
+    assert Plan(mesh=Mesh(dp_replicate=2)).joins_projections_on_cpu
+    assert not plan.joins_projections_on_cpu
+    assert not Plan().joins_projections, "only on a CPU"

@@ -30,6 +30,50 @@ def test_a_lap_that_is_split_into_spans_still_adds_up() -> None:
     assert clock.end_step()() == {}, "the next step starts where this one ended"
 
 
+def test_the_host_time_has_no_data_and_no_checkpoint() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(2):
+        for phase in ("data", "forward", "backward", "comm", "checkpoint", "optimizer", "data", "checkpoint"):
+            time.sleep(0.01)
+            clock.lap(phase)
+        host, seconds = clock.host_time(), clock.end_step()()
+        issued = sum(seconds[phase] for phase in ("forward", "backward", "comm", "optimizer"))
+        assert host.seconds == pytest.approx(issued, abs=2e-3)
+        assert host.seconds < sum(seconds.values()) - 0.03
+        assert not host.is_limit, "a CPU is its own host"
+    clock.lap("forward")
+    clock.restart()
+    assert clock.host_time().seconds == 0
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_the_host_is_the_limit_if_the_gradients_are_there_before_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    recorded: list[str] = []
+    asked: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.after = ""
+
+        def record(self) -> None:
+            self.after = recorded[-1] if recorded else ""
+
+        def query(self) -> bool:
+            asked.append(self.after)
+            return is_done
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = StepClock(torch.device("cuda"))
+    assert not clock.host_time().is_limit, "nothing was issued"
+    for phase in ("data", "forward", "backward", "comm", "optimizer", "checkpoint"):
+        recorded.append(phase)
+        clock.lap(phase)
+    assert clock.host_time().is_limit == is_done
+    assert asked == ["comm"], "the mark after the gradients, not the one after the update"
+
+
 def test_the_clock_of_a_gpu_uses_its_events_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is read while the next one runs, and its details after its seconds."""
     ticks, events = count(), []

@@ -12,7 +12,7 @@ from trimaran.core.field_aliases import all_fields, field_for
 
 COMMAND_ALIASES = {
     "init": "new create setup configure config wizard start-project",
-    "train": "run start fit finetune fine-tune sft lora pretrain launch tune",
+    "train": "run start fit finetune fine-tune sft lora pretrain tune",
     "resume": "continue restart",
     "generate": "chat infer inference sample predict-text complete",
     "watch": "status logs log tail attach monitor show top",
@@ -20,7 +20,7 @@ COMMAND_ALIASES = {
     "doctor": "diagnose check preflight info env",
     "export": "merge save convert",
     "data": "dataset datasets tokenize pack preprocess inspect",
-    "bench": "benchmark calibrate measure",
+    "bench": "benchmark measure",
     "checkpoints": "checkpoint ckpt ls",
     "presets": "models",
 }

@@ -19,6 +19,7 @@ from trimaran.checkpoint.manifest import (
     read_limited,
     read_manifest,
 )
+from trimaran.checkpoint.node_files import files_elsewhere
 from trimaran.checkpoint.step_dirs import DRAFT_NAME, WHY, complete_steps, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import UserError
@@ -35,7 +36,8 @@ class CheckpointRow:
     """A checkpoint in the list. `why` says what is wrong with one that is not complete.
 
     `written_bytes` is the disk space it takes in addition to older checkpoints, which share unchanged files with it.
-    `complete` means that every file has its length; only `verify` reads the files.
+    `complete` means that every file has its length; only `verify` reads the files. `on_nodes` are nodes that have files
+    of it on their own disks, which were not looked at.
     """
 
     step: int
@@ -47,6 +49,7 @@ class CheckpointRow:
     written_bytes: int = 0
     world_size: int | None = None
     plan: str = ""
+    on_nodes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,13 +104,17 @@ def with_step(folder: Path, step: int | None, use: Callable[[Path], Result], *, 
 
 
 def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
-    """Return what `verify` finds wrong with a checkpoint. Calls `progress` with the fraction done."""
+    """Return what `verify` finds wrong with a checkpoint. Calls `progress` with the fraction done.
+
+    Files on the disks of other nodes are left out.
+    """
     try:
-        files = read_manifest(path).files
+        manifest = read_manifest(path)
     except DamagedError as error:
         return list(error.damages)
-    damages = verify(path, files=[])
-    names = [name for name in files if name != INDEX]
+    files, damages = manifest.files, verify(path, files=[])
+    elsewhere = {name for each in files_elsewhere(path, manifest).values() for name in each}
+    names = [name for name in files if name != INDEX and name not in elsewhere]
     total = sum(files[name].bytes for name in names)
     done = 0
     for group in _groups(names) if not damages else ():
@@ -135,7 +142,7 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         return CheckpointRow(step=step, name=path.name, status="refused", why=_why(path), bytes=_occupied(path))
     try:
         manifest = read_manifest(path)
-        wrong = _first_damage(path, manifest)
+        wrong, elsewhere = _first_damage(path, manifest), files_elsewhere(path, manifest)
     except UserError as error:
         return CheckpointRow(step=step, name=path.name, status="damaged", why=error.what)
     return CheckpointRow(
@@ -148,11 +155,15 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         written_bytes=sum(size for size in _new_sizes(path, manifest, seen)),
         world_size=manifest.world_size,
         plan=_describe_mesh(manifest.plan),
+        on_nodes=tuple(elsewhere),
     )
 
 
 def _first_damage(path: Path, manifest: Manifest) -> str:
+    elsewhere = {name for names in files_elsewhere(path, manifest).values() for name in names}
     for name, record in manifest.files.items():
+        if name in elsewhere:
+            continue
         try:
             size = (path / name).lstat().st_size
         except OSError as error:

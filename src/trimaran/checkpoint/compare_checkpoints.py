@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from trimaran.checkpoint.compact_index import overlaps
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion, overlap
+from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
 
 NUMPY_DTYPES = {
     "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",
@@ -64,9 +65,8 @@ def _overlaps(key: str, ours: StepFiles, theirs: StepFiles) -> Iterator[tuple[np
     """Yield the bytes of each region that both have; the last dimension of an array holds the bytes of one value."""
     meta = ours.index[key].meta
     for region in ours.index[key].regions:
-        for its in theirs.index[key].regions:
-            if both := overlap(region.start, region.size, its.start, its.size):
-                yield _window(ours, meta, region, both), _window(theirs, meta, its, both)
+        for its, start, size in overlaps(theirs.index[key].regions, region.start, region.size):
+            yield _window(ours, meta, region, (start, size)), _window(theirs, meta, its, (start, size))
 
 
 def _window(

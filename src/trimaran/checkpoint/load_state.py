@@ -6,18 +6,16 @@ from math import prod
 import numpy as np
 import torch
 
+from trimaran.checkpoint.compact_index import Overlap, overlaps
 from trimaran.checkpoint.file_parts import ThreadProgress, map_in_threads
 from trimaran.checkpoint.ownership import Gather
 from trimaran.checkpoint.rank_share import meta_of
-from trimaran.checkpoint.tensor_regions import TensorRegion, overlap
 from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorShard
 from trimaran.core import UserError, did_you_mean
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
 ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are intact"
-Overlap = tuple[TensorRegion, tuple[int, ...], tuple[int, ...]]
-"""A saved region, and start and size of what a shard needs of it."""
 MatchedShard = tuple[TensorShard, list[Overlap]]
 
 
@@ -111,9 +109,7 @@ def _matching_regions(shard: TensorShard, source: CheckpointSource) -> list[Over
             "K002", what, shard.key, source, "resume with the precision and optimizer that it was saved with"
         )
     size = tuple(shard.tensor.shape)
-    found = [
-        (region, *both) for region in entry.regions if (both := overlap(shard.start, size, region.start, region.size))
-    ]
+    found = overlaps(entry.regions, shard.start, size)
     num_values = sum(prod(extent) for _, _, extent in found)
     if num_values != shard.tensor.numel():
         what = f"has {num_values:,} of the {shard.tensor.numel():,} values of {shard.key} that this run needs"

@@ -13,8 +13,9 @@ from typing import Any
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file
 
-FORMAT, PARTS_FORMAT = 1, 2
-"""The second has files with checksums of parts, which versions that know only the first must not take for damaged."""
+FORMAT, PARTS_FORMAT, NODES_FORMAT, COMPACT_FORMAT = 1, 2, 3, 4
+"""The second has files with checksums of parts, the third has files on several disks, the fourth a compact index:
+versions that do not know them must not take such checkpoints for damaged."""
 MANIFEST, INDEX = "manifest.json", "index.json"
 FILE_NAME = re.compile(r"index\.json|rank-\d{5,9}(\.frozen)?\.safetensors")
 STEP_NAME = re.compile(r"step-(\d{8,18})")
@@ -92,7 +93,9 @@ class Manifest:
     """Everything in a checkpoint but the tensors, as plain data.
 
     `time` is seconds since the epoch, `term` is that of the lease under which it was written. `plan` is as in
-    `plan.json`, `recipe` is the text of `recipe.yaml`. `progress` is what `CheckpointState.progress` returned.
+    `plan.json`, `recipe` is the text of `recipe.yaml`. `progress` is what `CheckpointState.progress` returned. `nodes`
+    are the files that each node has on its own disk; empty if the nodes share one. `compact_index`: the index has the
+    form of `compact_index.py`.
     """
 
     step: int
@@ -103,6 +106,8 @@ class Manifest:
     recipe: str = ""
     progress: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    compact_index: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +118,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the contents of the file: JSON whose last field is the SHA-256 of the file with that field all zeros."""
     files = {name: record.as_dict() for name, record in manifest.files.items()}
     version = PARTS_FORMAT if any(record.part_bytes for record in manifest.files.values()) else FORMAT
-    fields = {"format": version, **asdict(manifest), "files": files, "digest": ZERO_DIGEST}
+    later = ("nodes", "compact_index")  # fields that older versions do not know
+    known = {name: value for name, value in asdict(manifest).items() if name not in later or value}
+    version = NODES_FORMAT if manifest.nodes else version
+    version = COMPACT_FORMAT if manifest.compact_index else version
+    fields = {"format": version, **known, "files": files, "digest": ZERO_DIGEST}
     text = (json.dumps(fields, indent=1) + "\n").encode()
     assert text.endswith(ZERO_DIGEST.encode() + FILE_END)
     return text[: -len(ZERO_DIGEST) - len(FILE_END)] + sha256(text).hexdigest().encode() + FILE_END
@@ -133,6 +142,11 @@ def read_manifest(folder: Path) -> Manifest:
                         fix="name a folder like checkpoints/step-00000012 of a run") from None  # fmt: skip
     except (OSError, ValueError) as error:
         raise DamagedError(folder, [unreadable(MANIFEST, error)]) from None
+    return parse_manifest(folder, text)
+
+
+def parse_manifest(folder: Path, text: bytes) -> Manifest:
+    """Return the manifest in `text`, the contents of the file in `folder`. Raises as `read_manifest` does."""
     digest = text[-len(ZERO_DIGEST) - len(FILE_END) : -len(FILE_END)]
     blank = text[: -len(ZERO_DIGEST) - len(FILE_END)] + ZERO_DIGEST.encode() + FILE_END
     if not text.endswith(FILE_END) or sha256(blank).hexdigest().encode() != digest:
@@ -146,7 +160,7 @@ def read_limited(path: Path, limit_bytes: int) -> bytes:
     with open_regular_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
             raise ValueError(f"{size:,} bytes are more than the limit of {limit_bytes:,}")
-        return file.read(limit_bytes + 1)
+        return file.read(size + 1)  # Python allocates what it is asked for
 
 
 def unreadable(name: str, error: OSError | ValueError) -> Damage:
@@ -163,11 +177,15 @@ def _checked(folder: Path, text: bytes) -> Manifest:
         version = fields.pop("format")
     except (ValueError, RecursionError, KeyError, TypeError):
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")]) from None
-    if version not in (FORMAT, PARTS_FORMAT):
-        known = f"{FORMAT} and {PARTS_FORMAT}"
+    if version not in (FORMAT, PARTS_FORMAT, NODES_FORMAT, COMPACT_FORMAT):
+        known = f"{FORMAT} to {COMPACT_FORMAT}"
         raise UserError("K008", f"this checkpoint has format {version!r}, and this version reads the formats {known}",
                         where=str(folder), fix="read it with the version of trimaran that wrote it")  # fmt: skip
     kinds = {each: (int, float) if each == "time" else type(value) for each, value in asdict(Manifest(step=0)).items()}
+    if isinstance(fields, dict) and version != NODES_FORMAT:
+        fields.setdefault("nodes", {})
+    if isinstance(fields, dict) and version != COMPACT_FORMAT:
+        fields.setdefault("compact_index", False)
     has_all_fields = isinstance(fields, dict) and fields.keys() == kinds.keys()
     if not has_all_fields or not all(isinstance(fields[name], kind) for name, kind in kinds.items()):
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")])
@@ -179,7 +197,7 @@ def _checked(folder: Path, text: bytes) -> Manifest:
     named = STEP_NAME.fullmatch(folder.name)
     if fields["step"] < 0 or (named and int(named[1]) != fields["step"]):
         raise DamagedError(folder, [Damage(MANIFEST, f"is of step {fields['step']}")])
-    if wrong := _invalid_values(fields):
+    if wrong := _invalid_values(fields | {"files": files}):
         raise DamagedError(folder, [Damage(MANIFEST, wrong)])
     return Manifest(**fields, files=files)
 
@@ -191,6 +209,10 @@ def _invalid_values(fields: dict[str, Any]) -> str:
     counts = {"step": fields["step"], "term": fields["term"], "world size": fields["world_size"] - 1}
     if wrong := [name for name, count in counts.items() if not 0 <= count < MAX_NUMBER]:
         return f"has an impossible {wrong[0]}"
+    for node, names in fields["nodes"].items():
+        is_list = isinstance(names, list) and all(isinstance(name, str) and name in fields["files"] for name in names)
+        if not node.isprintable() or not is_list:
+            return f"has an impossible list of the files of node {ascii(node)[:80]}"
     for name, value in fields["progress"].items():
         if name not in OPTIMIZER_VALUES and not _is_plain(value):
             return f"has an impossible progress: {ascii(name)[:80]} is {ascii(value)[:80]}"

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimaran.checkpoint.commit_on_nodes import NodeCommit
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.file_parts import map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import Manifest, read_manifest
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.rank_share import RankShare, item_view
 from trimaran.checkpoint.step_dirs import draft_path, looks_complete, prune, refuse, remove_checkpoint, step_path
+from trimaran.checkpoint.store_uploads import StoreUploads
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import KeyValueStore, WriteReport, WriteReportParser, commit, write_share
 from trimaran.core import CheckpointSection, UserError
@@ -95,7 +97,7 @@ class TorchStore:
 class Saver:
     """Writes the requested checkpoints, together with the savers of the other ranks, which get the same requests."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where to, with whom, and how
         self,
         folder: Path,
         rank_layout: RankLayout,
@@ -103,9 +105,20 @@ class Saver:
         section: CheckpointSection,
         make_manifest: Callable[[SaveRequest], Manifest],
         disk: DurableDisk | None = None,
+        *,
+        own_disk: str = "",
+        uploads: StoreUploads | None = None,
     ) -> None:
-        """`make_manifest` runs on rank 0; it raises UserError if the checkpoint must not be written."""
+        """`make_manifest` runs on rank 0; it raises UserError if the checkpoint must not be written.
+
+        `own_disk` is the name of this node if every node has a disk of its own. `uploads` are those of this node, on
+        its first rank.
+        """
+        self.uploads = uploads
         self._folder, self._rank_layout, self._store = folder, rank_layout, store
+        self._own_disk = own_disk
+        self._sent: list[str] = []  # keys of what rank 0 has sent to the other nodes for the last checkpoint
+        self._sent_last: list[str] = []  # and for the one before, which all have read by now
         self._section, self._make_manifest = section, make_manifest
         self._disk = disk or DurableDisk()
         self._disk.num_threads = num_io_threads(rank_layout.local_size)
@@ -151,6 +164,14 @@ class Saver:
     def _count_verified(self) -> None:
         self._num_verified += 1
 
+    def share_end(self, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Tell the other ranks that rank 0 has nothing left to do; they call `wait` with whether it has."""
+        key = f"trimaran/save/{self.nonce}/end"
+        if self._rank_layout.rank == 0:
+            self._store.set(key, "")
+        else:
+            wait(lambda: self._store.has([key]))
+
     def results(self) -> list[SaveResult]:
         """Return the results since the last call."""
         found = []
@@ -173,7 +194,8 @@ class Saver:
         try:
             report = self._write(request, draft)
             self._publish("report", report if isinstance(report, str) else report.text(brief=self._layout_sent))
-            written, is_new = self._conclude(request, draft, final)
+            conclude = self._conclude_on_nodes if self._own_disk else self._conclude
+            written, is_new = conclude(request, draft, final)
             if not written["failed"]:
                 self._layout_sent = True
                 self._publish("damages", json.dumps(self._damages(final, is_new=is_new)))
@@ -199,7 +221,8 @@ class Saver:
             def write_or_check(part: str) -> WriteReport | None:
                 if part == "check":
                     return refuse_not_finite(share, memory)
-                return write_share(draft, rank, share, memory.numpy().data, previous=previous, disk=self._disk)
+                report = write_share(draft, rank, share, memory.numpy().data, previous=previous, disk=self._disk)
+                return replace(report, node=self._own_disk)
 
             # A state that is refused is rare: it is written meanwhile, and never committed.
             report, _ = map_in_threads(write_or_check, ["write", "check"], num_threads=2)
@@ -217,22 +240,54 @@ class Saver:
         if self._rank_layout.rank != 0:
             result, is_new = json.loads(self._wait_for_rank_0("result"))
             return result, is_new
-        result, is_new = {"failed": "", "bytes": 0, "written_bytes": 0}, True
+        is_new = True
+        result: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
         try:
-            texts = self._wait_for_all("report")
-            if failures := [fields["failed"] for text in texts if "failed" in (fields := json.loads(text))]:
-                raise OSError("; ".join(failures))
-            reports = [self._report_parser.parse(text) for text in texts]
+            reports = self._reports()
             is_new = not looks_complete(final)
             commit(draft, final, reports, self._make_manifest(request), self._disk)
-            result["bytes"] = sum(report.num_bytes for report in reports)
-            result["written_bytes"] = sum(report.written_bytes for report in reports)
+            result |= _sizes(reports)
         except Exception as error:
             result["failed"] = _message(error)
             with suppress(OSError):  # a draft that remains is removed at the next start
                 remove_checkpoint(draft, self._disk)
         self._publish("result", json.dumps([result, is_new]))
         return result, is_new
+
+    def _reports(self) -> list[WriteReport]:
+        """Return the reports of all ranks. Raises OSError if one could not write its files."""
+        texts = self._wait_for_all("report")
+        if failures := [fields["failed"] for text in texts if "failed" in (fields := json.loads(text))]:
+            raise OSError("; ".join(failures))
+        return [self._report_parser.parse(text) for text in texts]
+
+    def _conclude_on_nodes(self, request: SaveRequest, draft: Path, final: Path) -> tuple[dict[str, Any], bool]:
+        """See `_conclude`. Here every node has its own files on its own disk; a step that was there is replaced."""
+        layout, commit_here = self._rank_layout, NodeCommit(draft, final, self._store, self._key, self._disk)
+        if layout.rank != 0:
+            if self._commits:
+                commit_here.follow(self._own_disk, layout.rank)
+            result, is_new = json.loads(self._wait_for_rank_0("result"))
+            if self._commits and result["failed"]:
+                commit_here.abandon()
+            return result, is_new
+        result: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
+        try:
+            reports = self._reports()
+            commit_here.lead(self._own_disk, reports, self._make_manifest(request), layout)
+            result |= _sizes(reports)
+        except Exception as error:
+            result["failed"] = _message(error)
+            commit_here.tell_failed()
+            commit_here.abandon()
+        self._publish("result", json.dumps([result, True]))
+        self._sent_last, self._sent = self._sent, commit_here.messages
+        return result, True
+
+    @property
+    def _commits(self) -> bool:
+        """Whether this rank commits and prunes: rank 0, or the first rank of every node that has a disk of its own."""
+        return self._rank_layout.rank == (self._rank_layout.node if self._own_disk else 0)
 
     def _damages(self, final: Path, *, is_new: bool) -> list[str]:
         """Return what is wrong with the files that this rank has to verify.
@@ -252,18 +307,32 @@ class Saver:
     def _check(self, request: SaveRequest, final: Path, written: dict[str, Any]) -> dict[str, Any]:
         """Collect on rank 0 what all ranks found. Older checkpoints are pruned only if this one is intact."""
         if self._rank_layout.rank != 0:
-            return written | json.loads(self._wait_for_rank_0("verdict"))
-        verdict = {"failed": ""}
+            verdict = json.loads(self._wait_for_rank_0("verdict"))
+            if self._commits:
+                self._refuse_or_prune(request, final, verdict["failed"])
+            if verdict.pop("upload") and self.uploads:
+                self.uploads.start(request.step)
+            return written | verdict
+        verdict: dict[str, Any] = {"failed": ""}
         if damages := [each for text in self._wait_for_all("damages") for each in json.loads(text)]:
             verdict["failed"] = f"the files on disk are not what was written: {'; '.join(damages)}"
-            refuse(final, verdict["failed"], self._disk)
-        else:
-            with suppress(OSError):  # what cannot be removed now is removed the next time
-                retention = {"keep": self._section.keep, "keep_every": self._section.keep_every}
-                prune(self._folder, **retention, verified=request.step, disk=self._disk)
-        self._publish("verdict", json.dumps(verdict))
+        self._refuse_or_prune(request, final, verdict["failed"])
+        # Rank 0 decides for all nodes: they must upload the same steps.
+        is_uploaded = self.uploads is not None and not verdict["failed"] and not self.uploads.busy
+        self._publish("verdict", json.dumps(verdict | {"upload": is_uploaded}))
+        if self.uploads is not None and not verdict["failed"]:
+            self.uploads.start(request.step) if is_uploaded else self.uploads.skip()
         self._delete_messages()
         return written | verdict
+
+    def _refuse_or_prune(self, request: SaveRequest, final: Path, failed: str) -> None:
+        if failed:
+            refuse(final, failed, self._disk)
+            return
+        with suppress(OSError):  # what cannot be removed now is removed the next time
+            retention = {"keep": self._section.keep, "keep_every": self._section.keep_every}
+            in_use = self.uploads.step if self.uploads else None
+            prune(self._folder, **retention, verified=request.step, disk=self._disk, in_use=in_use)
 
     def _key(self, what: str, rank: int, count: int | None = None) -> str:
         return f"trimaran/save/{self.nonce}/{self._count if count is None else count}/{what}/{rank}"
@@ -285,7 +354,15 @@ class Saver:
             messages = [
                 self._key(what, rank) for what in ("report", "damages") for rank in range(self._rank_layout.world_size)
             ]
+            if self._own_disk:
+                messages += [*self._sent_last, *(self._key("committed", rank) for rank in {*self._rank_layout.nodes})]
             self._store.delete([*messages, *(self._key(what, 0, self._count - 1) for what in ("result", "verdict"))])
+
+
+def _sizes(reports: Sequence[WriteReport]) -> dict[str, int]:
+    """Return the bytes of a checkpoint, and those that were written rather than linked."""
+    num_bytes = sum(report.num_bytes for report in reports)
+    return {"bytes": num_bytes, "written_bytes": sum(report.written_bytes for report in reports)}
 
 
 def refuse_not_finite(share: RankShare, memory: Tensor) -> None:

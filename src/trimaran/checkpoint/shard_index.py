@@ -9,11 +9,16 @@ from hashlib import sha256
 from math import prod
 from typing import Any
 
+import numpy as np
+
+from trimaran.checkpoint.compact_index import COMPACT, GridCheck, compact_index_bytes, covers_grid, parse_compact_index
 from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
 from trimaran.core import UserError
 
 MAX_COUNT = 1 << 62
 MAX_KEY_LENGTH = 2048
+MIN_COMPACT_ROWS = 100_000
+"""An index with more parts is written in the compact form. Others stay readable for every version."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +43,16 @@ def layout_of(rows: Sequence[Any]) -> ShardLayout:
     return ShardLayout(sha256(json.dumps(rows).encode()).hexdigest(), tuple(rows))
 
 
+def is_compact(layouts: Sequence[ShardLayout]) -> bool:
+    """Return whether `index_bytes` writes the compact form."""
+    return sum(len(layout.rows) for layout in layouts) > MIN_COMPACT_ROWS
+
+
 @lru_cache(maxsize=1)  # equal for every save of a run, and large with thousands of ranks
 def index_bytes(layouts: tuple[ShardLayout, ...]) -> bytes:
     """Return the index file with the rows of all ranks, which must cover each tensor exactly once."""
+    if is_compact(layouts):
+        return _compact_bytes(layouts)
     entries = merge(layouts)
     files = sorted({region.file for entry in entries.values() for region in entry.regions})
     number = {name: index for index, name in enumerate(files)}
@@ -55,20 +67,51 @@ def index_bytes(layouts: tuple[ShardLayout, ...]) -> bytes:
     return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":")).encode() + b"\n"
 
 
+def _compact_bytes(layouts: Sequence[ShardLayout]) -> bytes:
+    """Return the index file in the compact form. The same checks as in `merge`, by columns."""
+    files = sorted({row[5] for layout in layouts for row in layout.rows})
+    number = {name: index for index, name in enumerate(files)}
+    metas: dict[str, TensorMeta] = {}
+    rows: dict[str, list[list[int]]] = defaultdict(list)
+    for layout in layouts:
+        for key, dtype, shape, start, size, file, offset in layout.rows:
+            _check_meta(metas, key, dtype, shape)
+            rows[key].append([number[file], offset, *start, *size])
+    tables: dict[str, tuple[TensorMeta, np.ndarray]] = {}
+    for key, meta in metas.items():
+        table, num_dims = np.array(rows.pop(key), np.int64), len(meta.shape)
+        if num_dims:
+            table = table[np.lexsort([table[:, 2 + dim] for dim in reversed(range(num_dims))])]
+        starts, sizes = table.T[2 : 2 + num_dims], table.T[2 + num_dims :]
+        if not covers_grid([*starts], [*sizes], meta.shape, len(table)):
+            regions = [TensorRegion(tuple(row[2 : 2 + num_dims]), tuple(row[2 + num_dims :]), "", row[1])
+                       for row in table.tolist()]  # fmt: skip
+            if wrong := coverage_error(IndexEntry(meta, tuple(regions))):
+                raise AssertionError(f"{key}: {wrong}")
+        tables[key] = meta, table
+    return compact_index_bytes(files, tables)
+
+
+def _check_meta(metas: dict[str, TensorMeta], key: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
+    """Return the meta of a tensor, which is the same on every rank, and has a valid name."""
+    meta = metas.get(key)
+    if meta is None:
+        if wrong := key_error(key):
+            raise UserError("K006", f"the checkpoint cannot be written: {wrong}", where=ascii(key)[:80],
+                            fix="give the module or parameter another name")  # fmt: skip
+        metas[key] = meta = TensorMeta(dtype, tuple(shape))
+    if meta.dtype != dtype or meta.shape != tuple(shape):
+        raise AssertionError(f"{key} is {meta} on one rank and {dtype} {shape} on another")
+    return meta
+
+
 def merge(layouts: Sequence[ShardLayout]) -> TensorIndex:
     """Return all rows by key. AssertionError if a tensor is covered twice or only partly: that is our bug."""
     regions: dict[str, list[TensorRegion]] = defaultdict(list)
     metas: dict[str, TensorMeta] = {}
     for layout in layouts:
         for key, dtype, shape, start, size, file, offset in layout.rows:
-            meta = metas.get(key)
-            if meta is None:
-                if wrong := key_error(key):
-                    raise UserError("K006", f"the checkpoint cannot be written: {wrong}", where=ascii(key)[:80],
-                                    fix="give the module or parameter another name")  # fmt: skip
-                metas[key] = meta = TensorMeta(dtype, tuple(shape))
-            if meta.dtype != dtype or meta.shape != tuple(shape):
-                raise AssertionError(f"{key} is {meta} on one rank and {dtype} {shape} on another")
+            _check_meta(metas, key, dtype, shape)
             regions[key].append(TensorRegion(tuple(start), tuple(size), file, offset))
     index = {key: IndexEntry(metas[key], tuple(sorted(regions[key], key=_first))) for key in metas}
     for key, entry in index.items():
@@ -81,19 +124,26 @@ def parse_index(text: bytes, sizes: Mapping[str, int]) -> TensorIndex:
     """Return the index in `text`. `sizes` are the bytes of each file. Raises ValueError if the index is invalid."""
     try:
         fields = json.loads(text)
+        if fields.get("format") == COMPACT:
+            return _checked(parse_compact_index(fields, sizes))
         files = [str(name) for name in fields["files"]]
         index = {str(key): _entry(tensor, files) for key, tensor in fields["tensors"].items()}
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not an index ({type(error).__name__})") from None
     for key, entry in index.items():
-        if wrong := key_error(key):
-            raise ValueError(wrong)
         width = VALUE_BYTES[entry.meta.dtype]
         for region in entry.regions:
             if not 0 <= region.offset <= region.offset + region.num_values * width <= sizes.get(region.file, -1):
                 raise ValueError(f"a part of {key} lies outside of {region.file}")
-        if wrong := coverage_error(entry):
-            raise ValueError(f"{key}: {wrong}")
+    return _checked(index)
+
+
+def _checked(index: TensorIndex) -> TensorIndex:
+    """Return the index if all names are valid and the parts cover each tensor exactly once; else raise ValueError."""
+    grid = GridCheck()
+    for key, entry in index.items():
+        if wrong := key_error(key) or ("" if grid.covers(entry) else coverage_error(entry)):
+            raise ValueError(wrong if key_error(key) else f"{key}: {wrong}")
     return index
 
 

@@ -114,12 +114,19 @@ def steps_to_prune(steps: list[int], *, keep: int, keep_every: int, verified: in
     ]
 
 
-def prune(folder: Path, keep: int, keep_every: int, verified: int, disk: DurableDisk = DISK) -> list[int]:
-    """Remove the `steps_to_prune` and return them. `verified` is a step whose checksums have just been verified."""
+def prune(
+    folder: Path, keep: int, keep_every: int, verified: int, disk: DurableDisk = DISK, in_use: int | None = None
+) -> list[int]:
+    """Remove the `steps_to_prune` and return them. `verified` is a step whose checksums have just been verified.
+
+    The files of the step `in_use` are being read: it stays.
+    """
     steps = complete_steps(folder)
     if verified not in steps:
         return []
-    pruned = steps_to_prune(steps, keep=keep, keep_every=keep_every, verified=verified)
+    pruned = [
+        step for step in steps_to_prune(steps, keep=keep, keep_every=keep_every, verified=verified) if step != in_use
+    ]
     for step in pruned:
         remove_checkpoint(step_path(folder, step), disk)
     return pruned

@@ -16,6 +16,7 @@ from trimaran.checkpoint.manifest import (
     read_manifest,
     unreadable,
 )
+from trimaran.checkpoint.node_files import files_elsewhere, missing_files_error
 from trimaran.checkpoint.shard_index import parse_index
 from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
 from trimaran.core.regular_files import open_regular_fd
@@ -55,6 +56,8 @@ class StepFiles:
             try:
                 fd = open_regular_fd(self.folder / name)
             except OSError as error:
+                if elsewhere := files_elsewhere(self.folder, self.manifest):
+                    raise missing_files_error(self.folder, self.manifest.step, elsewhere) from None
                 raise DamagedError(self.folder, [unreadable(name, error)]) from None
             try:
                 size = os.fstat(fd).st_size

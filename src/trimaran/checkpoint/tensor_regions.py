@@ -1,5 +1,6 @@
 """The index of a checkpoint: which region of which tensor is stored where. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -39,7 +40,7 @@ class IndexEntry:
     """A tensor and all its regions, which cover it without overlap."""
 
     meta: TensorMeta
-    regions: tuple[TensorRegion, ...]
+    regions: Sequence[TensorRegion]
 
 
 TensorIndex = dict[str, IndexEntry]

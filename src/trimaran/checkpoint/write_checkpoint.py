@@ -19,7 +19,7 @@ from trimaran.checkpoint.manifest import (
     read_manifest,
 )
 from trimaran.checkpoint.rank_share import ALIGNMENT, RankShare, ShareItem
-from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, layout_of
+from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, is_compact, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
 
@@ -31,19 +31,31 @@ class KeyValueStore(Protocol):
         """Store `text` under `key` for the other ranks."""
         ...
 
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        ...
+
     def wait_get(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         """Return the text of each of `keys`. Raises TimeoutError if one is not set within `timeout_seconds`."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete messages that nobody reads any more."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteReport:
-    """What a rank wrote: its files, their layout, and how many bytes were written rather than linked."""
+    """What a rank wrote: its files, their layout, and how many bytes were written rather than linked.
+
+    `node` is the name of its node if that has a disk of its own.
+    """
 
     rank: int
     files: dict[str, FileRecord]
     layout: ShardLayout
     written_bytes: int
+    node: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +85,8 @@ class WriteReportParser:
         layout = self._layouts.get(rank)
         if layout is None or layout.digest != digest:
             raise AssertionError(f"rank {rank} sent a brief report before its layout")
-        return WriteReport(rank=rank, files=files, layout=layout, written_bytes=fields["written_bytes"])
+        known = {name: fields[name] for name in ("written_bytes", "node")}
+        return WriteReport(rank=rank, files=files, layout=layout, **known)
 
 
 def write_share(
@@ -108,28 +121,43 @@ def commit(draft: Path, final: Path, reports: Sequence[WriteReport], manifest: M
     `manifest` has everything but the files. If `final` is already complete it stays, and the draft is removed.
     Raises UserError K006 on a disk error, or if a file does not have the reported length.
     """
+    index, manifest = describe_files(reports, manifest)
     with report_disk_errors(draft):
-        disk.make_folder(draft)
-        index = index_bytes(tuple(report.layout for report in reports))
-        files = {name: record for report in reports for name, record in report.files.items()}
-        for name, record in files.items():
-            if (size := (draft / name).stat().st_size) != record.bytes:
-                raise OSError(None, f"{name} has {size:,} bytes instead of {record.bytes:,}", str(draft))
-        write_file(draft / INDEX, memoryview(index), disk)
-        files[INDEX] = FileRecord(len(index), sha256(index).hexdigest())
-        manifest = replace(manifest, files=dict(sorted(files.items())))
-        write_file(draft / MANIFEST, memoryview(manifest_bytes(manifest)), disk)
-        disk.sync_folder(draft)
+        add_manifest(draft, index, manifest, [name for name in manifest.files if name != INDEX], disk)
         if looks_complete(final):
             remove_checkpoint(draft, disk)
             return read_manifest(final)
         if final.is_symlink() or final.exists():
             refuse(final, "it was incomplete when its step was saved again", disk)
-        disk.rename(draft, final)
-        # The name of the checkpoint and, for the first one, that of the folder of all checkpoints.
-        disk.sync_folder(final.parent)
-        disk.sync_folder(final.parent.parent)
+        move_into_place(draft, final, disk)
     return manifest
+
+
+def describe_files(reports: Sequence[WriteReport], manifest: Manifest) -> tuple[bytes, Manifest]:
+    """Return the index of what the ranks wrote, and `manifest` with the files."""
+    index = index_bytes(tuple(report.layout for report in reports))
+    files = {name: record for report in reports for name, record in report.files.items()}
+    files[INDEX] = FileRecord(len(index), sha256(index).hexdigest())
+    compact = is_compact([report.layout for report in reports])
+    return index, replace(manifest, files=dict(sorted(files.items())), compact_index=compact)
+
+
+def add_manifest(draft: Path, index: bytes, manifest: Manifest, names: Sequence[str], disk: DurableDisk) -> None:
+    """Add index and manifest to a draft that has the files `names`. Raises OSError if one has not its length."""
+    disk.make_folder(draft)
+    for name in names:
+        if (size := (draft / name).stat().st_size) != (expected := manifest.files[name].bytes):
+            raise OSError(None, f"{name} has {size:,} bytes instead of {expected:,}", str(draft))
+    write_file(draft / INDEX, memoryview(index), disk)
+    write_file(draft / MANIFEST, memoryview(manifest_bytes(manifest)), disk)
+    disk.sync_folder(draft)
+
+
+def move_into_place(draft: Path, final: Path, disk: DurableDisk) -> None:
+    """Rename a complete draft, and return when the name of the checkpoint is durable."""
+    disk.rename(draft, final)
+    disk.sync_folder(final.parent)
+    disk.sync_folder(final.parent.parent)  # for the first one: the name of the folder of all checkpoints
 
 
 def _files(rank: int, share: RankShare) -> Iterator[tuple[str, list[ShareItem]]]:

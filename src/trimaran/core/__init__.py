@@ -10,7 +10,7 @@ from trimaran.core.errors import (
 )
 from trimaran.core.event import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, Event, EventKind, StepMetrics
 from trimaran.core.finding import Decision, Finding
-from trimaran.core.image_rules import ImageRules, RowCost
+from trimaran.core.image_rules import ImageRules, RowCost, RowSizes
 from trimaran.core.incident import Action, Cause, Incident
 from trimaran.core.plan import AXES, Comm, Mesh, Pipeline, Plan
 from trimaran.core.prediction import Prediction
@@ -63,6 +63,7 @@ __all__ = [
     "Prediction",
     "Recipe",
     "RowCost",
+    "RowSizes",
     "SamplesSection",
     "Seconds",
     "StepMetrics",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 EventKind = Literal[
     "start",  # data: host, pid, device, world_size, version; fork_server (whether the warm one is used, if asked for)
-    "resume",  # data: tier (memory | disk), from_step, seconds
+    "resume",  # data: tier (memory | disk | store), from_step, seconds
     "ready",  # the network has its weights. data: seconds, phases {join, network, data, optimizer, keep}, copies
     "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses,
     # functions {what: seconds}}, unused [parameters of this rank that got no gradient]
@@ -14,6 +14,8 @@ EventKind = Literal[
     "recompile",  # something was compiled after the first steps. data: what, why
     "evaluation",
     "checkpoint",  # a checkpoint is complete. data: path, seconds, stall_seconds, bytes, written_bytes
+    "upload",  # a checkpoint is in the object store (data: url, seconds, bytes, sent_bytes; skipped checkpoints before
+    # it), or is not (failed), or the run waits for it at its end (sent: the fraction so far)
     "loss_bound",  # what a fault costs at most from now on. data: steps, seconds, node_steps, node_seconds (or null)
     "loader",  # the loader changed its settings. data: workers, depth, pinned, reason
     "bad_sample",  # a sample could not be used; its row was kept without a target. data: sample, reason
@@ -119,4 +121,6 @@ def _rounded_detail(name: str, value: Any) -> Any:
         return {key: _rounded_detail(name, each) for key, each in value.items()}
     if not isinstance(value, float):
         return value
-    return round(value, SECONDS_DECIMALS) if name == "waits" else round_digits(value, DETAIL_DIGITS.get(name, DIGITS))
+    if name in ("waits", "host_seconds"):
+        return round(value, SECONDS_DECIMALS)
+    return round_digits(value, DETAIL_DIGITS.get(name, DIGITS))

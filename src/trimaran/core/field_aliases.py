@@ -106,4 +106,5 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[str]:
 def section_model(annotation: Any) -> type[BaseModel] | None:
     """Return the model of a field that is a section, also if it may be `auto` or null; None for any other field."""
     options = [annotation, *get_args(annotation)]
+    options += [inner for each in options[1:] for inner in get_args(each)]  # the forms of a tagged union
     return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)

@@ -29,6 +29,21 @@ class ImageRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowSizes:
+    """What a row of the data holds on average, found in `num_samples` samples.
+
+    Each patch attends to `image_patches` patches of its image or tile, and each token to those of its sample:
+    `attended_tokens`, without a causal mask.
+    """
+
+    images: float
+    patches: float
+    image_patches: float
+    attended_tokens: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowCost:
     """The cost of a row of a batch, in units of one language token without attention.
 

@@ -16,6 +16,13 @@ def refuse_missing_packages(plan: Plan) -> None:
         raise deepspeed_missing("No module named 'deepspeed'")
 
 
+def no_fp8_layers() -> UserError:
+    """Return the error for a model without layers that are large enough for fp8."""
+    return UserError("P034", "no layer of this model is large enough for fp8", where="plan.precision",
+                     fix=f"use bf16: fp8 takes linear layers of at least {MIN_FP8_FEATURES} x {MIN_FP8_FEATURES} "
+                     f"features, both multiples of {FP8_FEATURE_MULTIPLE}")  # fmt: skip
+
+
 def deepspeed_missing(reason: str) -> UserError:
     return UserError("P037", f"engine deepspeed needs the deepspeed package ({reason})", where="plan.engine",
                      fix="pip install 'trimaran[deepspeed]', or set plan.engine to torch")  # fmt: skip

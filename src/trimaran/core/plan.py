@@ -5,13 +5,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trimaran.core.compression_settings import Compression, CompressionField, settings_of
+from trimaran.core.local_steps import LocalSteps, LocalStepsField
 from trimaran.core.prediction import Prediction
 
 Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 BatchSize = Annotated[int, Field(ge=1, le=2**24)]
-Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]
+Recompute = Literal["none", "elementwise", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]
+RECOMPUTED_BY_OPERATOR = ("elementwise", "selective")  # the outputs of some operators are saved
 Loss = Literal["logits", "fused", "chunked"]
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
@@ -67,24 +70,44 @@ class Pipeline(BaseModel):
 
 
 class Comm(BaseModel):
-    """How gradients, weights and keys are communicated.
+    """How gradients, weights, keys and inputs are communicated.
 
-    `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what happens to a block's gathered
-    weights after its forward: `auto` frees them if parameters are sharded, a number keeps them sharded over that many
-    ranks. `context` is how context parallel attention reaches the keys of other ranks: by gathering keys and values
-    on every rank, or by exchanging heads for positions (Ulysses). With `overlap`, replicas sum their gradients during
-    backward, bucket by bucket. Without it they do so after backward, which can then be a CUDA graph.
+    `bucket_mb` is how many MiB of gradients are sent together: a bucket of replicas, or at least, of small layers whose
+    weights are sharded. `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what happens
+    to a block's gathered weights after its forward: `auto` frees them if parameters are sharded, a number keeps them
+    sharded over that many ranks. `context` is how context parallel attention reaches the keys of other ranks: by
+    gathering keys and values on every rank, or by exchanging heads for positions (Ulysses). With `overlap`, replicas
+    sum their gradients during backward, bucket by bucket. Without it they do so after backward, which can then be a
+    CUDA graph. The planner chooses, unless it is pinned. Tensor-parallel ranks gather the input of attention, of the
+    feed-forward and of the head. With `regather` each saves only its own part of it, and gathers it again in backward.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bucket_mb: Annotated[int, Field(ge=1, le=4096)] = 25
-    compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"
-    local_steps: Annotated[int, Field(ge=1, le=10**6)] = 1
+    compression: CompressionField = "none"
+    local_steps: LocalStepsField = 1
     prefetch: Annotated[int, Field(ge=1, le=64)] = 1
     reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2, le=65536)] = "auto"
     context: Literal["gather", "exchange"] = "gather"
     overlap: bool = True
+    regather: bool = False
+
+    @property
+    def local(self) -> LocalSteps:
+        """`local_steps` with all its options; a number alone averages weights every so many steps."""
+        steps = self.local_steps
+        return steps if isinstance(steps, LocalSteps) else LocalSteps.model_construct(steps=steps)
+
+    @property
+    def sync_every(self) -> int:
+        """Steps from one synchronisation of the replicas to the next; 1 if they do not train alone."""
+        return self.local_steps.steps if isinstance(self.local_steps, LocalSteps) else self.local_steps
+
+    @property
+    def compression_settings(self) -> Compression:
+        """The settings of `compression`, which may be a plain word."""
+        return settings_of(self.compression)
 
 
 class TowerPlan(BaseModel):
@@ -142,15 +165,28 @@ class Plan(BaseModel):
     def joins_projections(self) -> bool:
         """Whether projections of the same input are one matmul (`nets/joint_projections.py`).
 
-        Only split weights can be adjacent in memory without a copy at every step. In fp8 every layer has its own scale,
-        and selective recompute counts matmuls and saves every second one.
+        Weights must be adjacent in memory without a copy at every step: here they are split. In fp8 every layer has its
+        own scale, and recompute by operator counts matmuls.
         """
-        return self.splits_weights and self.precision == "bf16" and self.recompute != "selective"
+        return self.splits_weights and self.precision == "bf16" and self.recompute not in RECOMPUTED_BY_OPERATOR
+
+    @property
+    def joins_projections_on_cpu(self) -> bool:
+        """Whether projections of the same input are one matmul on a CPU, where weights of fp32 plans are joined, too.
+
+        In compiled code they stay separate: the compiler does not look inside our operators.
+        """
+        shardings = (self.sharding, *(each.sharding or "none" for each in self.towers.values()))
+        is_replicated = (
+            self.mesh.world_size == self.mesh.dp_replicate and self.mesh.ep == 1 and {*shardings} == {"none"}
+        )
+        is_plain = self.engine == "torch" and self.precision == "fp32" and not self.compile
+        return self.joins_projections or (is_replicated and is_plain and self.recompute not in RECOMPUTED_BY_OPERATOR)
 
     @property
     def reduces_after_backward(self) -> bool:
         """Whether replicas sum their gradients after the last backward of a step, not during it."""
-        return not self.comm.overlap and self.mesh.world_size == self.mesh.dp_replicate > 1
+        return not self.comm.overlap and self.mesh.world_size == self.mesh.dp_replicate > 1 == self.mesh.ep
 
     @property
     def captures_steps(self) -> bool:
@@ -194,6 +230,8 @@ class Plan(BaseModel):
         extras += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         extras += [f"offload {self.offload}"] if self.offload != "none" else []
         extras += [f"loss {self.loss}"] if self.loss != "logits" else []
+        extras += ["inputs gathered again"] if self.comm.regather and self.mesh.tp > 1 else []
+        extras += ["gradients summed after backward"] if self.reduces_after_backward else []
         extras += ["compiled"] if self.compile else []
         extras += [self.engine] if self.engine != "torch" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])

@@ -36,6 +36,7 @@ class Prediction(BaseModel):
     memory_error: Annotated[float | None, Field(description="of `peak_bytes`; null: the same as `error`")] = None
     no_mfu: Annotated[str, Field(description="why no MFU is given; empty if one is")] = ""
     source: str = Field(default="", description="the source of the rates behind the seconds")
+    cluster: str = Field(default="", description="nodes and devices that it is for: 2x8xH100; empty in older plans")
 
     @property
     def mfu_is_known(self) -> bool:

@@ -306,6 +306,20 @@ class CheckpointSection(BaseModel):
     device_hours: Annotated[
         float, Field(gt=0, le=MAX_COUNT, description="mean time between failures of one device")
     ] = 8000.0
+    store: Annotated[
+        str, Field(max_length=1024, description="also upload checkpoints to this URL, such as s3://bucket/my-run")
+    ] = ""
+
+    @field_validator("store")
+    @classmethod
+    def _url_without_secrets(cls, url: str) -> str:
+        if url and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s?#]+", url):
+            raise ValueError("a store is a URL of fsspec, such as s3://bucket/my-run or file:///shared/my-run")
+        if re.match(r"[^/]*://[^/@]*:[^/@]*@", url):
+            raise ValueError("a password or key does not belong in a recipe: set it in the environment")
+        if url.startswith(("file://", "local://")) and not url.partition("://")[2].startswith("/"):
+            raise ValueError("the path of a file URL begins with a slash: file:///shared/my-run")
+        return url.rstrip("/")
 
     @field_validator("every", mode="before")
     @classmethod

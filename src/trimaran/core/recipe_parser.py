@@ -176,7 +176,7 @@ def _unknown_field(path: Path, places: Places) -> UserError:
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
     """Return `location` without the names of the union branches that pydantic tried."""
-    path = tuple(part for part in location if part not in ("Plan", "literal['auto']"))
+    path = tuple(part for part in location if part not in ("Plan", "Compression", "LocalSteps", "literal['auto']"))
     while len(path) > 1 and not _reaches(tree, path):
         path = path[:-1]
     return path
@@ -220,4 +220,6 @@ def _fix(mistake: Mapping[str, Any], dotted: str) -> str:
             return f"use a value of {phrase} {context[bound]}"
     if "pattern" in context:
         return "use lower-case letters, digits, dots, dashes and underscores, at most 63 of them"
+    if mistake["type"] == "value_error":  # the message says what is wrong with it
+        return f"change {dotted}; `trimaran schema` lists all fields"
     return f"give {dotted} a value of the right type; `trimaran schema` lists all fields"

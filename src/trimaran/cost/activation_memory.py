@@ -12,6 +12,8 @@ from trimaran.models import OutlineLayer, Tower
 # factors and of their product. With joint projections (the second figure) it also holds one that it recomputes.
 # Other stacks' figures include this in their fitted constants.
 BACKWARD_FFN_TENSORS = (3, 4)
+# Per hidden feature, that both norms save in fp32 for the gradient of their weights, where they are not fused.
+NORMALISED_BYTES = 8
 # Linear layers whose input is a norm's output, which several of them share; and those of them in the feed-forward.
 FEED_FORWARD_INPUTS = ("gate_proj", "up_proj")
 SHARED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", *FEED_FORWARD_INPUTS)
@@ -21,8 +23,13 @@ class LayerBytes(NamedTuple):
     """Bytes that one layer saves per token, for each recompute mode."""
 
     none: float
+    elementwise: float
     selective: float
     full: float
+
+    def of(self, recompute: str) -> float:
+        """Return the bytes of a layer that is recomputed in this way."""
+        return {"elementwise": self.elementwise, "selective": self.selective, "full": self.full}[recompute]
 
 
 class SavedActivations(NamedTuple):
@@ -33,7 +40,7 @@ class SavedActivations(NamedTuple):
     recomputed: saved by one layer while backward recomputes it.
     casts: 16-bit weight copies that autocast keeps from forward to backward, except in recomputed layers.
     exchanged: buffers that tensor-parallel ranks exchange.
-    backward: gradients inside the layer whose backward is running.
+    backward: gradients inside the layer whose backward is running, and its input if that is gathered again.
     """
 
     layers: float = 0
@@ -45,11 +52,15 @@ class SavedActivations(NamedTuple):
 
 
 class RecomputeMode(NamedTuple):
-    """How a rank runs one tower: tokens of a micro-batch, recompute mode, and bytes of each weight's autocast copy."""
+    """How a rank runs one tower: tokens of a micro-batch, recompute mode, and bytes of each weight's autocast copy.
+
+    tp: ranks that split the tower's matrices.
+    """
 
     positions: int
     recompute: str | int
     cast_bytes: int
+    tp: int
 
 
 class LayerView(NamedTuple):
@@ -57,7 +68,6 @@ class LayerView(NamedTuple):
 
     saved: Saved
     element_bytes: int
-    tp: int
     context_parts: int
     cpu: bool
     gathered_bytes: float
@@ -66,26 +76,29 @@ class LayerView(NamedTuple):
     ep: int
     modes: tuple[tuple[str, RecomputeMode], ...]
     backward_tensors: int
+    shares_casts: bool
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(layer: OutlineLayer, saved: Saved, element_bytes: int, tp: int, parts: int, cpu: bool) -> LayerBytes:
     """Return the bytes that a layer saves per token on one of `tp` ranks.
 
-    Norms save the residual stream (and on a CPU, where they are not fused, its normalised form for the gradient of
-    their weight). Projections save their input, but frozen ones only for their adapter. Flash attention saves query,
-    key, value, output and one logsumexp per head. `parts` is how many sequence parts gather their keys and values on
-    this rank: it holds those of all parts, once per query head.
+    Norms save the residual stream. On a CPU, where they are not fused, they save it in fp32, and its normalised form
+    for the gradient of their weight. Projections save their input, but frozen ones only for their adapter. Flash
+    attention saves query, key, value, output and one logsumexp per head. `parts` is how many sequence parts gather
+    their keys and values on this rank: it holds those of all parts, once per query head.
     """
-    normalised = 8 if cpu and layer.adapter is None else 0
-    norms = (saved.norm_bytes + normalised + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
+    unfused = saved.unfused_norm_bytes - (0 if layer.adapter is None else NORMALISED_BYTES) if cpu else 0
+    norms = (saved.norm_bytes + unfused + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
     projections = saved.projection_bytes * layer.hidden * _saved_inputs(layer)
     norm_split = 1 if saved.tp_splits == "nothing" else tp  # without sequence parallelism every rank has all features
     matmuls = (_attention(layer, saved, element_bytes, parts) + _feed_forward(layer, saved, element_bytes)) / tp
     none = norms / norm_split + projections / (tp if saved.tp_splits == "all" else 1) + matmuls
     none += adapter_bytes(layer, element_bytes, tp, mask_bytes=element_bytes if cpu else 1)
     full = saved.input_bytes * layer.hidden / norm_split
-    return LayerBytes(none, min(none, full + _selective(layer, saved, element_bytes) / tp), min(none, full))
+    selective = min(none, full + _selective(layer, saved, element_bytes) / tp)
+    elementwise = min(none, full + _elementwise(layer, saved, element_bytes, tp))
+    return LayerBytes(none, elementwise, selective, min(none, full))
 
 
 def adapter_bytes(layer: OutlineLayer, element_bytes: int, tp: int, *, mask_bytes: int) -> float:
@@ -151,6 +164,24 @@ def _selective(layer: OutlineLayer, saved: Saved, element_bytes: int) -> float:
     return element_bytes * features + 4 * layer.heads
 
 
+def _elementwise(layer: OutlineLayer, saved: Saved, element_bytes: int, tp: int) -> float:
+    """Return what elementwise recompute saves besides the layer's input: the outputs of matmuls and attention.
+
+    Inputs of matmuls are computed, and gathered, again. Keys and values of other ranks are gathered again. Of a
+    compiled layer only what backward needs is saved; an eager one also saves sums of tensor-parallel ranks before they
+    are reduced, and the last matmul's output.
+    """
+    matrices, latent, experts = 2 if layer.gated else 1, layer.latent, layer.experts
+    widths = matrices * layer.ffn
+    if experts is not None:  # the rows that are sent to experts and back are saved, too
+        widths = experts.top_k * (matrices * experts.ffn + 3 * layer.hidden) + matrices * experts.shared_ffn
+    keys = layer.kv_heads if latent is None else layer.heads
+    widths += layer.heads * (layer.head_dim + layer.value_dim) + keys * (layer.head_dim + layer.value_dim)
+    widths += latent.query_rank + latent.kv_rank + latent.rope_dim if latent else 0
+    unused = 0 if saved.drops_unused else (2 if tp > 1 and layer.heads else 1) * layer.hidden
+    return element_bytes * ((widths + layer.hidden) / tp + unused) + 4 * layer.heads / tp
+
+
 def num_recomputed(recompute: str | int, count: int) -> int:
     """Return how many of `count` layers backward recomputes. A number k means every k-th layer, from the first on."""
     if isinstance(recompute, int):
@@ -161,9 +192,8 @@ def num_recomputed(recompute: str | int, count: int) -> int:
 def saved_layer_bytes(layer: LayerBytes, recompute: str | int, count: int) -> float:
     """Return the bytes that `count` equal layers save per token."""
     recomputed = num_recomputed(recompute, count)
-    return (count - recomputed) * layer.none + recomputed * (
-        layer.selective if recompute == "selective" else layer.full
-    )
+    how = "full" if isinstance(recompute, int) or recompute == "none" else recompute
+    return (count - recomputed) * layer.none + recomputed * layer.of(how)
 
 
 def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> SavedActivations:
@@ -177,13 +207,17 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
     for holding in part.holdings:
         tower = holding.tower
         cast_bytes = _cast_bytes(inputs, tower) if job.sharding_of(tower, plan) == "none" else 0
-        modes[tower.name] = RecomputeMode(job.positions(tower, plan), job.recompute_of(tower, plan), cast_bytes)
+        positions, recompute = job.positions(tower, plan), job.recompute_of(tower, plan)
+        modes[tower.name] = RecomputeMode(positions, recompute, cast_bytes, job.tp_of(tower, plan))
     parts = plan.mesh.cp if job.stack.name == "trimaran" and plan.comm.context == "gather" else 1
     is_joint = inputs.saved is JOINT_PROJECTIONS
     view = LayerView(
-        inputs.saved, inputs.element_bytes, inputs.tp, parts, inputs.cpu and not is_joint, gathered,
+        inputs.saved, inputs.element_bytes, parts, inputs.cpu and not is_joint, gathered,
         inputs.profile.gathered_input_bytes[1] if inputs.tp > 1 else 0, plan.micro_batch, plan.mesh.ep,
         tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if job.stack.name == "trimaran" else 0,
+        # All micro-batches in flight share one copy of a whole weight. That slices share theirs is not counted:
+        # it was not measured on a GPU yet. Compiled blocks cast for each of them.
+        job.stack.name == "trimaran" and inputs.tp == 1 and not plan.compile,
     )  # fmt: skip
     return _saved_by_part(part, view)
 
@@ -196,7 +230,7 @@ def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
         if trains:
             add = _layer_group if isinstance(group.block, OutlineLayer) else _opaque_group
             total = _combined(total, add(view, group, modes[group.tower.name]))
-    return total._replace(casts=total.casts * part.in_flight)
+    return total._replace(casts=total.casts * (1 if view.shares_casts else part.in_flight))
 
 
 def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivations:
@@ -211,7 +245,7 @@ def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivat
 
 
 def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
-    layer, count, tp, positions, recompute = group.block, group.count, view.tp, mode.positions, mode.recompute
+    layer, count, tp, positions, recompute = group.block, group.count, mode.tp, mode.positions, mode.recompute
     assert isinstance(layer, OutlineLayer), "the only block whose operators are known"
     one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context_parts, view.cpu)
     recomputed = num_recomputed(recompute, count)
@@ -219,13 +253,15 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
     if group.tower.compact:  # only adapters are fp32
         matrices = layer.adapter_parameters(tp)
     gradients = view.backward_tensors * layer.active_ffn + 2 * layer.hidden
+    gathered_bytes, exchanged_bytes = (view.gathered_bytes, view.exchanged_bytes) if tp > 1 else (0.0, 0.0)
+    again = layer.hidden if tp > 1 and view.saved.tp_splits == "all" and recomputed < count else 0
     return SavedActivations(
-        layers=positions * (saved_layer_bytes(one, recompute, count) + count * view.gathered_bytes * layer.hidden),
+        layers=positions * (saved_layer_bytes(one, recompute, count) + count * gathered_bytes * layer.hidden),
         one_layer=positions * saved_layer_bytes(one, recompute, 1),
         recomputed=positions * one.none if recomputed else 0,
         casts=mode.cast_bytes * (count - recomputed) * matrices,
-        exchanged=positions * layer.hidden * view.exchanged_bytes,
-        backward=positions * view.element_bytes * gradients / tp if view.backward_tensors else 0,
+        exchanged=positions * layer.hidden * exchanged_bytes,
+        backward=positions * view.element_bytes * (gradients / tp + again) if view.backward_tensors else 0,
     )
 
 
@@ -239,8 +275,10 @@ def _cast_bytes(inputs: MemoryInputs, tower: Tower) -> int:
 
 
 def _opaque_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
-    block, recomputed = group.block, num_recomputed(mode.recompute, group.count)
+    block = group.block
     assert not isinstance(block, OutlineLayer), "only totals are known of an opaque block"
+    # How much of it elementwise recompute would save is not known.
+    recomputed = 0 if mode.recompute == "elementwise" else num_recomputed(mode.recompute, group.count)
     layers = view.samples * ((group.count - recomputed) * block.saved_bytes + recomputed * block.output_bytes)
     return SavedActivations(
         layers=layers, one_layer=layers / group.count, recomputed=view.samples * block.saved_bytes if recomputed else 0

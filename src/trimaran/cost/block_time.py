@@ -13,9 +13,8 @@ from trimaran.models import Opaque, OutlineLayer, Tower
 
 GELU_BYTES = 4  # moved per feature of a feed-forward without a gate: read 2, write 2
 BACKWARD_TRAFFIC_FACTOR = 1.6  # elementwise bytes of backward per byte of forward: full steps on an H200
-EXPERT_IMBALANCE = 1.2  # tokens of the busiest expert-parallel rank, relative to the mean
-# Bytes moved per element to cast a matmul's operands to fp8: find the maximum (read 2), cast (read 2, write 1), twice.
-FP8_CAST_BYTES = 6
+
+
 # Bytes moved per element by dropout, in forward and in backward alike: two 16-bit tensors and a mask of a byte.
 DROPOUT_BYTES = 5
 # Bytes moved per logit by our fused loss kernel: it reads a logit twice and overwrites it with its gradient.
@@ -26,12 +25,17 @@ EXPOSED_SUM_FRACTION = 0.4
 
 
 class BlockSplit(NamedTuple):
-    """One rank's part of a layer: its positions, the sequence length, and the degrees that split the weights."""
+    """One rank's part of a layer: its positions, the sequence length, and the degrees that split the weights.
+
+    gathers_keys: queries are only some of the sequence's positions, and attend to gathered keys. cuDNN has no kernel
+        for a causal mask that starts later, so torch takes FlashAttention 2.
+    """
 
     positions: int
     length: int
     tp: int
     ep: int
+    gathers_keys: bool = False
 
 
 class BlockKind(NamedTuple):
@@ -43,7 +47,7 @@ class BlockKind(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Seconds of a block for one micro-batch. `full` and `selective` are what recompute adds to backward.
+    """Seconds of a block for one micro-batch. The modes of recompute are what they add to backward.
 
     Adapters are part of all but `weight_grad`, which is of the block's own weights.
     """
@@ -51,8 +55,9 @@ class Passes(NamedTuple):
     forward: float
     input_grad: float
     weight_grad: float
-    full: float
-    selective: float
+    full: float = 0.0
+    selective: float = 0.0
+    elementwise: float = 0.0
     adapter_grad: float = 0.0
 
 
@@ -70,17 +75,20 @@ class Matmul(NamedTuple):
 def layer_passes(
     layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, kind: BlockKind
 ) -> Passes:
-    """Return the times of a transformer block. Tensor parallelism also splits its elementwise operators."""
+    """Return the times of a transformer block."""
     forward = input_grad = weight_grad = unsaved = matmul = casts = grad_casts = 0.0
-    for rows, columns, depth, groups, is_saved in matmuls(layer, split, joint=kind.joint):
+    for rows, columns, depth, groups, is_saved in matmuls(
+        layer, split, profile.comm.expert_imbalance, joint=kind.joint
+    ):
         matmul = matmul_seconds(rows, columns, depth, rates, groups=groups)
         forward += matmul
         input_grad += matmul_seconds(rows, depth, columns, rates, groups=groups)
         weight_grad += matmul_seconds(depth, columns, rows, rates, groups=groups)
         unsaved += 0.0 if is_saved else matmul
         if kind.fp8:
-            casts += FP8_CAST_BYTES * groups * (rows + columns) * depth / rates.bandwidth
-            grad_casts += 2 * FP8_CAST_BYTES * groups * rows * columns / rates.bandwidth
+            inputs, weights, gradients = (profile.compiled if kind.compiled else profile.eager).fp8_cast
+            casts += groups * (inputs * rows + weights * columns) * depth / rates.bandwidth
+            grad_casts += gradients * groups * rows * columns / rates.bandwidth
     elementwise = _elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
     attention, attention_backward = _attention(layer, split, rates, profile)
     others = (1 + BACKWARD_TRAFFIC_FACTOR) * elementwise + attention + attention_backward + casts + grad_casts
@@ -91,7 +99,7 @@ def layer_passes(
     forward += elementwise + attention
     full = forward - matmul if profile.recompute == "torch" else forward  # backward does not need the last matmul
     input_grad = input_grad + BACKWARD_TRAFFIC_FACTOR * elementwise + attention_backward
-    passes = Passes(forward, input_grad, weight_grad, full, selective)
+    passes = Passes(forward, input_grad, weight_grad, full, selective, elementwise)
     return passes if layer.adapter is None else _with_adapters(passes, layer, split, rates)
 
 
@@ -126,18 +134,19 @@ def _with_adapters(passes: Passes, layer: OutlineLayer, split: BlockSplit, rates
         passes.weight_grad,
         passes.full + forward,
         passes.selective + forward,
+        passes.elementwise + forward,
         weight_grad,
     )
 
 
 def head_passes(tower: Tower, split: BlockSplit, rates: DeviceRates, profile: TimeProfile) -> Passes:
     """Return the times of the head and a loss on full logits. They are never recomputed."""
-    columns, rates = tower.outputs // split.tp, rates._replace(matmul_flops=rates.head_matmul_flops)
+    columns, rates = tower.head_rows(split.tp), rates._replace(matmul_flops=rates.head_matmul_flops)
     matmul = matmul_seconds(split.positions, columns, tower.hidden, rates)
     logits = split.positions * columns * profile.moved_logit_bytes / rates.bandwidth
     input_grad = matmul_seconds(split.positions, tower.hidden, columns, rates)
     weight_grad = matmul_seconds(tower.hidden, columns, split.positions, rates)
-    return Passes(matmul + logits / 2, input_grad + logits / 2, weight_grad, 0.0, 0.0)
+    return Passes(matmul + logits / 2, input_grad + logits / 2, weight_grad)
 
 
 def fused_passes(tower: Tower, split: BlockSplit, rates: DeviceRates, *, chunked: bool) -> Passes:
@@ -156,18 +165,19 @@ def fused_passes(tower: Tower, split: BlockSplit, rates: DeviceRates, *, chunked
     if chunks > 1:
         weight_grad += EXPOSED_SUM_FRACTION * 2 * FP32_BYTES * chunks * tower.head_parameters / rates.bandwidth
     scaling = 2 * rates.element_bytes * (tower.head_parameters + rows * hidden) / rates.bandwidth
-    return Passes(matmul + logits + input_grad, scaling, weight_grad, 0.0, 0.0)
+    return Passes(matmul + logits + input_grad, scaling, weight_grad)
 
 
 def opaque_passes(block: Opaque, samples: int, rates: DeviceRates) -> Passes:
     """Return the times of an opaque block: its FLOPs or its memory traffic, whichever takes longer."""
     forward = max(block.sample_flops / rates.matmul_flops, block.moved_bytes / rates.bandwidth) * samples
-    return Passes(forward, forward, forward, forward, forward)
+    return Passes(forward, forward, forward, forward, forward, forward)
 
 
-def matmuls(layer: OutlineLayer, split: BlockSplit, *, joint: bool = False) -> Iterator[Matmul]:
+def matmuls(layer: OutlineLayer, split: BlockSplit, imbalance: float = 1.0, *, joint: bool = False) -> Iterator[Matmul]:
     """Yield the matmuls of a layer's forward on one rank, in order.
 
+    `imbalance`: tokens of the busiest expert-parallel rank, relative to the mean.
     `joint`: queries, keys and values are one matmul, and so are gate and up, except those of experts.
     """
     rows, hidden, tp = split.positions, layer.hidden, split.tp
@@ -181,8 +191,7 @@ def matmuls(layer: OutlineLayer, split: BlockSplit, *, joint: bool = False) -> I
     else:
         yield Matmul(rows, experts.num_experts, hidden)
         num_here = max(1, experts.num_experts // split.ep)
-        imbalance = EXPERT_IMBALANCE if split.ep > 1 else 1.0
-        tokens_each = max(1, int(imbalance * rows * experts.top_k / num_here))
+        tokens_each = max(1, int((imbalance if split.ep > 1 else 1.0) * rows * experts.top_k / num_here))
         ffns = ((tokens_each, experts.ffn // tp, num_here), (rows, experts.shared_ffn // tp, 1))
     for tokens, ffn, groups in ffns:
         if ffn:
@@ -222,7 +231,8 @@ def _attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profi
         * (layer.head_dim + layer.value_dim)
         * layer.mean_attended_keys(split.length)
     )
-    return attention_seconds(flops, split.length, layer.head_dim, kernel=profile.attention, rates=rates)
+    kernel = "flash-2" if split.gathers_keys and profile.attention == "torch" else profile.attention
+    return attention_seconds(flops, split.length, layer.head_dim, kernel=kernel, rates=rates)
 
 
 def _elementwise_bytes(
@@ -233,13 +243,15 @@ def _elementwise_bytes(
     Rotary embeddings are assumed where there is a gate: GPT blocks have neither.
     Norms and rotary embeddings run in fp32 in every precision, so fp32 makes only the gate more expensive.
     A norm of queries and keys moves about a third of what two norms and two residual additions move.
+    Tensor parallelism splits all of it, but the residual stream only with sequence parallelism.
     """
     elementwise = profile.compiled if compiled else profile.eager
     gate = (elementwise.gate if layer.gated else GELU_BYTES) * (2 if rates.element_bytes == 4 else 1)
     rotary = (elementwise.rotary * layer.gated + elementwise.residual / 3 * layer.qk_norm) * (
         layer.heads + layer.kv_heads
     )
-    moved = elementwise.residual * layer.hidden + rotary * layer.head_dim + gate * layer.active_ffn
+    moved = rotary * layer.head_dim + gate * layer.active_ffn
     if layer.experts:
         moved += elementwise.routed * layer.experts.top_k * layer.hidden
-    return split.positions * moved / split.tp
+    stream = elementwise.residual * layer.hidden / (split.tp if profile.comm.splits_sequence else 1)
+    return split.positions * (moved / split.tp + stream)

@@ -44,10 +44,12 @@ class Ring(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int) -> Ring:
+def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "network") -> Ring:
     """Return the ring through every `stride`-th rank. A link's measured bandwidth replaces the usual one.
 
     A ring across nodes uses the network card of each of its ranks in a node. A message to one rank uses one card.
+    `hops`: on such a ring all hops take as long as those on the network, as that table shows, or ("own") each takes
+    as long as its own link, as NCCL's own model has it (graph/tuning.cc).
     """
     inside, near, link, scale = 1, math.inf, levels[0], 1.0
     for link in levels:
@@ -69,6 +71,8 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int) -> Ring:
         for name, fraction, bandwidth in zip(COLLECTIVES, scales, usual, strict=True)
     )
     latency = Seconds(hop * link.latency)
+    if hops == "own" and link is not levels[0]:
+        latency = Seconds((link.latency + (inside - 1) * levels[0].latency) / inside)
     return Ring(num_ranks, link.name, latency, reduce, gather, exchange, send, tree, inside, near)
 
 

@@ -1,21 +1,27 @@
 """Communication of weights and gradients between data ranks, and how much of it compute does not hide."""
 
+import math
 from typing import NamedTuple
 
 from trimaran.core import Plan
+from trimaran.core.compression_settings import FP32_BYTES, compressed_bytes
 from trimaran.cost.collective import RING_EFFICIENCY, Ring, all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.cost.job import frees_weights
+from trimaran.cost.job import Job, frees_weights, gathers_fp8
 from trimaran.cost.roofline import DeviceRates
 from trimaran.cost.stage_time import StageTime, TimeUnit
-from trimaran.cost.time_profiles import TimeProfile
 from trimaran.hardware import Link
 
 # How much a collective on NVLink slows down the matmuls that run at the same time, as a fraction of its own time: it
 # takes multiprocessors, memory bandwidth and power. Fitted to llm-foundry's A100 runs. A network takes less.
 COLLECTIVE_SLOWDOWN = 0.43
-# Fraction of a gradient's bytes that is sent. PowerSGD: two factors of rank 4 of a 4096 x 4096 weight. Top-k: one value
-# in a hundred, with an index of 8 bytes.
-COMPRESSED_FRACTION = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 0.002, "topk": 0.03}
+# Gradients that are summed after backward: bytes of each all-reduce (`parallel.comm.gradient_buckets`), and bytes moved
+# per parameter to clear the sums (4), to add the gradients of the first micro-batch (12) and to average them (8).
+LATE_BUCKET_BYTES, LATE_MOVED_BYTES = 256 << 20, 24
+# Bytes that FSDP moves on the device around its collectives while nothing else computes, per parameter: to copy
+# gathered weights into place, in forward and in backward; and besides, for embedding and head, whose gather comes
+# before the first layer, and whose gradients are reduced after the last. Fitted to 12 rehearsed plans of 1B to 70B on
+# one H200.
+COPIED_BYTES, COPIED_ROOT_BYTES = 13.0, 14.5
 
 
 class Rings(NamedTuple):
@@ -26,43 +32,57 @@ class Rings(NamedTuple):
 
 
 class TrafficPath(NamedTuple):
-    """How weights and gradients are sent: the rings, the bytes per element, and how much of compute can hide it."""
+    """How weights and gradients are sent: the rings, the bytes per element, and how much of compute can hide it.
+
+    images: of parameters whose shards tensor-parallel ranks hold, too.
+    replica_bytes: of a gradient between replicas, which may synchronise only every few steps.
+    overlap_fraction: of the compute of a block's passes. If the stages of a rank take turns, it computes
+        `num_windows` such passes of others between two of a block's.
+    """
 
     dense: Rings
     experts: Rings
+    images: Rings
     weight_bytes: float
     gradient_bytes: float
+    replica_bytes: float
     overlap_fraction: float
     near_bandwidth: float
+    num_windows: int = 1
 
 
-def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, profile: TimeProfile) -> TrafficPath:
+def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, job: Job) -> TrafficPath:
     """Return the path of a plan. On a CPU nothing overlaps, because Gloo's threads need the cores that compute."""
-    mesh, comm, is_sharded = plan.mesh, plan.comm, plan.sharding != "none"
-    hides_nothing = rates.generation == "cpu" or not comm.overlap
+    mesh, is_sharded, profile = plan.mesh, plan.sharding != "none", job.stack.time
+    gradient_bytes = profile.parameter_bytes.gradient * _equivalent_fraction(plan)
+    hides_nothing = rates.generation == "cpu"
     if is_sharded:
         shards = max(1, mesh.expert_ranks // mesh.ep)
         dense, spread = (mesh.shards, mesh.dp_replicate), (shards, max(1, mesh.data // (shards * mesh.ep)))
     else:
         dense, spread = (1, mesh.data), (1, max(1, mesh.data // mesh.ep))
     return TrafficPath(
-        _rings(levels, mesh.tp, *dense),
-        _rings(levels, mesh.tp * mesh.ep, *spread),
-        rates.element_bytes,
-        profile.parameter_bytes.gradient * _equivalent_fraction(plan) / comm.local_steps,
+        _rings(levels, mesh.tp, *dense, profile.comm.hops),
+        _rings(levels, mesh.tp * mesh.ep, *spread, profile.comm.hops),
+        _rings(levels, 1, mesh.tp * mesh.shards, mesh.dp_replicate, profile.comm.hops),
+        1 if gathers_fp8(job, plan) else rates.element_bytes,
+        gradient_bytes,
+        gradient_bytes / plan.comm.sync_every,
         0.0 if hides_nothing else profile.dp_overlap[is_sharded],
         RING_EFFICIENCY * levels[0].bandwidth,
+        mesh.pp if profile.comm.overlaps_chunks and plan.num_stages > mesh.pp else 1,
     )
 
 
 def _equivalent_fraction(plan: Plan) -> float:
     """Return the size of an all-reduce that takes as long as the compressed one, as a fraction of the gradient.
 
-    Each rank selects other top-k values, so these are all-gathered: once per rank, where an all-reduce goes around
-    twice.
+    Where every rank receives what each other one sends, it goes around once per rank; an all-reduce goes around twice.
     """
-    compression = plan.comm.compression
-    return COMPRESSED_FRACTION[compression] * (plan.mesh.data / 2 if compression == "topk" else 1.0)
+    if plan.comm.compression == "none":
+        return 1.0
+    fraction = compressed_bytes(plan.comm.compression, 1.0) / FP32_BYTES
+    return fraction * (plan.mesh.data / 2 if plan.comm.compression_settings.is_gathered else 1.0)
 
 
 def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str, float]:
@@ -72,8 +92,10 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
     backward if weights are freed in between, else once per step. Sharded gradients are reduced in every backward,
     unsharded ones and those of a pipeline in the last. Nothing hides the first gather and the last reduction.
     """
-    if plan.mesh.data == 1:
+    if plan.mesh.data == 1 and not any(unit.splits_images for unit in stage.units):
         return {}
+    if plan.reduces_after_backward:
+        return _late_reductions(path, stage)
     gathers = reductions = hidden = 0.0
     for unit in stage.units:
         in_forward, in_backward = _transfers(path, plan, unit)
@@ -83,7 +105,7 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
         reductions += sum(each.times * max(0.0, each.seconds - each.window) for each in in_backward)
     if path.overlap_fraction:
         first = stage.units[0]
-        gather, reduce = _unit_seconds(path, first, first.sharding or plan.sharding)
+        gather, reduce = unit_seconds(path, first, first.sharding or plan.sharding)
         gathers, reductions = gathers + gather, reductions + min(reduce, path.overlap_fraction * first.backward)
     replicas, shards = path.dense.replicas, path.dense.shards
     ring = replicas if replicas.num_ranks > 1 else shards
@@ -94,6 +116,26 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
         "computing slowed by collectives": COLLECTIVE_SLOWDOWN * relative_bandwidth * hidden,
     }
     return {key: seconds for key, seconds in exposed.items() if seconds}
+
+
+def copy_seconds(job: Job, plan: Plan, stage: StageTime, rates: DeviceRates) -> float:
+    """Return the time of a step in which our FSDP only copies gathered weights and reduced gradients; 0 on a CPU."""
+    if plan.sharding == "none" or rates.generation == "cpu" or job.stack.name != "trimaran":
+        return 0.0
+    *blocks, root = stage.units
+    sharded = [unit for unit in (*blocks, root) if (unit.sharding or plan.sharding) != "none"]
+    times = plan.grad_accum if frees_weights(plan, plan.sharding) else 1
+    moved = times * COPIED_BYTES * sum(unit.count * (unit.dense + unit.experts) for unit in sharded)
+    return (moved + COPIED_ROOT_BYTES * root.dense) / rates.bandwidth
+
+
+def _late_reductions(path: TrafficPath, stage: StageTime) -> dict[str, float]:
+    """Return the time of the all-reduces of replicas after backward. Nothing hides them, and they slow down nothing."""
+    num_bytes = path.replica_bytes * sum(
+        unit.count * (unit.trained_dense + unit.trained_experts) for unit in stage.units
+    )
+    ring, count = path.dense.replicas, max(1, math.ceil(num_bytes / LATE_BUCKET_BYTES))
+    return {f"gradients on {ring.link}": count * all_reduce_seconds(num_bytes / count, ring)}
 
 
 class Transfer(NamedTuple):
@@ -107,21 +149,23 @@ class Transfer(NamedTuple):
 def _transfers(path: TrafficPath, plan: Plan, unit: TimeUnit) -> tuple[Transfer, tuple[Transfer, Transfer]]:
     """Return a unit's transfers: weights in forward, then those of the last backward and of the other backwards."""
     sharding, count = unit.sharding or plan.sharding, plan.grad_accum
-    gather, reduce = _unit_seconds(path, unit, sharding)
+    gather, reduce = unit_seconds(path, unit, sharding)
     is_freed = frees_weights(plan, sharding)
     regather = gather if is_freed else 0.0
     not_last = regather + reduce if sharding in ("gradients", "parameters") and plan.mesh.pp == 1 else regather
-    forward, backward = path.overlap_fraction * unit.forward, path.overlap_fraction * unit.backward
+    fraction = path.overlap_fraction * path.num_windows
+    forward, backward = fraction * unit.forward, fraction * unit.backward
     in_forward = Transfer((count if is_freed else 1) * unit.count, gather, forward)
     last = Transfer(unit.count, regather + reduce, backward)
     return in_forward, (last, Transfer((count - 1) * unit.count, not_last, backward))
 
 
-def _unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[float, float]:
+def unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[float, float]:
     """Return the time to gather the weights of one unit, and the time to reduce its gradients."""
     gather = reduce = 0.0
+    spans_tp = unit.splits_images and sharding != "none"
     for num, trained, (shards, replicas) in (
-        (unit.dense, unit.trained_dense, path.dense),
+        (unit.dense, unit.trained_dense, path.images if spans_tp else path.dense),
         (unit.experts, unit.trained_experts, path.experts),
     ):
         if num and sharding != "none":
@@ -129,9 +173,9 @@ def _unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[flo
         if trained:
             rounds = 2 if sharding == "none" else 1  # an unsharded tower also gathers its reduced gradients
             reduce += rounds * all_gather_seconds(path.gradient_bytes * trained, shards)
-            reduce += all_reduce_seconds(path.gradient_bytes * trained / shards.num_ranks, replicas)
+            reduce += all_reduce_seconds(path.replica_bytes * trained / shards.num_ranks, replicas)
     return gather, reduce
 
 
-def _rings(levels: tuple[Link, ...], stride: int, shards: int, replicas: int) -> Rings:
-    return Rings(ring_of(levels, shards, stride), ring_of(levels, replicas, stride * shards))
+def _rings(levels: tuple[Link, ...], stride: int, shards: int, replicas: int, hops: str) -> Rings:
+    return Rings(ring_of(levels, shards, stride, hops), ring_of(levels, replicas, stride * shards, hops))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trimaran.core import Plan
+from trimaran.core.fsdp_units import num_units
 from trimaran.cost.stack_profiles import STACKS, Stack
 from trimaran.models import Outline, Tower
 
@@ -27,8 +28,28 @@ class Job:
     can_capture: bool = True
 
     def positions(self, tower: Tower, plan: Plan) -> int:
-        """Return how many positions of a micro-batch one rank processes in `tower`: its part of every sample."""
-        return plan.micro_batch * tower.sample_positions(self.seq_len)[0] // plan.mesh.cp
+        """Return how many positions of a micro-batch one rank processes in `tower`: its part of every sample.
+
+        Tensor-parallel ranks that all hold a vision tower encode different images, each of them whole.
+        """
+        positions = plan.micro_batch * tower.sample_positions(self.seq_len)[0]
+        if not plan.towers or not self.splits_images(tower, plan):
+            return positions // plan.mesh.cp
+        first = self.outline.towers[0]
+        num_images = plan.micro_batch * first.positions // first.segment
+        per_rank = -(-num_images // (plan.mesh.cp * plan.mesh.tp))
+        return positions * per_rank // num_images
+
+    def tp_of(self, tower: Tower, plan: Plan) -> int:
+        """Return how many ranks split the tower's matrices: those of the mesh, or 1."""
+        own = plan.towers.get(tower.name) if plan.towers else None
+        return plan.mesh.tp if own is None or own.tp is None else own.tp
+
+    def splits_images(self, tower: Tower, plan: Plan) -> bool:
+        """Return whether tensor-parallel ranks encode different images in `tower`: it and the first are replicated."""
+        first = self.outline.towers[0]
+        is_replicated = self.tp_of(tower, plan) == self.tp_of(first, plan) == 1 < plan.mesh.tp
+        return is_replicated and 0 < first.segment <= first.positions
 
     def recompute_of(self, tower: Tower, plan: Plan) -> str | int:
         """Return the tower's recompute mode."""
@@ -39,6 +60,10 @@ class Job:
         """Return the tower's sharding."""
         own = plan.towers.get(tower.name)
         return plan.sharding if own is None or own.sharding is None else own.sharding
+
+    def image_ranks(self, tower: Tower, plan: Plan) -> int:
+        """Return how many tensor-parallel ranks encode different images in `tower`; 1 if they encode the same."""
+        return plan.mesh.tp if plan.towers and self.splits_images(tower, plan) else 1
 
 
 def splits_weights(job: Job, plan: Plan) -> bool:
@@ -57,10 +82,30 @@ def frees_weights(plan: Plan, sharding: str) -> bool:
     return sharding == "parameters" if reshard == "auto" else reshard != "never"
 
 
+def regathers(job: Job, plan: Plan) -> bool:
+    """Return whether tensor-parallel ranks of our trainer save their part of a gathered input and gather it again."""
+    return plan.comm.regather and plan.mesh.tp > 1 and job.stack.name == "trimaran"
+
+
+def gathers_fp8(job: Job, plan: Plan) -> bool:
+    """Return whether sharded weights of the layers are gathered in one byte."""
+    return plan.precision == "fp8" and job.stack.gathers_fp8
+
+
 def joins_projections(job: Job, plan: Plan) -> bool:
     """Return whether projections of the same input are one matmul: in our own decoder, without adapters."""
     can_join = plan.sharding == "none" and job.stack.joins_projections and not job.outline.adapter
     return can_join and plan.joins_projections
+
+
+def num_fsdp_units(job: Job, plan: Plan, block_parameters: float, num_blocks: int) -> int:
+    """Return how many FSDP units so many equal blocks are: as many, unless small blocks share them.
+
+    Towers of a VLM that are no decoders have a unit for each block. An adapter's are counted as if they had.
+    """
+    if num_blocks < 2 or not job.stack.joins_blocks or len(job.outline.towers) > 1 or job.outline.adapter:
+        return num_blocks
+    return num_units(plan, block_parameters, num_blocks)
 
 
 def captures_steps(job: Job, plan: Plan) -> bool:

@@ -1,10 +1,12 @@
 """The inputs of all memory terms, read from the plan once: pydantic fields are slow and are read many times."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Plan
-from trimaran.cost.job import ELEMENT_BYTES, Job, captures_steps, splits_weights
+from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
+from trimaran.cost.job import ELEMENT_BYTES, Job, captures_steps, regathers, splits_weights
 from trimaran.cost.memory_profiles import DEEPSPEED_ENGINE, JOINT_PROJECTIONS, SPLIT_WEIGHTS, MemoryProfile, Saved
 from trimaran.hardware import Cluster
 
@@ -52,6 +54,9 @@ def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
     if saved is JOINT_PROJECTIONS and job.outline.adapter:  # only the norms: frozen projections are never joined
         plain = _saved(job.stack.memory, precision, compiled=plan.compile, sharded=plan.sharding != "none")
         saved = replace(plain, norm_bytes=JOINT_PROJECTIONS.norm_bytes)
+    gathers_anyway = plan.recompute in ("full", *RECOMPUTED_BY_OPERATOR)
+    if regathers(job, plan) and not gathers_anyway:
+        saved = _split_inputs(saved)
     return MemoryInputs(
         job=job,
         plan=plan,
@@ -66,6 +71,12 @@ def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
         data=mesh.data,
         cast_bytes=2 if profile.weight_bytes == 4 and precision in ("bf16", "fp16") else 0,
     )
+
+
+@lru_cache(maxsize=64)
+def _split_inputs(saved: Saved) -> Saved:
+    """Return the same for ranks that save only their part of the projections' inputs."""
+    return replace(saved, tp_splits="all")
 
 
 def _profile(job: Job, plan: Plan) -> MemoryProfile:

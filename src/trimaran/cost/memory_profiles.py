@@ -12,6 +12,7 @@ class Saved:
     """What one layer saves for backward, per token, in 16-bit precision.
 
     norm_bytes: bytes per hidden feature that both norms save.
+    unfused_norm_bytes: the same besides, where norms are not fused: on a CPU.
     projection_bytes: bytes per hidden feature that the projections save of their inputs.
     input_bytes: bytes per hidden feature of the layer's own input, which is all that full recompute saves.
     gated_tensors, plain_tensors: saved tensors of feed-forward width, in a layer with and without a gate.
@@ -21,10 +22,12 @@ class Saved:
         also the projections' inputs, or nothing.
     selective: what selective recompute saves: every second matmul, every second one from the first on,
         or everything but attention scores, which flash attention never stores.
+    drops_unused: recompute by operator saves no output that backward does not need: blocks are compiled.
     """
 
     norm_bytes: float
     projection_bytes: float
+    unfused_norm_bytes: float = 8
     input_bytes: float = 2
     gated_tensors: float = 4
     plain_tensors: float = 2
@@ -32,6 +35,7 @@ class Saved:
     repeats_kv: bool = False
     tp_splits: Literal["stream", "all", "nothing"] = "stream"
     selective: Literal["second", "first", "attention"] = "second"
+    drops_unused: bool = False
 
     def in_fp32(self) -> "Saved":
         return replace(
@@ -62,7 +66,8 @@ class MemoryProfile:
     update_bytes: temporary bytes of the optimizer update: per parameter of a sharded model, per parameter the rank
         owns.
     fsdp: where FSDP gathers embedding and head: in one root unit, each at its own end, or no FSDP at all.
-    logit_bytes: per logit: while the loss is computed, and while it waits for backward.
+    logit_bytes: per logit: while the loss is computed, while it waits for backward, and while the loss is computed by
+        ranks that split the vocabulary.
     gathered_input_bytes: per token and feature under tensor parallelism: gathered inputs that a rank saves, and
         buffers that ranks exchange.
     fragmentation: allocator overhead as a fraction of temporary memory: unsharded, sharded, on the worst of many ranks.
@@ -77,7 +82,7 @@ class MemoryProfile:
     bucket_bytes: tuple[int, int] = (0, 0)
     update_bytes: tuple[int, int] = (0, 0)
     fsdp: Literal["root", "ends", "no"] = "root"
-    logit_bytes: tuple[int, int] = (12, 8)
+    logit_bytes: tuple[int, int, int] = (12, 8, 12)
     gathered_input_bytes: tuple[float, float] = (0, 0)
     fragmentation: tuple[float, float, float] = (0.10, 0.25, 0.25)
     logged: tuple[Literal["fullest", "first", "last"], Literal["allocated", "reserved"]] = ("fullest", "allocated")
@@ -107,26 +112,32 @@ def _by_execution(eager: Saved, **others: Saved) -> dict[str, Saved]:
     } | variants
 
 
-# Our decoder's residual stream is 16-bit from the embedding on. Eager norms save an fp32 cast of it, compiled norms
-# save their input. Projections save the output of both norms. SwiGLU saves gate, silu(gate), up and their product. A
+# Our decoder's residual stream is 16-bit from the embedding on. Norms save their input (one kernel on a GPU, eager or
+# compiled). Projections save the output of both norms. SwiGLU saves gate, silu(gate), up and their product. A
 # compiled fp8 block recomputes the inputs of its matmuls, including the casts.
-TRIMARAN_EAGER = Saved(norm_bytes=8, projection_bytes=4)
-TRIMARAN_COMPILED = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=3)
+TRIMARAN_EAGER = Saved(norm_bytes=4, projection_bytes=4, unfused_norm_bytes=12)
+TRIMARAN_FP32 = Saved(norm_bytes=8, projection_bytes=8, input_bytes=4, repeats_kv=True)
+TRIMARAN_COMPILED = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=3, drops_unused=True)
 # With split weights, projections of the same input are one matmul (nets/joint_projections.py).
 # Its backward recomputes SwiGLU.
 JOINT_PROJECTIONS = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=2)
 TRIMARAN = _by_execution(
     TRIMARAN_EAGER,
     compiled=TRIMARAN_COMPILED,
-    fp32=Saved(norm_bytes=8, projection_bytes=8, input_bytes=4, repeats_kv=True),
-    **{"compiled fp8": replace(TRIMARAN_COMPILED, projection_bytes=0, gated_tensors=2)},
+    fp32=TRIMARAN_FP32,
+    **{
+        "compiled fp32": replace(TRIMARAN_FP32, drops_unused=True),
+        "compiled fp8": replace(TRIMARAN_COMPILED, projection_bytes=0, gated_tensors=2),
+    },
 )
 # torchtitan's norms cast to fp32 (6 bytes each) and keys are repeated. Its selective recompute saves the first matmul.
 TORCHTITAN = Saved(norm_bytes=12, projection_bytes=4, repeats_kv=True, selective="first")
-# Megatron's fused norms save their input, the matmuls save the norms' output, and dropout masks take a byte.
-# Sequence parallelism is off by default, also in its 7B golden values.
+# Its fp8 linears (torchao) are meant for compiled blocks, which recompute the casts, as ours do on an H200.
+TORCHTITAN_FP8 = Saved(norm_bytes=4, projection_bytes=0, gated_tensors=2, selective="first")
+# Megatron's fused norms save their input, the matmuls save the norms' output, and dropout masks take a byte. With
+# sequence parallelism a rank saves its slice of those, and gathers the inputs of matmuls again in backward.
 MEGATRON = Saved(
-    norm_bytes=4, projection_bytes=4, gated_tensors=3, mask_bytes=2, tp_splits="nothing", selective="attention"
+    norm_bytes=4, projection_bytes=4, gated_tensors=3, mask_bytes=2, tp_splits="all", selective="attention"
 )
 # nanotron also saves a second, sequence-first copy of attention's output.
 NANOTRON = Saved(norm_bytes=6, projection_bytes=4, tp_splits="all", selective="attention")
@@ -136,12 +147,14 @@ TRANSFORMERS = Saved(norm_bytes=12, projection_bytes=4, repeats_kv=True)
 AUTOCAST = Saved(norm_bytes=16, projection_bytes=10, input_bytes=4, repeats_kv=True)
 
 MEMORY_PROFILES = {
-    "trimaran": MemoryProfile(saved=TRIMARAN),
-    "torchtitan": MemoryProfile(saved=_by_execution(TORCHTITAN), fsdp="ends"),
+    "trimaran": MemoryProfile(saved=TRIMARAN, logit_bytes=(12, 8, 10)),
+    "torchtitan": MemoryProfile(
+        saved=_by_execution(TORCHTITAN, **{"fp8": TORCHTITAN_FP8, "compiled fp8": TORCHTITAN_FP8}), fsdp="ends",
+    ),
     # bf16 weights, fp32 gradients, a distributed optimizer. The loss overwrites fp32 logits with their gradient.
     "megatron": MemoryProfile(
-        saved=_by_execution(MEGATRON), weight_bytes=2, fsdp="no", logit_bytes=(6, 4), fragmentation=(0.15, 0.15, 0.15),
-        logged=("last", "allocated"),
+        saved=_by_execution(MEGATRON), weight_bytes=2, fsdp="no", logit_bytes=(6, 4, 6),
+        fragmentation=(0.15, 0.15, 0.15), logged=("last", "allocated"),
     ),
     # bf16 gradients are added to fp32 ones after each backward. Logits exist in bf16, in fp32 and as softmax.
     # Four figures are fitted to the published 1B and 8B runs: two fractions of `fragmentation`; 6 bytes for the update
@@ -150,20 +163,20 @@ MEMORY_PROFILES = {
     # With a pipeline most runs are of the kind that gathers again.
     "nanotron": MemoryProfile(
         saved=_by_execution(NANOTRON), weight_bytes=2, extra_gradient_bytes=2, update_bytes=(6, 0), fsdp="no",
-        logit_bytes=(10, 4), gathered_input_bytes=(2.4, 6), fragmentation=(0.10, 0.10, 0.22),
+        logit_bytes=(10, 4, 10), gathered_input_bytes=(2.4, 6), fragmentation=(0.10, 0.10, 0.22),
         logged=("first", "reserved"), split="thresholds",
     ),
     # MPT: a fused loss, 16-bit throughout. Its micro-batches are the largest that fit, which bounds both figures.
-    "llm-foundry": MemoryProfile(saved=_by_execution(FOUNDRY), logit_bytes=(4, 2), fragmentation=(0.05, 0.05, 0.05)),
+    "llm-foundry": MemoryProfile(saved=_by_execution(FOUNDRY), logit_bytes=(4, 2, 4), fragmentation=(0.05, 0.05, 0.05)),
     # Two buckets of 5e8 gradients. Each rank casts its shard of them to fp32 for the update.
     "deepspeed": MemoryProfile(
         saved=_by_execution(TRANSFORMERS), weight_bytes=2, gradient_bytes=2, bucket_bytes=(0, 2 * 10**9),
-        update_bytes=(0, 4), fsdp="no", logit_bytes=(14, 8),
+        update_bytes=(0, 4), fsdp="no", logit_bytes=(14, 8, 14),
     ),
     # Replicas reduce copies of their gradients. AdamW (foreach) holds one temporary list of tensors.
     "hf": MemoryProfile(
         saved=_by_execution(AUTOCAST, **{"sharded eager": TRANSFORMERS}), bucket_bytes=(4, 0), update_bytes=(0, 4),
-        logit_bytes=(14, 8),
+        logit_bytes=(14, 8, 14),
     ),
 }  # fmt: skip
 # Our trainer on DeepSpeed's engine: all 16-bit except gradients, which accumulate in fp32 (core/deepspeed_config.py).

@@ -8,7 +8,7 @@ from trimaran.cost.activation_memory import saved_on_rank
 from trimaran.cost.job import Job
 from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows, loss_of
 from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
-from trimaran.cost.rank_part import RankPart, distinct_parts
+from trimaran.cost.rank_part import RankPart, distinct_parts, parts_of
 from trimaran.cost.states import PINNED_OVERHEAD, States, states_of
 from trimaran.hardware import Cluster
 from trimaran.models import Tower
@@ -79,6 +79,18 @@ def peak_memory_of(job: Job, cluster: Cluster, plan: Plan) -> Memory:
     return memory
 
 
+def rank_memory_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> tuple[dict[str, Bytes], Bytes]:
+    """Return the bytes of one pipeline rank's tensors at its peak, by term, and what its allocator reserves.
+
+    These are tensors alone: not the process and its heap, which are part of the peak that a CPU reports.
+    """
+    inputs = memory_inputs_of(job, cluster, plan)
+    part = parts_of(job.outline, plan, seq_len=job.seq_len, split=inputs.profile.split)[pp_rank]
+    load = _load(inputs, part, 0)
+    terms = {name: size for name, size in _terms(inputs, load, "peak").items() if name not in ("heap", "process")}
+    return terms, Bytes(0 if inputs.cpu else int(load.reserved))
+
+
 def _memory(inputs: MemoryInputs, cluster: Cluster, gathered: float) -> Memory:
     parts, runs = distinct_parts(inputs.job.outline, inputs.plan, inputs.job.seq_len, inputs.profile.split)
     loads = [_load(inputs, part, gathered) for part in parts]
@@ -114,8 +126,9 @@ def _terms(inputs: MemoryInputs, load: RankLoad, figure: str) -> dict[str, Bytes
 def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     """Return the rank's memory at its peak.
 
-    The peak is one of five moments: the loss of the last micro-batch, when all activations are alive; the first layer
-    of backward; the last layer of backward, when all gradients exist; the addition of the last gradient; the update.
+    The peak is one of six moments: the loss of the last micro-batch, when all activations are alive; the first layer
+    of backward; the last layer of backward, when all gradients exist; the reduction of a unit's gradients; the addition
+    of the last gradient; the update.
     """
     states, saved, in_flight = states_of(inputs, part), saved_on_rank(inputs, part, gathered=gathered), part.in_flight
     head, casts, host = head_memory(inputs, part), saved.casts, states.host
@@ -131,6 +144,7 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
         (at_loss, head.logits, cast, states.gathered_at_loss, states.gradients_at_loss + head.gradients, 0),
         (alive + current, 0, cast + unpacked, states.gathered_in_backward, states.gradients_at_loss + left, 0),
         (others + current, 0, unpacked, states.gathered_in_backward, states.gradients, 0),
+        (others, 0, 0, states.gathered_in_reduction, states.gradients, 0),
         (others, 0, 0, 0, states.gradients + states.duplicate_gradients, 0),
         (0, 0, 0, 0, states.gradients, states.update),
         key=sum,
@@ -165,14 +179,15 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
     casts = inputs.element_bytes == 2 and is_fp32 and inputs.job.sharding_of(tower, plan) == "none"
     memory = PeakMoment(
         activations=positions * inputs.saved.norm_bytes * tower.hidden,
-        casts=2 * tower.head_parameters / inputs.tp if casts else 0,
+        casts=2 * tower.head_rows(inputs.tp) * tower.hidden if casts else 0,
     )
     if (loss := loss_of(inputs.job, plan)) != "logits":
         return memory._replace(**_fused_loss(inputs, tower, chunked=loss == "chunked"))
-    at_loss, waiting = inputs.profile.logit_bytes
+    whole, waiting, split = inputs.profile.logit_bytes
+    at_loss = split if inputs.tp > 1 else whole
     if inputs.pp > 1 and plan.pipeline.schedule == "gpipe":
         at_loss += (plan.grad_accum - 1) * waiting
-    return memory._replace(logits=positions * at_loss * tower.outputs)
+    return memory._replace(logits=positions * inputs.tp * at_loss * tower.head_rows(inputs.tp))
 
 
 def _head_gradients_in_backward(inputs: MemoryInputs, part: RankPart, head: PeakMoment) -> float:

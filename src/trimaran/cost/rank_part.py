@@ -93,7 +93,8 @@ class RankPart:
 
 
 Split = Literal["cheapest", "thresholds"]
-StageSplit = tuple[int, int, int, str, tuple[int, ...], Split]  # tp, pp, ep, schedule, stages, how to split layers
+# tp, pp, ep, schedule, stages, how to split layers, and the towers that tensor-parallel ranks replicate.
+StageSplit = tuple[int, int, int, str, tuple[int, ...], Split, tuple[str, ...]]
 
 
 def parts_of(outline: Outline, plan: Plan, *, seq_len: int, split: Split = "cheapest") -> tuple[RankPart, ...]:
@@ -102,14 +103,18 @@ def parts_of(outline: Outline, plan: Plan, *, seq_len: int, split: Split = "chea
     `split` says how layers are split into stages where the plan does not list them: so that the most expensive stage
     is as cheap as possible, or as nanotron does it.
     """
+    return _parts(outline, _stage_split(plan, split), plan.grad_accum, seq_len)
+
+
+def _stage_split(plan: Plan, split: Split) -> StageSplit:
     mesh, pipeline = plan.mesh, plan.pipeline
-    key = (mesh.tp, mesh.pp, mesh.ep, pipeline.schedule, pipeline.stages, split)
-    return _parts(outline, key, plan.grad_accum, seq_len)
+    replicated = tuple(name for name, own in plan.towers.items() if own.tp == 1 < mesh.tp) if plan.towers else ()
+    return mesh.tp, mesh.pp, mesh.ep, pipeline.schedule, pipeline.stages, split, replicated
 
 
 @lru_cache(maxsize=4096)  # many plans of a search share one split
 def _parts(outline: Outline, key: StageSplit, micro_batches: int, seq_len: int) -> tuple[RankPart, ...]:
-    tp, pp, ep, schedule, stages, split = key
+    tp, pp, ep, schedule, stages, split, replicated = key
     rounds = 2 if schedule in ("interleaved", "zero-bubble") else 1
     num_stages = 1 if pp == 1 else len(stages) or rounds * pp
     num_modules = None
@@ -132,7 +137,7 @@ def _parts(outline: Outline, key: StageSplit, micro_batches: int, seq_len: int) 
         part = _part(
             steps_here,
             outline,
-            (tp, ep),
+            (tp, ep, replicated),
             ends=(0 in here, num_stages - 1 in here),
             starting=[name for name, stage in first_stage.items() if stage in here],
             in_flight=max_in_flight(schedule, ranks=pp, pp_rank=pp_rank, rounds=num_stages // pp, count=micro_batches),
@@ -149,9 +154,7 @@ def distinct_parts(outline: Outline, plan: Plan, seq_len: int, split: Split) -> 
 
     These are the first rank, the last one, and those in between that hold more of something than the others.
     """
-    mesh, pipeline = plan.mesh, plan.pipeline
-    key = (mesh.tp, mesh.pp, mesh.ep, pipeline.schedule, pipeline.stages, split)
-    return _distinct(outline, key, plan.grad_accum, seq_len)
+    return _distinct(outline, _stage_split(plan, split), plan.grad_accum, seq_len)
 
 
 @lru_cache(maxsize=4096)
@@ -202,7 +205,7 @@ def nanotron_stages(outline: Outline, num_stages: int) -> tuple[tuple[int, ...],
 def _part(
     steps: Sequence[Step],
     outline: Outline,
-    split: tuple[int, int],
+    split: tuple[int, int, tuple[str, ...]],
     *,
     ends: tuple[bool, bool],
     starting: Sequence[str],
@@ -213,18 +216,18 @@ def _part(
     `starting` are the towers whose first block is here. A tower beside the main one has its parameters outside the
     blocks on that rank.
     """
-    tp, ep = split
+    mesh_tp, ep, replicated = split
     main, is_complete = outline.main, len(steps) == outline.layers  # a tied head on another rank is a copy
     groups = tuple(LayerGroup(tower=key.tower, block=key.block, count=len(list(run))) for key, run in groupby(steps))
     towers = list(dict.fromkeys(group.tower for group in groups))
     towers += [main] if any(ends) and main not in towers else []
     holdings, embedding, head = [], 0, 0
     for tower in towers:
-        blocks = [group for group in groups if group.tower is tower]
+        blocks, tp = [group for group in groups if group.tower is tower], 1 if tower.name in replicated else mesh_tp
         # Samples enter at the first rank, so the main tower's embedding is there.
         first, last = ends if tower is main else (tower.name in starting,) * 2
-        embedding_here = tower.embedding_parameters // tp if first else 0
-        head_here = 0 if not last or (tower.tied and is_complete) else tower.head_parameters // tp
+        embedding_here = tower.embedding_rows(tp) * tower.hidden if first else 0
+        head_here = 0 if not last or (tower.tied and is_complete) else tower.head_rows(tp) * tower.hidden
         dense = sum(group.count * _dense(group.block, tp) for group in blocks)
         dense += embedding_here + head_here + (tower.extras if last else 0)
         experts = sum(group.count * _experts(group.block) for group in blocks) // (tp * ep)
@@ -256,7 +259,7 @@ def _frozen_and_trained(held: Holding, blocks: list[LayerGroup], ends: tuple[int
     sizes = [(math.prod(each.on_rank(tp)), count) for layer, count in layers for each in packed_linears(layer)]
     packed = sum(size * count for size, count in sizes)
     adapter = sum(count * layer.adapter_parameters(tp) for layer, count in layers)
-    adapter += tower.head_rank * (tower.hidden + tower.outputs // tp) if head else 0
+    adapter += tower.head_rank * (tower.hidden + tower.head_rows(tp)) if head else 0
     routers = sum(count * layer.hidden * layer.experts.num_experts for layer, count in layers if layer.experts)
     is_compact = tower.compact
     holdings = [

@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 from trimaran.core import Flops, Plan
+from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.cost.block_time import BlockSplit, matmuls
 from trimaran.cost.job import Job
 from trimaran.cost.time_profiles import TimeProfile
@@ -28,12 +29,11 @@ def _tower_flops(tower: Tower, recompute: str | int, seq_len: int, profile: Time
     positions, length = tower.sample_positions(seq_len)
     blocks = [block for block, count in tower.runs for _ in range(count)]
     stride = int(recompute) if isinstance(recompute, int) else 1
-    selective = recompute == "selective"
-    return sum(_block_flops(block, positions, length, profile, selective=selective) for block in blocks[::stride])
+    return sum(_block_flops(block, positions, length, profile, str(recompute)) for block in blocks[::stride])
 
 
 def _block_flops(
-    block: OutlineLayer | Opaque, positions: int, length: int, profile: TimeProfile, *, selective: bool
+    block: OutlineLayer | Opaque, positions: int, length: int, profile: TimeProfile, recompute: str
 ) -> float:
     forward = float(block.flops(positions, length))
     if isinstance(block, Opaque):
@@ -41,8 +41,8 @@ def _block_flops(
     block_matmuls = list(matmuls(block, BlockSplit(positions, length, tp=1, ep=1)))
     flops = [2.0 * each.rows * each.columns * each.depth * each.groups for each in block_matmuls]
     if profile.recompute == "complete":
-        return max(0.0, forward - sum(flops)) if selective else forward  # attention only, or everything
-    if selective:
-        adapters = 2.0 * positions * block.adapter_parameters()
-        return adapters + sum(num for num, each in zip(flops, block_matmuls, strict=True) if not each.is_saved)
+        return max(0.0, forward - sum(flops)) if recompute == "selective" else forward  # attention only, or everything
+    if recompute in RECOMPUTED_BY_OPERATOR:
+        unsaved = [num for num, each in zip(flops, block_matmuls, strict=True) if not each.is_saved]
+        return 2.0 * positions * block.adapter_parameters() + (sum(unsaved) if recompute == "selective" else 0.0)
     return forward - sum(flops[-1:])  # torch stops before the last matmul, whose output backward does not need

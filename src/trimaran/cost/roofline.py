@@ -20,7 +20,7 @@ MULTIPROCESSORS = {
     "V100": 80, "T4": 40, "A100": 108, "A800": 108, "A10": 72, "A10G": 80, "A30": 56, "A40": 84, "RTX-A6000": 84,
     "RTX3090": 82, "RTX4090": 128, "RTX5090": 170, "RTX-6000-Ada": 142, "RTX-PRO-6000": 188, "L4": 58, "L40": 142,
     "H20": 78, "H100-PCIe": 114, "H100": 132, "H800": 132, "H200": 132, "GH200": 132, "B200": 148, "GB200": 148,
-    "MI300X": 304, "MI325X": 304, "MI355X": 256,
+    "B300": 148, "GB300": 148, "MI300X": 304, "MI325X": 304, "MI355X": 256,
 }  # fmt: skip
 DEFAULT_MULTIPROCESSORS = 128  # of an unknown device
 # Tiles of cuBLAS kernels, and the fraction of the best tile's rate that each reaches. A deep matmul with few tiles is
@@ -31,7 +31,8 @@ SPLIT_K = (1, 2, 4)
 TILE_DEPTH = {"cuda": 128, "cpu": 32}
 # The catalogue's rate is the best of many shapes in a short burst. A training step sustains this fraction of it: our
 # own steps on an H200, where power is the limit (1B 1.0, 8B 0.94; single matmuls in a row 0.93), llm-foundry's on A100,
-# nanotron's on H100.
+# nanotron's on H100. GB200: NVIDIA's runs of Llama 3.1 405B in bf16, from 128 to 512 GPUs; the other Blackwell devices
+# have the same dies and are assumed to sustain as much.
 SUSTAINED_FRACTION = {
     "A100-40GB": 0.80,
     "A100": 0.83,
@@ -39,6 +40,10 @@ SUSTAINED_FRACTION = {
     "H100": 0.67,
     "H800": 0.67,
     "H200": 0.95,
+    "B200": 0.70,
+    "B300": 0.70,
+    "GB200": 0.70,
+    "GB300": 0.70,
     "cpu": 1.0,
 }
 DEFAULT_SUSTAINED_FRACTION = 0.85
@@ -70,24 +75,30 @@ class AttentionKernel(NamedTuple):
     backward_ramp: int
 
 
-Generation = Literal["cpu", "ampere", "hopper", "blackwell"]
+Generation = Literal["cpu", "ampere", "hopper", "blackwell", "cdna"]
 # By kernel and generation. cuDNN on Hopper: an H200, torch 2.11 (h200_kernels.json, and 4 % less with narrow heads, as
 # inside steps); assumed for Blackwell too.
-# FlashAttention 1: llm-foundry's steps on A100. FlashAttention 2: nanotron's on H100; for A100 about twice the first,
+# FlashAttention 1: llm-foundry's steps on A100. On Hopper it issues Ampere's instructions: A100's rate, times 1.52 for
+# the multiprocessors and the clock (132 at 1.755 GHz for 108 at 1.41), which is counted, not measured; the same rate is
+# assumed on Blackwell. FlashAttention 2: nanotron's on H100; for A100 about twice the first,
 # as its paper says, not measured by us. It uses Ampere's tensor core instructions, so Blackwell is assumed to be no
-# faster with it than Hopper.
+# faster with it than Hopper. On AMD's: 329 TFLOP/s forward on an MI300X (Azure/AI-benchmarking-guide); backward, and
+# the other devices of the maker, are assumed.
 KERNELS: dict[tuple[str, Generation], AttentionKernel] = {
     ("cudnn", "hopper"): AttentionKernel(0.84, 0.80, 0.71, 400, 1050),
     ("cudnn", "blackwell"): AttentionKernel(0.84, 0.80, 0.71, 400, 1050),
     ("flash-2", "ampere"): AttentionKernel(0.74, 0.67, 0.88, 250, 500),
     ("flash-2", "hopper"): AttentionKernel(0.45, 0.39, 0.85, 250, 500),
     ("flash-2", "blackwell"): AttentionKernel(0.20, 0.17, 0.85, 250, 500),
+    ("flash-2", "cdna"): AttentionKernel(0.49, 0.35, 1.0, 250, 500),
     ("flash-1", "ampere"): AttentionKernel(0.41, 0.35, 1.0, 130, 130),
+    ("flash-1", "hopper"): AttentionKernel(0.21, 0.18, 1.0, 130, 130),
+    ("flash-1", "blackwell"): AttentionKernel(0.10, 0.085, 1.0, 130, 130),
     ("torch", "cpu"): AttentionKernel(0.3, 0.3, 1.0, 0, 0),
 }
 GENERATIONS: dict[str, Generation] = {
     "H20": "hopper", "H100": "hopper", "H800": "hopper", "GH200": "hopper", "B200": "blackwell", "B300": "blackwell",
-    "GB200": "blackwell",
+    "GB200": "blackwell", "GB300": "blackwell", "MI3": "cdna",
 }  # fmt: skip
 
 
@@ -118,18 +129,23 @@ class DeviceRates(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def rates_of(device: Device, precision: str) -> DeviceRates:
-    """Return the rates of a device in a precision."""
+def rates_of(device: Device, precision: str, own_fractions: tuple[tuple[str, float], ...] = ()) -> DeviceRates:
+    """Return the rates of a device in a precision.
+
+    `own_fractions`: SUSTAINED_FRACTION of those devices with this software.
+    """
     kind, name, rate = device.kind, device.name, rate_name(device, precision)
     if device.cpu_rates is not None:
         return _measured_cpu(device.cpu_rates, precision)
     # A rate measured on this machine needs no correction. Without tensor cores power is not the limit.
     is_sustained = "bf16" in device.reached or rate == "fp32"
-    sustained = 1.0 if is_sustained else _of_variant(name, SUSTAINED_FRACTION, DEFAULT_SUSTAINED_FRACTION)
-    burst = device.achievable_flops(NON_LAYER_PRECISION.get(rate, rate))
+    fractions = SUSTAINED_FRACTION | dict(own_fractions)
+    sustained = 1.0 if is_sustained else _of_variant(name, fractions, DEFAULT_SUSTAINED_FRACTION)
+    other = NON_LAYER_PRECISION.get(rate, rate)
+    burst = device.factor(other) * device.achievable_flops(other)
     return DeviceRates(
         "cpu" if kind == "cpu" else _of_variant(name, GENERATIONS, "ampere"),  # also for older and unknown devices
-        sustained * device.achievable_flops(rate),
+        sustained * device.factor(rate) * device.achievable_flops(rate),
         sustained * burst,
         burst,
         device.stream_bandwidth,
@@ -205,9 +221,11 @@ def attention_seconds(
 
 
 def kernel_of(kernel: str, generation: Generation) -> str:
-    """Return the kernel that runs: torch selects cuDNN's from Hopper on, and FlashAttention 1 is for Ampere only."""
+    """Return the kernel that runs: torch selects cuDNN's from Hopper on."""
     if generation == "cpu":
         return "torch"
+    if generation == "cdna":
+        return "flash-2"
     if kernel == "torch":
         return "flash-2" if generation == "ampere" else "cudnn"
-    return kernel if generation == "ampere" else "flash-2"
+    return kernel

@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Mesh, Pipeline, Plan
-from trimaran.core.plan import TowerPlan
+from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, TowerPlan
 from trimaran.cost.block_time import (
-    EXPERT_IMBALANCE,
     BlockKind,
     BlockSplit,
     Passes,
@@ -18,12 +17,19 @@ from trimaran.cost.block_time import (
     layer_passes,
     opaque_passes,
 )
-from trimaran.cost.collective import Ring, all_gather_seconds, all_to_all_seconds, ring_of, send_seconds
+from trimaran.cost.collective import (
+    Ring,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    ring_of,
+    send_seconds,
+)
 from trimaran.cost.host_time import FORWARD_HOST_FRACTION, NO_HOST_SECONDS, HostSeconds, host_wait, kernel_gaps
-from trimaran.cost.job import Job, captures_steps, joins_projections, splits_weights
+from trimaran.cost.job import Job, captures_steps, joins_projections, regathers, splits_weights
 from trimaran.cost.loss_kind import loss_of
 from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
-from trimaran.cost.roofline import DeviceRates
+from trimaran.cost.roofline import DeviceRates, matmul_seconds
 from trimaran.cost.time_profiles import TORCH_HOST
 from trimaran.hardware import Link
 from trimaran.models import Opaque, OutlineLayer
@@ -31,6 +37,8 @@ from trimaran.models import Opaque, OutlineLayer
 KERNEL_LAUNCH_SECONDS = 8e-6  # host time per kernel of an opaque block (the host of an H200)
 ADAPTER_KERNELS = 10  # that an adapter adds to forward and backward: casts, matmuls, additions (counted)
 DEFAULT_PLAN = Plan()
+# Of a gather that runs beside a matmul: both need memory bandwidth and some of the SMs. Assumed.
+EXPOSED_GATHER_FRACTION = 0.25
 # Overhead of a block of ours and of embedding, loss and hooks of a micro-batch, in that of the block that is measured
 # on a CPU: 64 to 256 tokens on two Neoverse cores.
 CPU_BLOCK_OVERHEAD, CPU_EDGE_BLOCKS = 1.6, 2.0
@@ -49,6 +57,7 @@ class StageInputs(NamedTuple):
     towers: tuple[tuple[str, TowerPlan], ...]
     kind: "StageKind"
     context: str
+    regathers: bool = False
 
 
 class StageKind(NamedTuple):
@@ -71,7 +80,8 @@ class TimeUnit(NamedTuple):
     """Equal blocks whose weights are communicated one block at a time.
 
     Parameters and seconds are of one block. `dense` and `experts` are sharded and gathered, which 4-bit weights are
-    not; the `trained_` ones have gradients. `sharding` None means the plan's.
+    not; the `trained_` ones have gradients. `sharding` None means the plan's. With `splits_images` the tensor-parallel
+    ranks process different images, so they hold shards, too.
     """
 
     count: int
@@ -82,6 +92,7 @@ class TimeUnit(NamedTuple):
     sharding: str | None
     forward: float
     backward: float
+    splits_images: bool = False
 
 
 class StageTime(NamedTuple):
@@ -131,12 +142,21 @@ def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan
         towers=tuple(plan.towers.items()),
         kind=kind,
         context=plan.comm.context,
+        regathers=regathers(job, plan),
     )
 
 
 @lru_cache(maxsize=1 << 14)
 def stage_times_of(inputs: StageInputs) -> StageTimes:
     """Return the times of a pipeline's ranks; without a pipeline, of the only one."""
+    times = rank_times_of(inputs)
+    slowest = max(times, key=lambda stage: stage.seconds)
+    heaviest = max(times, key=lambda stage: stage.part.parameters)
+    return StageTimes(slowest, heaviest, sum(stage.seconds for stage in times))
+
+
+def rank_times_of(inputs: StageInputs) -> list[StageTime]:
+    """Return the time of each pipeline rank, first to last."""
     (tp, pp, cp, ep), (schedule, stages), job = inputs.degrees, inputs.pipeline, inputs.job
     pipeline = Pipeline.model_construct(schedule=schedule, stages=stages)
     plan = DEFAULT_PLAN.model_copy(update={
@@ -150,9 +170,7 @@ def stage_times_of(inputs: StageInputs) -> StageTimes:
         if key not in by_key:
             by_key[key] = _stage_time(inputs, plan, part)
         times.append(by_key[key])
-    slowest = max(times, key=lambda stage: stage.seconds)
-    heaviest = max(times, key=lambda stage: stage.part.parameters)
-    return StageTimes(slowest, heaviest, sum(stage.seconds for stage in times))
+    return times
 
 
 def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
@@ -169,6 +187,9 @@ def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
         rounds = 1 + (unit.backward > 0) + repeats
         for key, seconds in _layer_waits(inputs, plan, group):
             waits[key] += group.count * rounds * seconds
+        if unit.backward and repeats < 1 and _gathers_again(inputs, plan, group):
+            for key, seconds in _regather_waits(inputs, plan, group):
+                waits[key] += group.count * (1 - repeats) * seconds
         host = host.plus(_host_seconds(inputs, group, has_backward=unit.backward > 0, repeats=repeats))
     host = _micro_batch_host(inputs, host, num_stages=plan.num_stages // plan.mesh.pp)
     forward = sum(unit.count * unit.forward for unit in units)
@@ -206,22 +227,22 @@ def _num_cast(inputs: StageInputs, part: RankPart) -> int:
 
 def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit, float]:
     """Return one block of a group, and the fraction of its forward that recompute repeats with its communication."""
-    job, block, mesh = inputs.job, group.block, plan.mesh
+    job, block, tp, ep = inputs.job, group.block, inputs.job.tp_of(group.tower, plan), plan.mesh.ep
     if isinstance(block, Opaque):
         passes, dense, experts = opaque_passes(block, inputs.micro_batch, inputs.rates), float(block.parameters), 0.0
     else:
-        split = BlockSplit(
-            job.positions(group.tower, plan), group.tower.sample_positions(job.seq_len)[1], mesh.tp, mesh.ep
-        )
+        gathers_keys = plan.mesh.cp > 1 and inputs.context == "gather" and job.stack.name == "trimaran"
+        length = group.tower.sample_positions(job.seq_len)[1]
+        split = BlockSplit(job.positions(group.tower, plan), length, tp, ep, gathers_keys)
         kind = BlockKind(inputs.kind.is_compiled, inputs.kind.is_fp8, inputs.kind.joins)
         passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
-        dense = block.dense_weights / mesh.tp + block.router_weights + block.extras
-        experts = block.expert_weights / (mesh.tp * mesh.ep)
+        dense = block.dense_weights / tp + block.router_weights + block.extras
+        experts = block.expert_weights / (tp * ep)
     is_trained, needs_input_grad = not group.tower.frozen, job.outline.has_backward(group.tower)
     trained = (dense, experts) if is_trained else (0.0, 0.0)
     if isinstance(block, OutlineLayer) and block.adapter:
-        adapter = float(block.adapter_parameters(mesh.tp))
-        packed = sum(math.prod(linear.on_rank(mesh.tp)) for linear in packed_linears(block))
+        adapter = float(block.adapter_parameters(tp))
+        packed = sum(math.prod(linear.on_rank(tp)) for linear in packed_linears(block))
         dense, trained = dense - packed + adapter, (adapter, 0.0)
     seconds, fraction = _recompute_seconds(job.recompute_of(group.tower, plan), passes, group.count)
     backward = passes.input_grad * needs_input_grad + passes.weight_grad * is_trained + passes.adapter_grad
@@ -232,7 +253,8 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         fraction = 0.0
     sharding = job.sharding_of(group.tower, plan) if plan.towers else None
     forward = passes.forward + FORWARD_HOST_FRACTION * gaps
-    return TimeUnit(group.count, dense, experts, *trained, sharding, forward, backward), fraction
+    splits_images = bool(plan.towers) and job.splits_images(group.tower, plan)
+    return TimeUnit(group.count, dense, experts, *trained, sharding, forward, backward, splits_images), fraction
 
 
 def _num_launches(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
@@ -248,8 +270,8 @@ def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tupl
     """Return the mean recompute time per block, and the fraction of blocks that are fully recomputed."""
     if recompute == "none":
         return 0.0, 0.0
-    if recompute == "selective":
-        return passes.selective, 0.0
+    if recompute in RECOMPUTED_BY_OPERATOR:
+        return (passes.selective if recompute == "selective" else passes.elementwise), 0.0
     fraction = 1.0 if recompute == "full" else -(-count // int(recompute)) / count
     return fraction * passes.full, fraction
 
@@ -265,11 +287,14 @@ def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator
     if not isinstance(layer, OutlineLayer):
         return
     element_bytes, positions = inputs.rates.element_bytes, inputs.job.positions(group.tower, plan)
-    if tp > 1:
+    if inputs.job.tp_of(group.tower, plan) > 1:
         ring = ring_of(inputs.levels, tp, 1)
-        sublayers = 2 if layer.heads else 1
-        seconds = 2 * sublayers * all_gather_seconds(element_bytes * positions * layer.hidden, ring)
-        yield f"tensor slices on {ring.link}", (1 - inputs.job.stack.time.tp_overlap) * seconds
+        sublayers, profile = 2 if layer.heads else 1, inputs.job.stack.time
+        num_bytes = element_bytes * positions * layer.hidden
+        seconds = 2 * all_gather_seconds(num_bytes, ring)
+        if not profile.comm.splits_sequence:
+            seconds = min(seconds, all_reduce_seconds(num_bytes, ring))
+        yield f"tensor slices on {ring.link}", (1 - profile.comm.tp_overlap) * sublayers * seconds
     if cp > 1 and layer.heads:
         ring = ring_of(inputs.levels, cp, tp)
         keys = layer.kv_heads * (layer.head_dim + layer.value_dim)
@@ -281,9 +306,41 @@ def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator
         yield f"parts of the sequence on {ring.link}", seconds
     if ep > 1 and layer.experts is not None:
         ring = ring_of(inputs.levels, ep, tp)
-        sent = EXPERT_IMBALANCE * element_bytes * positions * layer.experts.top_k * layer.hidden / tp
-        crossing = _crossing(ring, layer.experts.top_k) if inputs.job.stack.time.sends_once_per_node else 1.0
+        profile = inputs.job.stack.time
+        sent = profile.comm.expert_imbalance * element_bytes * positions * layer.experts.top_k * layer.hidden / tp
+        crossing = _crossing(ring, layer.experts.top_k) if profile.comm.sends_once_per_node else 1.0
         yield f"experts on {ring.link}", 2 * all_to_all_seconds(sent, ring, crossing=crossing)
+
+
+def _gathers_again(inputs: StageInputs, plan: Plan, group: LayerGroup) -> bool:
+    """Return whether backward gathers the inputs of a block's sublayers again. Our recompute by operator does so, too.
+
+    Other stacks' times include what they gather in backward.
+    """
+    by_operator = inputs.job.recompute_of(group.tower, plan) in RECOMPUTED_BY_OPERATOR
+    if inputs.job.tp_of(group.tower, plan) == 1:
+        return False
+    return inputs.regathers or (by_operator and inputs.job.stack.name == "trimaran")
+
+
+def _regather_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator[tuple[str, float]]:
+    """Yield the exposed time to gather a block's inputs again in its backward, with the link.
+
+    Each gather runs beside the backward of the sublayer's last matmul, except in a compiled block, which starts it when
+    it needs the result. A split backward gathers twice: for the input's gradient, and for those of the weights.
+    """
+    layer, tp = group.block, inputs.degrees[0]
+    if not isinstance(layer, OutlineLayer):
+        return
+    ring, positions = ring_of(inputs.levels, tp, 1), inputs.job.positions(group.tower, plan)
+    gather = all_gather_seconds(inputs.rates.element_bytes * positions * layer.hidden, ring)
+    exposed = 0.0
+    for width in ([layer.heads * layer.value_dim] if layer.heads else []) + [layer.active_ffn]:
+        beside = 2 * matmul_seconds(positions, layer.hidden, max(1, width // tp), inputs.rates)
+        least = EXPOSED_GATHER_FRACTION * gather
+        exposed += gather if inputs.kind.is_compiled else max(least, gather - beside)
+        exposed += gather if inputs.pipeline[0] == "zero-bubble" else 0.0
+    yield f"tensor slices on {ring.link}", exposed
 
 
 def _crossing(ring: Ring, top_k: int) -> float:
@@ -302,12 +359,23 @@ def _edge_waits(inputs: StageInputs, plan: Plan, part: RankPart) -> Iterator[tup
     if tp > 1:
         ring = ring_of(inputs.levels, tp, 1)
         ends = (part.embedding > 0) + (part.head_tower is not None)
-        yield f"tensor slices on {ring.link}", 2 * ends * all_gather_seconds(activations, ring)
-    if pp > 1:
+        seconds = 2 * ends * all_gather_seconds(activations, ring)
+        yield f"tensor slices on {ring.link}", seconds + _image_gather_seconds(inputs, plan, part, ring)
+    if pp > 1 and not (inputs.job.stack.time.comm.overlaps_chunks and plan.num_stages > pp):
         ring = ring_of(inputs.levels, pp, max(1, inputs.levels[-1].devices // pp))
         if part.layer_groups and isinstance(last := part.layer_groups[-1].block, Opaque):
             activations = last.output_bytes * inputs.micro_batch * tp
         yield f"between stages on {ring.link}", 2 * plan.num_stages / pp * send_seconds(activations / tp, ring)
+
+
+def _image_gather_seconds(inputs: StageInputs, plan: Plan, part: RankPart, ring: Ring) -> float:
+    """Return the time to gather the embeddings of images that tensor-parallel ranks encoded separately."""
+    job = inputs.job
+    towers = [tower for tower in job.outline.towers if job.splits_images(tower, plan)]
+    if not towers or all(holding.tower is not towers[-1] for holding in part.holdings):
+        return 0.0
+    rows = plan.micro_batch * towers[-1].positions
+    return all_gather_seconds(inputs.rates.element_bytes * rows * towers[-1].hidden, ring)
 
 
 def _host_seconds(inputs: StageInputs, group: LayerGroup, *, has_backward: bool, repeats: float) -> HostSeconds:

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from trimaran.core import Mesh, Plan
-from trimaran.cost.job import ELEMENT_BYTES, Job, frees_weights
+from trimaran.cost.job import ELEMENT_BYTES, Job, frees_weights, gathers_fp8, num_fsdp_units
 from trimaran.cost.memory_inputs import MemoryInputs
 from trimaran.cost.rank_part import PACKED_BYTES, Holding, RankPart
 
@@ -21,7 +21,8 @@ class States(NamedTuple):
     gradients_at_loss: gradients that exist already while the loss is computed.
     duplicate_gradients: extra bytes while the embedding's gradient is added to an existing one.
     gathered_at_loss: gathered (unsharded) weights while the loss is computed.
-    gathered_in_backward: gathered weights and unreduced gradients during backward.
+    gathered_in_backward: gathered weights and unreduced gradients while backward computes a layer.
+    gathered_in_reduction: the same while the gradients of a unit are reduced.
     update: temporary bytes of the optimizer update.
     host: bytes that are offloaded to the host.
     """
@@ -34,6 +35,7 @@ class States(NamedTuple):
     duplicate_gradients: float = 0
     gathered_at_loss: float = 0
     gathered_in_backward: float = 0
+    gathered_in_reduction: float = 0
     update: float = 0
     host: float = 0
 
@@ -47,11 +49,20 @@ def states_of(inputs: MemoryInputs, part: RankPart) -> States:
     return towers[0] if len(towers) == 1 else States(*map(math.fsum, zip(*towers, strict=True)))
 
 
-def num_owned(mesh: Mesh, holding: Holding, sharding: str) -> float:
-    """Return how many parameters of the holding have their optimizer state on this rank: all, or one shard."""
+def num_owned(mesh: Mesh, holding: Holding, sharding: str, image_ranks: int = 1) -> float:
+    """Return how many parameters of the holding have their optimizer state on this rank: all, or one shard.
+
+    image_ranks: tensor-parallel ranks that encode different images, which hold shards, too.
+    """
     if sharding == "none":
         return holding.dense + holding.experts
-    return holding.dense / mesh.shards + holding.experts / max(1, mesh.expert_ranks // mesh.ep)
+    return holding.dense / (mesh.shards * image_ranks) + holding.experts / max(1, mesh.expert_ranks // mesh.ep)
+
+
+def num_owned_in(job: Job, plan: Plan, holding: Holding) -> float:
+    """Return how many parameters of the holding have their optimizer state on a rank of the plan."""
+    tower = holding.tower
+    return num_owned(plan.mesh, holding, job.sharding_of(tower, plan), job.image_ranks(tower, plan))
 
 
 def owned_weight_bytes(job: Job, plan: Plan, part: RankPart) -> float:
@@ -59,8 +70,22 @@ def owned_weight_bytes(job: Job, plan: Plan, part: RankPart) -> float:
     element_bytes, total = ELEMENT_BYTES[plan.precision], 0.0
     for holding in part.holdings:
         weight_bytes = stored_bytes(holding, element_bytes) if holding.is_compact else MASTER_BYTES
-        total += weight_bytes * num_owned(plan.mesh, holding, job.sharding_of(holding.tower, plan))
+        total += weight_bytes * num_owned_in(job, plan, holding)
     return total
+
+
+def exchange_state_bytes(plan: Plan) -> int:
+    """Return the bytes per parameter that compressed gradients and local steps keep beside the optimizer's states.
+
+    Error feedback and its momentum; the last synchronised weights, their momentum, and what was not sent of them.
+    """
+    if plan.comm.compression == "none" and plan.comm.local_steps == 1:  # usual, and read many times
+        return 0
+    compression, local = plan.comm.compression_settings, plan.comm.local
+    kept = bool(compression.error_feedback) + bool(compression.error_feedback and compression.momentum)
+    if not local.outer.offload:
+        kept += local.keeps_outer_weights + (local.outer.resolved_momentum > 0) + (local.compression == "sparse")
+    return MASTER_BYTES * kept
 
 
 def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> States:
@@ -69,21 +94,22 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
     profile, sharding = inputs.profile, inputs.job.sharding_of(holding.tower, inputs.plan)
     sharding = "none" if holding.largest_packed else sharding  # FSDP leaves 4-bit weights whole
     accumulates = inputs.plan.grad_accum > 1
-    count, owned = holding.dense + holding.experts, num_owned(inputs.plan.mesh, holding, sharding)
+    image_ranks, count = inputs.job.image_ranks(holding.tower, inputs.plan), holding.dense + holding.experts
+    owned = num_owned(inputs.plan.mesh, holding, sharding, image_ranks)
     is_16_bit, offload = inputs.element_bytes == 2, inputs.offload
     weight_bytes, gradient_bytes = (profile.weight_bytes, profile.gradient_bytes) if is_16_bit else (4, 4)
     weight_bytes = stored_bytes(holding, inputs.element_bytes) if holding.is_compact else weight_bytes
     weights = weight_bytes * (count if profile.keeps_full_weights and sharding != "parameters" else owned)
     trained = 1 if holding.is_trained else 0
     masters = trained * (MASTER_BYTES * owned if weight_bytes == 2 else 0)
-    optimizer = trained * inputs.job.state_bytes * owned
+    optimizer = trained * (inputs.job.state_bytes + exchange_state_bytes(inputs.plan)) * owned
     accumulated = trained * gradient_bytes * (count if _accumulates_full(inputs, sharding) else owned)
     per_parameter, fixed = profile.bucket_bytes
     buckets = per_parameter * count if sharding == "none" and inputs.data > 1 else 0
     if trained and sharding != "none":  # all towers of a rank share buckets of a fixed size
         buckets = fixed * count / part.trained
     extra = trained * (profile.extra_gradient_bytes * count * is_16_bit + buckets)
-    gathered_at_loss, gathered_in_backward = _gathered(inputs, part, holding, sharding)
+    gathered = _gathered(inputs, part, holding, sharding)
     host = 0.0
     if offload in ("optimizer", "parameters"):
         host, masters, optimizer = masters + optimizer, 0, 0
@@ -106,8 +132,7 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
         accumulated + extra,
         gradients_at_loss + extra,
         duplicate_gradients,
-        gathered_at_loss,
-        gathered_in_backward,
+        *gathered,
     )
     return states._replace(update=max(0, update - extra), host=host)
 
@@ -156,27 +181,43 @@ def _accumulates_full(inputs: MemoryInputs, sharding: str) -> bool:
     return inputs.plan.grad_accum > 1 and (sharding == "optimizer" or inputs.pp > 1)
 
 
-def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> tuple[float, float]:
-    """Return the bytes of gathered weights on a sharded rank: while the loss is computed, and during backward.
+class Gathered(NamedTuple):
+    """Gathered weights and unreduced gradients of a sharded tower, in bytes. The fields are those of `States`."""
+
+    at_loss: float = 0
+    in_backward: float = 0
+    in_reduction: float = 0
+
+
+def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> Gathered:
+    """Return the bytes of gathered weights, and of gradients that are not reduced, on a sharded rank.
 
     With resharding, at the loss only the root (or the head alone) is gathered; if weights are resharded over fewer
-    ranks, also a shard of each layer. Backward adds the current layer, the prefetched ones, and the gradients of a
-    layer and of the root in 16-bit and, for the reduction, in fp32. Offloaded weights arrive in fp32 before the cast.
+    ranks, also a shard of each layer. Backward adds the current unit of layers, the prefetched ones, the head's
+    gradient, and the unit before it in fp32, which is being reduced. Its own weights are freed before its gradients,
+    which it has in 16 bits, are copied to fp32. Offloaded weights arrive in fp32 before the cast.
     """
     if sharding == "none" or (inputs.profile.keeps_full_weights and sharding != "parameters"):
-        return 0, 0
+        return Gathered()
     count, root, element_bytes = holding.dense + holding.experts, holding.root, inputs.element_bytes
     layer = (count - root) / max(1, holding.layers)
-    gradient_bytes = element_bytes + 4 if holding.is_trained else 0
+    num_units = max(1, num_fsdp_units(inputs.job, inputs.plan, layer, holding.layers))
+    unit = layer * math.ceil(holding.layers / num_units)
+    own, reduced = (element_bytes, MASTER_BYTES) if holding.is_trained else (0, 0)
+    layer_bytes = 1 if gathers_fp8(inputs.job, inputs.plan) else element_bytes
+    before = reduced * unit if num_units > 1 else 0.0
     if not frees_weights(inputs.plan, sharding):
-        return element_bytes * count, element_bytes * count + gradient_bytes * layer
+        gathered = element_bytes * root + layer_bytes * (count - root)
+        if _accumulates_full(inputs, sharding):  # nothing is reduced until the last micro-batch
+            before = 0.0
+        return Gathered(gathered, gathered + before, gathered + (own + reduced) * unit)
     comm = inputs.plan.comm
-    gathered_at_loss = element_bytes * (min(root, part.head or root) if inputs.profile.fsdp == "ends" else root)
+    at_loss = element_bytes * (min(root, part.head or root) if inputs.profile.fsdp == "ends" else root)
     if isinstance(comm.reshard, int):
-        gathered_at_loss += element_bytes * holding.layers * layer / comm.reshard
+        at_loss += layer_bytes * holding.layers * layer / comm.reshard
     if inputs.offload == "parameters":
-        gathered_at_loss += 4 * root / inputs.shards
-    current = element_bytes * min(holding.layers, 1 + comm.prefetch) * layer
-    return gathered_at_loss, gathered_at_loss + current + gradient_bytes * layer + element_bytes * root * (
-        gradient_bytes > 0
-    )
+        at_loss += 4 * root / inputs.shards
+    waiting = at_loss + own * (part.head or root)
+    prefetched = layer_bytes * min(holding.layers * layer, comm.prefetch * unit)
+    current = layer_bytes * min(holding.layers * layer, (1 + comm.prefetch) * unit)
+    return Gathered(at_loss, waiting + current + before, waiting + prefetched + (own + reduced) * unit)

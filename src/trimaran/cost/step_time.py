@@ -5,13 +5,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Plan, Seconds
-from trimaran.cost.gradient_traffic import exposed_traffic, traffic_path_of
+from trimaran.cost.collective import all_reduce_seconds, ring_of
+from trimaran.cost.gradient_traffic import LATE_MOVED_BYTES, copy_seconds, exposed_traffic, traffic_path_of
 from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gaps
-from trimaran.cost.job import Job, splits_weights
+from trimaran.cost.job import Job, num_fsdp_units, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
 from trimaran.cost.roofline import DeviceRates, rates_of
-from trimaran.cost.stage_time import StageTime, stage_inputs_of, stage_times_of
-from trimaran.cost.states import num_owned
+from trimaran.cost.stage_time import StageTime, TimeUnit, rank_times_of, stage_inputs_of, stage_times_of
+from trimaran.cost.states import num_owned_in
 from trimaran.cost.time_profiles import TimeProfile
 from trimaran.hardware import Cluster, Link
 
@@ -24,6 +25,7 @@ CALIBRATED_STRAGGLER_FRACTION = 0.02  # of a CPU whose rates were measured with 
 CPU_STEP_BLOCKS = 5.0
 ACCUMULATE_BYTES = 10  # moved per parameter to add a 16-bit gradient to an fp32 sum: read 2 and 4, write 4
 ALWAYS_SHOWN = ("forward", "backward", "comm", "optimizer")
+COPIES = "copies of gathered weights"  # among the exposed communication
 
 
 class StepTime(NamedTuple):
@@ -40,22 +42,22 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     while the pipeline fills and drains. `offload` is the time for copies to and from the host that nothing hides.
     """
     device, levels, profile, count = cluster.device, _levels(cluster), job.stack.time, plan.grad_accum
-    rates = rates_of(device, plan.precision)
+    rates = rates_of(device, plan.precision, profile.sustained)
     slowest, heaviest, all_ranks = stage_times_of(stage_inputs_of(job, rates, levels, plan))
-    forward, backward = count * slowest.forward, count * slowest.backward
-    if plan.sharding == "none":  # accumulating shards takes next to no time
-        moved = ACCUMULATE_BYTES if splits_weights(job, plan) else profile.parameter_bytes.accumulate
-        backward += (count - 1) * moved * slowest.part.trained / rates.bandwidth
+    if plan.sharding != "none":
+        slowest, heaviest = with_joined_units(job, plan, slowest), with_joined_units(job, plan, heaviest)
+    forward, backward = _pass_seconds(job, plan, slowest, rates)
     exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(
-        traffic_path_of(levels, plan, rates, profile), plan, heaviest
+        traffic_path_of(levels, plan, rates, job), plan, heaviest
     )
+    exposed |= _replica_reductions(job, plan, heaviest, levels)
+    if copies := copy_seconds(job, plan, heaviest, rates):
+        exposed[COPIES] = copies
     if doublings := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
         straggler = CALIBRATED_STRAGGLER_FRACTION if device.cpu_rates else STRAGGLER_FRACTION[device.kind]
         exposed["waiting for the slowest rank"] = straggler * doublings * (forward + backward)
     num_updated = _num_updated(job, plan, heaviest)
-    update = update_seconds(job, cluster, plan, num_updated) + kernel_gaps(profile.host.launches.step, rates)
-    if device.cpu_rates is not None:
-        update += CPU_STEP_BLOCKS * device.cpu_rates.layer_us * 1e-6
+    update = _update_seconds(job, cluster, plan, num_updated, rates)
     terms = {
         "forward": forward,
         "backward": backward,
@@ -69,6 +71,82 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     return StepTime(
         {term: Seconds(num) for term, num in terms.items() if num or term in ALWAYS_SHOWN},
         {key: Seconds(num) for key, num in exposed.items()},
+    )
+
+
+def rank_compute_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> dict[str, Seconds]:
+    """Return what a pipeline rank computes in a step, by phase: without communication, and without the bubble.
+
+    `other` are the copies around FSDP's collectives.
+    """
+    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
+    stage = rank_times_of(stage_inputs_of(job, rates, _levels(cluster), plan))[pp_rank]
+    if plan.sharding != "none":
+        stage = with_joined_units(job, plan, stage)
+    forward, backward = _pass_seconds(job, plan, stage, rates)
+    num_updated = _num_updated(job, plan, stage)
+    update = _update_seconds(job, cluster, plan, num_updated, rates)
+    offload = offload_seconds(job, cluster, plan, stage, num_owned=num_updated, update=update)
+    terms = {"forward": forward, "backward": backward, "optimizer": update}
+    copies = copy_seconds(job, plan, stage, rates)
+    terms |= {name: seconds for name, seconds in (("offload", offload), ("other", copies)) if seconds}
+    if cluster.device.kind != "cpu":
+        _add_host_waits(terms, _host_seconds(job.stack.time, plan, stage, rates), has_waited=stage.has_waited)
+    return {term: Seconds(num) for term, num in terms.items()}
+
+
+def _pass_seconds(job: Job, plan: Plan, stage: StageTime, rates: DeviceRates) -> tuple[float, float]:
+    """Return the seconds of all forwards and of all backwards of a step, with the addition of their gradients."""
+    profile, count = job.stack.time, plan.grad_accum
+    forward, backward = count * stage.forward, count * stage.backward
+    if plan.sharding == "none":  # accumulating shards takes next to no time
+        moved = ACCUMULATE_BYTES if splits_weights(job, plan) else profile.parameter_bytes.accumulate
+        backward += (count - 1) * moved * stage.part.trained / rates.bandwidth
+    if plan.reduces_after_backward:
+        backward += LATE_MOVED_BYTES * stage.part.trained / rates.bandwidth
+    return forward, backward
+
+
+def _update_seconds(job: Job, cluster: Cluster, plan: Plan, num_updated: float, rates: DeviceRates) -> float:
+    """Return the seconds of the update, and of the host's other work at the end of a step."""
+    seconds = update_seconds(job, cluster, plan, num_updated) + kernel_gaps(job.stack.time.host.launches.step, rates)
+    if cluster.device.cpu_rates is not None:
+        seconds += CPU_STEP_BLOCKS * cluster.device.cpu_rates.layer_us * 1e-6
+    return seconds
+
+
+def _replica_reductions(job: Job, plan: Plan, stage: StageTime, levels: tuple[Link, ...]) -> dict[str, float]:
+    """Return the time to sum the gradients of towers that tensor-parallel ranks replicate, once per step, in fp32.
+
+    Each rank has those of its own images. FSDP sums those of sharded towers.
+    """
+    if not plan.towers:
+        return {}
+    split = [each for each in stage.part.holdings if each.is_trained and job.splits_images(each.tower, plan)]
+    owned = sum(each.parameters for each in split if job.sharding_of(each.tower, plan) == "none")
+    ring = ring_of(levels, plan.mesh.tp, 1)
+    return {f"gradients of images on {ring.link}": all_reduce_seconds(4.0 * owned, ring)} if owned else {}
+
+
+def with_joined_units(job: Job, plan: Plan, stage: StageTime) -> StageTime:
+    """Return the stage with units as FSDP has them: small blocks share one."""
+    counts = [num_fsdp_units(job, plan, unit.dense + unit.experts, unit.count) for unit in stage.units]
+    if all(count == unit.count for count, unit in zip(counts, stage.units, strict=True)):
+        return stage
+    return stage._replace(units=tuple(map(_joined, stage.units, counts)))
+
+
+def _joined(unit: TimeUnit, count: int) -> TimeUnit:
+    """Return the same blocks as `count` larger units."""
+    size = unit.count / count
+    return unit._replace(
+        count=count,
+        dense=unit.dense * size,
+        experts=unit.experts * size,
+        trained_dense=unit.trained_dense * size,
+        trained_experts=unit.trained_experts * size,
+        forward=unit.forward * size,
+        backward=unit.backward * size,
     )
 
 
@@ -117,4 +195,4 @@ def _bubble(plan: Plan, slowest: float, all_ranks: float) -> float:
 def _num_updated(job: Job, plan: Plan, stage: StageTime) -> float:
     """Return how many parameters a rank updates: all trained ones that it holds, or its shard of them."""
     trained = (holding for holding in stage.part.holdings if holding.is_trained)
-    return sum(num_owned(plan.mesh, holding, job.sharding_of(holding.tower, plan)) for holding in trained)
+    return sum(num_owned_in(job, plan, holding) for holding in trained)

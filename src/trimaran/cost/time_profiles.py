@@ -13,6 +13,8 @@ class ElementwiseBytes(NamedTuple):
     rotary: per feature of queries and keys.
     gate: per feature of a gated feed-forward.
     routed: per hidden feature of each copy of a token that is sent to an expert and back.
+    fp8_cast: per element, not per token: to cast a matmul's inputs, its weights (at every micro-batch) and its
+        gradients to fp8. By default each cast finds the maximum (read 2) and casts (read 2, write 1), twice.
     Backward moves `block_time.BACKWARD_TRAFFIC_FACTOR` times as much.
     """
 
@@ -20,6 +22,7 @@ class ElementwiseBytes(NamedTuple):
     rotary: float
     gate: float
     routed: float = 64  # separate operators: sort, copy, scale, add (a small MoE model on an H200)
+    fp8_cast: tuple[float, float, float] = (6, 6, 12)
 
 
 # Full steps of our trainer on one H200 (benchmarks/h200.jsonl) with an fp32 residual stream: norms and rotary
@@ -61,7 +64,7 @@ class HostOverhead(NamedTuple):
     eager, compiled: of a layer's forward and backward, per micro-batch.
     tp: what tensor parallelism adds to them.
     tp_across_nodes: what each tensor-parallel rank adds in a pipeline across nodes.
-    unit: what a block adds whose weights or gradients are communicated, per micro-batch.
+    unit: what an FSDP unit adds, a block or several small ones, per micro-batch.
     micro_batch: of embedding, head, loss and hooks, per micro-batch.
     replay: of a micro-batch that is replayed as CUDA graphs, instead of all of the above.
     step: of the update, the counters and the metrics, per step.
@@ -106,6 +109,30 @@ class ParameterBytes(NamedTuple):
 PARAMETER_BYTES = ParameterBytes()
 
 
+class CommProfile(NamedTuple):
+    """What a system sends between the ranks that share a micro-batch, and what it overlaps.
+
+    tp_overlap: fraction of tensor parallelism's communication that compute hides.
+    splits_sequence: tensor parallelism also splits the residual stream (sequence parallelism): ranks gather the
+        sequence and scatter the sum. If not, they reduce it, and each computes all norms and additions.
+    hops: latency of the hops of gathers and reductions between data ranks (`collective.ring_of`).
+    overlaps_chunks: with several stages per rank, gathers and reductions of one stage's weights run beside the
+        micro-batches of the others, and so do messages between stages.
+    sends_once_per_node: a token is sent once to each node that has experts for it, and forwarded inside.
+    expert_imbalance: tokens of the busiest expert-parallel rank, relative to the mean.
+    """
+
+    tp_overlap: float = 0.0
+    splits_sequence: bool = True
+    hops: Literal["network", "own"] = "network"
+    overlaps_chunks: bool = False
+    sends_once_per_node: bool = False
+    expert_imbalance: float = 1.2
+
+
+USUAL_COMM = CommProfile()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeProfile:
     """The kernels that a system runs, and what it overlaps.
@@ -114,10 +141,9 @@ class TimeProfile:
     moved_logit_bytes: bytes moved per logit, forward and backward.
     recompute: torch's stops before a layer's last matmul and, if selective, saves every second matmul; a complete
         one repeats the full layer or, if selective, attention.
-    tp_overlap: fraction of tensor parallelism's communication that compute hides.
     dp_overlap: fraction of compute that can hide gradients of replicas, and communication of shards.
     crowded_fraction: above this fraction of device memory the allocator retries and steps get slower.
-    sends_once_per_node: a token is sent once to each node that has experts for it, and forwarded inside.
+    sustained: `roofline.SUSTAINED_FRACTION` with this software, by device, where it differs.
     update: on a GPU, torch's optimizer, or one kernel per parameter that also clips.
     """
 
@@ -128,10 +154,10 @@ class TimeProfile:
     recompute: Literal["torch", "complete"] = "torch"
     host: HostOverhead = TORCH_HOST
     parameter_bytes: ParameterBytes = PARAMETER_BYTES
-    tp_overlap: float = 0.0
+    comm: CommProfile = USUAL_COMM
     dp_overlap: tuple[float, float] = (1.0, 1.0)
     crowded_fraction: float = 0.94  # assumed: between the published ones
-    sends_once_per_node: bool = False
+    sustained: tuple[tuple[str, float], ...] = ()
     update: Literal["torch", "kernel"] = "torch"
 
 
@@ -144,12 +170,19 @@ TIME_PROFILES = {
         host=TRIMARAN_HOST, parameter_bytes=ParameterBytes(cast=6), crowded_fraction=0.89, update="kernel",
     ),
     "torchtitan": replace(_TORCHTITAN, attention="flash-2"),
-    # Fused kernels. Weight-gradient matmuls accumulate in fp32 directly. Half of tensor parallelism's gathers overlap
-    # with a matmul (async_tensor_model_parallel_allreduce of its linear layers). Its MoE dispatchers (DeepEP, HybridEP)
-    # cross the network once per node.
+    # Fused kernels. Transformer Engine prefers cuDNN's attention from Hopper on and FlashAttention 2 before, as torch
+    # does (`get_attention_backend`). Weight-gradient matmuls accumulate in fp32 directly. Half of tensor parallelism's
+    # gathers overlap with a matmul (async_tensor_model_parallel_allreduce of its linear layers). With interleaved
+    # stages, it overlaps reductions, gathers and messages with other stages (overlap_grad_reduce,
+    # overlap_param_gather, overlap_p2p_comm). An fp8 cast reads 16 bits and writes two layouts; weights are cast once
+    # per step. Its MoE dispatchers (DeepEP, HybridEP) cross the network once per node.
+    # Set by NVIDIA's run of Llama 3.1 405B in bf16 on H100: 0.85 of the best matmul, and nothing is slow where 0.95 of
+    # the memory is full. Set by its runs of Grok-1: no imbalance, as its recipes force an even one.
     "megatron": TimeProfile(
-        attention="flash-2", eager=FUSED._replace(gate=6), recompute="complete",
-        parameter_bytes=ParameterBytes(accumulate=6), tp_overlap=0.25, sends_once_per_node=True,
+        attention="torch", eager=FUSED._replace(gate=6, fp8_cast=(4, 0, 4)), recompute="complete",
+        parameter_bytes=ParameterBytes(accumulate=6), crowded_fraction=1.0,
+        comm=CommProfile(tp_overlap=0.25, overlaps_chunks=True, sends_once_per_node=True, expert_imbalance=1.0),
+        sustained=(("H100", 0.85), ("H800", 0.85)),
     ),
     # flash-attn's norm and rotary kernels. Separate kernels accumulate gradients in fp32, and nothing overlaps
     # ZeRO-1's. The host: 70 ms for 16 layers and 141 for 32 with tp 2 to 8; in a pipeline across nodes 10, 15, 26 and
@@ -160,9 +193,11 @@ TIME_PROFILES = {
         host=HostOverhead(Seconds(2e-3), Seconds(2e-3), Seconds(2.4e-3), Seconds(2.9e-3)),
         parameter_bytes=ParameterBytes(cast=10, accumulate=0), dp_overlap=(0.33, 0.0), crowded_fraction=0.88,
     ),
-    # Its micro-batches are the largest that fit, and still fast.
+    # Its micro-batches are the largest that fit, and still fast. Its clusters are not nanotron's, whose hops are slow;
+    # its own runs on up to 128 A100 are predicted as well with either latency, so NCCL's is taken.
     "llm-foundry": TimeProfile(
-        attention="flash-1", eager=FUSED, parameter_bytes=ParameterBytes(gradient=2), crowded_fraction=0.98
+        attention="flash-1", eager=FUSED, parameter_bytes=ParameterBytes(gradient=2), crowded_fraction=0.98,
+        comm=CommProfile(hops="own"),
     ),
     "deepspeed": TimeProfile(attention="flash-2", parameter_bytes=ParameterBytes(gradient=2)),
     "hf": TimeProfile(attention="flash-2"),

@@ -66,7 +66,7 @@ def predicted_gain(evidence: Evidence, measured: StepBreakdown, patch: Patch) ->
     try:
         recipe = apply_patch(evidence.recipe, patch)
         plan = plan_with(evidence.plan, patch)
-        check_plan(plan, recipe, question.spec, question.cluster, question.outline)
+        check_plan(plan, recipe, question.spec, question.cluster, question.outline, question.facts)
     except (UserError, ValidationError):
         return None
     question = with_measured_links(question, evidence.plan, measured)
@@ -116,6 +116,17 @@ def larger_micro_batches(plan: Plan) -> Iterator[Patch]:
     for times in range(2, plan.grad_accum + 1):
         if plan.grad_accum % times == 0:
             yield {"plan.micro_batch": plan.micro_batch * times, "plan.grad_accum": plan.grad_accum // times}
+
+
+def fewer_launches(plan: Plan) -> Iterator[Patch]:
+    """Yield patches with which the host launches fewer kernels, one switch each.
+
+    Replicas are CUDA graphs only if they sum their gradients after backward.
+    """
+    yield from ({f"plan.{field}": True} for field in ("compile", "cuda_graphs") if not getattr(plan, field))
+    is_replicated = plan.mesh.world_size == plan.mesh.dp_replicate > 1 and plan.sharding == "none"
+    if is_replicated and plan.comm.overlap and plan.comm.compression == "none" and not plan.comm.local.is_on:
+        yield {"plan.comm.overlap": False}
 
 
 def _parts(now: Prediction, then: Prediction, measured: StepBreakdown) -> Iterator[tuple[float, float, float]]:

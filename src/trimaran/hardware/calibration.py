@@ -14,11 +14,13 @@ from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
 from trimaran.hardware.cluster import Cluster, Link
 from trimaran.hardware.device_catalogue import DEVICES, STREAM_FRACTION, Device
+from trimaran.hardware.fitted_rates import FittedRates, with_fitted
 from trimaran.hardware.validation_error import first_error
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 18
+RING_FRACTION = 0.85  # of a link's bandwidth that rings reach, see `cost.collective`
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 Positive = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
@@ -46,8 +48,11 @@ class Collectives(BaseModel):
 class Calibration(BaseModel):
     """Measured rates of one device; for CPU devices, of all cores of the machine together.
 
-    `launch_us` is the host time to start one small operator. `shapes` is for information: the matmuls behind the
-    rates, TFLOP/s by `bf16 8192x8192x8192` (rows, inner, columns).
+    `launch_us` is the host time to start one small operator. `collectives` were measured inside a node, `network`
+    between nodes by `trimaran bench comm`; its latency is that of a link, of which the cost model takes a multiple for
+    a hop. `shapes` is for information: the matmuls behind the
+    rates, TFLOP/s by `bf16 8192x8192x8192` (rows, inner, columns). `fitted` are factors on all of these, and on the
+    catalogue's rates where nothing was measured, fitted to whole runs by `trimaran calibrate --from`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,7 +68,15 @@ class Calibration(BaseModel):
     host_gb_per_second: Positive | None = None
     launch_us: Positive | None = None
     collectives: Collectives | None = None
+    network: Collectives | None = None
     shapes: Annotated[dict[str, Positive], Field(max_length=64)] = {}
+    fitted: FittedRates | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether single operators were measured: `bench calibrate` does, and `calibrate --from` alone does not."""
+        links = {"collectives", "network"}
+        return bool(self.model_dump(exclude={"device", "date", "shapes", "fitted", *links}, exclude_none=True))
 
 
 def calibration_folder(environ: Mapping[str, str]) -> Path | None:
@@ -116,11 +129,16 @@ def find_calibration(folder: Path | None, machine: str) -> Calibration | None:
 
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Return the cluster with measured rates instead of those of the catalogue, and a note that says so."""
+    return with_fitted(apply_measured(cluster, calibration), calibration.fitted)
+
+
+def apply_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """Return the cluster with measured rates, without those that were fitted to runs."""
     host = calibration.host_gb_per_second
     return replace(
         cluster,
-        device=_measured_device(cluster, calibration),
-        links=_measured_links(cluster, calibration.collectives),
+        device=_measured_device(cluster, calibration) if calibration.is_measured else cluster.device,
+        links=_measured_links(cluster, calibration),
         host_bandwidth=host * 1e9 if host else cluster.host_bandwidth,
     )
 
@@ -157,12 +175,30 @@ def _refuse_above_peak(device: Device, rates: Mapping[str, Flops]) -> None:
                             fix="correct it, or measure with `trimaran bench calibrate`")  # fmt: skip
 
 
-def _measured_links(cluster: Cluster, measured: Collectives | None) -> tuple[Link, ...]:
-    """Return the links with measured rates for the innermost one that connects as many devices or more."""
-    if measured is None:
+def with_network(cluster: Cluster, network: Collectives | None) -> Cluster:
+    """Return the cluster with the measured link between its nodes, if it has several and the link was measured."""
+    if network is None:
+        return cluster
+    return replace(cluster, links=_measured_links(cluster, Calibration(network=network)))
+
+
+def _measured_links(cluster: Cluster, calibration: Calibration) -> tuple[Link, ...]:
+    """Return the links with measured rates: between nodes, and of the innermost that connects as many devices."""
+    inside, network = calibration.collectives, calibration.network if cluster.num_nodes > 1 else None
+    if inside is None and network is None:
         return cluster.links
     levels = list(cluster.levels)
-    index = next((index for index, link in enumerate(levels) if link.devices >= measured.devices), -1)
-    latency = Seconds(measured.latency_us * 1e-6)
-    levels[index] = replace(levels[index], latency=latency, reached=measured.reached)
+    if inside is not None:
+        index = next((index for index, link in enumerate(levels) if link.devices >= inside.devices), -1)
+        levels[index] = _measured_link(levels[index], inside)
+    if network is not None:
+        outer = _measured_link(levels[-1], network)
+        # What follows from the bandwidth itself, such as a tree, is no faster than what was measured.
+        shared = {"all_reduce", "all_gather"}  # by the devices of a node: their rates are those of all its cards
+        best = max(rate / (cluster.devices_per_node if name in shared else 1) for name, rate in outer.reached.items())
+        levels[-1] = replace(outer, bandwidth=min(outer.bandwidth, best / RING_FRACTION))
     return tuple(levels)
+
+
+def _measured_link(link: Link, measured: Collectives) -> Link:
+    return replace(link, latency=Seconds(measured.latency_us * 1e-6), reached=measured.reached)

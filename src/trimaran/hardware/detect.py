@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 
 from trimaran.core import Bytes, Flops, Seconds
-from trimaran.hardware.calibration import apply_calibration, find_calibration
+from trimaran.hardware.calibration import apply_calibration, apply_measured, find_calibration
 from trimaran.hardware.cluster import Cluster, Link, default_links
 from trimaran.hardware.cpu_rates import CpuRates, cpu_rates_path, read_cpu_rates
 from trimaran.hardware.device_catalogue import CPU, DEVICES, Device, model_words
+from trimaran.hardware.fitted_rates import MIN_GLOO_LATENCY_SECONDS, with_fitted
 from trimaran.hardware.gpu_topology import gpu_links, parse_topology, read_network
 
 MAX_CPU_RANKS = 8
@@ -25,7 +26,7 @@ TOPOLOGY = ("nvidia-smi", "topo", "-m")
 ROCM_QUERY = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
 DRIVER_FRACTION = 0.007  # of the memory that the driver lists, reserved by CUDA in every process
 UNKNOWN_GPU = replace(DEVICES["V100-16GB"], peak_flops={"fp32": Flops(15e12), "bf16": Flops(60e12)})
-MIN_GLOO_LATENCY_SECONDS = Seconds(1.1e-4)  # the cost model takes links with less for NCCL's
+
 # The matmuls that estimate the rate of a core, see `_core_flops`.
 MATMUL_WIDTH = 64
 NUM_MATMULS = 256
@@ -60,15 +61,18 @@ def cpu_cluster(num_ranks: int, *, calibrations: Path | None = None, threads: in
     )
     cluster = Cluster(device=device, devices_per_node=num_ranks, host_bytes=Bytes(free_bytes))
     calibration = find_calibration(calibrations, machine_name(cluster))
+    is_measured = calibration is not None and calibration.is_measured
     if calibration:
-        cluster = apply_calibration(cluster, calibration)
+        cluster = apply_measured(cluster, calibration)
     path = cpu_rates_file(calibrations, num_ranks, threads)
     if path and (rates := read_cpu_rates(path)):
-        return with_cpu_rates(cluster, rates, keeps_links=calibration is not None)
-    if calibration:
-        return cluster
-    estimate, note = Flops(cpu_flops(cores) / num_ranks), "not calibrated, a quick estimate, timed on this machine"
-    return replace(cluster, device=replace(device, peak_flops={"fp32": estimate}, note=f"{note}; {device.note}"))
+        keeps_links = is_measured or (calibration is not None and calibration.collectives is not None)
+        cluster = with_cpu_rates(cluster, rates, keeps_links=keeps_links)
+    elif not is_measured:
+        estimate, note = Flops(cpu_flops(cores) / num_ranks), "not calibrated, a quick estimate, timed on this machine"
+        device = replace(device, peak_flops={"fp32": estimate}, note=f"{note}; {device.note}")
+        cluster = replace(cluster, device=device)
+    return with_fitted(cluster, calibration.fitted if calibration else None)
 
 
 def cpu_rates_file(calibrations: Path | None, num_ranks: int, threads: int | None = None) -> Path | None:

@@ -26,7 +26,8 @@ class Device:
     `achievable` is the fraction of it that the best matmul reaches; `reached` holds measurements instead: flops by
     precision, bytes a second of `memory`, and seconds of one `launch`. `link_bandwidth` leads to a neighbour in the
     node, `network_bandwidth` to another node, `pcie_bandwidth` to the host. `node_size` is how many devices a node has
-    by default. `cpu_rates` are measured on this machine.
+    by default. `cpu_rates` are measured on this machine. `fitted` are factors on what the cost model would say, fitted
+    to runs (`hardware.fitted_rates`): on the speed of matmuls and attention, by precision, and on the time of `host`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Device:
     node_size: int = 8
     note: str = ""
     cpu_rates: CpuRates | None = None
+    fitted: tuple[tuple[str, float], ...] = ()
 
     @property
     def no_peak(self) -> str:
@@ -62,7 +64,11 @@ class Device:
     @property
     def launch_seconds(self) -> Seconds:
         """Host time to start one small operator."""
-        return Seconds(self.reached.get("launch", HOST_LAUNCH_SECONDS))
+        return Seconds(self.reached.get("launch", HOST_LAUNCH_SECONDS) * self.factor("host"))
+
+    def factor(self, name: str) -> float:
+        """Return the fitted factor of that name; 1 if nothing was fitted."""
+        return next((factor for each, factor in self.fitted if each == name), 1.0)
 
     @property
     def stream_bandwidth(self) -> float:
@@ -73,9 +79,11 @@ class Device:
 # Rates are dense, from the makers' data sheets and architecture papers. fp32 is without TF32, which is torch's default.
 # Half precision accumulates in fp32 (half the rate on GeForce). Memory is what torch reports, or 0.99 of the nominal
 # size where we have no report. `best` are the best measured bf16 and fp8 matmuls (MAMF, stas00/ml-engineering; A800,
-# H800 and GH200 have the die of A100 and H100). Bridges between pairs of cards do not carry a ring over the node, so
-# such cards communicate over PCIe here; `auto` and a cluster file know the pairs. NIC is the bandwidth of a typical
-# node's network cards divided by its devices: a guess that a cluster file replaces.
+# H800 and GH200 have the die of A100 and H100; fp8 of MI300X: Azure/AI-benchmarking-guide, hipBLASLt). GB300: NVIDIA's
+# figures for a rack (180 and 360 PFLOP/s in bf16 and fp8, 576 TB/s) divided by 72, and 279 GB. Bridges between pairs of
+# cards do not carry a ring over the node, so such cards communicate over PCIe here; `auto` and a cluster file know the
+# pairs. NIC is the bandwidth of a typical node's network cards divided by its devices: a guess that a cluster file
+# replaces.
 # fmt: off
 _GPUS = (
     # name            GiB   fp32   half   fp8   best (bf16, fp8)  HBM  link  PCIe   NIC  node   (TFLOP/s and GB/s)
@@ -111,11 +119,15 @@ _GPUS = (
     ("B200",        178.3,    75,  2250, 4500, 1745, 3433,  8000,  900,   63,   50,    8),
     ("B300",        265.5,    75,  2250, 4500,    0,    0,  8000,  900,  126,  100,    8),
     ("GB200",       184.3,    80,  2500, 5000, 1822, 3616,  8000,  900,  450,   50,   72),
-    ("MI300X",      191.7, 163.4,  1307, 2610,  668,    0,  5300,  448,   63,   50,    8),
+    ("GB300",       276.2,    80,  2500, 5000,    0,    0,  8000,  900,  450,  100,   72),
+    ("MI300X",      191.7, 163.4,  1307, 2610,  668, 1159,  5300,  448,   63,   50,    8),
     ("MI325X",      255.7, 163.4,  1300, 2610,  785,    0,  6000,  448,   63,   50,    8),
     ("MI355X",      287.7, 157.3,  2516, 5033,    0,    0,  8000,  537,   63,   50,    8),
 )
 # fmt: on
+# Measured bandwidth of a copy in GB/s, where it is not STREAM_FRACTION of the data sheet's: Azure/AI-benchmarking-guide
+# (BabelStream, ND MI300X v5).
+MEASURED_STREAM = {"MI300X": 4110}
 WITHOUT_BF16 = {"V100-16GB", "V100-32GB", "T4"}  # Volta and Turing: their tensor cores support fp16 only
 
 # One core of a recent server. `hardware.detect` replaces the nominal memory and rate with those of this machine.
@@ -144,7 +156,8 @@ def _gpu(row: tuple) -> Device:
         memory_bytes=Bytes(int(gib * GIB)),
         peak_flops={precision: Flops(rate * 1e12) for precision, rate in rates.items() if rate},
         achievable=best / half if best else assumed,
-        reached={"fp8": best_fp8 * 1e12} if best_fp8 else {},
+        reached=({"fp8": best_fp8 * 1e12} if best_fp8 else {})
+        | ({"memory": MEASURED_STREAM[name] * 1e9} if name in MEASURED_STREAM else {}),
         memory_bandwidth=hbm * 1e9,
         link_bandwidth=link * 1e9,
         pcie_bandwidth=pcie * 1e9,

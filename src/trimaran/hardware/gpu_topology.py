@@ -11,7 +11,9 @@ from trimaran.hardware.device_catalogue import Device
 Matrix = Sequence[Sequence[str]]
 
 # Bytes a second of one NVLink in one direction. NVLink 2 to 4 have 25e9, Blackwell twice that, the GA102 bridges less.
-NVLINK_BANDWIDTH = {"B200": 50e9, "B300": 50e9, "GB200": 50e9, "RTX3090": 14e9, "RTX-A6000": 14e9, "A40": 14e9}
+NVLINK_BANDWIDTH = {
+    "B200": 50e9, "B300": 50e9, "GB200": 50e9, "GB300": 50e9, "RTX3090": 14e9, "RTX-A6000": 14e9, "A40": 14e9,
+}  # fmt: skip
 DEFAULT_NVLINK_BANDWIDTH = 25e9
 SOCKET_BANDWIDTH = 20.8e9  # one UPI link at 10.4 GT/s in one direction, between the two sockets of a host
 IN_HOST = {"PIX", "PXB", "PHB", "NODE"}  # through PCIe switches or the host bridges of one socket

@@ -11,14 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trimaran.core import GIB, Bytes, Seconds, UserError
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import read_regular_bytes
-from trimaran.hardware.calibration import apply_calibration, parse_calibration, read_calibration
+from trimaran.hardware.calibration import (
+    apply_calibration,
+    find_calibration,
+    parse_calibration,
+    read_calibration,
+    with_network,
+)
 from trimaran.hardware.cluster import LATENCY_SECONDS, Cluster, Link
-from trimaran.hardware.detect import cpu_cluster, detect
+from trimaran.hardware.detect import cpu_cluster, detect, machine_name
 from trimaran.hardware.device_catalogue import find_device
 from trimaran.hardware.validation_error import first_error
 
 MAX_FILE_BYTES = 1 << 16
-MAX_DEVICES = 1 << 16
+MAX_DEVICES = 1 << 20
 CLUSTER = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?((?!\d+x)[a-z0-9][a-z0-9 _-]*)", re.IGNORECASE)
 EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 2xcpu or the name of a YAML file"
 
@@ -70,7 +76,7 @@ def parse_cluster(
     """Return the cluster that `text` names.
 
     `visible_devices` applies to `auto` only. `calibrations` and `threads` apply to this machine: `auto` and `2xcpu`;
-    see `detect`.
+    see `detect`. A calibration that was fitted to runs is one of a fleet, and applies to a device of the catalogue too.
     """
     text = text.strip()
     if text.casefold() == "auto":
@@ -103,8 +109,12 @@ def _build(
         raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
     if device.kind == "cpu":  # the other nodes are assumed to equal this one
         here = cpu_cluster(devices_per_node, calibrations=calibrations, threads=threads)
-        return replace(here, num_nodes=num_nodes)
-    return Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
+        cluster = replace(here, num_nodes=num_nodes)
+        calibration = find_calibration(calibrations, machine_name(cluster)) if num_nodes > 1 else None
+        return with_network(cluster, calibration.network) if calibration else cluster
+    cluster = Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
+    calibration = find_calibration(calibrations, machine_name(cluster))
+    return apply_calibration(cluster, calibration) if calibration and calibration.fitted else cluster
 
 
 def _read_cluster(path: Path) -> Cluster:

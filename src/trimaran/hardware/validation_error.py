@@ -11,9 +11,12 @@ from trimaran.core import UserError, did_you_mean
 def first_error(error: ValidationError, model: type[BaseModel], *, code: str, where: str) -> UserError:
     """Return the error to raise for the first invalid field of `model`."""
     first: Any = error.errors(include_url=False)[0]
-    path, name = ".".join(map(str, first["loc"])), str(first["loc"][-1])
+    path = ".".join(map(str, first["loc"]))
+    if not path:  # the rule is about several fields, or about the whole section
+        message = first["msg"].removeprefix("Value error, ")
+        return UserError(code, message, where=where, fix="correct that in this file")
     if first["type"] == "extra_forbidden":
-        names = _fields(model, first["loc"][:-1])
+        name, names = str(first["loc"][-1]), _fields(model, first["loc"][:-1])
         return UserError(code, f"there is no field '{path}'{did_you_mean(name, names)}", where=where,
                          fix=f"the fields here are {', '.join(names)}")  # fmt: skip
     return UserError(code, f"{path}: {first['msg']}", where=where, fix=f"correct {path} in that file")

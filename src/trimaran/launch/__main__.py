@@ -1,7 +1,8 @@
 """`python -m trimaran.launch RUN`: the supervisor of a run, from the lease to the exit code.
 
-With `--nodes` it is the supervisor of one of several nodes, see `multi_node`. With `--arguments-from` it reads its
-other arguments from a descriptor, see `early_supervisor`. It starts the fork server, which takes longest, first of all.
+With `--nodes` it is the supervisor of one of several nodes, see `multi_node`. With `--create-from` the first of them
+creates the run. With `--arguments-from` it reads its other arguments from a descriptor, see `early_supervisor`. It
+starts the fork server, which takes longest, first of all.
 
 Exit codes: 0 done; 2 configuration error; 75 stopped with a complete checkpoint, start it again; 93 no progress, do not
 start it again; 130 or 131 ended at once by a second SIGINT or by SIGQUIT; others are faults.
@@ -27,21 +28,30 @@ if __name__ == "__main__":
     if "--help" not in sys.argv and "-h" not in sys.argv:
         EARLY_FORK_SERVER = (fork_warm_or_start if WARM in sys.argv else start_fork_server)(os.environ)
 
-from trimaran.core import EXIT_USER, Plan, Recipe, UserError  # noqa: E402
+from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError  # noqa: E402
 from trimaran.core.regular_files import append_regular_file  # noqa: E402
 from trimaran.hardware import Cluster  # noqa: E402
 from trimaran.hub.restore_files import restore_missing_files  # noqa: E402
+from trimaran.launch.head_client import HeadClient, create_as_head_has_it  # noqa: E402
 from trimaran.launch.local import worker_environment  # noqa: E402
 from trimaran.launch.local_node import LocalNode  # noqa: E402
 from trimaran.launch.local_node_group import LocalNodeGroup  # noqa: E402
 from trimaran.launch.multi_node import run_on_several_nodes  # noqa: E402
-from trimaran.launch.node_options import add_node_flags, parse_node_options  # noqa: E402
+from trimaran.launch.node_options import (  # noqa: E402
+    NodeOptions,
+    add_node_flags,
+    parse_node_options,
+    with_own_address,
+)
 from trimaran.launch.policy import EXIT_FAULT  # noqa: E402
 from trimaran.launch.preflight_process import PreflightProcess  # noqa: E402
 from trimaran.launch.replan import cluster_of  # noqa: E402
+from trimaran.launch.run_token import given_token, keep_token, needed_token  # noqa: E402
 from trimaran.launch.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
-from trimaran.run import last_step, open_run  # noqa: E402
+from trimaran.run import RunDirectory, last_step, open_run  # noqa: E402
+from trimaran.run.attempts import AttemptLog  # noqa: E402
 from trimaran.run.compile_cache import refuse_unusable  # noqa: E402
+from trimaran.run.create_from import create_run_from  # noqa: E402
 from trimaran.run.held_directory import HeldDirectory, LostDirectoryError, report_lost_directory  # noqa: E402
 from trimaran.run.lease import take_lease  # noqa: E402
 from trimaran.run.process_control import raise_soft_limits  # noqa: E402
@@ -54,12 +64,26 @@ def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--error-descriptor", type=int, help="where to write a configuration error as a JSON object")
     parser.add_argument(WARM, action="store_true", help="use the user's warm fork server, or start one")
+    parser.add_argument(
+        "--create-from",
+        type=Path,
+        metavar="FOLDER",
+        help="if there is no run yet, create it from FOLDER/recipe.yaml and FOLDER/plan.json; all nodes may do so",
+    )
     add_node_flags(parser)
     flags = parser.parse_args(wait_for_arguments(sys.argv[1:]))
     raise_soft_limits()
     try:
         refuse_unusable(os.environ)
-        held, node_options = HeldDirectory(open_run(flags.run).path), parse_node_options(flags)
+        node_options = parse_node_options(flags)
+        if node_options is not None and node_options.own_disk:
+            node_options = with_own_address(node_options)
+            run = open_own_run(flags, node_options, signals)
+        else:
+            run = create_run_from(flags.create_from, flags.run) if flags.create_from else open_run(flags.run)
+        if run is None:
+            return EXIT_AGAIN
+        held = HeldDirectory(run.path)
         if is_early:
             with append_regular_file(held.run.agent_log) as log:
                 redirect_output(log.fileno())
@@ -69,12 +93,31 @@ def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
         with report_lost_directory(held):
             if node_options is None:
                 return run_on_this_machine(held, signals, **options)
-            return run_on_several_nodes(held, node_options, signals, **options)
+            return run_on_several_nodes(held, with_own_address(node_options, held.run), signals, **options)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201
         if flags.error_descriptor is not None:
             os.write(flags.error_descriptor, json.dumps(error.as_dict()).encode())
         return EXIT_FAULT if isinstance(error, LostDirectoryError) else EXIT_USER
+
+
+def open_own_run(flags: argparse.Namespace, options: NodeOptions, signals: Signals) -> RunDirectory | None:
+    """Return the run on this node's own disk, with the run's token; None if the head cannot be reached.
+
+    The head has the run, or creates it. The others create theirs as the head has it, or compare it.
+    """
+    token, path = given_token(os.environ, flags.token_file, is_head=options.is_head), flags.run
+    run = create_run_from(flags.create_from, path) if flags.create_from else None
+    if options.is_head:
+        run = run or open_run(path)
+    else:
+        token = needed_token(token, RunDirectory(path))
+        answer = HeadClient(options.head_address, token, options.name).ask(signals, seconds=options.wait_seconds)
+        if answer is None:
+            return None
+        run = create_as_head_has_it(path, answer)
+    keep_token(run, token)
+    return run
 
 
 def run_on_this_machine(
@@ -100,6 +143,7 @@ def run_on_this_machine(
         )
         with LocalNodeGroup(run, lease, node, environment) as nodes:
             if preflight and (unfit := preflight.wait_for_error()):
+                AttemptLog(run).over(EXIT_USER, f"{unfit.code}: {unfit.what}")
                 raise unfit
             incident = file_lost_supervisor(run)
             known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}

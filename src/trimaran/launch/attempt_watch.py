@@ -1,8 +1,10 @@
 """Watches one attempt, from the start of its ranks until it is done, stopped or in trouble."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
@@ -14,6 +16,7 @@ from trimaran.run.attempts import AttemptOutcome
 # The event that a rank writes before it exits with one of these codes. An exit without it is unexpected.
 LAST_EVENTS = {EXIT_DONE: "done", EXIT_AGAIN: "stop"}
 LAST_EVENT_SECONDS = 0.3  # until that event is readable
+FILES_PER_POLL = 512  # of events: with more ranks, each poll looks at those of rank 0 and of the next so many ranks
 CLOCK_TOLERANCE_SECONDS = 0.01  # times of other nodes are this much less exact than those of this machine
 # Other ranks may wait long for a rank in another section than these: it reads, writes, compiles or generates.
 SHORT_SECTIONS: tuple[Section, ...] = ("start", "first", "step", "finish", "close")
@@ -37,6 +40,9 @@ class AttemptWatch:
         self._oom_kills = count_oom_kills()
         # Skip the lines of earlier attempts; those that are still being written are recognised by their number.
         self._followers = {rank: JsonlFollower(run.events(rank), backlog=0) for rank in range(spec.world_size)}
+        self._turns = cycle(self._followers)
+        self._by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._written: set[tuple[int, str]] = set()  # ranks and kinds of `events`
         first = 0
         for number, node in enumerate(nodes):
             here = min(node.num_ranks, spec.world_size - first)
@@ -45,6 +51,7 @@ class AttemptWatch:
 
     def poll(self) -> AttemptOutcome | None:
         """Read what is new, and return how the attempt ended; None while it runs."""
+        num_known = len(self.ended) + len(self.silent) + len(self.lost)
         for node in self.nodes:
             for event in node.poll():
                 match event:
@@ -58,7 +65,8 @@ class AttemptWatch:
         self.highest_step = max(
             self.highest_step, min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
         )
-        self._read_events()
+        has_news = len(self.ended) + len(self.silent) + len(self.lost) > num_known
+        self._read_events(self._followers if has_news or self._lacks_last_event else self._next_ranks())
         told = any(event["rank"] == 0 for event in self.of_kind("trained"))
         self.is_saved = self.is_saved or told or (0 in heartbeats and heartbeats[0].saved)
         if self.lost or self._is_hung(heartbeats) or self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
@@ -82,7 +90,7 @@ class AttemptWatch:
             return bool(self.silent)
         reached = min(each.heartbeat.step for each in self.silent.values())
         waited_for = (
-            heartbeat for rank, heartbeat in heartbeats.items() if rank in self.alive and rank not in self.silent
+            heartbeat for rank, heartbeat in heartbeats.items() if rank not in self.ended and rank not in self.silent
         )
         return not any(
             heartbeat.section not in SHORT_SECTIONS and heartbeat.step <= reached for heartbeat in waited_for
@@ -94,13 +102,18 @@ class AttemptWatch:
         A missing last event counts only after `grace_seconds`.
         """
         now = time.monotonic()
-        written = {(event["rank"], event["kind"]) for event in self.events}
         unexpected = []
         for each in self.ended.values():
-            last_event = LAST_EVENTS.get(each.code)
-            if last_event is None or ((each.rank, last_event) not in written and now - each.time > grace_seconds):
+            if not self._has_last_event(each) and (each.code not in LAST_EVENTS or now - each.time > grace_seconds):
                 unexpected.append(each)
         return unexpected
+
+    def _has_last_event(self, ended: RankEnded) -> bool:
+        return (ended.rank, LAST_EVENTS.get(ended.code, "")) in self._written
+
+    @property
+    def _lacks_last_event(self) -> bool:
+        return not all(map(self._has_last_event, self.ended.values()))
 
     @property
     def oom_killed(self) -> bool:
@@ -120,10 +133,16 @@ class AttemptWatch:
         return [kind for kind in planned if kind not in written and kind not in reported]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["kind"] == kind]
+        return [*self._by_kind[kind]]
 
-    def _read_events(self) -> None:
-        for follower in self._followers.values():
-            for event in follower.new():
+    def _next_ranks(self) -> Iterable[int]:
+        """Return the ranks whose events are read now; after a few polls, all have been."""
+        return {0, *islice(self._turns, min(FILES_PER_POLL, self.spec.world_size))}
+
+    def _read_events(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            for event in self._followers[rank].new():
                 if event.get("attempt", 0) == self.spec.attempt:
                     self.events.append(event)
+                    self._by_kind[event["kind"]].append(event)
+                    self._written.add((event["rank"], event["kind"]))

@@ -1,7 +1,7 @@
 """The channel: a small TCP server in the supervisor for the ranks and nodes of a run, which prove the run's token.
 
 One thread serves all connections. A connection that has not proved the token is closed after two seconds and changes
-nothing.
+nothing. Where another node coordinates the run, the channel relays its ranks' store requests to that node's channel.
 """
 
 import contextlib
@@ -14,12 +14,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from trimaran.core import UserError
+from trimaran.launch import store_relay
 from trimaran.launch.key_store import KeyStore
+from trimaran.launch.store_relay import StoreRelay
 from trimaran.run.wire import (
+    ChannelClient,
     FrameAuthenticator,
     FrameReader,
     Record,
@@ -31,35 +35,75 @@ from trimaran.run.wire import (
     proof,
 )
 
-MAX_UNAUTHENTICATED = 64  # connections at once; the oldest is closed for a new one
+MAX_UNAUTHENTICATED = 1024  # connections at once; the oldest is closed for a new one
+MAX_ACCEPTED = 64  # at once; then the other connections are served
 AUTHENTICATION_SECONDS = 2.0
-BACKLOG = 1024
+TURN_SECONDS = 0.1  # for requests, between two looks at the connections of nodes
+BACKLOG = 4096
+WAIT_SECONDS, WAIT_SECONDS_WITH_NODES = 1.0, 0.02  # for input; so much later than necessary is a silent node noticed
 SILENT_SECONDS = 5.0  # a node that has sent nothing for longer is lost
 MAX_UNSENT_BYTES = 64 * 2**20  # of answers that a client does not read
+EXCHANGE_SECONDS, SECONDS_PER_NODE = 0.1, 0.0005
+"""A node's usual pause between two exchanges. With many nodes it is longer, for 2,000 exchanges a second in all."""
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One connection; `authenticator` is None until it has proved the token. A node's connection has a mailbox."""
+    """One connection; `authenticator` is None until it has proved the token. A node's connection has a mailbox.
+
+    With something to send, it is in the channel's set `outgoing`. `events` are those that the selector waits for.
+    `relay`: the connection is ours to the coordinator. For the relay of another node there are `answers` to send, with
+    the numbers of the requests, and `num_taken`, how many of its messages arrived.
+    """
 
     socket: socket.socket
     nonce: str
     since: float
+    outgoing: "set[Connection]"
     reader: FrameReader = field(default_factory=FrameReader)
     authenticator: FrameAuthenticator | None = None
     unsent: bytearray = field(default_factory=bytearray)
     mailbox: "Mailbox | None" = None
+    events: int = selectors.EVENT_READ
+    relay: StoreRelay | None = None
+    answers: list[tuple[int, Record]] = field(default_factory=list)
+    num_taken: int = 0
 
     def reply(self, record: Record) -> None:
         self.unsent += frame(record, self.authenticator)
+        self.outgoing.add(self)
+
+    def reply_to_relay(self, number: int | None, answer: Record) -> None:
+        """Answer one request of a relay, together with others. It wants no answer if `number` is None."""
+        if number is not None:
+            self.answers.append((number, answer))
+            self.outgoing.add(self)
+
+    def frame_answers(self) -> None:
+        """Make one message of the answers to a relay."""
+        if self.num_taken or self.answers:
+            answers, self.answers = self.answers, []
+            self._frame_answers(answers)
+
+    def _frame_answers(self, answers: list[tuple[int, Record]]) -> None:
+        try:
+            self.unsent += frame({"taken": self.num_taken, "answers": answers}, self.authenticator)
+            self.num_taken = 0
+        except WireError as error:
+            middle = len(answers) // 2
+            parts = (answers[:middle], answers[middle:]) if middle else ([(answers[0][0], {"error": str(error)})],)
+            for part in parts:
+                self._frame_answers(part)
 
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
     """The messages between one node and the coordinator.
 
-    `heard` is when the node last sent something (monotonic clock), `session` identifies one connection of the node's
-    supervisor, `broken` says that the connection is gone.
+    `heard` is when the node last sent something (monotonic clock), `begun` when it first did (wall clock). `session`
+    identifies one connection of the node's supervisor, `broken` says that the connection is gone. `changed` is set with
+    each message and when it breaks. `read_until` returns up to when all that arrived has been read: a channel that is
+    late does not make nodes silent.
     """
 
     session: str
@@ -67,10 +111,17 @@ class Mailbox:
     inbox: deque[Record] = field(default_factory=deque)
     outbox: deque[Record] = field(default_factory=deque)
     broken: bool = False
+    changed: threading.Event = field(default_factory=threading.Event)
+    read_until: Callable[[], float] = time.monotonic
+    begun: float = field(default_factory=time.time)
+
+    @property
+    def silent_seconds(self) -> float:
+        return self.read_until() - self.heard
 
     @property
     def in_use(self) -> bool:
-        return not self.broken and time.monotonic() - self.heard < SILENT_SECONDS
+        return not self.broken and self.silent_seconds < SILENT_SECONDS
 
 
 class Channel:
@@ -79,11 +130,16 @@ class Channel:
     def __init__(self, host: str, token: str, *, port: int = 0, own_node: str = "") -> None:
         self.refused: Counter[str] = Counter()
         self.mailboxes: dict[str, Mailbox] = {}
+        self.operations: dict[str, Callable[[Record], Record]] = {}  # further requests of nodes, answered at once
         self._own_node = own_node  # no other node may use this name
         self._token, self._run = token, fingerprint(token)
+        self._read_until = time.monotonic()
+        self._upstream: Connection | None = None  # to the coordinator, while this channel relays to it
         self._attempts: dict[int, KeyStore] = {}
         self._last_ended = -1  # this attempt and all before it are over
         self._connections: dict[int, Connection] = {}
+        self._unauthenticated: dict[Connection, None] = {}  # the oldest first
+        self._outgoing: set[Connection] = set()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._listener = _listen(host, port)
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -100,7 +156,7 @@ class Channel:
 
     @property
     def num_unauthenticated(self) -> int:
-        return sum(connection.authenticator is None for connection in list(self._connections.values()))
+        return len(self._unauthenticated)
 
     @property
     def num_refused(self) -> int:
@@ -110,6 +166,17 @@ class Channel:
     def end_attempt(self, attempt: int) -> None:
         """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
         self._call(lambda: self._end(attempt))
+
+    def relay_to(self, client: ChannelClient, *, attempt: int) -> None:
+        """From now on relay the requests of the ranks of `attempt` to the coordinator, to which `client` is connected.
+
+        If that connection breaks, those of the ranks are closed too: what they have set may not have arrived.
+        """
+        self._call(lambda: self._begin_relay(client, attempt))
+
+    def end_relay(self) -> None:
+        """Answer the requests of ranks here, as the coordinator does."""
+        self._call(self._end_relay)
 
     def close(self) -> None:
         """Close all connections, and return when the port is free."""
@@ -132,6 +199,20 @@ class Channel:
             self._attempts.pop(old).close()
         self._flush()
 
+    def _begin_relay(self, client: ChannelClient, attempt: int) -> None:
+        self._end_relay()
+        sock, reader, authenticator = client.detach()
+        sock.setblocking(False)
+        upstream = Connection(sock, "", time.monotonic(), self._outgoing, reader, authenticator)
+        upstream.relay = StoreRelay(attempt, upstream.reply)
+        self._upstream = self._connections[sock.fileno()] = upstream
+        self._selector.register(sock, selectors.EVENT_READ, upstream)
+
+    def _end_relay(self) -> None:
+        upstream, self._upstream = self._upstream, None
+        if upstream is not None:
+            self._close(upstream)
+
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector, self._listener, self._wake, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -139,8 +220,12 @@ class Channel:
             self._selector = selector
             while True:
                 ready = selector.select(self._seconds_to_next_timeout())
+                now = time.monotonic()
+                requests = []
                 for key, events in ready:
-                    if key.data is not None:
+                    if key.data is not None and key.data.mailbox is None:
+                        requests.append((key.data, events))
+                    elif key.data is not None:
                         self._serve_connection(key.data, events)
                     elif key.fileobj is self._listener:
                         self._accept()
@@ -148,27 +233,36 @@ class Channel:
                         for connection in list(self._connections.values()):
                             self._close(connection)
                         return
+                self._flush()  # nodes first: one that is not answered in time takes the coordinator for lost
+                self._read_until = now
+                for connection, events in requests:
+                    self._serve_connection(connection, events)
+                    if time.monotonic() > now + TURN_SECONDS:
+                        break  # the others are served in the next turn
                 self._expire()
 
     def _seconds_to_next_timeout(self) -> float:
-        """Return how long the server may wait for input: until the next timeout, at most 1 s."""
+        """Return how long the server may wait for input: until the next timeout, and not long if nodes take part."""
         times = [each.next_timeout() for each in self._attempts.values()]
-        times += [each.since + AUTHENTICATION_SECONDS for each in self._unauthenticated()]
+        times += [each.since + AUTHENTICATION_SECONDS for each in self._oldest_unauthenticated()]
         next_time = min((each for each in times if each is not None), default=None)
-        return 1.0 if next_time is None else min(1.0, max(0.0, next_time - time.monotonic()))
+        longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
+        return longest if next_time is None else min(longest, max(0.0, next_time - time.monotonic()))
 
-    def _unauthenticated(self) -> list[Connection]:
-        return [each for each in self._connections.values() if each.authenticator is None]
+    def _oldest_unauthenticated(self) -> list[Connection]:
+        """Return the oldest connection that has not proved the token, if there is one."""
+        return [next(iter(self._unauthenticated))] if self._unauthenticated else []
 
     def _expire(self) -> None:
         """Time out requests, and connections that have not proved the token in time."""
         now = time.monotonic()
         for keys in self._attempts.values():
             keys.expire(now)
+        if self._upstream is not None and self._upstream.relay is not None:
+            self._upstream.relay.flush()
         self._flush()
-        for connection in self._unauthenticated():
-            if connection.since + AUTHENTICATION_SECONDS <= now:
-                self._refuse(connection, "timeout")
+        while (oldest := self._oldest_unauthenticated()) and oldest[0].since + AUTHENTICATION_SECONDS <= now:
+            self._refuse(oldest[0], "timeout")
 
     def _run_calls(self) -> bool:
         """Run what other threads have queued; return False when this thread is to end."""
@@ -181,7 +275,7 @@ class Channel:
         return True
 
     def _accept(self) -> None:
-        for _ in range(MAX_UNAUTHENTICATED):  # then the other connections are served
+        for _ in range(MAX_ACCEPTED):
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
@@ -194,17 +288,18 @@ class Channel:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self.num_unauthenticated >= MAX_UNAUTHENTICATED:
                 self._close_oldest_unauthenticated()
-            connection = Connection(sock, new_nonce(), time.monotonic())
+            connection = Connection(sock, new_nonce(), time.monotonic(), self._outgoing)
             self._connections[sock.fileno()] = connection
+            self._unauthenticated[connection] = None
             self._selector.register(sock, selectors.EVENT_READ, connection)
             connection.reply({"trimaran": 1, "run": self._run, "nonce": connection.nonce})
             self._send(connection)
 
     def _close_oldest_unauthenticated(self) -> bool:
-        candidates = self._unauthenticated()
-        if candidates:
-            self._refuse(min(candidates, key=lambda each: each.since), "overload")
-        return bool(candidates)
+        oldest = self._oldest_unauthenticated()
+        for each in oldest:
+            self._refuse(each, "overload")
+        return bool(oldest)
 
     def _serve_connection(self, connection: Connection, events: int) -> None:
         if connection.socket.fileno() < 0:
@@ -227,33 +322,76 @@ class Channel:
         connection.reader.feed(data)
         try:
             while (record := connection.reader.next()) is not None:
-                is_new = connection.authenticator is None
-                self._authenticate(connection, record) if is_new else self._answer(connection, record)
+                if connection.authenticator is None:
+                    self._authenticate(connection, record)
+                elif connection.relay is not None:
+                    connection.relay.receive(record)
+                else:
+                    self._answer(connection, record)
         except WireError:
             self._refuse(connection, "malformed")
         except PermissionError:
             self._refuse(connection, "token")
-        self._flush()
 
     def _authenticate(self, connection: Connection, record: Record) -> None:
         theirs = str(record.get("nonce", ""))
         if not matches(record.get("proof"), proof(self._token, "client", connection.nonce, theirs)):
             raise PermissionError
         connection.reply({"proof": proof(self._token, "server", connection.nonce, theirs)})
+        del self._unauthenticated[connection]
         connection.authenticator = FrameAuthenticator(self._token, "server", connection.nonce, theirs)
         connection.reader.authenticate_with(FrameAuthenticator(self._token, "client", connection.nonce, theirs))
 
     def _answer(self, connection: Connection, request: Record) -> None:
-        if request.get("op") == "exchange":
+        name = str(request.get("op"))
+        if name == "exchange":
             connection.reply(self._exchange(connection, request))
-            return
+        elif name == store_relay.OPERATION:
+            self._answer_relay(connection, request)
+        elif (operation := self.operations.get(name)) is not None:
+            try:
+                connection.reply(operation(request))
+            except (OSError, ValueError) as error:
+                connection.reply({"error": str(error)})
+        elif self._upstream is not None and self._upstream.relay is not None:
+            if self._upstream.socket.fileno() < 0:
+                self._close(connection)
+            else:
+                self._upstream.relay.answer(request, connection.reply)
+        elif (keys := self._keys_of(request)) is None:
+            connection.reply({"error": "over"})
+        else:
+            keys.answer(request, connection.reply, client=connection, now=time.monotonic())
+
+    def _answer_relay(self, connection: Connection, message: Record) -> None:
+        """Answer the requests of the ranks of another node. A malformed one is answered with an error."""
+        requests, now = message.get("requests"), time.monotonic()
+        if not isinstance(requests, list) or not all(map(store_relay.is_relayed, requests)):
+            raise WireError("a message of a relay without requests")
+        keys = self._keys_of(message)
+        connection.num_taken += 1
+        self._outgoing.add(connection)
+        for number, request in requests:
+            reply = partial(connection.reply_to_relay, number)
+            if keys is None:
+                reply({"error": "over"})
+                continue
+            try:
+                keys.answer(request, reply, client=connection, now=now)
+            except WireError as error:
+                reply({"error": str(error)})
+
+    def _keys_of(self, request: Record) -> KeyStore | None:
+        """Return the store of the attempt that `request` is about; None if that is over."""
         attempt = request.get("attempt")
         if not isinstance(attempt, int):
             raise WireError("a request without an attempt")
         if attempt <= self._last_ended:
-            connection.reply({"error": "over"})
-            return
-        self._attempts.setdefault(attempt, KeyStore()).answer(request, connection.reply, now=time.monotonic())
+            return None
+        keys = self._attempts.get(attempt)
+        if keys is None:
+            keys = self._attempts[attempt] = KeyStore()
+        return keys
 
     def _exchange(self, connection: Connection, request: Record) -> Record:
         """Take a node's messages and return those for it. A new session of a node gets a new mailbox."""
@@ -264,19 +402,27 @@ class Channel:
         if name == self._own_node or (mailbox is not None and mailbox.session != session and mailbox.in_use):
             return {"error": "another node of this name takes part"}
         if mailbox is None or mailbox.session != session:
-            mailbox = self.mailboxes[name] = Mailbox(session, time.monotonic())
+            mailbox = Mailbox(session, time.monotonic(), read_until=lambda: self._read_until)
+            self.mailboxes[name] = mailbox
         connection.mailbox, mailbox.heard = mailbox, time.monotonic()
         mailbox.inbox.extend(messages)
+        if messages:
+            mailbox.changed.set()
         outgoing: list[Any] = []
         while mailbox.outbox:
             outgoing.append(mailbox.outbox.popleft())
-        return {"messages": outgoing}
+        seconds = SECONDS_PER_NODE * len(self.mailboxes)
+        return {"messages": outgoing} | ({"seconds": seconds} if seconds > EXCHANGE_SECONDS else {})
 
     def _flush(self) -> None:
-        for connection in [each for each in self._connections.values() if each.unsent]:
-            self._send(connection)
+        """Send what replies have added since the last call. A socket that is full is then watched by the selector."""
+        while self._outgoing:
+            self._send(self._outgoing.pop())
 
     def _send(self, connection: Connection) -> None:
+        if connection.socket.fileno() < 0:
+            return  # closed since it was given the reply
+        connection.frame_answers()
         try:
             sent = connection.socket.send(connection.unsent) if connection.unsent else 0
             del connection.unsent[:sent]
@@ -288,8 +434,10 @@ class Channel:
         if len(connection.unsent) > MAX_UNSENT_BYTES:
             self._refuse(connection, "unread")
             return
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.socket, mask, connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         self.refused[reason] += 1
@@ -301,10 +449,15 @@ class Channel:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
+        self._unauthenticated.pop(connection, None)
         for keys in self._attempts.values():
-            keys.drop_client(connection.reply)
+            keys.drop_client(connection)
         if connection.mailbox is not None:
             connection.mailbox.broken = True
+            connection.mailbox.changed.set()
+        if connection.relay is not None:
+            for each in [each for each in self._connections.values() if each.authenticator and not each.mailbox]:
+                self._close(each)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -317,7 +470,10 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or str(error)
+        fix = "name an address of this machine: --address IP"
+        if error.errno == errno.EADDRINUSE:
+            fix = "end the process that listens there, or name another port on all nodes: --head HOST:PORT"
         raise UserError("S022", f"the run's channel cannot listen there: {why}", where=f"{host}:{port}",
-                        fix="name an address of this machine: --address IP") from None  # fmt: skip
+                        fix=fix) from None  # fmt: skip
     listener.setblocking(False)
     return listener

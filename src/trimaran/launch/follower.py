@@ -1,39 +1,55 @@
 """A node that follows a coordinator: what its supervisor does while another node coordinates the run."""
 
 import logging
+import platform
 import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from trimaran.core import EXIT_AGAIN, UserError
-from trimaran.launch.channel import SILENT_SECONDS
+from trimaran.launch.channel import EXCHANGE_SECONDS, SILENT_SECONDS, Channel
+from trimaran.launch.file_stream import FileSender
+from trimaran.launch.head_client import write_run_files
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node import AttemptSpec
 from trimaran.launch.remote_node import record_of_event, record_of_heartbeat
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.run import RunDirectory
-from trimaran.run.lease import LeaseHolder, LeaseWatch
+from trimaran.run.lease import LeaseHolder
 from trimaran.run.wire import ChannelClient, Record
 
 log = logging.getLogger(__name__)
 
-EXCHANGE_SECONDS = 0.1
 POLL_SECONDS = 0.02
+MAX_WAITING_MESSAGES = 5  # that may all have pieces of files: one exchange takes them together
+
+
+class CoordinatorWatch(Protocol):
+    """Tells which process coordinates the run: `LeaseWatch`, or `HeadClient` if the nodes have no disk in common."""
+
+    def poll(self) -> LeaseHolder | int:
+        """Return the process that coordinates, or the number of the next free term if there is none."""
+        ...
+
+
+LEASE_SECONDS = 1.0  # between looks at the lease, which is on a disk that all nodes share
 
 
 class CoordinatorClient:
     """Exchanges messages with the coordinator in its own thread, whatever the node's main thread is doing.
 
     `lost` says why no more messages can be exchanged; empty while they can. `connected` is True after the first
-    exchange. `name_taken`: another node takes part under our name.
+    exchange. `name_taken`: another node takes part under our name. `seconds`: how often the coordinator wants to hear
+    from us at least; what we send in between is sent at once.
     """
 
     def __init__(self, address: str, token: str, name: str) -> None:
         self.lost, self.connected, self.name_taken = "", False, False
+        self.seconds = EXCHANGE_SECONDS
         self._address, self._token, self._name = address, token, name
         self._session = secrets.token_hex(8)
         self._in: deque[Record] = deque()
@@ -45,6 +61,11 @@ class CoordinatorClient:
     def send(self, **message: Any) -> None:
         self._out.append(message)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many messages have not been sent yet."""
+        return len(self._out)
+
     def received(self) -> list[Record]:
         """Return the commands that arrived since the last call."""
         return [self._in.popleft() for _ in range(len(self._in))]
@@ -54,9 +75,12 @@ class CoordinatorClient:
         self._thread.join(timeout=SILENT_SECONDS)
 
     def _exchange(self) -> None:
+        due = 0.0
         try:
             with ChannelClient(self._address, self._token, seconds=SILENT_SECONDS) as client:
                 while not self._over.wait(EXCHANGE_SECONDS if self.connected else 0.0):
+                    if not self._out and time.monotonic() < due:
+                        continue
                     messages = [self._out.popleft() for _ in range(len(self._out))]
                     request = {"op": "exchange", "node": self._name, "session": self._session, "messages": messages}
                     answer = client.request(request, seconds=SILENT_SECONDS)
@@ -64,6 +88,8 @@ class CoordinatorClient:
                     if self.name_taken:
                         raise ConnectionRefusedError(answer["error"])
                     self._in.extend(answer["messages"])
+                    self.seconds = min(SILENT_SECONDS / 4, float(answer.get("seconds", EXCHANGE_SECONDS)))
+                    due = time.monotonic() + self.seconds - EXCHANGE_SECONDS / 2
                     self.connected = True
         except TimeoutError:
             self.lost = f"no message over the connection to {self._address} for {SILENT_SECONDS:g} s"
@@ -87,23 +113,38 @@ class FollowerEnd:
     name_taken: bool = False
 
 
+class FollowingAgent(Protocol):
+    """The part of `NodeAgent` that a follower uses. The channel relays the requests of the ranks to the coordinator."""
+
+    run: RunDirectory
+    node: LocalNode
+    token: str
+    channel: Channel
+
+
 class Follower:
     """Executes the commands of the coordinator, `holder`, on this machine's node.
 
-    Use it in the thread that made `node`. `unfit` is why the run cannot work on this machine; the coordinator decides
-    what follows from that.
+    Use it in the thread that made the node. `unfit` is why the run cannot work on this machine; the coordinator decides
+    what follows from that. `files` sends the files of this node, if it has a run directory of its own.
     """
 
     def __init__(
-        self, run: RunDirectory, node: LocalNode, holder: LeaseHolder, token: str, *, unfit: UserError | None = None
+        self,
+        agent: FollowingAgent,
+        holder: LeaseHolder,
+        *,
+        unfit: UserError | None = None,
+        files: FileSender | None = None,
     ) -> None:
-        self.run, self.node, self.holder = run, node, holder
-        self._coordinator = CoordinatorClient(holder.address, token, node.name)
+        self.run, self.node, self.holder = agent.run, agent.node, holder
+        self._token, self._channel, self._files = agent.token, agent.channel, files
+        self._coordinator = CoordinatorClient(holder.address, self._token, self.node.name)
         error = {"unfit": unfit.as_dict()} if unfit else {}
-        self._coordinator.send(num_ranks=node.num_ranks, time=time.time(), **error)
+        self._coordinator.send(num_ranks=self.node.num_ranks, time=time.time(), host=platform.node(), **error)
         self._refusal: UserError | None = None
         self._ranks_running, self._stop_sent = False, False
-        self._heartbeats_due = 0.0
+        self._heartbeats_due = self._lease_due = 0.0
         self._end: int | None = None
 
     def wait_until_connected(self, signals: Signals) -> bool:
@@ -112,7 +153,7 @@ class Follower:
             time.sleep(POLL_SECONDS)
         return self._coordinator.connected
 
-    def follow(self, watch: LeaseWatch, signals: Signals) -> FollowerEnd:
+    def follow(self, watch: CoordinatorWatch, signals: Signals) -> FollowerEnd:
         """Execute commands until the run is over, the coordinator is lost or another node has taken over."""
         try:
             while (end := self._poll(watch, signals)) is None:
@@ -122,8 +163,9 @@ class Follower:
             return end
         finally:
             self._coordinator.close()
+            self._channel.end_relay()
 
-    def _poll(self, watch: LeaseWatch, signals: Signals) -> FollowerEnd | None:
+    def _poll(self, watch: CoordinatorWatch, signals: Signals) -> FollowerEnd | None:
         for command in self._coordinator.received():
             self._execute(command)
         self._report()
@@ -135,12 +177,15 @@ class Follower:
             return FollowerEnd(code=code, connected=self._coordinator.connected)
         if signals.stop_requested and not self._stop_sent:
             self._stop_sent = True
-            self.node.request_stop()
+            self._coordinator.send(leaving=True)  # it asks all ranks to stop, and continues without us if it can
         if signals.show_requested:
             signals.show_requested = False
             self._show()
         if self._coordinator.lost:
             return self._lose(self._coordinator.lost)
+        if time.monotonic() < self._lease_due:
+            return None
+        self._lease_due = time.monotonic() + LEASE_SECONDS
         newest = watch.poll()
         if newest != self.holder and (isinstance(newest, int) or newest.term > self.holder.term):
             return self._lose("the coordinator's lease is over")
@@ -168,17 +213,42 @@ class Follower:
         now = time.monotonic()
         events = [record_of_event(each, now) for each in self.node.poll()]
         if events or now >= self._heartbeats_due:
-            self._heartbeats_due = now + EXCHANGE_SECONDS
+            self._send_files(at_once=bool(events))  # first: the coordinator reads what a rank wrote before it ended
+            self._heartbeats_due = now + self._coordinator.seconds
             heartbeats = {
                 str(rank): record_of_heartbeat(heartbeat, now) for rank, heartbeat in self.node.heartbeats().items()
             }
             self._coordinator.send(events=events, heartbeats=heartbeats, clock=now)
 
+    def _send_files(self, *, at_once: bool) -> None:
+        """Send what is new in the files of this node; unless `at_once`, only if earlier messages have been sent."""
+        if self._files is None or (not at_once and self._coordinator.num_waiting > MAX_WAITING_MESSAGES):
+            return
+        while pieces := self._files.pieces(is_last=not self._ranks_running):
+            self._coordinator.send(files=pieces)
+            if not at_once or self._coordinator.num_waiting > MAX_WAITING_MESSAGES:
+                return
+
+    def _relayed(self, spec: AttemptSpec) -> AttemptSpec:
+        """Return `spec` with our channel as the store, which relays requests to the coordinator's.
+
+        If the coordinator cannot be reached for that now, the ranks ask it themselves, which takes them longer to join.
+        """
+        try:
+            client = ChannelClient(spec.store, self._token, seconds=SILENT_SECONDS)
+        except (OSError, ValueError) as error:
+            log.warning("no relay to %s: %s; each rank connects to it", spec.store, error)
+            return spec
+        self._channel.relay_to(client, attempt=spec.attempt)
+        return replace(spec, store=self._channel.address)
+
     def _execute(self, command: Record) -> None:
         match command["command"]:
             case "start":
                 self._ranks_running, self._heartbeats_due = True, 0.0
-                self.node.start(AttemptSpec(**command["spec"]))
+                if "files" in command:
+                    write_run_files(self.run, command["files"])
+                self.node.start(self._relayed(AttemptSpec(**command["spec"] | {"token": self._token})))
             case "collect_reports":
                 how = {key: command[key] for key in ("seconds", "gently") if key in command}
                 self.node.collect_reports(self.run.path / command["folder"], **how)
@@ -190,4 +260,5 @@ class Follower:
             case "end":
                 self._end = command["code"]
                 self._refusal = UserError(**command["refusal"]) if "refusal" in command else None
+        self._send_files(at_once=True)
         self._coordinator.send(executed=command["number"])

@@ -17,6 +17,7 @@ from trimaran.run import IncidentLog, RunDirectory
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
+MAX_NAMED_NODES = 6  # in an incident; with more lost nodes, their number
 GATHER_SECONDS = 0.3  # after the first sign of trouble; what follows within it belongs to the same incident
 REPORT_SECONDS_AFTER_DEATH, REPORT_SECONDS_IN_HANG = 0.5, 2.0  # how long live ranks may take to write their reports
 
@@ -113,8 +114,11 @@ def _attribute(run: RunDirectory, watch: AttemptWatch, *, folder: Path) -> Attri
 
 def _attribute_lost_nodes(watch: AttemptWatch) -> Attribution:
     names = ", ".join(each.node for each in watch.lost)
-    what = "; ".join(f"{each.node}: {each.what}" for each in watch.lost)
+    named = watch.lost if len(watch.lost) <= MAX_NAMED_NODES else watch.lost[: MAX_NAMED_NODES - 1]
+    what = "; ".join(f"{each.node}: {each.what}" for each in named)
+    if len(named) < len(watch.lost):
+        what += f"; and {len(watch.lost) - len(named)} more"
     cause = "network" if any("connection" in each.what for each in watch.lost) else "host"
     gone = tuple(rank for each in watch.lost for rank in each.ranks)
-    left = tuple(rank for rank in range(watch.spec.world_size) if rank not in gone)
+    left = tuple(sorted({*range(watch.spec.world_size)}.difference(gone)))
     return Attribution(cause=cause, suspects=gone, victims=left, what=f"lost {what}", evidence={"nodes": names})

@@ -1,12 +1,16 @@
 """The key-value store of one attempt, and the requests that wait for keys in it."""
 
-from collections.abc import Callable, Iterator
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from trimaran.run.wire import Record, WireError, pack, unpack
 
 Reply = Callable[[Record], None]
+MAX_TIMEOUTS_LEFT = 1024  # of requests that are over: a timeout may be hours away
 
 
 @dataclass(eq=False, slots=True)
@@ -17,7 +21,9 @@ class PendingWait:
     missing: set[str]
     until: float
     reply: Reply
+    client: Hashable
     with_values: bool
+    is_over: bool = False  # it is answered, or its client is gone
 
 
 class KeyStore:
@@ -25,72 +31,87 @@ class KeyStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._waiting: dict[str, list[PendingWait]] = {}
-        self._all_waiting: set[PendingWait] = set()
+        self._waiting: dict[str, set[PendingWait]] = {}
+        self._of_client: dict[Hashable, set[PendingWait]] = defaultdict(set)
+        self._timeouts: list[tuple[float, int, PendingWait]] = []  # a heap; requests that are over leave it later
+        self._numbers, self._num_waiting = count(), 0
 
-    def answer(self, request: Record, reply: Reply, *, now: float) -> None:
-        """Execute `request` and reply, now or when its keys are set. Raises `WireError` for a malformed request."""
-        operation = OPERATIONS.get(request.get("op", ""))
-        if operation is None:
-            raise WireError(f"unknown operation: {str(request.get('op'))[:40]}")
-        answer = operation(self, request, reply, now)
-        if answer is not None:
-            reply(answer)
+    def answer(self, request: Record, reply: Reply, *, client: Hashable, now: float) -> None:
+        """Execute `request` of `client` and reply, now or when its keys are set. Raises `WireError` if malformed."""
+        name = str(request.get("op"))
+        if name in ("get", "wait"):
+            self._wait(request, reply, client=client, now=now)
+        elif (operation := OPERATIONS.get(name)) is not None:
+            reply(operation(self, request))
+        else:
+            raise WireError(f"unknown operation: {name[:40]}")
 
     def expire(self, now: float) -> None:
         """Reply with a timeout to the requests whose time is up."""
-        for each in [each for each in self._all_waiting if each.until <= now]:
-            self._drop(each)
-            each.reply({"error": "timeout", "missing": sorted(each.missing)[:8]})
+        while self._timeouts and (self._timeouts[0][2].is_over or self._timeouts[0][0] <= now):
+            each = heapq.heappop(self._timeouts)[2]
+            if not each.is_over:
+                self._drop(each)
+                each.reply({"error": "timeout", "missing": sorted(each.missing)[:8]})
 
     def next_timeout(self) -> float | None:
-        """Return when the next request times out; None if none waits."""
-        return min((each.until for each in self._all_waiting), default=None)
+        """Return when the next request times out, or earlier; None if none waits."""
+        return self._timeouts[0][0] if self._timeouts else None
 
     def close(self) -> None:
         """Reply to all requests that wait: the attempt is over."""
-        for each in list(self._all_waiting):
+        for each in [each for of_client in self._of_client.values() for each in of_client]:
             self._drop(each)
             each.reply({"error": "over"})
 
-    def drop_client(self, reply: Reply) -> None:
-        """Forget the requests of the client behind `reply`, which has disconnected."""
-        for each in [each for each in self._all_waiting if each.reply == reply]:
+    def drop_client(self, client: Hashable) -> None:
+        """Forget the requests of a client that has disconnected."""
+        for each in list(self._of_client.get(client, ())):
             self._drop(each)
 
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
-        for each in self._waiting.pop(key, []):
+        for each in self._waiting.pop(key, ()):
             each.missing.discard(key)
             if not each.missing:
-                self._all_waiting.discard(each)
+                self._drop(each)
                 each.reply(self._answer(each))
 
-    def wait(self, keys: list[str], reply: Reply, *, until: float, with_values: bool) -> Record | None:
-        """Return the answer; if keys are missing, return None and reply later."""
+    def _wait(self, request: Record, reply: Reply, *, client: Hashable, now: float) -> None:
+        """Reply, now or when no key of `request` is missing any more."""
+        keys, until = _names(request), now + _seconds(request)
         missing = {key for key in keys if key not in self.values}
-        waiting = PendingWait(keys, missing, until, reply, with_values)
+        waiting = PendingWait(keys, missing, until, reply, client, with_values=request["op"] == "get")
         if not missing:
-            return self._answer(waiting)
-        self._all_waiting.add(waiting)
+            reply(self._answer(waiting))
+            return
+        self._num_waiting += 1
+        self._of_client[client].add(waiting)
+        heapq.heappush(self._timeouts, (until, next(self._numbers), waiting))
         for key in missing:
-            self._waiting.setdefault(key, []).append(waiting)
-        return None
+            self._waiting.setdefault(key, set()).add(waiting)
 
     def _answer(self, waiting: PendingWait) -> Record:
         return {"values": [pack(self.values[key]) for key in waiting.keys]} if waiting.with_values else {}
 
     def _drop(self, waiting: PendingWait) -> None:
-        self._all_waiting.discard(waiting)
+        waiting.is_over = True
+        of_client = self._of_client[waiting.client]
+        of_client.discard(waiting)
+        if not of_client:
+            del self._of_client[waiting.client]
         for key in waiting.missing:
-            others = self._waiting.get(key, [])
-            if waiting in others:
-                others.remove(waiting)
+            others = self._waiting.get(key, set())
+            others.discard(waiting)
             if not others:
                 self._waiting.pop(key, None)
+        self._num_waiting -= 1
+        if len(self._timeouts) > 2 * self._num_waiting + MAX_TIMEOUTS_LEFT:
+            self._timeouts = [each for each in self._timeouts if not each[2].is_over]
+            heapq.heapify(self._timeouts)
 
 
-def _set(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+def _set(keys: KeyStore, request: Record) -> Record:
     values = _list(request, "values")
     names = _names(request)
     if len(names) != len(values):
@@ -100,15 +121,7 @@ def _set(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     return {}
 
 
-def _get(keys: KeyStore, request: Record, reply: Reply, now: float) -> Record | None:
-    return keys.wait(_names(request), reply, until=now + _seconds(request), with_values=True)
-
-
-def _wait(keys: KeyStore, request: Record, reply: Reply, now: float) -> Record | None:
-    return keys.wait(_names(request), reply, until=now + _seconds(request), with_values=False)
-
-
-def _add(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+def _add(keys: KeyStore, request: Record) -> Record:
     key, amount = _name(request), request.get("amount")
     before = keys.values.get(key, b"0")
     if not isinstance(amount, int) or not before.removeprefix(b"-").isdigit():
@@ -117,13 +130,13 @@ def _add(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
     return {"amount": int(keys.values[key])}
 
 
-def _append(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+def _append(keys: KeyStore, request: Record) -> Record:
     key = _name(request)
     keys.put(key, keys.values.get(key, b"") + unpack(request.get("value")))
     return {}
 
 
-def _compare_set(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+def _compare_set(keys: KeyStore, request: Record) -> Record:
     key, expected, desired = _name(request), unpack(request.get("expected")), unpack(request.get("value"))
     current = keys.values.get(key)
     if current == expected or (current is None and not expected):
@@ -132,22 +145,20 @@ def _compare_set(keys: KeyStore, request: Record, _reply: Reply, _now: float) ->
     return {"value": pack(expected if current is None else current)}
 
 
-def _check(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+def _check(keys: KeyStore, request: Record) -> Record:
     return {"all": all(key in keys.values for key in _names(request))}
 
 
-def _delete(keys: KeyStore, request: Record, _reply: Reply, _now: float) -> Record:
+def _delete(keys: KeyStore, request: Record) -> Record:
     return {"deleted": keys.values.pop(_name(request), None) is not None}
 
 
-def _list_keys(keys: KeyStore, _request: Record, _reply: Reply, _now: float) -> Record:
+def _list_keys(keys: KeyStore, _request: Record) -> Record:
     return {"keys": list(keys.values)}
 
 
-OPERATIONS: dict[str, Callable[[KeyStore, Record, Reply, float], Record | None]] = {
+OPERATIONS: dict[str, Callable[[KeyStore, Record], Record]] = {
     "set": _set,
-    "get": _get,
-    "wait": _wait,
     "add": _add,
     "append": _append,
     "compare_set": _compare_set,

@@ -17,10 +17,14 @@ from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.launch.collect_reports import STOPPED_STATES, process_state
 from trimaran.launch.early_supervisor import WARM, stop_with_parent, take_early
 from trimaran.run import RunDirectory
+from trimaran.run.gloo_listeners import LAZY_CONNECTIONS
 
 END_SECONDS = 3.0  # for a supervisor to end after SIGQUIT
 MAX_ERROR_BYTES = 1 << 16
 OPENMP = "OMP_NUM_THREADS"
+# With more ranks, gloo connects two of them when they first communicate. All at once, N ranks ask the store 2 N^2
+# times: 13 s for 256 ranks, hours for 8,192.
+MAX_RANKS_ALL_CONNECTED = 128
 # The variables that torch reads its allocator settings from. The second and third are older names of the first.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -51,6 +55,8 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
         "PYTHONUNBUFFERED": "1",
         "KINETO_LOG_LEVEL": "6",  # otherwise the profiler logs its starts and stops to the rank's log
     }
+    if plan.mesh.world_size > MAX_RANKS_ALL_CONNECTED:
+        ours[LAZY_CONNECTIONS] = "1"
     if deterministic:
         ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if on_cpu:

@@ -31,6 +31,15 @@ class LocalNodeGroup:
     def growth(self, nodes: Sequence[Node]) -> int | None:
         return None
 
+    def leaving(self, nodes: Sequence[Node]) -> list[str]:
+        return []
+
+    def can_go_on(self) -> bool:
+        return True
+
+    def can_hand_over(self) -> bool:
+        return False
+
     def environment(self, plan: Plan) -> Mapping[str, str]:
         return {**self._environment(plan), "TRIMARAN_TERM": str(self._lease.term)}
 

@@ -3,23 +3,29 @@
 Every node runs the same command. The node that gets the run's lease coordinates: it serves the channel, waits for the
 other nodes and supervises all ranks. The others follow (`follower`). A node that loses the coordinator kills its ranks,
 and takes over when the coordinator's lease has expired. A coordinator that loses its lease kills its ranks and follows.
+
+If the nodes have no disk in common, each has a run directory of its own, and one of them, the head, coordinates always.
+The others get recipe and plan from it and send it what their ranks write (`head_client`, `file_stream`).
 """
 
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from trimaran.core import EXIT_USER, Action, Cause, Incident, UserError
-from trimaran.launch.follower import Follower, FollowerEnd
+from trimaran.core import EXIT_AGAIN, EXIT_USER, Action, Cause, Incident, UserError
+from trimaran.launch.file_stream import FileSender
+from trimaran.launch.follower import CoordinatorWatch, Follower, FollowerEnd
 from trimaran.launch.fork_server_process import ForkServerProcess
+from trimaran.launch.head_client import OPERATION, HeadClient, answer_nodes
 from trimaran.launch.node_agent import NodeAgent
 from trimaran.launch.node_options import NodeOptions
 from trimaran.launch.remote_node_group import FencedError, RemoteNodeGroup
 from trimaran.launch.signals import Signals
 from trimaran.launch.supervisor import OpenIncident, Supervisor
 from trimaran.run import IncidentLog, append_line, last_step
-from trimaran.run.attempts import read_attempts
+from trimaran.run.attempts import AttemptLog, read_attempts
 from trimaran.run.held_directory import HeldDirectory
 from trimaran.run.lease import LeaseHolder, LeaseWatch, claim_term, held_lease_error
 
@@ -44,18 +50,26 @@ def run_on_several_nodes(
     With `check`, a machine on which the run cannot work keeps it from starting on all nodes.
     """
     agent = NodeAgent(held.run, node_options, check=check, fork_server=fork_server)
+    is_follower = node_options.own_disk and not agent.is_head
+    head = HeadClient(node_options.head_address, agent.token, node_options.name) if is_follower else None
     try:
-        return Participant(agent, held, signals).run_to_end()
+        return Participant(agent, held, signals, head=head).run_to_end()
     finally:
         agent.close()
 
 
 class Participant:
-    """This machine's role in the run over time. `formed`: it has worked together with other nodes."""
+    """This machine's role in the run over time. `formed`: it has worked together with other nodes.
 
-    def __init__(self, agent: NodeAgent, held: HeldDirectory, signals: Signals) -> None:
+    `head`: the node that coordinates as long as the run lives, because this one has no disk in common with it.
+    """
+
+    def __init__(
+        self, agent: NodeAgent, held: HeldDirectory, signals: Signals, *, head: HeadClient | None = None
+    ) -> None:
         self._agent, self._held, self._signals = agent, held, signals
-        self._watch = LeaseWatch(agent.run)
+        self._head = head
+        self._watch: CoordinatorWatch = head or LeaseWatch(agent.run)
         self._formed = False
         self._lost_coordinator: Incident | None = None  # filed when we lost it; None while there is a coordinator
         self._since = self._began = time.monotonic()
@@ -66,8 +80,13 @@ class Participant:
         self._unfit = self._check_machine()
         while not self._agent.node.warm and not self._signals.stop_requested and not self._unfit:
             time.sleep(POLL_SECONDS)  # join only when the ranks of this node can start
+        if self._head is not None:
+            return self._follow_head(self._head)
         while True:
             holder_or_term = self._watch.poll()
+            if isinstance(holder_or_term, LeaseHolder) and self._agent.is_head:
+                self._wait_for_lease(holder_or_term)
+                continue
             if isinstance(holder_or_term, LeaseHolder):
                 code = self._follow(holder_or_term)
             elif self._unfit and not self._may_refuse(self._unfit):
@@ -79,6 +98,12 @@ class Participant:
                 code = self._coordinate(holder_or_term)
             if code is not None:
                 return code
+
+    def _wait_for_lease(self, holder: LeaseHolder) -> None:
+        """Wait for the lease of a head that is gone, which expires. Raises if another process runs the run."""
+        if isinstance(self._watch, LeaseWatch) and self._watch.certain:
+            raise held_lease_error(self._agent.run, holder)
+        time.sleep(POLL_SECONDS)
 
     def _check_machine(self) -> UserError | None:
         """Return why the run cannot work on this machine, and log it; None if it can."""
@@ -107,15 +132,20 @@ class Participant:
         nodes = RemoteNodeGroup(self._agent, lease, self._signals, formed=self._formed, unfit=self._unfit)
         with lease:
             run, incident = self._agent.run, self._take_over()
+            if self._agent.is_head:
+                self._agent.channel.operations[OPERATION] = partial(answer_nodes, run, lease.holder)
             try:
                 known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
-                code = Supervisor(run, nodes, self._signals, held=self._held, **known).supervise()
+                supervisor = Supervisor(run, nodes, self._signals, held=self._held, **known)
+                code = supervisor.supervise()
                 if lease.holds():
-                    nodes.dismiss(code)
+                    if not supervisor.handed_over:
+                        nodes.dismiss(code)
                     return code
             except FencedError:
                 pass
             except UserError as refusal:
+                AttemptLog(run).over(EXIT_USER, f"{refusal.code}: {refusal.what}")
                 nodes.dismiss(EXIT_USER, refusal)
                 raise
             self._agent.node.kill()
@@ -124,11 +154,24 @@ class Participant:
             self._note_lost_coordinator(FollowerEnd(why=why, connected=True, ranks_killed=True))
         return None
 
-    def _follow(self, holder: LeaseHolder) -> int | None:
+    def _follow_head(self, head: HeadClient) -> int:
+        """Follow the head until the run is over, or the head is lost for longer than nodes wait for each other.
+
+        No other node can take over: only the head has the run's records. So the run ends, to be started again.
+        """
+        wait_seconds = self._agent.node_options.wait_seconds
+        while (answer := head.ask(self._signals, seconds=wait_seconds)) is not None:
+            code = self._follow(head.holder, FileSender(self._agent.run, answer.received))
+            if code is not None:
+                return code
+        return EXIT_AGAIN
+
+    def _follow(self, holder: LeaseHolder, files: FileSender | None = None) -> int | None:
         """Return the run's exit code; None if the coordinator was lost, or cannot be reached."""
         if not holder.address:
             raise held_lease_error(self._agent.run, holder)  # a supervisor on one machine runs it
-        follower = Follower(self._agent.run, self._agent.node, holder, self._agent.token, unfit=self._unfit)
+        agent = self._agent
+        follower = Follower(agent, holder, unfit=self._unfit, files=files)
         if follower.wait_until_connected(self._signals):
             self._note_coordinator("network", "waited", f"{holder.host} coordinates")
         end = follower.follow(self._watch, self._signals)

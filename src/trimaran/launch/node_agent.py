@@ -5,9 +5,10 @@ import os
 from trimaran.core import Plan
 from trimaran.launch.channel import Channel
 from trimaran.launch.fork_server_process import ForkServerProcess
+from trimaran.launch.head_client import OPERATION, answer_not_ready
 from trimaran.launch.local import without_unusable, worker_environment
 from trimaran.launch.local_node import LocalNode
-from trimaran.launch.node_options import NodeOptions
+from trimaran.launch.node_options import NodeOptions, split_head
 from trimaran.launch.preflight_process import PreflightProcess
 from trimaran.launch.replan import cluster_of
 from trimaran.run import RunDirectory
@@ -33,7 +34,7 @@ class NodeAgent:
         plan, interface = run.read_plan(), node_options.interface
         kind = cluster_of(self.recipe, plan.mesh.world_size).device.kind
         self._on_cpu = kind == "cpu"
-        num_ranks = node_options.ranks or -(-plan.mesh.world_size // node_options.nodes)
+        num_ranks = node_options.ranks or -(-plan.mesh.world_size // node_options.num_at_start)
         nodes, where = -(-plan.mesh.world_size // num_ranks), f"node {node_options.name}"
         self.preflight = PreflightProcess(run, kind=kind, nodes=nodes, where=where) if check else None
         ours = {
@@ -42,11 +43,20 @@ class NodeAgent:
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
         }
         self.per_node, given = frozenset(ours), without_unusable(os.environ)
-        self.channel = Channel(node_options.address, self.token, own_node=node_options.name)
+        self.is_head = node_options.own_disk and node_options.is_head
+        port = split_head(node_options.head)[1] if self.is_head else 0
+        self.channel = Channel(node_options.address, self.token, port=port, own_node=node_options.name)
+        if self.is_head:
+            self.channel.operations[OPERATION] = answer_not_ready
+        alone = {"TRIMARAN_OWN_DISK": node_options.name} if node_options.own_disk else {}
         self.node = LocalNode(
             run,
             num_ranks=num_ranks,
-            environment=os.environ | self.environment(plan) | {name: given.get(name, ours[name]) for name in ours},
+            environment={
+                **(os.environ | self.environment(plan)),
+                **{name: given.get(name, ours[name]) for name in ours},
+                **alone,
+            },
             faults=self.recipe.faults,
             name=node_options.name,
             fork_server=fork_server,

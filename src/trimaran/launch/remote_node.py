@@ -5,27 +5,38 @@ monotonic clocks of two machines have nothing in common, and their wall clocks m
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.channel import SILENT_SECONDS, Mailbox
+from trimaran.launch.file_stream import FileReceiver
 from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
 from trimaran.run import Heartbeat, RunDirectory
 from trimaran.run.wire import Record
 
 KILL_SECONDS = 30.0
-POLL_SECONDS = 0.01
+AGE_DIGITS = 4  # of seconds; `attempt_watch` tolerates 0.01 s
+POLL_SECONDS = 0.5  # between checks whether a node is lost while we wait for its message
 
 
 class RemoteNode:
-    """Sends commands to a node and reads its messages. A lost node stays lost; if it returns, it is a new object."""
+    """Sends commands to a node and reads its messages. A lost node stays lost; if it returns, it is a new object.
 
-    def __init__(self, run: RunDirectory, name: str, mailbox: Mailbox, *, num_ranks: int) -> None:
+    `own_disk`: the node has a run directory of its own; it gets recipe and plan with each start, and sends its files.
+    """
+
+    def __init__(
+        self, run: RunDirectory, name: str, mailbox: Mailbox, *, num_ranks: int, own_disk: bool = False
+    ) -> None:
         self.name, self.num_ranks, self.mailbox = name, num_ranks, mailbox
+        self.host = name  # as the scheduler knows it; the node's first message says it
+        self._leaving = False
         self._run = run
+        self._files = FileReceiver(run, name) if own_disk else None
         self._sent = self._executed = 0  # numbers of commands
         self._ranks = range(0)
         self._events: list[NodeEvent] = []
@@ -37,17 +48,27 @@ class RemoteNode:
     def lost(self) -> str:
         """Why the node counts as lost; empty while it does not."""
         if not self._lost:
-            silence = time.monotonic() - self.mailbox.heard
+            silence = self.mailbox.silent_seconds
             if self.mailbox.broken:
                 self._lost = "its supervisor is gone"
             elif silence > SILENT_SECONDS:
                 self._lost = f"no message over its connection for {silence:.1f} s"
         return self._lost
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the node's supervisor was asked to stop."""
+        self._read()
+        return self._leaving
+
     def start(self, spec: AttemptSpec) -> None:
         self._ranks = range(spec.first_rank, spec.first_rank + spec.num_ranks)
         self._heartbeats, self._events, self._clock_offset = {}, [], None
-        self._send("start", spec=asdict(spec))
+        texts: dict[str, Any] = {}
+        if self._files is not None:
+            texts = {"recipe": read_regular_text(self._run.recipe), "plan": read_regular_text(self._run.plan)}
+        # The node knows the token, which must not be sent: frames are not encrypted.
+        self._send("start", spec=asdict(replace(spec, token="")), **({"files": texts} if texts else {}))
 
     def poll(self) -> list[NodeEvent]:
         self._read()
@@ -88,14 +109,18 @@ class RemoteNode:
     def _wait_until_executed(self, number: int, *, seconds: float) -> None:
         until = time.monotonic() + seconds
         while not self.lost and self._executed < number and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
+            self.mailbox.changed.wait(POLL_SECONDS)  # no busy loop: there is a thread for each of many nodes
+            self.mailbox.changed.clear()
             self._read()
 
     def _read(self) -> None:
         while self.mailbox.inbox:
             message = self.mailbox.inbox.popleft()
+            if self._files is not None and "files" in message:
+                self._files.write(message["files"])  # first: what follows may be about them
             if "executed" in message:
                 self._executed = max(self._executed, int(message["executed"]))
+            self._leaving |= bool(message.get("leaving", False))
             now = self._when(message)
             heartbeats = message.get("heartbeats", {})
             self._heartbeats |= {int(rank): heartbeat_of_record(each, now) for rank, each in heartbeats.items()}
@@ -114,14 +139,18 @@ class RemoteNode:
         return message["clock"] + self._clock_offset
 
 
-def record_of_heartbeat(heartbeat: Heartbeat, now: float) -> Record:
-    """Return `heartbeat` with ages instead of times."""
-    return asdict(heartbeat) | {"entered": now - heartbeat.entered, "alive": now - heartbeat.alive}
+def record_of_heartbeat(heartbeat: Heartbeat, now: float) -> list[Any]:
+    """Return the fields of `heartbeat` with ages instead of times. It is short: each rank has one in each message."""
+    entered, alive = round(now - heartbeat.entered, AGE_DIGITS), round(now - heartbeat.alive, AGE_DIGITS)
+    return [heartbeat.section, heartbeat.step, entered, alive, heartbeat.answered, heartbeat.saved]
 
 
-def heartbeat_of_record(record: Record, now: float) -> Heartbeat:
+def heartbeat_of_record(record: Sequence[Any], now: float) -> Heartbeat:
     """Return the heartbeat in a record of `record_of_heartbeat`, with times of this machine's clock."""
-    return Heartbeat(**record | {"entered": now - record["entered"], "alive": now - record["alive"]})
+    section, step, entered, alive, answered, saved = record
+    return Heartbeat(
+        section=section, step=step, entered=now - entered, alive=now - alive, answered=answered, saved=saved
+    )
 
 
 def record_of_event(event: NodeEvent, now: float) -> Record:

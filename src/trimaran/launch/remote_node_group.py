@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from trimaran.core import EXIT_USER, Plan, UserError
 from trimaran.launch.node import Node
 from trimaran.launch.node_agent import NodeAgent
+from trimaran.launch.note_bad_nodes import note_unfit_node
 from trimaran.launch.remote_node import RemoteNode
 from trimaran.launch.signals import Signals
 from trimaran.run import IncidentLog
@@ -19,6 +20,7 @@ POLL_SECONDS = 0.05
 REGROUP_SECONDS = 3.0  # for the remaining nodes to connect after one was lost
 DISMISS_SECONDS = 3.0  # for the other nodes to receive the run's exit code
 SKEW_SECONDS = 5.0  # a larger difference between wall clocks is reported, although nothing depends on it
+MAX_SKEW_INCIDENTS = 8
 
 
 class FencedError(Exception):
@@ -37,28 +39,33 @@ class RemoteNodeGroup:
         self.store, self.token = agent.channel.address, agent.token
         self._unfit: dict[str, UserError] = {agent.node.name: unfit} if unfit else {}
         self._agent, self._lease, self._signals, self._formed = agent, lease, signals, formed
+        self._own_disk = agent.node_options.own_disk
         self._remote: dict[str, RemoteNode] = {}
         self._turned_away: set[str] = set()
+        self._num_skewed = 0
+        self._num_before = 0  # nodes of the last start
 
     def wait_for_nodes(self) -> list[Node] | None:
         """Return the nodes that are present, sorted by name, once they are enough; None if too few come.
 
-        At first it waits for all of them; later the allowed minimum is enough after a short time to regroup. Raises if
-        the run has not begun and cannot work on one of them, once all nodes are connected and can be told.
+        At first it waits for those of a start; later for as many as there were, but the allowed minimum is enough after
+        a short time to regroup. Raises if the run has not begun and cannot work on one of them, once all nodes of a
+        start are connected and can be told.
         """
         options, began = self._agent.node_options, time.monotonic()
+        num_awaited = self._num_before or (options.nodes if self._formed else options.num_at_start)
         wait_for_all_seconds = REGROUP_SECONDS if self._formed else options.wait_seconds
         while not self._signals.stop_requested:
             if not self.holds():
                 raise FencedError
             nodes, waited = self._present(), time.monotonic() - began
-            if self._unfit and (len(nodes) + len(self._unfit) >= options.nodes or waited > options.wait_seconds):
+            if self._unfit and (len(nodes) + len(self._unfit) >= num_awaited or waited > options.wait_seconds):
                 raise join_refusals(self._unfit)
             if self._unfit:
                 time.sleep(POLL_SECONDS)
                 continue
-            if len(nodes) >= options.nodes or (len(nodes) >= options.min_nodes and waited > wait_for_all_seconds):
-                self._formed = True
+            if len(nodes) >= num_awaited or (len(nodes) >= options.min_nodes and waited > wait_for_all_seconds):
+                self._formed, self._num_before = True, len(nodes)
                 log.info("%d of %d nodes: %s", len(nodes), options.nodes, ", ".join(node.name for node in nodes))
                 return nodes
             if waited > max(wait_for_all_seconds, options.wait_seconds):
@@ -74,6 +81,23 @@ class RemoteNodeGroup:
         capacity = sum(node.num_ranks for node in present)
         has_grown = len(present) > len(nodes) and capacity > sum(node.num_ranks for node in nodes)
         return capacity if has_grown else None
+
+    def leaving(self, nodes: Sequence[Node]) -> list[str]:
+        return [node.name for node in nodes if isinstance(node, RemoteNode) and node.leaving]
+
+    def can_go_on(self) -> bool:
+        return len(self._present()) >= self._agent.node_options.min_nodes
+
+    def can_hand_over(self) -> bool:
+        """Wait a few seconds whether the other nodes are asked to stop too, as all nodes of a job are."""
+        options, until = self._agent.node_options, time.monotonic() + REGROUP_SECONDS
+        if self._own_disk or options.min_nodes == options.nodes:
+            return False
+        while len(self._present()) - 1 >= options.min_nodes:
+            if time.monotonic() > until:
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
 
     def environment(self, plan: Plan) -> Mapping[str, str]:
         shared = {
@@ -101,19 +125,25 @@ class RemoteNodeGroup:
             time.sleep(POLL_SECONDS)
 
     def _present(self) -> list[Node]:
-        """Return this node and those connected to it, sorted by name; at most as many as the run needs."""
+        """Return this node and those connected to it, in the order of their ranks; at most as many as are needed."""
         for name, mailbox in list(self._agent.channel.mailboxes.items()):
             known = self._remote.get(name)
             if (known is None or known.mailbox is not mailbox) and mailbox.inbox:
                 hello = mailbox.inbox.popleft()
-                self._remote[name] = RemoteNode(self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]))
+                self._remote[name] = RemoteNode(
+                    self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk
+                )
+                self._remote[name].host = str(hello.get("host", name))
                 self._report_skew(name, hello)
                 self._note_unfit(name, hello)
         for name in [each for each, node in self._remote.items() if node.lost]:
             self._unfit.pop(name, None)
-        present: list[Node] = [self._agent.node, *(node for node in self._remote.values() if not node.lost)]
+        present: list[Node] = [self._agent.node]
+        present += [node for node in self._remote.values() if not node.lost and not node.leaving]
         fit = [node for node in present if node.name not in self._unfit and node.name not in self._turned_away]
-        return sorted(fit, key=lambda node: node.name)[: self._agent.node_options.nodes]
+        # Without a shared disk rank 0, which writes the metrics and the model, is on this node.
+        is_first = self._agent.node if self._own_disk else None
+        return sorted(fit, key=lambda node: (node is not is_first, node.name))[: self._agent.node_options.nodes]
 
     def _note_unfit(self, name: str, hello: Record) -> None:
         """Record that the run cannot work on a node. If the run has already started, the node is turned away."""
@@ -123,6 +153,7 @@ class RemoteNodeGroup:
             return
         error = UserError(**hello["unfit"])
         log.error("%s", error)
+        note_unfit_node(self._agent.run, self._remote[name].host, error)
         if self._formed:
             self._turned_away.add(name)
             self._remote[name].dismiss(EXIT_USER, error)
@@ -131,13 +162,15 @@ class RemoteNodeGroup:
 
     def _report_skew(self, name: str, hello: Record) -> None:
         """Report a node whose wall clock differs from ours, because logs of both are then hard to compare."""
-        skew = float(hello["time"]) - time.time()
+        skew = float(hello["time"]) - self._remote[name].mailbox.begun
         if abs(skew) > SKEW_SECONDS:
             what = (
                 f"the clock of {name} is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}; nothing depends on it"
             )
             log.warning(what)
-            IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
+            self._num_skewed += 1
+            if self._num_skewed <= MAX_SKEW_INCIDENTS:  # it may be our clock that differs from those of 1,000 nodes
+                IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
 
 
 def join_refusals(unfit: Mapping[str, UserError]) -> UserError:

@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trimaran.core import Mesh, Plan, Recipe, UserError
+from trimaran.core import Comm, Mesh, Plan, Recipe, UserError
 from trimaran.hardware import Cluster, calibration_folder, parse_cluster
 from trimaran.models import outline_if_known, spec_of
+from trimaran.models.hf_facts import HfFacts, cached_facts
 from trimaran.planner import Question, check_plan, choose
 from trimaran.planner.memory_ladder import next_rung
 from trimaran.planner.search import predicted
@@ -27,7 +28,8 @@ def less_memory(plan: Plan, recipe: Recipe) -> tuple[Plan, str] | None:
 def question_of(recipe: Recipe, world_size: int) -> Question:
     """Return what the planner needs to predict plans of the recipe on `world_size` ranks."""
     spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
-    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster_of(recipe, world_size), max_plans=1)
+    cluster, facts = cluster_of(recipe, world_size), cached_facts(recipe.model, os.environ)
+    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1, facts=facts)
 
 
 def with_prediction(plan: Plan, recipe: Recipe) -> Plan:
@@ -50,23 +52,44 @@ def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
     except UserError:
         return None
     spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
+    facts = _known_facts(plan, recipe)
     for pins in _looser(recipe.plan if isinstance(recipe.plan, Plan) else Plan(), plan):
         try:
-            return choose(recipe.model_copy(update={"plan": pins}), spec, cluster, outline)
+            return choose(recipe.model_copy(update={"plan": pins}), spec, cluster, outline, facts)
         except UserError:
             continue
     return None
 
 
+def _known_facts(plan: Plan, recipe: Recipe) -> HfFacts | None:
+    """Return what our trainer can do with a Hugging Face model. If that is not known, the axes of `plan` work."""
+    facts = cached_facts(recipe.model, os.environ)
+    if facts is not None or recipe.model.family != "hf":
+        return facts
+    unknown = UserError("M026", "whether the model supports this axis is not known", where="plan.mesh",
+                        fix="plan the run for this number of ranks: `trimaran plan`")  # fmt: skip
+    return HfFacts(
+        without_tp=unknown if plan.mesh.tp == 1 else None,
+        without_cp=unknown if plan.mesh.cp == 1 else None,
+        has_fp8_layers=plan.precision == "fp8",
+    )
+
+
 def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
     """Yield the user's pinned fields, with fewer and fewer of those that depend on the number of ranks."""
-    fixed = {name: getattr(plan, name) for name in FIXED_FIELDS}
+    fixed = {name: getattr(plan, name) for name in FIXED_FIELDS} | {"comm": _same_results(pins.comm, plan.comm)}
     tree = {name: getattr(pins, name) for name in pins.model_fields_set - {"prediction"}} | fixed
     yield Plan(**tree)
     batch = {name: value for name, value in tree.items() if name not in ("micro_batch", "grad_accum")}
     inner = {axis: getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set - {"dp_replicate", "dp_shard"}}
     yield Plan(**batch | {"mesh": Mesh(**inner)})
     yield Plan(**{name: value for name, value in batch.items() if name not in ("mesh", "pipeline", "sharding")})
+
+
+def _same_results(pins: Comm, comm: Comm) -> Comm:
+    """Return how ranks communicate, without `overlap`: it changes no results, and only full replicas do without it."""
+    pinned = {"overlap": pins.overlap} if "overlap" in pins.model_fields_set else {}
+    return Comm.model_validate(comm.model_dump(exclude={"overlap"}) | pinned)
 
 
 def full_size(recipe: Recipe) -> int:

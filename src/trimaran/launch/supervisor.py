@@ -22,6 +22,7 @@ from trimaran.launch.next_attempt import (
     recovery_options,
 )
 from trimaran.launch.node import Node, on_all_nodes
+from trimaran.launch.note_bad_nodes import note_lost_nodes
 from trimaran.launch.policy import EXIT_FAULT, Cycle, decide
 from trimaran.launch.rank_events import RankEventIncidents
 from trimaran.launch.show_ranks import show_ranks
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 EVENT_BACKLOG_BYTES = 1 << 20  # the last events of a long run are enough
 MAX_COSTS = ("max_lost_steps", "max_lost_seconds")
 
-POLL_SECONDS = 0.05
+POLL_SECONDS, PAUSE_PER_POLL = 0.05, 4.0
 LEASE_SECONDS = 1.0  # between checks of the lease
 LONG_WAIT_SECONDS = 1.0  # a longer wait for nodes is recorded with the incident
 
@@ -53,6 +54,18 @@ class NodeGroup(Rendezvous, Protocol):
 
     def growth(self, nodes: Sequence[Node]) -> int | None:
         """Return how many ranks are possible, if more nodes are present than `nodes`; None if not."""
+        ...
+
+    def leaving(self, nodes: Sequence[Node]) -> list[str]:
+        """Return the names of those of `nodes` whose supervisors were asked to stop, except for this one."""
+        ...
+
+    def can_go_on(self) -> bool:
+        """Return whether the nodes that are present, without those that leave, are enough."""
+        ...
+
+    def can_hand_over(self) -> bool:
+        """Return whether another node can coordinate, and enough nodes would be left without this one."""
         ...
 
     def end_attempt(self, attempt: int) -> None:
@@ -97,6 +110,7 @@ class Supervisor:
 
     `highest_step` is the highest step that the run had finished before. `open_incident`: another supervisor or
     coordinator was lost, and this one takes over. `held`: the run directory, if it is to be noticed that it was moved.
+    `handed_over`: only this node stopped; the run goes on, and another node has to coordinate it.
     """
 
     def __init__(
@@ -118,7 +132,10 @@ class Supervisor:
         self._open_incidents: list[OpenIncident] = [open_incident] if open_incident else []
         self._stop_incident: Incident | None = None  # set once a stop of the run is requested
         self._new_size: int | None = None  # the requested number of ranks, if it is to change
+        self._leaving: list[str] = []  # nodes without which the run is to go on
         self._stopping = False  # the ranks were asked to stop
+        self.handed_over = self._is_own_stop = False
+        self._has_started = False
         self._capacity = 0
         self._lease_due = 0.0
 
@@ -135,7 +152,7 @@ class Supervisor:
                 last = self._open_incidents[-1]
                 last.incident = self.incidents.amend(last.incident, action="waited")
             if nodes is None:
-                return self._over(EXIT_AGAIN, "asked to stop" if self.signals.stop_requested else "too few nodes")
+                return self._over_without_nodes()
             if error := self._fit_plan(nodes):
                 return self._over(EXIT_FAULT, error)
             code = self._attempt(nodes)
@@ -145,6 +162,9 @@ class Supervisor:
     def _fit_plan(self, nodes: Sequence[Node]) -> str:
         """Fit the plan to the nodes that are present, and record if the run gets smaller. Returns an error, or ""."""
         size, requested = self.run.read_plan().mesh.world_size, self._new_size
+        if not self._has_started and self._may_grow():
+            requested = larger_size(self.run, capacity=sum(node.num_ranks for node in nodes))
+        self._has_started, self._capacity = True, 0
         error = fit_plan(self.run, nodes, world_size=requested)
         self._new_size, new = None, self.run.read_plan().mesh.world_size
         if new < size and requested is None:
@@ -155,6 +175,11 @@ class Supervisor:
                 evidence = each.incident.evidence | {"why": why}
                 each.incident = self.incidents.amend(each.incident, action="resized", evidence=evidence)
         return error
+
+    def _may_grow(self) -> bool:
+        """Return whether more nodes may be here than the plan is for: they were lost, or join an elastic run."""
+        is_elastic = bool(self.recipe.faults.ranks) or bool(read_attempts(self.run).attempts)
+        return is_elastic and self.node_group.growth(()) is not None
 
     def _attempt(self, nodes: Sequence[Node]) -> int | None:
         """Start the ranks and supervise them to their end. Returns the run's exit code; None: start again."""
@@ -170,6 +195,8 @@ class Supervisor:
             outcome = "done"
         if outcome == "trouble":
             investigation = investigate(self.run, watch, self.incidents, step=watch.highest_step)
+            if self._stop_incident is None:  # a node that leaves while the run stops was asked to
+                note_lost_nodes(self.run, nodes, watch.lost, incident=investigation.incident.id)
         on_all_nodes(nodes, lambda node: node.kill())
         if outcome == "fenced":
             return EXIT_FAULT  # another process holds the lease: this one must not write any more
@@ -215,7 +242,7 @@ class Supervisor:
         reported = RankEventIncidents(self.incidents, attempt=watch.spec.attempt, steps_before=steps_before)
         network, slow_ranks = NetworkCheck(self.run, self.incidents, watch), SlowRankCheck(self.run, self.incidents)
         strangers = StrangerCheck(self.incidents, watch, self.node_group.count_refused)
-        num_read = 0
+        num_read, began = 0, time.monotonic()
         while (outcome := watch.poll()) is None:
             network.poll()
             strangers.poll()
@@ -234,7 +261,9 @@ class Supervisor:
             if self.signals.show_requested:
                 self.signals.show_requested = False
                 show_ranks(self.run, watch.nodes, range(watch.spec.world_size))
-            time.sleep(POLL_SECONDS)
+            # With thousands of ranks a poll takes longer, and must leave most of a core to the channel.
+            time.sleep(max(POLL_SECONDS, PAUSE_PER_POLL * (time.monotonic() - began)))
+            began = time.monotonic()
         reported.add(watch.events[num_read:])
         return outcome
 
@@ -255,9 +284,13 @@ class Supervisor:
         elif self._stop_incident is None and (self.signals.stop_requested or stop_file):
             what = f"the run was asked to stop by {self.signals.name}"
             self._stop_incident = self.incidents.notice("preempted", what, **known)
+            self._is_own_stop = not stop_file
         elif not self._stopping:
-            self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)
-        if not self._stopping and (self._stop_incident or self._new_size):
+            self._leaving = self.node_group.leaving(watch.nodes)
+            self._new_size = None
+            if not self._leaving:
+                self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)
+        if not self._stopping and (self._stop_incident or self._new_size or self._leaving):
             self._stopping = True
             for node in watch.nodes:
                 node.request_stop()
@@ -305,31 +338,52 @@ class Supervisor:
         opened = OpenIncident(incident=incident, since=investigation.since, highest_step=self._highest_step)
         self._open_incidents.append(opened)
         apply_decision(self.run, self.recipe, decision, incident)
-        self._stopping, self._new_size = self._stop_incident is not None, None
+        self._stopping, self._new_size, self._leaving = self._stop_incident is not None, None, []
         if not self._stopping:
             self.run.stop_request.unlink(missing_ok=True)  # ours, for a resize that the incident interrupted
         return None
 
     def _stopped(self, watch: AttemptWatch) -> int | None:
         """Handle that all ranks stopped with a complete checkpoint. Returns the run's exit code; None: resize."""
-        if self._stop_incident is None and self._new_size is not None:
+        known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
+        leaving, self._leaving = self.node_group.leaving(watch.nodes), []
+        if self._stop_incident is None and (self._new_size is not None or (leaving and self.node_group.can_go_on())):
+            if leaving:
+                what = f"{', '.join(leaving)}: asked to stop; the other nodes continue"
+                incident = self.incidents.notice("preempted", what, action="continued", **known)
+                log.warning("%s", headline(incident))
+                opened = OpenIncident(incident=incident, since=time.monotonic(), highest_step=watch.highest_step)
+                self._open_incidents.append(opened)
             self.run.resize_request.unlink(missing_ok=True)
             self.run.stop_request.unlink(missing_ok=True)
             self._stopping = False
             return None
-        incident = self._stop_incident or self.incidents.notice(
-            "preempted",
-            "a rank was asked to stop, and all ranks stopped",
-            attempt=watch.spec.attempt,
-            step=watch.highest_step,
-        )
+        who = ", ".join(leaving) or "a rank"
+        what = f"{who} was asked to stop, and all ranks stopped"
+        incident = self._stop_incident or self.incidents.notice("preempted", what, **known)
         cost = {"seconds_to_stop": round(time.time() - incident.time, 3), "lost_steps": 0.0}
+        if self._is_own_stop and self.node_group.can_hand_over():
+            self.handed_over = True
+            why = "only the node that coordinates was asked to stop; the others continue"
+            log.warning("%s", why)
+            evidence = incident.evidence | {"why": why}
+            self.incidents.amend(incident, action="continued", step=watch.highest_step, cost=cost, evidence=evidence)
+            return EXIT_AGAIN
         self.incidents.amend(incident, action="saved", step=watch.highest_step, cost=cost)
         moved = f"{self._directory.moved}; " if self._directory.moved else ""
         how = "with a complete checkpoint; `trimaran resume` continues"
         if self.recipe.checkpoint.is_off:
             how = "without a checkpoint (checkpoint.every: off); `trimaran resume` starts from the first step"
         return self._over(EXIT_AGAIN, f"{moved}stopped {how}")
+
+    def _over_without_nodes(self) -> int:
+        """End the run, because a stop is requested or too few nodes are present."""
+        if not self.signals.stop_requested:
+            return self._over(EXIT_AGAIN, "too few nodes")
+        for each in self._open_incidents:
+            if each.incident.cause == "preempted":  # the others were asked first
+                self.incidents.amend(each.incident, action="saved")
+        return self._over(EXIT_AGAIN, "asked to stop")
 
     def _over(self, code: int, why: str) -> int:
         log.info("over: %d, %s", code, why)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimaran.core import UserError
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_loader import LoopLoader
+from trimaran.nets.local_shards import gathered
 from trimaran.train.checkpointing.training_state import persistent_buffers
 
 WHERE = "loop.evaluate(measure, batches)"
@@ -81,7 +81,7 @@ def full_state_dict(model: nn.Module, *, is_main: bool) -> dict[str, Tensor]:
     """Return the whole weights and buffers, on the CPU of the main rank; an empty dict on the others."""
     full: dict[str, Tensor] = {}
     for name, each in model.state_dict().items():
-        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        whole = gathered(each) if isinstance(each, Tensor) else each
         if is_main and isinstance(whole, Tensor):
             full[name] = whole.detach().to("cpu", copy=True)
     return full

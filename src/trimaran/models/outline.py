@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trimaran.core import Bytes, Flops
 from trimaran.models.layer_adapter import LayerAdapter, LinearShape
 from trimaran.models.spec import ExpertSpec, ModelSpec
+from trimaran.models.vocabulary_split import rows_per_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +262,10 @@ class Tower:
     @property
     def adapter(self) -> LayerAdapter | None:
         """The adapter of the first layer that has one."""
-        adapters = (block.adapter for block, _ in self.runs if isinstance(block, OutlineLayer))
-        return next((each for each in adapters if each), None)
+        for block, _ in self.runs:  # a search asks often
+            if isinstance(block, OutlineLayer) and block.adapter:
+                return block.adapter
+        return None
 
     @property
     def is_head_trained(self) -> bool:
@@ -296,6 +299,14 @@ class Tower:
     @property
     def head_parameters(self) -> int:
         return self.outputs * self.hidden
+
+    def embedding_rows(self, tp: int) -> int:
+        """Return how many rows of the embedding the first of `tp` ranks holds; no rank holds more."""
+        return rows_per_rank(self.vocab, tp)
+
+    def head_rows(self, tp: int) -> int:
+        """Return how many rows of the head the first of `tp` ranks holds; no rank holds more."""
+        return rows_per_rank(self.outputs, tp)
 
     @property
     def parameters(self) -> int:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from trimaran.core import RowSizes
 from trimaran.models.hf_vision import DYNAMIC_SIZE, ImageLimits
 from trimaran.models.outline import Outline, OutlineLayer, Tower, outline_of
 from trimaran.models.vlm_spec import VisionSpec, VlmSpec
@@ -26,6 +27,22 @@ def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
         towers=(vision, _projector(spec, num_tiles * patches), *language.towers),
         max_seq_len=spec.max_seq_len,
     )
+
+
+def with_row_sizes(outline: Outline, spec: VlmSpec, sizes: RowSizes) -> Outline:
+    """Return the outline for rows that hold what `sizes` says. A rank without images encodes one group of patches."""
+    merged = spec.projector.merge**2
+    patches = max(merged, round(sizes.patches))
+    segment = max(merged, round(sizes.image_patches)) + spec.vision.ends.class_token
+    images = max(1, round(patches / (segment - spec.vision.ends.class_token)))
+    own = {  # positions and segment
+        "vision": (patches + images * spec.vision.ends.class_token, segment),
+        "projector": (patches // merged, 0),
+        outline.main.name: (outline.main.positions, max(1, round(sizes.attended_tokens))),
+    }
+    pairs = ((each, own.get(each.name, (each.positions, each.segment))) for each in outline.towers)
+    towers = tuple(replace(each, positions=positions, segment=segment) for each, (positions, segment) in pairs)
+    return replace(outline, towers=towers)
 
 
 def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:

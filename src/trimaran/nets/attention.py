@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trimaran.models import ModelSpec, Rope
 from trimaran.nets.attention_context import AttentionScope, Context
 from trimaran.nets.joint_projections import Rotation, fused_norm, rotary_projection
+from trimaran.nets.local_shards import local_for_compute
 
 
 class RMSNorm(nn.RMSNorm):
@@ -25,7 +26,8 @@ class RMSNorm(nn.RMSNorm):
         if self.fused:
             return fused_norm(x, self)
         # On CUDA, autocast would return fp32.
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+        weight = local_for_compute(self.weight)
+        return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -49,6 +51,11 @@ class Attention(nn.Module):
         plain = isinstance(self.q_norm, nn.Identity)
         return (self.q_proj, self.k_proj, self.v_proj) if plain else ()
 
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """The numbers of query heads and of key heads on this rank."""
+        return self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
+
     def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> Tensor:
         """Return the attention output for `x` [B, T, hidden]."""
         query, key, value = self._joint_heads(x, rotation) if self.joint else self._heads(x, rotation)
@@ -56,8 +63,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _joint_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads = (each.out_features // self.head_dim for each in (self.q_proj, self.k_proj))
-        return rotary_projection(x, self.projections, rotation, (heads, kv_heads))
+        return rotary_projection(x, self.projections, rotation, self.num_heads)
 
     def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:-1], -1, self.head_dim)

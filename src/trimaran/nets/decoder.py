@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec
+from trimaran.nets import cpu_kernels
 from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
 from trimaran.nets.attention_context import AttentionScope, Context, document_positions
+from trimaran.nets.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.key_value_cache import CacheExtension
 from trimaran.nets.module_dtype import own_dtype
@@ -25,18 +27,30 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
         self.mlp = MoeLayer(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
-        self.joint = False
+        self.joint = self.fused = False
 
     def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this layer, and the layer's balance loss, None without experts.
 
-        The stream keeps its dtype, even if a module inside has its own precision.
+        The stream keeps its dtype, even if a module inside has its own precision. A `fused` layer does not call the
+        modules inside it; it is one whose projections are all joint.
         """
+        if self.fused and isinstance(self.mlp, FeedForward) and cpu_kernels.is_supported(x):
+            return self._forward_on_cpu(x, rotation, scope, self.mlp), None
         x, inner = self._norm_and_residual(x, self.input_layernorm)
         x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
         x, inner = self._norm_and_residual(x, self.post_attention_layernorm)
         out, balance = self.mlp(inner) if isinstance(self.mlp, MoeLayer) else (self.mlp(inner), None)
         return x + out.to(x.dtype), balance
+
+    def _forward_on_cpu(self, x: Tensor, rotation: Rotation, scope: AttentionScope, mlp: FeedForward) -> Tensor:
+        attention = self.self_attn
+        x, query, key, value = normed_heads(
+            x, self.input_layernorm, attention.projections, rotation, attention.num_heads
+        )
+        attended = attention.context.attend(query, key, value, scope).transpose(1, 2).flatten(2)
+        parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return attended_feed_forward(attended, x, attention.o_proj, self.post_attention_layernorm, parts)
 
     def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))

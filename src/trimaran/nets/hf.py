@@ -16,6 +16,7 @@ from trimaran.models import Spec, model_folder, weight_files
 from trimaran.models.from_hf_vlm import FOREIGN
 from trimaran.nets.attention_context import Context, document_positions
 from trimaran.nets.hf_attention import (
+    OPTION_ATTRIBUTE,
     SCOPE_ARGUMENT,
     added_mask,
     context_of,
@@ -168,6 +169,7 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
     """
     _disable_padding_check(module)
     result, architecture = probe(module), type(module).__name__
+    setattr(module, OPTION_ATTRIBUTE, result.unsupported_option)
     if result.attention_difference:
         log.info("%s keeps its own attention: it %s", architecture, result.attention_difference)
     else:
@@ -240,6 +242,14 @@ def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
     model = _loader(config).from_config(config, trust_remote_code=trust_remote_code, **_settings(config))
     model.config.use_cache = False
     return model
+
+
+def refuse_unknown_class(config: Any, path: Path) -> None:
+    """Raise if transformers has no language model for this configuration, as of a model for images alone."""
+    loader = _loader(config)
+    if type(config) not in loader._model_mapping and loader.__name__ not in (getattr(config, "auto_map", None) or {}):
+        what = f"Unrecognized configuration class {type(config)} for this kind of AutoModel: {loader.__name__}."
+        raise _not_loaded(ValueError(what), path)
 
 
 def _loader(config: Any) -> Any:

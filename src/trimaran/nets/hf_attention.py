@@ -33,6 +33,7 @@ SCOPE_ARGUMENT = (
     "trimaran_scope"  # the argument that carries the attention scope from the model's call to its attention
 )
 MIXING_ATTRIBUTE = "trimaran_mixing_reason"  # the attribute of a model that holds the result of `mixing_reason`
+OPTION_ATTRIBUTE = "trimaran_unsupported_option"  # the attribute of a model that a trial call found to attend with one
 SCOPE_ATTRIBUTE = "trimaran_takes_scope"  # the attribute of a model that passes this argument through
 
 
@@ -43,6 +44,9 @@ def set_context(module: Any, context: Context) -> None:
     """
     if reason := attention_difference(module):
         raise _cp_unsupported(module, reason)
+    option = getattr(module, OPTION_ATTRIBUTE, "")
+    if option and (module.training or option != "dropout"):
+        raise _cp_unsupported(module, f"attends with {option}")
     assert AttentionInterface is not None, "there is no model without transformers"
     AttentionInterface.register(NAME, _attend)
     module.set_attn_implementation(NAME)

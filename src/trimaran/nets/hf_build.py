@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # private in torch; there is no other way to see operators
 
 from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model
+from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model, refuse_unknown_class
 from trimaran.nets.hf_read import WeightSource, find_weight_sources, read_weights
 from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.network import WeightsNeededError
 
 FillWeights = Callable[[nn.Module, torch.device], None]
 
@@ -24,18 +26,27 @@ log = logging.getLogger(__name__)
 
 
 def open_hf_model(
-    path: Path, *, trust_remote_code: bool, seed: int, report_progress: Callable[[], None] = lambda: None
+    path: Path,
+    *,
+    trust_remote_code: bool,
+    seed: int,
+    report_progress: Callable[[], None] = lambda: None,
+    without_weights: bool = False,
 ) -> tuple[nn.Module, FillWeights]:
     """Return the model in the folder, and a function that gives it fp32 weights on a device after it is sharded.
 
     A rank never holds more than its own shard and one block. The weights are those on disk; if the folder holds only a
     config, they are random and depend only on `seed` and their names. A model that cannot be built this way is loaded
-    unsharded; the log says why. `report_progress` is called after each tensor that the function reads.
+    unsharded, and the log says why; `without_weights` raises WeightsNeededError instead. `report_progress` is called
+    after each tensor that the function reads.
     """
     folder = model_folder(str(path))
     has_weights = bool(weight_files(folder))
     config = hf_config(path, trust_remote_code=trust_remote_code)
+    refuse_unknown_class(config, path)
     module, sources, problem = _build_on_meta(config, folder if has_weights else None, trust_remote_code)
+    if problem and without_weights:
+        raise WeightsNeededError(problem)
     if problem:
         log.warning("every rank loads the full model %s before it is sharded: %s", path, problem)
         return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), _materialise
@@ -57,7 +68,7 @@ def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) ->
     except UserError:
         raise
     except Exception as error:  # any error of transformers or of the model's own code
-        return None, [], f"{type(error).__name__}: {error}"
+        return None, [], f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return module, sources, problem
 
 
@@ -69,13 +80,20 @@ def _read(
     report_progress: Callable[[], None],
 ) -> None:
     _materialise(module, device)
-    read_weights(module, folder, sources, report_progress)
+    if device.type != "meta":  # where it is only checked, and `find_weight_sources` has done that
+        read_weights(module, folder, sources, report_progress)
 
 
 def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Module, seed: int) -> None:
-    """Fill a sharded module with random weights from the model's own initialisation, one block at a time."""
+    """Fill a sharded module with random weights from the model's own initialisation, one block at a time.
+
+    On the meta device, only check that it initialises every weight.
+    """
     _materialise(module, device)
     targets = loadable_weights(module)
+    if device.type == "meta":
+        _check_initialisation(unsharded, targets)
+        return
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, unit, is_block in _units(unsharded):
             names = [each for each, _ in unit.named_parameters(prefix=name, recurse=is_block) if each in targets]
@@ -101,8 +119,39 @@ def _initialise(unsharded: nn.Module, parts: list[tuple[str, nn.Module]], seed: 
 
 def _refuse_uninitialised(name: str, value: Tensor) -> None:
     if value.isnan().any():
-        raise UserError("M029", f"the model's code does not initialise {name}", where="model.path",
-                        fix="save the model with its weights, and name that folder")  # fmt: skip
+        raise _uninitialised(name)
+
+
+def _uninitialised(name: str) -> UserError:
+    return UserError("M029", f"the model's code does not initialise {name}", where="model.path",
+                     fix="save the model with its weights, and name that folder")  # fmt: skip
+
+
+def _check_initialisation(unsharded: nn.Module, names: Iterable[str]) -> None:
+    """Raise if the model's initialisation leaves out a weight. Nothing is computed; what it writes to is recorded."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), WrittenStorages() as written:
+        try:
+            _initialise(unsharded, list(unsharded.named_modules()), seed=0)
+        except Exception as error:  # any error of the model's own code, which may read values
+            log.info("the initialisation does not run on the meta device: %s: %s", type(error).__name__, error)
+            return
+    for name in names:
+        if unsharded.get_parameter(name).untyped_storage()._cdata not in written.storages:
+            raise _uninitialised(name)
+
+
+class WrittenStorages(TorchDispatchMode):
+    """Records the storages that operators write to in place, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self.storages.add(value.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
 
 
 def _owner(unsharded: nn.Module, path: str) -> Any:

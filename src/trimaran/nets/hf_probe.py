@@ -25,11 +25,13 @@ log = logging.getLogger(__name__)
 class ProbeResult:
     """`ends_in_head`: the logits are the head's output, without further processing.
 
-    `attention_difference`: why our attention cannot replace the model's; empty if it can.
+    `attention_difference`: why our attention cannot replace the model's; empty if it can. `unsupported_option`: what
+    the model attends with in training and our attention does not support; empty if there is no such option.
     """
 
     ends_in_head: bool
     attention_difference: str
+    unsupported_option: str = ""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class _CallRecord:
     head_calls: int = 0
     attention_calls: int = 0
     attention_difference: str = ""
+    unsupported_option: str = ""
 
 
 def probe(module: Any) -> ProbeResult:
@@ -55,7 +58,7 @@ def probe(module: Any) -> ProbeResult:
     difference = attention_difference(module) or record.attention_difference
     if not difference and not record.attention_calls:
         difference = "has its own attention implementation"
-    return ProbeResult(logits is head_output and record.head_calls == 1, difference)
+    return ProbeResult(logits is head_output and record.head_calls == 1, difference, record.unsupported_option)
 
 
 def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
@@ -73,6 +76,7 @@ def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
         part: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         record.attention_calls += 1
+        record.unsupported_option = record.unsupported_option or unsupported_option(options)
         reasons = {
             "does not pass extra arguments on to its attention": options.get(SCOPE_ARGUMENT) is not scope,
             "builds its own attention masks": mask is not None,

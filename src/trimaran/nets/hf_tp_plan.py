@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from trimaran.core import UserError
+from trimaran.models.hf_facts import refuse_tp_degree
+from trimaran.models.vocabulary_split import every_rank_has_rows
 
 # The style of a module in transformers, and ours. Between a colwise and a rowwise module, both hold a rank's own heads
 # or columns.
@@ -22,8 +24,22 @@ def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
     """Return the style of every module that has parameters, by name pattern.
 
     There is no sequence parallelism: transformers' attention would take a part of the sequence for all of it. Embedding
-    and head are sharded along the vocabulary if the degree divides it, and replicated otherwise.
+    and head are sharded along the vocabulary, in which the last ranks hold fewer rows if the degree does not divide it.
     """
+    plan, sizes = _plan_and_sizes(module, degree)
+    refuse_tp_degree(degree, sizes)
+    return plan
+
+
+def hf_tp_sizes(module: Any) -> dict[str, int]:
+    """Return what a degree must divide: the heads and every width that is sharded, by name.
+
+    Raises UserError if there is no tensor-parallel plan for the model.
+    """
+    return _plan_and_sizes(module, degree=2)[1]
+
+
+def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
     theirs: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     ends = _ends(module, degree)
     wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
@@ -36,8 +52,8 @@ def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
     for pattern in [pattern for pattern, style in plan.items() if not style]:
         plan[pattern] = _unnamed(module, pattern, owners[pattern], named)
     linear = {pattern: style for pattern, style in named.items() if isinstance(owners[pattern], nn.Linear)}
-    _refuse_degree(module, degree, {pattern: _width(owners[pattern], style) for pattern, style in linear.items()})
-    return plan
+    widths = {pattern: _width(owners[pattern], style) for pattern, style in linear.items()}
+    return plan, _head_counts(module) | widths
 
 
 def _refuse_unknown_styles(module: nn.Module, wanted: Mapping[str, str]) -> None:
@@ -54,10 +70,10 @@ def _ends(module: Any, degree: int) -> dict[str, str]:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {id(part): name for name, part in module.named_modules()}
     tied = head is not None and head.weight is embedding.weight
-    split_embedding = isinstance(embedding, nn.Embedding) and embedding.num_embeddings % degree == 0
+    split_embedding = isinstance(embedding, nn.Embedding) and every_rank_has_rows(embedding.num_embeddings, degree)
     styles = {names[id(embedding)]: "embedding" if split_embedding else "replicated"}
     if isinstance(head, nn.Linear):
-        split_head = split_embedding if tied else head.out_features % degree == 0
+        split_head = split_embedding if tied else every_rank_has_rows(head.out_features, degree)
         styles[names[id(head)]] = "colwise-logits" if split_head else "replicated"
     return styles
 
@@ -75,17 +91,10 @@ def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[st
     raise _tp_unsupported(module, f"does not say how {pattern} is sharded")
 
 
-def _refuse_degree(module: Any, degree: int, widths: Mapping[str, int]) -> None:
-    """Raise unless the degree divides the heads and every width that is sharded."""
+def _head_counts(module: Any) -> dict[str, int]:
     config = module.config.get_text_config()
     counts = {field: getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
-    heads = {field: count for field, count in counts.items() if isinstance(count, int)}
-    bad = [f"{name} ({size})" for name, size in (heads | dict(widths)).items() if size % degree]
-    if bad:
-        sizes = (*heads.values(), *widths.values())
-        works = [str(each) for each in range(1, degree) if not any(size % each for size in sizes)]
-        raise UserError("M027", f"tp is {degree}, which does not divide {bad[0]}", where="plan.mesh.tp",
-                        fix=f"use a tp of {' or '.join(works)}")  # fmt: skip
+    return {field: count for field, count in counts.items() if isinstance(count, int)}
 
 
 def _width(part: Any, style: str) -> int:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.decoder import Decoder
-from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_slices
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -26,13 +25,16 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     """Fill a Decoder in place from the safetensors in `folder`, in the parameters' own dtypes.
 
     Each rank reads only the rows it holds, and a stage only its layers. Names and shapes are checked before the first
-    value is written. An adapter is not filled. `report_progress` is called after each tensor.
+    value is written; on the meta device nothing else is done. An adapter is not filled. `report_progress` is called
+    after each tensor.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
         parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, folder, others=_shapes_of_all(module.spec))
+        if is_on_meta(module):
+            return
         try:
             for name, parameter in parameters.items():
                 with weight_to_fill(module, name, parameter) as target:
@@ -67,7 +69,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
     """
     gather = getattr(parameter, "gather_full", None)
     value = gather() if gather else parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
+    return gathered(value).cpu().contiguous()
 
 
 def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:

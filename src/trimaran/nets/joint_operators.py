@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimaran.nets import cpu_kernels
 from trimaran.nets.operators import define_operator
 
 
@@ -26,13 +27,14 @@ def cast_if_needed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _joined(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0].as_strided((sum(map(len, weights)), weights[0].shape[1]), weights[0].stride())
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of which the weights are consecutive slices."""
+    return weights[0].as_strided((sum([each.shape[0] for each in weights]), weights[0].shape[1]), weights[0].stride())
 
 
 def _joint_matmul(x: Tensor, weights: Sequence[Tensor], transposed: bool) -> Tensor:
     """Return the matmul of `x` and the consecutive weights; `transposed` as in a linear layer."""
-    joint = _joined(weights)
+    joint = joined(weights)
     return x @ (joint.t() if transposed else joint)
 
 
@@ -44,11 +46,14 @@ def _rotary_projection(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, cos: Tensor, sin: Tensor, num_rotated: int
 ) -> Tensor:
     """Return the joint projection of `x` [B, T, hidden], with RoPE applied to its first `num_rotated` heads."""
-    packed = F.linear(x, _joined(weights), None if bias is None else bias.to(x.dtype))
+    packed = F.linear(x, joined(weights), None if bias is None else bias.to(x.dtype))
     if packed.is_cuda:
         from trimaran.nets.kernels.rotary_projection import rotate_in_place  # noqa: PLC0415 - only a GPU has Triton
 
         rotate_in_place(packed, cos, sin, heads=num_rotated)
+        return packed
+    if cpu_kernels.is_supported(packed):
+        cpu_kernels.rotate_in_place(packed, cos, sin, heads=num_rotated)
         return packed
     heads = packed.unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2)
     rotated = rotate(heads[:, :num_rotated], cos, sin)
@@ -67,6 +72,8 @@ def _rotary_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin
         from trimaran.nets.kernels.rotary_projection import rotary_backward  # noqa: PLC0415
 
         return rotary_backward(query, key, value, cos, sin)
+    if cpu_kernels.is_supported(query):
+        return cpu_kernels.rotary_backward(query, key, value, cos, sin)
     parts = [*(_rotate_backward(each, cos, sin) for each in (query, key)), value]
     return torch.cat(parts, dim=1).transpose(1, 2).flatten(2).contiguous()
 
@@ -87,6 +94,9 @@ def _gated_backward(packed: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]
         from trimaran.nets.kernels.swiglu import gated_backward  # noqa: PLC0415
 
         return gated_backward(packed, grad_inner)
+    if cpu_kernels.is_supported(packed):
+        inner, sigmoid = cpu_kernels.gated_forward(packed)
+        return cpu_kernels.gated_backward(packed, sigmoid, grad_inner), inner
     gate, up = packed.float().chunk(2, dim=-1)
     sigmoid, gradient = gate.sigmoid(), grad_inner.float()
     silu = gate * sigmoid
@@ -119,6 +129,8 @@ def _norm_backward(
         from trimaran.nets.kernels.rms_norm import norm_backward  # noqa: PLC0415
 
         return norm_backward(x, weight, grad_residual, grad_normed, eps)
+    if cpu_kernels.is_supported(x):
+        return cpu_kernels.norm_backward(x, weight, cpu_kernels.inverse_rms(x, eps), grad_residual, grad_normed)
     value, gradient, scale = x.float(), grad_normed.float(), weight.to(x.dtype).float()
     inverse_rms = (value.square().mean(-1, keepdim=True) + eps).rsqrt()
     value, scaled = value * inverse_rms, gradient * scale

@@ -2,10 +2,12 @@
 
 Parameters and their names do not change. Each parameter is a slice of one tensor, so nothing is copied to join them,
 and an in-place change of a parameter changes the joint tensor. torch's compiler would concatenate the gradients of the
-parts at half the memory bandwidth; on a GPU our own kernels do that.
+parts at half the memory bandwidth; on a GPU our own kernels do that. Most layers in fp32 on a CPU are computed by
+`cpu_layer.py` instead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,19 @@ def joint_slices(parts: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[tup
     rows = [len(each.weight) for each in parts]
     joint = torch.empty(sum(rows), parts[0].in_features, dtype=dtype, device=parts[0].weight.device)
     yield from zip((each.weight for each in parts), joint.split(rows), strict=True)
+
+
+@contextmanager
+def separate_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """In this context joint projections and fused norms are computed one by one, so that hooks of each module run."""
+    joint = [(each, name) for each in modules for name in ("joint", "fused") if getattr(each, name, False) is True]
+    for module, name in joint:
+        setattr(module, name, False)
+    try:
+        yield
+    finally:
+        for module, name in joint:
+            setattr(module, name, True)
 
 
 def joint_swiglu(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Tensor:

@@ -18,6 +18,10 @@ from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_names import DiskTensor
 
 
+class WeightsNeededError(Exception):
+    """A Hugging Face model cannot be built without its weights; the text says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A module, and what the trainer needs to know of it. `blocks` are sharded, compiled and recomputed one by one."""

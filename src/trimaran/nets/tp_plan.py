@@ -9,24 +9,24 @@ from trimaran.models.vlm_spec import VlmSpec
 
 ENDS = {
     "embed_tokens": "embedding-to-sequence",
-    "norm": "sequence",
+    "norm": "parameters",
     "lm_head": "sequence-to-logits",
 }
 ATTENTION = {
-    "layers.*.input_layernorm": "sequence",
+    "layers.*.input_layernorm": "parameters",
     "layers.*.self_attn": "gather-sequence",
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.q_norm": "heads",
-    "layers.*.self_attn.k_norm": "heads",
+    "layers.*.self_attn.q_proj": "partial-colwise",
+    "layers.*.self_attn.k_proj": "partial-colwise",
+    "layers.*.self_attn.v_proj": "partial-colwise",
+    "layers.*.self_attn.q_norm": "parameters",
+    "layers.*.self_attn.k_norm": "parameters",
     "layers.*.self_attn.o_proj": "rowwise-to-sequence",
-    "layers.*.post_attention_layernorm": "sequence",
+    "layers.*.post_attention_layernorm": "parameters",
 }
 FEED_FORWARD = {
     "layers.*.mlp": "gather-sequence",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.gate_proj": "partial-colwise",
+    "layers.*.mlp.up_proj": "partial-colwise",
     "layers.*.mlp.down_proj": "rowwise-to-sequence",
 }
 # An MoE layer takes the full sequence as a plain tensor and returns this rank's partial sum. `parallel.axes.ep` shards
@@ -57,7 +57,7 @@ VISION = {
     "vision.layers.*.mlp.up_proj": "colwise",
     "vision.layers.*.mlp.down_proj": "rowwise",
 }
-PROJECTOR = {"projector.linear_1": "colwise", "projector.linear_2": "rowwise-copied"}
+PROJECTOR = {"projector.linear_1": "colwise", "projector.linear_2": "rowwise"}
 
 
 def vlm_tensor_plan(spec: VlmSpec) -> dict[str, str]:

@@ -15,7 +15,7 @@ from trimaran.models.to_hf_vlm import Form, disk_form
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.hf_weights import damaged, first_few, full_tensor, open_weights
-from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_names import DiskTensor, canonical, may_be_ignored, on_disk
 
@@ -29,13 +29,16 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
     """Fill a Vlm in place from the safetensors in `folder`, in the parameters' own dtypes.
 
     Each rank reads only the rows it holds, and a stage only its blocks. Names and shapes are checked before the first
-    value is written. An adapter is not filled. `report_progress` is called after each tensor.
+    value is written; on the meta device nothing else is done. An adapter is not filled. `report_progress` is called
+    after each tensor.
     """
     form = _form_in(folder)
     with ExitStack() as stack, torch.no_grad():
         sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
         parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, module.spec, form, folder)
+        if is_on_meta(module):
+            return
         try:
             for name, parameter in parameters.items():
                 with weight_to_fill(module, name, parameter) as target:

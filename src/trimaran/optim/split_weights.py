@@ -1,6 +1,6 @@
 """Splits weights into two 16-bit halves, accumulates their gradients in fp32, and reads and writes them as fp32."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import Plan
+from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.nets import Network
 from trimaran.nets.attention import Attention
 from trimaran.nets.decoder import Decoder, DecoderLayer
@@ -32,13 +33,18 @@ CHUNK_VALUES = 2**24  # values that are joined or split at once: bounds the temp
 def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter, Tensor]:
     """Make some matrices their own bf16 upper half, in place, and return the int16 lower half of each.
 
-    Call it after the weights are initialised and before anything computes with them. Returns nothing if the plan does
-    not split weights. With more than one micro-batch a step, gradients are summed in fp32, as `main_grad`. A split
-    parameter has a method `gather_full` that returns it in fp32, see `nets.hf_weights.full_tensor`.
+    Call it after the weights are initialised and before anything computes with them. Projections are joined, if the
+    plan says so. Returns nothing if the plan does not split weights. With more than one micro-batch a step, gradients
+    are summed in fp32, as `main_grad`. A split parameter has a method `gather_full` that returns it in fp32, see
+    `nets.hf_weights.full_tensor`.
     """
     lower_halves: dict[nn.Parameter, Tensor] = {}
-    matrices = [each for network in networks for each in _matrices(network)] if plan.splits_weights else []
+    matrices = [each for network in networks for each in _matrices(network)]
     slices = join_projections(networks, plan, set(matrices))
+    if not plan.splits_weights:
+        for parameter, memory in slices.items():
+            parameter.data = memory.copy_(parameter.detach())
+        return lower_halves
     for parameter in matrices:
         upper, lower = split_fp32(parameter.detach())
         parameter.data = slices[parameter].copy_(upper) if parameter in slices else upper
@@ -158,34 +164,52 @@ def _set_attributes(parameter: Tensor, **attributes: object) -> None:
         setattr(parameter, name, value)
 
 
-def join_projections(networks: Sequence[Network], plan: Plan, split: Collection[Tensor]) -> dict[Tensor, Tensor]:
-    """Let layers compute projections of the same input as one matmul; return the memory for their upper halves.
+def join_projections(networks: Sequence[Network], plan: Plan, matrices: Collection[Tensor]) -> dict[Tensor, Tensor]:
+    """Let layers compute projections of the same input as one matmul; return the memory for their weights.
 
-    `split` are the weights that are split. Each gets a slice of the joint weight. Towers with selective recompute are
-    left as they are.
+    `matrices` are the weights that may be joined. Each gets a slice of the joint weight, or its upper half does if
+    weights are split. Towers with recompute by operator are left as they are.
     """
-    if not plan.joins_projections:
+    on_cpu = all(each.device.type == "cpu" for each in matrices)
+    if not (plan.joins_projections_on_cpu if on_cpu else plan.joins_projections):
         return {}
+    dtype = torch.bfloat16 if plan.splits_weights else torch.float32
     slices: dict[Tensor, Tensor] = {}
     for decoder in (each for network in networks for each in network.module.modules() if isinstance(each, Decoder)):
         if decoder.norm is not None:
-            decoder.norm.fused = own_dtype(decoder.norm) is None
+            decoder.norm.fused = own_dtype(decoder.norm) is None and not has_hooks([decoder.norm])
     for layer in _decoder_layers(networks, plan):
-        layer.joint = all(own_dtype(each) is None for each in layer.modules())
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        layer.joint = all(own_dtype(each) is None for each in layer.modules()) and not has_hooks(norms)
         for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):
-            if layer.joint and part.projections and _has_split_weights(part, split):
-                slices.update(joint_slices(part.projections, torch.bfloat16))
+            if layer.joint and part.projections and _may_be_joined(part, matrices):
+                slices.update(joint_slices(part.projections, dtype))
                 part.joint = True
+        layer.fused = on_cpu and all_joint(layer) and layer.self_attn.o_proj.weight in matrices
     return slices
+
+
+def all_joint(layer: DecoderLayer) -> bool:
+    """Return whether the whole layer may be fused: its projections and norms are joint, and no module has hooks."""
+    is_joint = layer.joint and layer.self_attn.joint and isinstance(layer.mlp, FeedForward) and layer.mlp.joint
+    return is_joint and not has_hooks(each for each in layer.modules() if each is not layer)
 
 
 def _decoder_layers(networks: Sequence[Network], plan: Plan) -> Iterator[DecoderLayer]:
     for network in networks:
         for tower, block in tower_of_blocks(network):
-            if isinstance(block, DecoderLayer) and recompute_of(tower, plan) != "selective":
+            if isinstance(block, DecoderLayer) and recompute_of(tower, plan) not in RECOMPUTED_BY_OPERATOR:
                 yield block
 
 
-def _has_split_weights(part: Attention | FeedForward, split: Collection[Tensor]) -> bool:
+def _may_be_joined(part: Attention | FeedForward, matrices: Collection[Tensor]) -> bool:
     down = [part.down_proj] if isinstance(part, FeedForward) else []
-    return all(getattr(each, "weight", None) in split for each in (*part.projections, *down))  # 4-bit layers have none
+    linears = (*part.projections, *down)
+    weights = (getattr(each, "weight", None) for each in linears)  # 4-bit layers have none
+    return all(each in matrices for each in weights) and not has_hooks(linears)
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules has hooks, which run only if the module itself is called."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(each, kind) for each in modules for kind in kinds)

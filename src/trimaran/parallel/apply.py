@@ -19,7 +19,9 @@ from trimaran.parallel.fp8 import apply_fp8
 from trimaran.parallel.memory.activation_offload import apply_activation_offload
 from trimaran.parallel.memory.compile import apply_compile
 from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.parallel.memory.regather import apply_regather
 from trimaran.parallel.mesh import RankMesh
+from trimaran.parallel.tower_plan import sharding_of
 
 Apply = Callable[[Network, Plan, RankMesh], None]
 
@@ -40,7 +42,8 @@ def apply_plan(network: Network, plan: Plan, ranks: RankMesh) -> None:
 def apply_sharding(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Shard or replicate parameters, gradients and optimizer state over the data-parallel ranks."""
     if plan.engine == "torch":  # DeepSpeed shards the module itself, later
-        SHARDING[plan.sharding](network, plan, ranks)
+        has_sharded_tower = any(sharding_of(tower, plan) != "none" for tower in network.towers)
+        SHARDING["parameters" if has_sharded_tower else plan.sharding](network, plan, ranks)
 
 
 ORDER: tuple[Apply, ...] = (
@@ -50,6 +53,7 @@ ORDER: tuple[Apply, ...] = (
     apply_cp,
     apply_image_split,
     apply_recompute,
+    apply_regather,
     apply_activation_offload,
     apply_compile,
     apply_sharding,

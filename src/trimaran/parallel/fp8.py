@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trimaran.core import Plan, UserError
-from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
+from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES, no_fp8_layers
 from trimaran.nets import Network
 from trimaran.parallel.fp8_linear import Fp8Linear
 from trimaran.parallel.mesh import RankMesh
@@ -27,7 +27,8 @@ def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """
     if plan.precision != "fp8":
         return
-    require_fp8_device(ranks.axes.device_type)
+    if not ranks.without_device:
+        require_fp8_device(ranks.axes.device_type)
     if not plan.compile:
         log.warning("fp8 without plan.compile is slower than bf16: the casts are not fused")
     convert_linears(network)
@@ -35,14 +36,16 @@ def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
 def convert_linears(network: Network) -> None:
     """Convert the linear layers of the language tower that are large enough. Raises if there are none."""
-    blocks = [block for tower, block in tower_of_blocks(network) if tower == "language"]
-    layers = [each for block in blocks for each in block.modules() if _is_convertible(each)]
-    if not layers:
-        raise UserError("P034", "no layer of this model is large enough for fp8", where="plan.precision",
-                        fix=f"use bf16: fp8 takes linear layers of at least {MIN_FP8_FEATURES} x {MIN_FP8_FEATURES} "
-                        f"features, both multiples of {FP8_FEATURE_MULTIPLE}")  # fmt: skip
+    if not (layers := fp8_layers(network)):
+        raise no_fp8_layers()
     for each in layers:
         each.__class__ = Fp8Linear
+
+
+def fp8_layers(network: Network) -> list[nn.Module]:
+    """Return the linear layers of the language tower that are large enough for fp8."""
+    blocks = [block for tower, block in tower_of_blocks(network) if tower == "language"]
+    return [each for block in blocks for each in block.modules() if _is_convertible(each)]
 
 
 def require_fp8_device(device_type: str) -> None:

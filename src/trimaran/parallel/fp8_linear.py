@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE
+from trimaran.nets.local_shards import local_bias, local_for_compute
 
 # Forward operands need more precision (e4m3), gradients more range (e5m2).
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -23,12 +24,15 @@ class Fp8Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(self.weight, DTensor):
-            assert isinstance(input, DTensor), "a sharded layer needs a DTensor input"
-            out = _sharded_linear(input, self.weight)
-        else:
-            out = linear(input, self.weight)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        if not isinstance(input, DTensor):
+            return self._local_forward(input, gradient_is_partial=True)
+        out = self._local_forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
+        return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
+
+    def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
+        out = linear(x, local_for_compute(self.weight, gradient_is_partial=gradient_is_partial))
+        bias = local_bias(self, gradient_is_partial=gradient_is_partial)
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -142,20 +146,3 @@ def _kernels() -> Any:
 
 def _max_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
-
-
-def _sharded_linear(x: DTensor, weight: DTensor) -> Tensor:
-    """Return the output as a DTensor: column shards for a row-sharded weight, partial for a column-sharded one."""
-    (weight_placement,), mesh = weight.placements, weight.device_mesh
-    (input_placement,) = x.placements
-    if weight_placement == Shard(0):
-        x, local = x.redistribute(placements=(Replicate(),)), weight.to_local()
-        rows, out = x.to_local(grad_placements=(Partial(),)), Shard(x.ndim - 1)
-    elif weight_placement == Shard(1):
-        x, local = x.redistribute(placements=(Shard(x.ndim - 1),)), weight.to_local()
-        rows, out = x.to_local(), Partial()
-    else:
-        is_replicated = input_placement == Replicate()
-        local = weight.to_local(grad_placements=(Replicate() if is_replicated else Partial(),))
-        rows, out = x.to_local(), input_placement
-    return DTensor.from_local(linear(rows, local), mesh, (out,), run_check=False)

@@ -25,6 +25,8 @@ class RankMesh:
     shards: DeviceMesh  # dp_replicate, shard: parameters are sharded over dp_shard and cp together
     data: DeviceMesh  # all ranks with different tokens: gradients are reduced over them
     experts: DeviceMesh  # expert_replicate, expert_shard, ep, tp
+    world: DeviceMesh | None = None  # all ranks in one dim, of which the others are views
+    without_device: bool = False  # tensors stay on the meta device: the rank is only built, see train/fake_ranks.py
 
     def rank(self, axis: str) -> int:
         """Return this rank's coordinate along a mesh dim of `axes`."""
@@ -34,6 +36,18 @@ class RankMesh:
     def _coordinates(self) -> dict[str, int]:
         """This rank's coordinates by mesh dim. Every step needs some, and torch takes 30 us to find one."""
         return {axis: self.axes.get_local_rank(axis) for axis in self.axes.mesh_dim_names or ()}
+
+    @cached_property
+    def shards_and_tp(self) -> DeviceMesh:
+        """Replicas, and the shards of a tower whose images tensor-parallel ranks split: over these ranks, too.
+
+        The first use creates process groups, so all ranks must take part.
+        """
+        assert self.world is not None
+        mesh = self.degrees
+        named = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "shard_and_tp": mesh.shards * mesh.tp}
+        view = self.world._unflatten(0, tuple(named.values()), tuple(named))
+        return view["dp_replicate", "shard_and_tp"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes.get_group(axis)
@@ -93,4 +107,5 @@ def build_mesh(mesh: Mesh, *, device_type: str) -> RankMesh:
         shards=view(dp_replicate=mesh.dp_replicate, shard=mesh.dp_shard * mesh.cp)["dp_replicate", "shard"],
         data=view(data=mesh.data)["data"],
         experts=view(expert_replicate=outer, expert_shard=inner // mesh.ep, ep=mesh.ep),
+        world=world,
     )

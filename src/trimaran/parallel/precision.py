@@ -1,7 +1,7 @@
 """The compute precision of a plan, and modules with a precision override."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
+from trimaran.nets.local_shards import kept_shard_casts
 from trimaran.nets.module_dtype import DTYPE_ATTRIBUTE, own_dtype
 from trimaran.nets.moe import MoeLayer
 
@@ -25,6 +26,21 @@ def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]
     """Return the autocast context of forward. Weights are fp32 in every plan, possibly split into two halves."""
     dtype = DTYPES[plan.precision]
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def kept_weight_casts() -> Iterator[None]:
+    """Keep the 16-bit copies that autocast makes of whole weights until the block ends.
+
+    All forwards inside share them. Without this, each of a pipeline's micro-batches keeps copies until its backward.
+    """
+    torch.autocast_increment_nesting()  # autocast forgets its copies where its outermost block ends
+    try:
+        with kept_shard_casts():
+            yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def override_precision(network: Network, patterns: Mapping[str, str], device: torch.device) -> None:
@@ -89,11 +105,13 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None
     fp32 disables autocast, so inputs must be cast to fp32 here. Between bf16 and fp16 modules all tensors are cast,
     because autocast refuses to mix the two.
     """
-    inner: Any = module.forward.__func__  # pyrefly: ignore[missing-attribute]
+    own: Any = module.__dict__.get("forward")  # of this one module; a stem has one
     low = dtype != torch.float32
 
-    @wraps(inner)
+    @wraps(module.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Read in each call: tensor parallelism and fp8 change the class of a layer.
+        inner = type(self).forward if own is None else own.__func__
         outer = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
         args, kwargs = tree_map(partial(_cast_if_needed, dtype), (args, kwargs))
         with torch.autocast(device_type, dtype=dtype if low else None, enabled=low):

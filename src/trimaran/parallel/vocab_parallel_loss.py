@@ -18,12 +18,16 @@ def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: in
 
 
 def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
-    """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`."""
+    """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`.
+
+    The last ranks hold fewer columns than the others if the number of ranks does not divide the vocabulary.
+    """
     (placement,) = logits.placements
     assert placement.is_shard(logits.ndim - 1), "the head must shard its columns"
     group = logits.device_mesh.get_group()
     local = logits.to_local().flatten(0, -2).float()
-    local_labels, valid = labels.flatten() - group.rank() * local.shape[-1], labels.flatten() != ignored
+    columns = -(-logits.shape[-1] // group.size())  # of every rank but the last ones
+    local_labels, valid = labels.flatten() - group.rank() * columns, labels.flatten() != ignored
     return _VocabParallelCrossEntropy.apply(local, local_labels, valid, group)
 
 

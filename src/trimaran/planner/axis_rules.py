@@ -6,6 +6,7 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.models import ModelSpec, VlmSpec
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
+from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.degrees import degrees, divisors, either, multiples_around
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero-bubble")
@@ -18,11 +19,14 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """
     if recipe.model.family == "hf":
         check_hf_model(plan, spec)
+    check_regather(plan, recipe, spec)
     check_pipeline(plan, recipe)
     if isinstance(spec, PerceptionSpec):
         check_perception(plan)
     if spec is not None:
-        check_tensor(plan, spec, full_vocabulary=recipe.model.family == "hf")
+        check_tensor(plan, spec)
+        if recipe.model.family != "hf":
+            check_vocabulary(plan, spec)
         check_stages(plan, spec)
     if (language := language_of(spec)) is not None:
         check_context(plan, language)
@@ -57,15 +61,28 @@ def check_hf_model(plan: Plan, spec: Spec | None) -> None:
                             where=f"plan.mesh.{axis}", fix=fix)  # fmt: skip
 
 
-def check_tensor(plan: Plan, spec: Spec, *, full_vocabulary: bool = False) -> None:
-    """Raise unless tp divides the heads and every width that it splits. A Hugging Face vocabulary may stay unsplit."""
+def check_regather(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
+    """Raise where tensor-parallel ranks do not gather inputs, or cannot gather them again."""
+    if not plan.comm.regather or plan.mesh.tp == 1:
+        return
+    if recipe.model.family not in ("decoder", "vlm"):
+        raise UserError("P058", f"the tensor parallelism of a model of family {recipe.model.family} gathers no inputs",
+                        where="plan.comm.regather", fix="leave it out")  # fmt: skip
+    language = language_of(spec)
+    if plan.compile and language is not None and language.block.experts is not None:
+        raise UserError("P058", "torch does not compile a block of experts that gathers its inputs again",
+                        where="plan.comm.regather", fix="leave it out, or set compile to false")  # fmt: skip
+
+
+def check_tensor(plan: Plan, spec: Spec) -> None:
+    """Raise unless tp divides the heads and every width that it splits, except for the vocabulary."""
     tp = plan.mesh.tp
     if tp > 1 and isinstance(spec, VlmSpec) and spec.vision.block.qk_norm and tower_degree("vision", plan) > 1:
         raise UserError("P054", f"the vision tower of {spec.name} normalises all heads together, so tp {tp} "
                         "cannot split it",
                         where="plan.towers.vision.tp", fix="set it to 1: every rank then holds the full tower "
                         "and processes other images")  # fmt: skip
-    sizes = tensor_sizes(spec, plan, full_vocabulary=full_vocabulary)
+    sizes = tensor_sizes(spec, plan)
     works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
     for name, size in sizes.items():
         if size % tp:
@@ -73,7 +90,16 @@ def check_tensor(plan: Plan, spec: Spec, *, full_vocabulary: bool = False) -> No
                             where="plan.mesh.tp", fix=f"use tp of {works}")  # fmt: skip
 
 
-def tensor_sizes(spec: Spec, plan: Plan, *, full_vocabulary: bool = False) -> dict[str, int]:
+def check_vocabulary(plan: Plan, spec: Spec) -> None:
+    """Raise if a tensor-parallel rank would hold no row of the vocabulary."""
+    tp, language = plan.mesh.tp, language_of(spec)
+    if language is not None and not every_rank_has_rows(language.vocab, tp):
+        raise UserError("P008", f"tp {tp} leaves ranks without any of the {language.vocab:,} tokens of the vocabulary "
+                        f"of {spec.name}", where="plan.mesh.tp",
+                        fix=f"use a tp whose square is at most {language.vocab:,}")  # fmt: skip
+
+
+def tensor_sizes(spec: Spec, plan: Plan) -> dict[str, int]:
     """Return what tp splits, by name: heads and widths of every tower that is split."""
     if isinstance(spec, PerceptionSpec):
         return {"heads of the fusion": spec.heads, "features of the fusion's feed-forward": spec.ffn}
@@ -91,8 +117,6 @@ def tensor_sizes(spec: Spec, plan: Plan, *, full_vocabulary: bool = False) -> di
     else:
         sizes["features of an expert"] = experts.ffn
         sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
-    if not full_vocabulary:
-        sizes["tokens of the vocabulary"] = spec.vocab
     return sizes
 
 

@@ -26,16 +26,17 @@ TIE_RATIO = 1.05  # within 5 % the cost model cannot tell which plan is faster, 
 NEARLY_FULL_FRACTION = 0.88  # of device memory; above it the allocator retries and steps may get slow (nanotron's runs)
 MAX_SPLITS_WITHOUT_GAIN = 48  # in a row; then the quick pass ends and the exact one begins
 NUM_EXTRA_MESHES = 2  # searched besides those to be shown, because the quick pass ranks them only roughly
-MAX_SPLITS_PER_MESH = 3  # searched exactly for such a mesh; its best is nearly always among the lowest bounds
+MAX_SPLITS_PER_MESH = 12  # searched exactly for such a mesh; those with the lowest bounds often do not fit
 NO_RECOMPUTE = RecomputeChoice("none")
 
 
 class FoundPlan(NamedTuple):
-    """A plan that fits, its step time, and whether its device is nearly full."""
+    """A plan that fits, its step time, whether its device is nearly full, and the pinned fraction of host memory."""
 
     seconds: float
     plan: Plan
     is_nearly_full: bool = False
+    pinned_fraction: float = 0.0
 
 
 @dataclass(slots=True)
@@ -80,18 +81,19 @@ def simplest_of(founds: list[FoundPlan]) -> FoundPlan:
 
 
 def complexity(found: FoundPlan) -> tuple[float, ...]:
-    """Return how complex a plan is: its axes first, then offload and recompute, then shards.
+    """Return how complex a plan is: pinned host memory first, in tenths, then its axes, offload, recompute and shards.
 
     A device with free memory counts as simpler than one that is nearly full.
     """
     plan, mesh = found.plan, found.plan.mesh
     axes = num_model_axes(mesh_key_of(plan))
-    recompute = {"none": 0, "selective": 1, "full": 3}.get(str(plan.recompute), 2)
+    recompute = {"none": 0, "elementwise": 1, "selective": 2, "full": 4}.get(str(plan.recompute), 3)
     return (
-        axes, found.is_nearly_full, OFFLOADS.index(plan.offload), len(plan.towers), recompute, plan.loss == CHUNKED,
+        math.ceil(10 * found.pinned_fraction), axes, found.is_nearly_full, OFFLOADS.index(plan.offload),
+        len(plan.towers), recompute, plan.comm.regather, plan.loss == CHUNKED,
         SHARDINGS.index(plan.sharding),
         mesh.dp_replicate > 1 and mesh.dp_shard > 1, mesh.pp, plan.num_stages // mesh.pp, mesh.tp, mesh.cp, mesh.ep,
-        mesh.dp_shard, plan.comm.context != "gather",
+        mesh.dp_shard, plan.comm.context != "gather", not plan.comm.overlap,
     )  # fmt: skip
 
 
@@ -259,11 +261,11 @@ def _try_all(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, sp
     Each is tried with as little recompute and offload as it needs to fit.
     """
     choices = [choice for choice in space.recompute_choices(split) if evaluator.recompute_bound(split, choice) <= limit]
-    choices.sort(key=lambda choice: (evaluator.micro_batch_seconds(split.microbatch, choice), str(choice)))
+    choices.sort(key=lambda choice: (evaluator.micro_batch_seconds(split.microbatch, choice, split.pp), str(choice)))
     offloads = _fitting_offloads(space, evaluator, split, choices) if choices else []
     too_big: set[tuple[object, ...]] = set()
     for states in reversed(space.state_shardings(split)) if offloads else ():
-        kind = states.sharding, states.towers
+        kind = states.sharding, states.towers, states.overlap
         if kind in too_big or evaluator.sharding_bound(split, states) > limit:
             continue
         if not _try_offloads(
@@ -286,8 +288,9 @@ def _try_offloads(
     """
     fits, ceiling = False, math.inf
     for candidate in candidates:
+        split = candidate.split
         cheaper = [
-            choice for choice in choices if evaluator.micro_batch_seconds(candidate.split.microbatch, choice) < ceiling
+            choice for choice in choices if evaluator.micro_batch_seconds(split.microbatch, choice, split.pp) < ceiling
         ]
         if candidate.offload != "none":
             cheaper = [choice for choice in cheaper if evaluator.offload_bound(candidate, choice) <= limit]
@@ -298,7 +301,7 @@ def _try_offloads(
             cheaper = [
                 choice
                 for choice in cheaper
-                if evaluator.activation_offload_bound(candidate.split, choice) <= found_plans.best_seconds * TIE_RATIO
+                if evaluator.activation_offload_bound(split, choice) <= found_plans.best_seconds * TIE_RATIO
             ]
         choice = _add_fastest(space, evaluator, found_plans, candidate, cheaper)
         fitting = evaluator.fitting_plan(candidate, choice) if choice else None
@@ -309,7 +312,7 @@ def _try_offloads(
             and not is_not_monotonic(candidate, choice)
             and not evaluator.slowdown(fitting[1])
         ):
-            ceiling = evaluator.micro_batch_seconds(candidate.split.microbatch, choice)
+            ceiling = evaluator.micro_batch_seconds(split.microbatch, choice, split.pp)
     return fits
 
 
@@ -381,7 +384,9 @@ def _add_fastest(
         if (fitting := evaluator.fitting_plan(candidate, choice)) is None:
             continue
         plan, memory = fitting
-        found = FoundPlan(evaluator.seconds(plan, memory), plan, evaluator.occupancy(memory) > NEARLY_FULL_FRACTION)
+        is_nearly_full = evaluator.occupancy(memory) > NEARLY_FULL_FRACTION
+        pinned = memory.host / evaluator.cluster.host_bytes
+        found = FoundPlan(evaluator.seconds(plan, memory), plan, is_nearly_full, pinned)
         if found_plans.is_useful(found):
             if not is_legal(space, plan):
                 continue
@@ -412,7 +417,7 @@ def least_memory_plans(space: Space) -> Iterator[Plan]:
     for microbatch in sorted(space.microbatch_splits(), key=lambda microbatch: (microbatch.micro_batch, microbatch)):
         for split in space.mesh_splits(microbatch):
             schedule = split.schedule if "schedule" in space.pins.pipeline.model_fields_set else "1f1b"
-            key = microbatch[:4], split.pp
+            key = microbatch.degrees, split.pp
             if key in seen or (split.pp > 1 and split.schedule != schedule):
                 continue
             seen.add(key)

@@ -3,6 +3,7 @@
 from trimaran.core import Plan, Recipe, UserError, show_bytes
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, outline_of, with_adapter
+from trimaran.models.hf_facts import HfFacts
 from trimaran.models.stages import Spec
 from trimaran.planner.legal import check_sequence
 from trimaran.planner.question import PlanAnswer, Question
@@ -11,7 +12,13 @@ from trimaran.planner.search import best_plans, nothing_fits, predicted
 from trimaran.planner.simple_plans import first_legal_plan
 
 
-def choose(recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None) -> Plan:
+def choose(
+    recipe: Recipe,
+    spec: Spec | None,
+    cluster: Cluster,
+    outline: Outline | None = None,
+    facts: HfFacts | None = None,
+) -> Plan:
     """Return the fastest legal plan with its prediction; of plans that tie, the simplest.
 
     Without an `outline`, or a `spec` to make one from, nothing can be predicted, and the simplest legal plan is taken.
@@ -21,7 +28,7 @@ def choose(recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline
     if outline is None and isinstance(spec, ModelSpec):
         outline = outline_of(spec)
         outline = with_adapter(outline, recipe.model.adapter) if recipe.model.adapter else outline
-    question = Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1)
+    question = Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1, facts=facts)
     if outline is None:
         return first_legal_plan(question)
     if found := best_plans(question).ranked:

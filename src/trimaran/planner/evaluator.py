@@ -14,6 +14,7 @@ CANNOT_RUN = 1e9  # memory use of a plan that cannot run
 CHEAPEST_STATES = StateSharding("optimizer", 1)
 # On a single device nothing is sharded: its weights are split, and its steps may be captured.
 UNSHARDED_STATES = StateSharding("none", 1)
+CAPTURED_STATES = StateSharding("none", 1, overlap=False)  # of replicas
 
 
 class PlanEvaluator:
@@ -21,7 +22,7 @@ class PlanEvaluator:
 
     def __init__(self, space: Space) -> None:
         self.space, self.job, self.cluster = space, space.question.job, space.question.cluster
-        self._micro_batch_seconds: dict[tuple[MicrobatchSplit, RecomputeChoice], float] = {}
+        self._micro_batch_seconds: dict[tuple[MicrobatchSplit, RecomputeChoice, bool], float] = {}
         self._bubbles: dict[tuple[object, ...], float] = {}
         self._lower_bounds: dict[MeshSplit, float] = {}
         self._activation_offload_bounds: dict[tuple[MeshSplit, RecomputeChoice], float] = {}
@@ -53,21 +54,24 @@ class PlanEvaluator:
         bare = sum(step_time_of(self.job, self.cluster, plan).terms.values())
         return bare * (1 + self.slowdown(memory))
 
-    def micro_batch_seconds(self, microbatch: MicrobatchSplit, choice: RecomputeChoice) -> float:
-        """Return the time that one more micro-batch takes for the whole model without a pipeline.
+    def micro_batch_seconds(self, microbatch: MicrobatchSplit, choice: RecomputeChoice, pp: int = 1) -> float:
+        """Return the time that one more micro-batch takes for the whole model, on one rank of `pp` that share it.
 
         It is the difference between two steps, so costs that occur once per step, such as the gradient reduction,
-        cancel.
+        cancel. Replicas whose steps are captured take less than others if launching kernels takes long, and more if
+        it does not: they add up full gradients.
         """
-        if (cached := self._micro_batch_seconds.get((microbatch, choice))) is None:
-            split = MeshSplit(microbatch, 1, "1f1b", (), _min_data_ranks(microbatch), 1)
+        captures = self.space.captures_replicas(microbatch, pp)
+        if (cached := self._micro_batch_seconds.get((microbatch, choice, captures))) is None:
+            dp, states = (2, CAPTURED_STATES) if captures else (_min_data_ranks(microbatch), self._cheapest_states)
+            split = MeshSplit(microbatch, 1, "1f1b", (), dp, 1)
             one, two = (
                 sum(step_time_of(self.job, self.cluster, plan).terms.values())
-                for plan in (
-                    self.space.plan(split._replace(grad_accum=num), self._cheapest_states, choice) for num in (1, 2)
-                )
+                for plan in (self.space.plan(split._replace(grad_accum=num), states, choice) for num in (1, 2))
             )
-            cached = self._micro_batch_seconds[microbatch, choice] = two - one
+            # Two ranks of a pipeline are not captured: any `pp` above 1 is the time without.
+            cached = min(two - one, self.micro_batch_seconds(microbatch, choice, pp=2)) if captures else two - one
+            self._micro_batch_seconds[microbatch, choice, captures] = cached
         return cached
 
     def quick_bound(self, split: MeshSplit) -> float:
@@ -78,9 +82,8 @@ class PlanEvaluator:
         )
         if key not in self._bubbles:
             self._bubbles[key] = self.space.plan(split, self._cheapest_states, choice).bubble
-        return (
-            self.micro_batch_seconds(split.microbatch, choice) * split.grad_accum / split.pp / (1 - self._bubbles[key])
-        )
+        seconds = self.micro_batch_seconds(split.microbatch, choice, split.pp)
+        return seconds * split.grad_accum / split.pp / (1 - self._bubbles[key])
 
     def lower_bound(self, split: MeshSplit) -> float:
         """Return a lower bound for all plans of this split, whatever they shard, recompute and offload."""
@@ -113,9 +116,8 @@ class PlanEvaluator:
 
     def recompute_bound(self, split: MeshSplit, choice: RecomputeChoice) -> float:
         """Return a lower bound for plans of this split and recompute choice, whatever they offload."""
-        return max(
-            self.lower_bound(split), self.micro_batch_seconds(split.microbatch, choice) * split.grad_accum / split.pp
-        )
+        seconds = self.micro_batch_seconds(split.microbatch, choice, split.pp)
+        return max(self.lower_bound(split), seconds * split.grad_accum / split.pp)
 
     def offload_bound(self, candidate: Candidate, choice: RecomputeChoice) -> float:
         """Return a lower bound for plans of this candidate: a rank updates at least an even part of the model."""
@@ -165,12 +167,13 @@ def _min_data_ranks(microbatch: MicrobatchSplit) -> int:
 def _family(candidate: Candidate, choice: RecomputeChoice) -> tuple[object, ...]:
     split, states = candidate.split, candidate.states
     return (
-        split.microbatch[:4],
+        split.microbatch.degrees,
         split.pp,
         split.schedule,
         len(split.stages),
         states.sharding,
         states.towers,
+        states.overlap,
         choice,
         candidate.offload,
     )

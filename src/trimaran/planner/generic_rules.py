@@ -28,7 +28,7 @@ def check_question(plan: Plan, question: Question) -> None:
     if question.outline is not None:
         check_tower_names(plan, question)
     if question.for_trainer:
-        check_plan(plan, question.recipe, question.spec, question.cluster, question.outline)
+        check_plan(plan, question.recipe, question.spec, question.cluster, question.outline, question.facts)
     else:
         check_without_trainer(plan, question)
 
@@ -115,10 +115,14 @@ def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterat
         if axis == "cp":
             positions, _ = tower.sample_positions(seq_len)
             yield f"positions of tower {tower.name}" + " in halves" * gather, positions // 2 if gather else positions
+        own = plan.towers.get(tower.name)
+        tp = mesh.tp if own is None or own.tp is None else own.tp
+        if axis == "tp" and tp == 1:  # every rank holds the tower
+            continue
         for block, _ in tower.runs:
             if isinstance(block, OutlineLayer):
                 yield from (
-                    (f"{name} of tower {tower.name}", size) for name, size in _layer_sizes(block, mesh.tp, axis, gather)
+                    (f"{name} of tower {tower.name}", size) for name, size in _layer_sizes(block, tp, axis, gather)
                 )
     if axis == "ep" and not any(block.experts for block in _layers(outline)):
         yield f"experts of {outline.name}", 1

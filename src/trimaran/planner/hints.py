@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from trimaran.core import AdapterSection, Bytes, Mesh, Plan, show_bytes
 from trimaran.hardware import Cluster
 from trimaran.models import Outline, OutlineLayer, with_adapter
-from trimaran.planner.branch_and_bound import find_plans
 from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.least_memory import fits_on, least_memory_plan, resized_cluster
 from trimaran.planner.question import Question
+from trimaran.planner.risk import ranked_by_risk
 from trimaran.planner.space import Space
 
 MIN_HINT_SPEEDUP = 1.03  # a smaller gain is not shown
@@ -147,7 +147,7 @@ def fastest_like(question: Question, best: Plan) -> float | None:
         fixed["sharding"] = best.sharding
     changed = _with(question, plan=_pinned(pins, **fixed))
     space = Space(changed)
-    found = find_plans(space, PlanEvaluator(space)).ranked()
+    found = ranked_by_risk(space, PlanEvaluator(space)).plans
     return found[0].seconds if found else None
 
 

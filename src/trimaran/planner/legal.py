@@ -6,10 +6,14 @@ from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATUR
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
 from trimaran.models.adapter_rules import refuse_adapter
+from trimaran.models.hf_facts import HfFacts
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
 from trimaran.planner.axis_rules import check_axes, fills_pipeline, language_of
+from trimaran.planner.compression_rules import check_compression
 from trimaran.planner.degrees import divisors, either
+from trimaran.planner.hf_rules import check_hf_facts
+from trimaran.planner.local_steps_rules import check_local_steps
 from trimaran.planner.tower_rules import check_towers
 
 # torch supports these on a CPU, whatever rates the catalogue has. Every GPU in the catalogue has fp16.
@@ -17,10 +21,17 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 CPU_PRECISIONS, GPU_PRECISIONS = PRECISIONS[:3], ("fp32", "fp16")
 
 
-def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None) -> None:
+def check_plan(
+    plan: Plan,
+    recipe: Recipe,
+    spec: Spec | None,
+    cluster: Cluster,
+    outline: Outline | None = None,
+    facts: HfFacts | None = None,
+) -> None:
     """Raise UserError for the first thing in `plan` that cannot run.
 
-    `outline` adds checks for models without a spec of ours.
+    `outline` adds checks for models without a spec of ours, `facts` for Hugging Face models.
     """
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
@@ -38,6 +49,7 @@ def check_plan(plan: Plan, recipe: Recipe, spec: Spec | None, cluster: Cluster, 
     check_towers(plan, recipe, spec)
     refuse_adapter(recipe.model, plan, spec)
     check_axes(plan, recipe, spec)
+    check_hf_facts(plan, recipe, facts)
 
 
 def check_mesh(plan: Plan, cluster: Cluster) -> None:
@@ -84,27 +96,8 @@ def check_comm(plan: Plan, steps: int) -> None:
         raise UserError("P003", f"comm.overlap false needs full replicas, but this plan splits the model ({plan})",
                         where="plan.comm.overlap", fix="use dp_replicate alone, with sharding none, or leave it "
                         "out")  # fmt: skip
-    if comm.compression == "none" and comm.local_steps == 1:
-        return
-    if not comm.overlap:
-        raise UserError("P003", "compression and local_steps have their own way of reducing gradients",
-                        where="plan.comm.overlap", fix="leave out overlap")  # fmt: skip
-    field = "compression" if comm.compression != "none" else "local_steps"
-    plain = plan.sharding == "none" and plan.engine == "torch" and mesh.tp == mesh.pp == mesh.ep == 1
-    if not plain or (comm.local_steps > 1 and mesh.cp > 1):
-        raise UserError("P003", f"comm.{field} needs full replicas, but this plan splits the model ({plan})",
-                        where=f"plan.comm.{field}", fix="use dp_replicate alone, with sharding none, or leave it "
-                        "out")  # fmt: skip
-    if comm.local_steps > 1 and plan.precision == "fp16":
-        raise UserError("P003", "fp16 may skip steps, and with local_steps each replica would skip others",
-                        where="plan.comm.local_steps", fix="use bf16 or fp32, or leave out local_steps")  # fmt: skip
-    if comm.local_steps > 1 and comm.compression != "none":
-        raise UserError("P003", "with local_steps no gradients are sent that could be compressed",
-                        where="plan.comm.compression", fix="leave out compression, or local_steps")  # fmt: skip
-    if steps % comm.local_steps:
-        raise UserError("P003", f"{steps} steps are not a multiple of local_steps {comm.local_steps}",
-                        where="plan.comm.local_steps", fix=f"set train.steps to {steps + -steps % comm.local_steps}, "
-                        f"or local_steps to {either(divisors(steps, most=64))}")  # fmt: skip
+    check_local_steps(plan, steps)
+    check_compression(plan)
 
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
@@ -145,7 +138,8 @@ def check_memory(plan: Plan, spec: Spec | None) -> None:
                         where="plan.offload", fix="set sharding to parameters, or offload to optimizer")  # fmt: skip
     if spec is not None and isinstance(plan.recompute, int) and plan.recompute > spec.layers:
         raise UserError("P017", f"recompute {plan.recompute} is more than the {spec.layers} layers of {spec.name}",
-                        where="plan.recompute", fix=f"use 1 to {spec.layers}, full, selective or none")  # fmt: skip
+                        where="plan.recompute",
+                        fix=f"use 1 to {spec.layers}, full, selective, elementwise or none")  # fmt: skip
 
 
 def check_compiled(plan: Plan, cluster: Cluster) -> None:
@@ -154,7 +148,7 @@ def check_compiled(plan: Plan, cluster: Cluster) -> None:
     if plan.compile and recomputes and plan.mesh.tp > 1 and cluster.device.kind == "cpu":
         raise UserError("P020", f"torch cannot compile blocks with tp and recompute {plan.recompute} for a CPU",
                         where="plan.compile",
-                        fix="set compile to false, or recompute to selective or none")  # fmt: skip
+                        fix="set compile to false, or recompute to selective, elementwise or none")  # fmt: skip
 
 
 def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) -> None:

@@ -20,7 +20,7 @@ Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batc
 # must save at least 8 %.
 MAX_MEMORY_FRACTION = 0.92
 FIXED_TERMS = ("process",)  # memory terms that no plan changes
-RECOMPUTE_ORDER = ("none", "selective", "full")
+RECOMPUTE_ORDER = ("none", "elementwise", "selective", "full")
 
 
 class Rung(NamedTuple):
@@ -109,6 +109,8 @@ def _smaller_micro_batches(plan: Plan) -> Iterator[Patch]:
 
 def _more_recompute(plan: Plan) -> Iterator[Patch]:
     if plan.recompute == "none":
+        yield {"plan.recompute": "elementwise"}
+    if plan.recompute in ("none", "elementwise"):
         yield {"plan.recompute": "selective"}
     if plan.recompute != "full":
         yield {"plan.recompute": "full"}
@@ -116,12 +118,15 @@ def _more_recompute(plan: Plan) -> Iterator[Patch]:
 
 def _sharding(plan: Plan) -> Iterator[Patch]:
     if plan.mesh.dp > 1 and plan.sharding != "parameters" and plan.engine == "torch":
-        yield {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": "parameters"}
+        shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": "parameters"}
+        yield shards if plan.comm.overlap else shards | {"plan.comm.overlap": True}  # only replicas do without it
 
 
 def _others(plan: Plan) -> Iterator[Patch]:
     if plan.loss == "logits":
         yield {"plan.loss": "chunked"}
+    if plan.mesh.tp > 1 and not plan.comm.regather:
+        yield {"plan.comm.regather": True}
     if plan.offload == "none":
         yield {"plan.offload": "activations"}
         yield {"plan.offload": "optimizer"}
@@ -131,7 +136,7 @@ def _rung(plan: Plan, patch: Patch, question: Question) -> Rung | None:
     """Return the change with its prediction; None if the changed plan cannot run."""
     try:
         changed = plan_with(plan, patch)
-        check_plan(changed, question.recipe, question.spec, question.cluster, question.outline)
+        check_plan(changed, question.recipe, question.spec, question.cluster, question.outline, question.facts)
     except (UserError, ValidationError):
         return None
     return Rung(patch, changed, predict(question.job, question.cluster, changed))

@@ -11,7 +11,7 @@ from trimaran.cost import Job, predict
 from trimaran.hardware import Cluster
 from trimaran.models import OutlineLayer
 from trimaran.planner.legal import check_loss
-from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
+from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy, with_options
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -40,7 +40,12 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("P051", "a stack is a name", where="stack", fix="leave it out, or name the software")
     job = job_of(_section(line, "model", named=True), stack or "trimaran")
     cluster = cluster_of(_section(line, "cluster", named=True))
-    plan, why = plan_of(_section(line, "plan"), cluster.world_size)
+    plan_text = _section(line, "plan")
+    job = with_options(job, plan_text)
+    plan, why = plan_of(plan_text, cluster.world_size, job.stack.default_sharding)
+    if plan.recompute == "elementwise" and job.stack.name != "trimaran":
+        raise UserError("P051", f"{job.stack.name} has no recompute elementwise", where="plan.recompute",
+                        fix="use none, selective, full or a number")  # fmt: skip
     plan, obstacle = _runnable(plan, job)
     plan, loss_problem = _with_valid_loss(plan, job)
     found = predict(job, cluster, plan)

@@ -3,14 +3,15 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import AdapterSection, Mesh, Plan, UserError, did_you_mean
 from trimaran.core.plan import Degree
-from trimaran.cost import Job, find_stack
+from trimaran.cost import Job, find_stack, with_16_bit_gradients, without_sequence_parallelism
 from trimaran.hardware import Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, Outline, OutlineLayer, Tower, outline_of, with_adapter
 
@@ -86,7 +87,12 @@ class Degrees(BaseModel):
 
 MODEL_FIELDS = (*ModelLine.model_fields, *ExpertsLine.model_fields, "adapter")
 PRESET_FIELDS = (*PresetLine.model_fields, "adapter")
-PLAN_FIELDS = ("global_batch", *(field for field in Plan.model_fields if field != "prediction"))
+PLAN_FIELDS = (
+    "global_batch",
+    "sequence_parallel",
+    "gradient_dtype",
+    *(field for field in Plan.model_fields if field != "prediction"),
+)
 
 
 def tidy(value: Any) -> Any:
@@ -187,19 +193,49 @@ def cluster_of(text: str) -> Cluster:
     return Cluster(device=device, num_nodes=section.gpus // per_node, devices_per_node=per_node)
 
 
+class SoftwareLine(BaseModel):
+    """Options of other training systems, beside the fields of a plan.
+
+    sequence_parallel: tensor parallelism also splits the sequence.
+    gradient_dtype: in which gradients are held, added up and reduced.
+    """
+
+    model_config = STRICT
+
+    sequence_parallel: bool = True
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+def with_options(job: Job, plan_text: str) -> Job:
+    """Return the job with the options in the plan of its line. Our own trainer has the defaults."""
+    given = json.loads(plan_text)
+    options = {key: given[key] for key in SoftwareLine.model_fields if key in given}
+    if not options:
+        return job
+    section, stack = _read(SoftwareLine, json.dumps(options), "plan"), job.stack
+    if section != SoftwareLine() and stack.name == "trimaran":
+        raise _line_error(f"our trainer has no {next(iter(options))}", f"plan.{next(iter(options))}",
+                          "leave it out, or name another stack")  # fmt: skip
+    stack = stack if section.sequence_parallel else without_sequence_parallelism(stack)
+    return replace(job, stack=with_16_bit_gradients(stack) if section.gradient_dtype == "bf16" else stack)
+
+
 @lru_cache(maxsize=MAX_CACHED_SECTIONS)
-def plan_of(text: str, world_size: int) -> tuple[Plan, str]:
+def plan_of(text: str, world_size: int, default_sharding: str = "none") -> tuple[Plan, str]:
     """Return the plan of a line, and why its batch does not add up; '' if it does.
 
-    Missing data ranks follow from the other axes, and missing accumulation from the global batch.
+    Missing data ranks follow from the other axes, and missing accumulation from the global batch. Without a sharding
+    it is that of the stack.
     """
     fields = json.loads(text)
     fields.pop("name", None)
+    for option in SoftwareLine.model_fields:
+        fields.pop(option, None)
     if "prediction" in fields:
         raise _line_error("the plan of a line must not contain a prediction", "plan.prediction")
     for key in ("global_batch", "micro_batch", "grad_accum"):
         _check_batch_size(fields.get(key, 1), key)
-    mesh = _mesh(fields, world_size)
+    mesh = _mesh(fields, world_size, default_sharding)
     if mesh.world_size != world_size:
         raise UserError("P051", f"the mesh ({mesh}) has {mesh.world_size} ranks, the cluster {world_size} GPUs",
                         where="plan.mesh", fix="set dp x tp x pp x cp to that, or leave dp out")  # fmt: skip
@@ -217,13 +253,15 @@ def plan_of(text: str, world_size: int) -> tuple[Plan, str]:
     return plan, f"{made} do not make a global batch of {asked}"
 
 
-def _mesh(fields: dict[str, Any], world_size: int) -> Mesh:
+def _mesh(fields: dict[str, Any], world_size: int, default_sharding: str) -> Mesh:
     """Return the mesh with its data ranks filled in, and set the default sharding in `fields`.
 
     A log with only one number of data ranks means all of them: ZeRO shards over them, whatever their name.
     """
     section = _read(Degrees, json.dumps(fields.get("mesh", {})), "plan.mesh")
-    sharding = fields.setdefault("sharding", "parameters" if (section.dp_shard or 1) > 1 else "none")
+    if default_sharding == "none" and (section.dp_shard or 1) > 1:
+        default_sharding = "parameters"
+    sharding = fields.setdefault("sharding", default_sharding)
     inner = {"tp": section.tp, "pp": section.pp, "cp": section.cp, "ep": section.ep}
     replicas, shards = section.dp_replicate, section.dp_shard
     _check_dp_product(section)

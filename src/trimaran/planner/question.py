@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trimaran.core import Bytes, Plan, Recipe
+from trimaran.core import Bytes, Plan, Recipe, RowSizes
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
+from trimaran.models.hf_facts import HfFacts
 from trimaran.models.stages import Spec
 
-Goal = Literal["throughput", "memory", "cost", "fewest-gpus"]
-GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus")
+Goal = Literal["throughput", "memory", "cost", "fewest-gpus", "goodput"]
+GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus", "goodput")
 NO_BYTES = Bytes(0)
 # Sources of text that is cut into sequences of one length. Others have samples of different lengths, or images.
 SEQUENCE_SOURCES = ("python-stdlib", "text", "jsonl", "shards", "datasets")
@@ -22,9 +23,12 @@ class Question:
 
     spec: the shape of our own model, if it is one.
     outline: None for an unknown model, for which nothing can be predicted.
+    rows: what a row of the data holds, which the outline already counts; None if the data was not read.
+    facts: what our trainer can do with a Hugging Face model; None if that is not known, or for our own models.
     for_trainer: search plans that our own trainer runs. If False, search plans that any training system with the
         profile of `stack` could run, with every axis that the outline allows.
     max_plans: how many plans to return at most, each of another mesh.
+    mtbf_hours: mean hours between failures of one device, for the goal `goodput`; None: as in the Llama 3 run.
     """
 
     recipe: Recipe
@@ -35,6 +39,9 @@ class Question:
     for_trainer: bool = True
     stack: Stack = STACKS["trimaran"]
     max_plans: int = 8
+    mtbf_hours: float | None = None
+    facts: HfFacts | None = None
+    rows: RowSizes | None = None
 
     @property
     def job(self) -> Job:
@@ -79,6 +86,7 @@ class PlanAnswer:
     """The plans that fit, best first, with their predictions; near misses; and hints what would change the answer.
 
     ranked: the best plan of each mesh; empty if nothing fits.
+    ties: plans that the cost model cannot tell from the first by their step time, and why it was preferred.
     misses: plans that lost. If nothing fits, the first one is the plan with the least memory.
     missing_bytes, missing: what that plan lacks, of its device or else of its host; and both as text.
     smallest: the smallest cluster of such devices on which a plan fits; None if there is none.
@@ -87,6 +95,7 @@ class PlanAnswer:
 
     question: Question
     ranked: tuple[Plan, ...]
+    ties: tuple[NearMiss, ...] = ()
     misses: tuple[NearMiss, ...] = ()
     hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from trimaran.core import Bytes, Plan, Prediction, UserError, show_bytes, show_seconds
 from trimaran.cost import predict
+from trimaran.cost.job import captures_steps
 from trimaran.cost.step import MAX_PINNED_FRACTION
 from trimaran.hardware import Cluster
 from trimaran.planner.branch_and_bound import NEARLY_FULL_FRACTION, TIE_RATIO
@@ -24,7 +25,8 @@ class Shortage(NamedTuple):
 def near_misses(ranked: Sequence[Plan], question: Question) -> tuple[NearMiss, ...]:
     """Return plans that nearly won, and why they lost: the winner with one change, then other meshes."""
     best = ranked[0]
-    near = [plan for plan in variations(best) if _runs(plan, question)]
+    on_gpu = question.cluster.device.kind == "cuda"  # when gradients are summed matters only for CUDA graphs
+    near = [plan for plan in variations(best) if _runs(plan, question) and (on_gpu or plan.comm == best.comm)]
     near = [plan.model_copy(update={"prediction": predict(question.job, question.cluster, plan)}) for plan in near]
     reasons = ((plan, reason_lost(best, plan, question)) for plan in [*near, *ranked[1:]])
     return tuple(NearMiss(plan=plan, why=reason) for plan, reason in reasons if reason)
@@ -35,7 +37,7 @@ def variations(best: Plan) -> Iterator[Plan]:
     changes: list[dict[str, Any]] = []
     if best.recompute != "none" or best.towers:
         changes.append({"recompute": "none", "towers": {}})
-    changes += [{"recompute": mode} for mode in ("selective", "full") if mode != best.recompute][:1]
+    changes += [{"recompute": mode} for mode in ("elementwise", "selective", "full") if mode != best.recompute][:1]
     if best.grad_accum % 2 == 0:
         changes.append({"micro_batch": 2 * best.micro_batch, "grad_accum": best.grad_accum // 2})
     if best.sharding in ("parameters", "gradients"):
@@ -43,6 +45,10 @@ def variations(best: Plan) -> Iterator[Plan]:
     elif best.mesh.dp_shard > 1:
         mesh = best.mesh.model_copy(update={"dp_replicate": best.mesh.dp, "dp_shard": 1})
         changes.append({"sharding": "none", "mesh": mesh})
+    if best.mesh.world_size == best.mesh.dp_replicate > 1 and best.sharding == "none":
+        changes.append({"comm": best.comm.model_copy(update={"overlap": not best.comm.overlap})})
+    if best.comm.regather and best.mesh.tp > 1:
+        changes.append({"comm": best.comm.model_copy(update={"regather": False})})
     if best.offload != "none":
         changes.append({"offload": "none"})
     if best.loss != "logits":
@@ -76,7 +82,7 @@ def reason_lost(best: Plan, plan: Plan, question: Question) -> str | None:
         "bubble": f"bubble {prediction.time.get('bubble', 0.0) / prediction.step_seconds:.0%}",
         "offload": f"offload costs {show_seconds(longer)} more",
         "optimizer": f"the update takes {show_seconds(longer)} more",
-        "computing": _compute_reason(best, plan, longer),
+        "computing": _compute_reason(best, plan, longer, question),
     }.get(term, f"{term} takes {show_seconds(longer)} more")
 
 
@@ -139,7 +145,12 @@ def _exposed_comm(best_prediction: Prediction, prediction: Prediction) -> str:
     return f"{what} exposed {show_seconds(seconds)} on {where}" if where else f"{what} for {show_seconds(seconds)}"
 
 
-def _compute_reason(best: Plan, plan: Plan, longer: float) -> str:
+def _compute_reason(best: Plan, plan: Plan, longer: float, question: Question) -> str:
+    job, is_cuda = question.job, question.cluster.device.kind == "cuda"
+    if is_cuda and captures_steps(job, best) and not captures_steps(job, plan):
+        is_like_best = best.model_copy(update={"comm": plan.comm, "prediction": plan.prediction}) == plan
+        why = "its gradients are summed during backward, so " if is_like_best else ""
+        return f"{why}no CUDA graph can launch its kernels: {show_seconds(longer)} more"
     if (plan.recompute, plan.towers) != (best.recompute, best.towers):
         return f"recompute costs {show_seconds(longer)} more"
     if plan.loss != best.loss:

@@ -1,7 +1,7 @@
 """Searches the space of legal plans for the best by a goal."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,14 +9,7 @@ from trimaran.core import Plan, show_bytes
 from trimaran.cost import predict
 from trimaran.hardware import Cluster
 from trimaran.models.adapter_rules import refuse_adapter
-from trimaran.planner.branch_and_bound import (
-    TIE_RATIO,
-    FoundPlan,
-    find_plans,
-    is_legal,
-    least_memory_plans,
-    mesh_key_of,
-)
+from trimaran.planner.branch_and_bound import TIE_RATIO, FoundPlan, is_legal, least_memory_plans, mesh_key_of
 from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.generic_rules import check_tower_names
 from trimaran.planner.hints import hints_for, memory_hints
@@ -29,6 +22,7 @@ from trimaran.planner.least_memory import (
 )
 from trimaran.planner.question import NO_BYTES, NearMiss, PlanAnswer, Question
 from trimaran.planner.rejections import near_misses, shortages, too_big, warnings_for
+from trimaran.planner.risk import ranked_by_risk, ties_of
 from trimaran.planner.simple_plans import first_legal_plan
 from trimaran.planner.space import Space
 
@@ -36,11 +30,15 @@ MAX_SIZES_WITHOUT_GAIN = 6  # cluster sizes in a row that are no cheaper
 
 
 class SearchResult(NamedTuple):
-    """The plans that fit, best first, the cluster they are for, and how many plans were evaluated."""
+    """The plans that fit, best first, the cluster they are for, and how many plans were evaluated.
+
+    faster: plans that are faster than the first, but not by enough for what they risk.
+    """
 
     ranked: list[FoundPlan]
     cluster: Cluster
     num_considered: int
+    faster: Sequence[FoundPlan] = ()
 
 
 def search(question: Question) -> PlanAnswer:
@@ -55,9 +53,11 @@ def search(question: Question) -> PlanAnswer:
         return nothing_fits(question, found.num_considered)
     asked = replace(question, cluster=found.cluster)
     ranked = tuple(predicted(each.plan, asked) for each in found.ranked[: question.max_plans])
+    faster = [predicted(each.plan, asked) for each in found.faster]
     return PlanAnswer(
         question=question,
         ranked=ranked,
+        ties=tuple(ties_of(ranked, faster)) if question.goal != "memory" else (),
         misses=near_misses(ranked, asked),
         hints=hints_for(ranked[0], asked),
         warnings=warnings_for(ranked[0], question, found.cluster),
@@ -105,8 +105,8 @@ def predicted(plan: Plan, question: Question) -> Plan:
 def _fastest(question: Question, limit: float = math.inf) -> SearchResult:
     space = Space(question)
     evaluator = PlanEvaluator(space)
-    found_plans = find_plans(space, evaluator, limit=limit, others=question.max_plans - 1)
-    return SearchResult(found_plans.ranked(), question.cluster, evaluator.num_evaluated)
+    plans, faster = ranked_by_risk(space, evaluator, limit=limit, others=question.max_plans - 1)
+    return SearchResult(plans, question.cluster, evaluator.num_evaluated, faster)
 
 
 def _least_memory(question: Question) -> SearchResult:
@@ -155,6 +155,20 @@ def _fewest(question: Question) -> SearchResult:
     return _fastest(replace(question, cluster=fewest)) if fewest else SearchResult([], question.cluster, 0)
 
 
+def _most_goodput(question: Question) -> SearchResult:
+    """Return the plans that do the most new steps over weeks with failures; nodes that do not train are spares."""
+    from trimaran.planner.reliability import by_goodput, clusters_with_spares  # noqa: PLC0415  (numpy starts slowly)
+
+    best, least, num = SearchResult([], question.cluster, 0), math.inf, 0
+    for cluster in clusters_with_spares(question):
+        found = _fastest(replace(question, cluster=cluster))
+        num += found.num_considered
+        priced = by_goodput(found.ranked, question, cluster)
+        if priced and (not best.ranked or priced[0][0] < least):
+            least, best = priced[0][0], SearchResult([each for _, each in priced], cluster, 0)
+    return best._replace(num_considered=num)
+
+
 def _smaller_clusters(cluster: Cluster) -> list[Cluster]:
     """Return the sizes up to a cluster, smallest first: parts of a node, then nodes, then the cluster itself."""
     smaller = [each for each in cluster_sizes(cluster, most=cluster.world_size) if each.world_size < cluster.world_size]
@@ -166,4 +180,5 @@ _BY_GOAL: dict[str, Callable[[Question], SearchResult]] = {
     "memory": _least_memory,
     "cost": _cheapest,
     "fewest-gpus": _fewest,
+    "goodput": _most_goodput,
 }

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,9 +15,11 @@ from trimaran.cost.roofline import rates_of
 from trimaran.models import ModelSpec, Tower, VlmSpec, split_outline
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
+from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.axis_rules import check_axes, takes_micro_batches
 from trimaran.planner.degrees import divisors
 from trimaran.planner.generic_rules import split_sizes
+from trimaran.planner.hf_rules import accepts_axes
 from trimaran.planner.loss_choices import CHUNKED, losses_of
 from trimaran.planner.question import Question
 
@@ -28,18 +31,28 @@ MIN_POSITIONS = 128  # of a sequence per rank; fewer do not fill one tile of a m
 MAX_STAGES_PER_RANK = 8
 RECOMPUTE_STRIDES, FINE_RECOMPUTE_STRIDES = (8, 4, 2), (8, 6, 4, 3, 2)  # recompute every k-th layer
 MAX_DEVICES_WITH_FINE_STRIDES = 8  # small clusters have few other choices
+WEIGHT_AND_GRADIENT_BYTES = 8  # of a replicated parameter, both in fp32
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
 
 class MicrobatchSplit(NamedTuple):
-    """All that the compute of one micro-batch depends on."""
+    """All that the compute of one micro-batch depends on.
+
+    replicated: towers that tensor-parallel ranks do not split. Each rank holds them, for its part of the images.
+    """
 
     tp: int
     cp: int
     ep: int
     context: str
     micro_batch: int
+    replicated: tuple[str, ...] = ()
+
+    @property
+    def degrees(self) -> tuple[object, ...]:
+        """All but the size of the micro-batch."""
+        return self.tp, self.cp, self.ep, self.context, self.replicated
 
 
 class MeshSplit(NamedTuple):
@@ -54,19 +67,27 @@ class MeshSplit(NamedTuple):
 
 
 class StateSharding(NamedTuple):
-    """What the data ranks shard, and over how many of them. `towers` are those that differ."""
+    """What the data ranks shard, and over how many of them. `towers` are those that differ.
+
+    overlap: replicas sum their gradients during backward. If not, afterwards, so that steps can be captured.
+    """
 
     sharding: str
     dp_shard: int
     towers: tuple[tuple[str, str], ...] = ()
+    overlap: bool = True
 
 
 class RecomputeChoice(NamedTuple):
-    """What is recomputed in backward, where `towers` may differ, and how the loss is computed."""
+    """What is recomputed in backward, where `towers` may differ, and how the loss is computed.
+
+    regather: tensor-parallel ranks gather inputs again in backward.
+    """
 
     recompute: str | int
     towers: tuple[tuple[str, str | int], ...] = ()
     loss: str = ""  # empty: the default
+    regather: bool = False
 
 
 class Candidate(NamedTuple):
@@ -82,7 +103,9 @@ class Space:
 
     def __init__(self, question: Question) -> None:
         self.question, self.pins, self.losses = question, question.pins, losses_of(question)
-        self._shardings: dict[tuple[int, int], list[StateSharding]] = {}
+        self._may_offload = True
+        self._shardings: dict[tuple[int, int, bool, tuple[str, ...]], list[StateSharding]] = {}
+        self._divisible: dict[tuple[int, int, int, str, tuple[str, ...]], bool] = {}
 
     @cached_property
     def _max_tokens(self) -> float:
@@ -91,9 +114,25 @@ class Space:
         if cluster.device.kind == "cpu":
             return MAX_MICRO_BATCH_TOKENS
         is_captured = cluster.world_size == 1 and captures_steps(question.job, self.pins)
-        rates = rates_of(cluster.device, precision_of(question, "none"))
+        rates = rates_of(cluster.device, precision_of(question, "none"), question.job.stack.time.sustained)
         useful = positions_to_hide_launches(question.job, rates, is_captured=is_captured)
         return min(MAX_LAUNCH_BOUND_TOKENS, max(MAX_MICRO_BATCH_TOKENS, useful))
+
+    @cached_property
+    def _may_capture(self) -> bool:
+        """Whether replicas may sum gradients after backward, and their steps can then be CUDA graphs."""
+        job, pins, comm = self.question.job, self.pins, self.pins.comm
+        is_ours = job.can_capture and job.stack.name == "trimaran" and pins.engine == "torch"
+        is_plain = comm.compression == "none" and not comm.local.is_on and pins.cuda_graphs
+        overlaps = "overlap" in comm.model_fields_set and comm.overlap
+        cluster, states = self.question.cluster, (WEIGHT_AND_GRADIENT_BYTES + job.state_bytes)
+        has_replicas = cluster.world_size > 1 and cluster.device.kind == "cuda"
+        fits = states * job.outline.trained_parameters < cluster.device.memory_bytes  # saves time for large models
+        return is_ours and is_plain and has_replicas and fits and not overlaps
+
+    def captures_replicas(self, microbatch: MicrobatchSplit, pp: int = 1) -> bool:
+        """Return whether some plan with such micro-batches has replicas whose steps are captured."""
+        return microbatch.tp == microbatch.cp == microbatch.ep == pp == 1 and self._may_capture
 
     def pinned(self, field: str) -> bool:
         return field in self.pins.model_fields_set
@@ -108,18 +147,21 @@ class Space:
         sizes = self._micro_batches()
         for tp in self._degrees("tp", math.gcd(world, self._max_tp())):
             for cp in self._degrees("cp", world // tp if world % tp == 0 else 1):
-                for context, ep in product(self._contexts(tp, cp), self._degrees("ep", world)):
-                    if self._divides(tp, cp, ep, context):
+                choices = product(self._contexts(tp, cp), self._degrees("ep", world), self._replicated_towers(tp))
+                for context, ep, replicated in choices:
+                    if self._divides(tp, cp, ep, context, replicated):
                         yield from (
-                            MicrobatchSplit(tp, cp, ep, context, size) for size in sizes if self._is_useful(size, cp)
+                            MicrobatchSplit(tp, cp, ep, context, size, replicated)
+                            for size in sizes
+                            if self._is_useful(size, cp)
                         )
 
     def microbatch_splits_on(self, tp: int, cp: int, ep: int) -> Iterator[MicrobatchSplit]:
         """Yield all micro-batches for these degrees, also those that are never the best."""
-        for context in self._contexts(tp, cp):
-            if self._divides(tp, cp, ep, context):
+        for context, replicated in product(self._contexts(tp, cp), self._replicated_towers(tp)):
+            if self._divides(tp, cp, ep, context, replicated):
                 yield from (
-                    MicrobatchSplit(tp, cp, ep, context, size)
+                    MicrobatchSplit(tp, cp, ep, context, size, replicated)
                     for size in self._micro_batches()
                     if self._is_small_enough(size, cp)
                 )
@@ -140,20 +182,30 @@ class Space:
                     yield MeshSplit(microbatch, pp, schedule, stages, dp, count)
 
     def state_shardings(self, split: MeshSplit) -> list[StateSharding]:
-        """Return what the data ranks may shard, over some or all of them: nothing, optimizer, gradients, parameters."""
-        key = split.dp, split.microbatch.cp
+        """Return what the data ranks may shard, over some or all of them: nothing, optimizer, gradients, parameters.
+
+        Nothing comes twice if a step can be captured: with gradients that are summed after backward, and during it.
+        """
+        is_free = "overlap" not in self.pins.comm.model_fields_set
+        late = is_free and split.dp > 1 and self.captures_replicas(split.microbatch, split.pp)
+        replicated = split.microbatch.replicated if split.pp == 1 else ()
+        key = split.dp, split.microbatch.cp, late, replicated
         if key not in self._shardings:
-            self._shardings[key] = list(self._free_shardings(*key))
+            # First those that need the most memory: a captured step holds more than any other.
+            captured = [StateSharding("none", 1, overlap=False)] if late else []
+            others = list(self._free_shardings(split.dp, split.microbatch.cp, replicated))
+            self._shardings[key] = [*(each for each in captured if each._replace(overlap=True) in others), *others]
         return self._shardings[key]
 
-    def _free_shardings(self, dp: int, cp: int) -> Iterator[StateSharding]:
+    def _free_shardings(self, dp: int, cp: int, replicated: tuple[str, ...]) -> Iterator[StateSharding]:
         replicas, shards = self.degree("dp_replicate"), self.degree("dp_shard")
         for sharding in (self.pins.sharding,) if self.pinned("sharding") else SHARDINGS:
             for dp_shard in divisors(dp, most=dp) if sharding != "none" else (1,):
                 if shards not in (None, dp_shard) or replicas not in (None, dp // dp_shard):
                     continue
                 if sharding == "none" or dp_shard * cp > 1 or self._shards_one_rank(sharding):
-                    yield from (StateSharding(sharding, dp_shard, towers) for towers in self._tower_shardings(sharding))
+                    towers = self._tower_shardings(sharding, replicated)
+                    yield from (StateSharding(sharding, dp_shard, each) for each in towers)
 
     def supports(self, split: MeshSplit, states: StateSharding, offload: str) -> bool:
         """Return whether sharding and offload work together: offloaded parameters need shards, if only one."""
@@ -161,6 +213,8 @@ class Space:
             states.sharding != "parameters" or (states.towers and self.question.for_trainer)
         ):
             return False
+        if not states.overlap and offload != "none":
+            return False  # such a step is not captured, so that nothing is gained
         is_one_rank = states.sharding != "none" and states.dp_shard * split.microbatch.cp == 1
         return not is_one_rank or offload == "parameters" or self.pins.engine == "deepspeed"
 
@@ -173,13 +227,15 @@ class Space:
 
     def _recomputes(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be recomputed. A split backward (zero-bubble) allows nothing."""
+        nothing = self._without_recompute(split)
         if self.pinned("recompute") or self.pins.towers:
-            return (RecomputeChoice(self.pins.recompute),)
+            return nothing if self.pins.recompute == "none" else (RecomputeChoice(self.pins.recompute),)
         if split.schedule == "zero-bubble":
-            return (RecomputeChoice("none"),)
+            return nothing
         assert self.question.outline is not None
+        by_operator = [RecomputeChoice("elementwise")] * self._is_ours + [RecomputeChoice("selective")]
         if self.pins.compile and split.microbatch.tp > 1 and self.question.cluster.device.kind == "cpu":
-            return RecomputeChoice("none"), RecomputeChoice("selective")  # torch cannot compile the others for a CPU
+            return *nothing, *by_operator  # torch cannot compile the others for a CPU
         layers = self.question.outline.layers
         strides = (
             FINE_RECOMPUTE_STRIDES
@@ -188,18 +244,45 @@ class Space:
         )
         some = [RecomputeChoice(each) for each in strides if each <= layers]
         return (
-            RecomputeChoice("none"),
-            RecomputeChoice("selective"),
+            *nothing,
+            *by_operator,
             *some,
             *self._tower_recomputes(),
             RecomputeChoice("full"),
         )
 
+    def _without_recompute(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
+        """Return the choices that recompute nothing: inputs are saved whole or, under tp, gathered again."""
+        can = split.microbatch.tp > 1 and self._may_regather and not (self._has_experts and self._compiled(split))
+        return (RecomputeChoice("none"), RecomputeChoice("none", regather=True)) if can else (RecomputeChoice("none"),)
+
+    @cached_property
+    def _is_ours(self) -> bool:
+        return self.question.job.stack.name == "trimaran"
+
+    @cached_property
+    def _may_regather(self) -> bool:
+        question = self.question
+        is_ours = self._is_ours and question.recipe.model.family in ("decoder", "vlm")
+        return is_ours and question.for_trainer and "regather" not in self.pins.comm.model_fields_set
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        outline = self.question.outline
+        assert outline is not None
+        return any(getattr(block, "experts", None) for tower in outline.towers for block, _ in tower.runs)
+
+    def without_offload(self) -> "Space":
+        """Return the plans of this space that offload nothing, unless offload is pinned."""
+        space = copy(self)
+        space._may_offload = False
+        return space
+
     def offloads(self) -> tuple[str, ...]:
         """Return what may be offloaded to the host: nothing on a CPU, and no parameters beside 4-bit ones."""
         if self.pinned("offload"):
             return (self.pins.offload,)
-        if self.question.cluster.device.kind != "cuda":
+        if self.question.cluster.device.kind != "cuda" or not self._may_offload:
             return ("none",)
         return OFFLOADS[:-1] if self.has_packed_weights else OFFLOADS
 
@@ -227,9 +310,14 @@ class Space:
             "compile": self._compiled(split),
             "cuda_graphs": pins.cuda_graphs,
             "loss": self.losses.on(microbatch.tp, split.pp, choice.loss),
-            "comm": comm_of(pins.comm, microbatch.context),
+            "comm": comm_of(
+                pins.comm,
+                microbatch.context,
+                pins.comm.overlap and states.overlap,
+                pins.comm.regather or choice.regather,
+            ),
             "engine": pins.engine,
-            "towers": pins.towers or towers_of(states.towers, choice.towers),
+            "towers": pins.towers or towers_of(states.towers, choice.towers, microbatch.replicated),
             "prediction": None,
         }
         return Plan.model_construct(**fields)
@@ -255,7 +343,7 @@ class Space:
         gradients, local steps and gradients that are reduced after backward need full replicas. DeepSpeed only shards.
         """
         question, comm = self.question, self.pins.comm
-        needs_replicas = comm.compression != "none" or comm.local_steps > 1 or not comm.overlap
+        needs_replicas = comm.compression != "none" or comm.local.is_on or not comm.overlap
         if self.pins.engine == "deepspeed" or needs_replicas:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
@@ -275,16 +363,26 @@ class Space:
             return (self.pins.comm.context,)
         return ("gather", "exchange")
 
-    def _divides(self, tp: int, cp: int, ep: int, context: str) -> bool:
+    def _divides(self, tp: int, cp: int, ep: int, context: str, replicated: tuple[str, ...] = ()) -> bool:
         """Return whether the degrees divide what they split, pinned ones too. Errors are raised elsewhere."""
+        key = tp, cp, ep, context, replicated
+        if key not in self._divisible:
+            self._divisible[key] = self._are_divisible(*key)
+        return self._divisible[key]
+
+    def _are_divisible(self, tp: int, cp: int, ep: int, context: str, replicated: tuple[str, ...]) -> bool:
         question = self.question
         outline, recipe = question.outline, question.recipe
         assert outline is not None
         plan = Plan.model_construct(
-            mesh=mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep), comm=Comm.model_construct(context=context)
+            mesh=mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep),
+            comm=Comm.model_construct(context=context),
+            towers=self.pins.towers or towers_of((), (), replicated),
         )
+        if question.for_trainer and question.facts is not None and not accepts_axes(tp, cp, question.facts):
+            return False
         if question.for_trainer and isinstance(question.spec, VlmSpec | PerceptionSpec):
-            return self._trainer_accepts(plan.model_copy(update={"towers": self.pins.towers}), question.spec)
+            return self._trainer_accepts(plan, question.spec)
         if any(
             size % degree
             for axis, degree in (("tp", tp), ("cp", cp), ("ep", ep))
@@ -293,7 +391,7 @@ class Space:
         ):
             return False
         ours = question.for_trainer and recipe.model.family == "decoder"
-        indivisible = ours and (question.recipe.data.seq_len // cp % tp or outline.main.vocab % tp)
+        indivisible = ours and (recipe.data.seq_len // cp % tp or not every_rank_has_rows(outline.main.vocab, tp))
         opaque = any(not hasattr(block, "heads") for tower in outline.towers for block, _ in tower.runs)
         return not indivisible and not (opaque and tp * cp > 1)
 
@@ -372,6 +470,15 @@ class Space:
         free = can and not self.pinned("towers")
         return [tower for tower in outline.towers[:-1] if free and tower.layers > 2]
 
+    def _replicated_towers(self, tp: int) -> list[tuple[str, ...]]:
+        """Return which towers tensor-parallel ranks may replicate: none, or all that come before the main one."""
+        question, outline = self.question, self.question.outline
+        is_ours = question.for_trainer and isinstance(question.spec, VlmSpec) and question.recipe.model.family == "vlm"
+        if tp == 1 or self.pinned("towers") or not is_ours:
+            return [()]
+        assert outline is not None
+        return [(), tuple(tower.name for tower in outline.towers[:-1])]
+
     def _tower_recomputes(self) -> list[RecomputeChoice]:
         others = self._side_towers()
         pairs = [(main, own) for main in ("none", "selective", "full") for own in ("none", "selective", "full")]
@@ -381,8 +488,11 @@ class Space:
             if others and main != own
         ]
 
-    def _tower_shardings(self, sharding: str) -> list[tuple[tuple[str, str], ...]]:
+    def _tower_shardings(self, sharding: str, replicated: tuple[str, ...]) -> list[tuple[tuple[str, str], ...]]:
+        """Return how side towers may differ: they are sharded less or, over tensor-parallel ranks, alone."""
         others = self._side_towers()
+        if sharding == "none" and replicated:
+            return [(), *(tuple((name, own) for name in replicated) for own in ("optimizer", "parameters"))]
         less = {"parameters": ("optimizer", "none"), "gradients": ("none",), "optimizer": ("none",)}.get(sharding, ())
         return [(), *(tuple((tower.name, own) for tower in others) for own in less if others)]
 
@@ -391,6 +501,8 @@ class Space:
         if self.pinned("compile"):
             return self.pins.compile
         one_backward = split.pp == 1 or split.schedule != "zero-bubble"
+        if self.pins.comm.regather and split.microbatch.tp > 1 and self._has_experts:
+            return False  # torch does not compile it
         return self.question.cluster.device.kind == "cuda" and one_backward and self.pins.engine != "deepspeed"
 
 
@@ -404,7 +516,7 @@ def precision_of(question: Question, sharding: str) -> str:
         return "fp32"
     if "bf16" in has:
         return "bf16"
-    return "fp16" if "fp16" in has and pins.comm.local_steps == 1 else "fp32"
+    return "fp16" if "fp16" in has and not pins.comm.local.is_on else "fp32"
 
 
 def rounds_of(schedule: str, layers: int, pp: int) -> tuple[int, ...]:
@@ -432,18 +544,22 @@ def pipeline_of(schedule: str, stages: tuple[int, ...]) -> Pipeline:
 
 
 @lru_cache(maxsize=256)
-def comm_of(pins: Comm, context: str) -> Comm:
-    """Return the pinned settings with this kind of context parallelism."""
-    return pins if pins.context == context else pins.model_copy(update={"context": context})
+def comm_of(pins: Comm, context: str, overlap: bool, regather: bool) -> Comm:
+    """Return the pinned settings with this kind of context parallelism, with or without overlap and regather."""
+    if (pins.context, pins.overlap, pins.regather) == (context, overlap, regather):
+        return pins
+    return pins.model_copy(update={"context": context, "overlap": overlap, "regather": regather})
 
 
 @lru_cache(maxsize=256)
 def towers_of(
-    shardings: tuple[tuple[str, str], ...], choices: tuple[tuple[str, str | int], ...]
+    shardings: tuple[tuple[str, str], ...],
+    choices: tuple[tuple[str, str | int], ...],
+    replicated: tuple[str, ...] = (),
 ) -> dict[str, TowerPlan]:
     """Return the settings of single towers. The result is shared: do not change it."""
-    sharding, recompute = dict(shardings), dict(choices)
+    sharding, recompute, tp = dict(shardings), dict(choices), dict.fromkeys(replicated, 1)
     return {
-        name: TowerPlan.model_construct(sharding=sharding.get(name), recompute=recompute.get(name))
-        for name in dict.fromkeys([*sharding, *recompute])
+        name: TowerPlan.model_construct(sharding=sharding.get(name), recompute=recompute.get(name), tp=tp.get(name))
+        for name in dict.fromkeys([*sharding, *recompute, *tp])
     }

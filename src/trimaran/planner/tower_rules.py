@@ -9,6 +9,8 @@ from trimaran.planner.degrees import either
 
 # The tower that ends in the loss. Tensor parallelism splits its residual stream along the sequence.
 MAIN = "language"
+# The tower that takes images. Tensor-parallel ranks that all hold it encode different ones.
+FIRST = "vision"
 
 
 def check_known_towers(names: Iterable[str], towers: list[str], *, of: str, code: str, where: str) -> None:
@@ -38,12 +40,18 @@ def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
     if plan.engine == "deepspeed":
         raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
                         fix="leave it out, or set plan.engine to torch")  # fmt: skip
-    if plan.sharding == "none":
+    if plan.sharding == "none" and (plan.mesh.pp > 1 or not splits_images(name, plan)):
         raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
                         fix=f"set plan.sharding to {own.sharding}, and that of the other towers to none")  # fmt: skip
     if plan.offload == "parameters":
         raise UserError("P053", f"offload parameters needs sharding parameters, but tower {name} has {own.sharding}",
                         where=where, fix="leave it out, or set plan.offload to optimizer")  # fmt: skip
+
+
+def splits_images(name: str, plan: Plan) -> bool:
+    """Return whether tensor-parallel ranks encode different images in the tower: it and the first have tp 1."""
+    settings = (plan.towers.get(each, TowerPlan()) for each in (FIRST, name))
+    return name != MAIN and all(each.tp == 1 < plan.mesh.tp for each in settings)
 
 
 def check_tower_degree(name: str, own: TowerPlan, plan: Plan) -> None:

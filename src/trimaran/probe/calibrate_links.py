@@ -2,8 +2,6 @@
 
 import multiprocessing
 import tempfile
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,15 +9,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trimaran.probe.collective_calls import (
+    Call,
+    CommGroup,
+    Message,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    make_message,
+    timed,
+)
+
 # Message sizes: one so small that only latency counts, and two whose difference in time gives the bandwidth.
 SMALL_BYTES = 1 << 12
 MIDDLE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}
 LARGE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
 ROUND_SECONDS = 0.01  # of calls between two readings of the clock; short, so that some rounds are not interrupted
 START_SECONDS = 60.0  # the ranks may take this long to meet, on a busy machine
-
-gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name of torch 2.13
-Message = tuple[torch.Tensor, torch.Tensor]
 
 
 def measure_collectives(kind: str, ranks: int, *, seconds: float) -> dict[str, float]:
@@ -77,26 +83,21 @@ def _fit(took: dict[str, list[float]], ranks: int, *, extra_bytes: int) -> dict[
     return fitted
 
 
-def _seconds(call: Callable[[Message], object], size: int, device: torch.device, *, seconds: float) -> float:
+def _seconds(call: Call, size: int, device: torch.device, *, seconds: float) -> float:
     """Return how long the call takes on a message of `size` bytes, in the fastest of many rounds."""
     ranks = dist.get_world_size()
-    length = max(size // 4 // ranks, 1) * ranks
-    message = torch.ones(length, device=device), torch.ones(length, device=device)
+    world = CommGroup(group=None, ranks=tuple(range(ranks)), place=dist.get_rank())
+    message = make_message(size, ranks, device=device, dtype=torch.float32)
 
-    def timed(repeats: int) -> float:
+    def once(repeats: int) -> float:
         _broadcast(0, device)  # so that all ranks start together
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call(message)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - start) / repeats
+        return timed(call, message, world, repeats=repeats)
 
-    timed(1)
-    once = max(timed(1), 1e-6)
-    repeats = _broadcast(min(max(int(ROUND_SECONDS / once), 1), 1000), device)
-    rounds = _broadcast(min(max(int(seconds / (once * repeats)), 3), 200), device)
-    return min(timed(repeats) for _ in range(rounds))
+    once(1)
+    first = max(once(1), 1e-6)
+    repeats = _broadcast(min(max(int(ROUND_SECONDS / first), 1), 1000), device)
+    rounds = _broadcast(min(max(int(seconds / (first * repeats)), 3), 200), device)
+    return min(once(repeats) for _ in range(rounds))
 
 
 def _broadcast(number: int, device: torch.device) -> int:
@@ -106,33 +107,15 @@ def _broadcast(number: int, device: torch.device) -> int:
     return int(tensor.item())
 
 
-def _all_reduce(message: Message) -> None:
-    dist.all_reduce(message[0])
-
-
-def _all_gather(message: Message) -> None:
-    output, source = message
-    gather_single(output, source[: len(output) // dist.get_world_size()])
-
-
-def _all_to_all(message: Message) -> None:
-    dist.all_to_all_single(message[0], message[1])
-
-
-def _send(message: Message) -> None:
+def _send(message: Message, world: CommGroup) -> None:
     """Send half of the message from rank 0 to rank 1 and the other half back; other ranks do nothing."""
-    rank, half = dist.get_rank(), len(message[0]) // 2
-    if rank == 0:
-        dist.send(message[0][:half], 1)
-        dist.recv(message[1][:half], 1)
-    elif rank == 1:
-        dist.recv(message[1][:half], 0)
-        dist.send(message[0][:half], 0)
+    half = len(message.first) // 2
+    if world.place == 0:
+        dist.send(message.first[:half], 1)
+        dist.recv(message.second[:half], 1)
+    elif world.place == 1:
+        dist.recv(message.second[:half], 0)
+        dist.send(message.first[:half], 0)
 
 
-CALLS: dict[str, Callable[[Message], object]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "send": _send,
-}
+CALLS: dict[str, Call] = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all": all_to_all, "send": _send}

@@ -68,6 +68,7 @@ class Attempts:
         self.attempts: list[Attempt] = []
         self.over: int | None = None
         self.why = ""
+        self.over_time = 0.0
         self._follower = JsonlFollower(run.attempts)
 
     def refresh(self) -> bool:
@@ -79,7 +80,7 @@ class Attempts:
 
     def _read(self, line: dict[str, Any]) -> None:
         if "over" in line:
-            self.over, self.why = line["over"], line.get("why", "")
+            self.over, self.why, self.over_time = line["over"], line.get("why", ""), float(line.get("time", 0.0))
         elif "ended" in line and self.attempts:
             last = self.attempts[-1]
             last.ended, last.how, last.step = line["ended"], line.get("how"), line.get("step", 0)

@@ -22,6 +22,7 @@ from typing import Self
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd, read_regular_text
 from trimaran.run.held_directory import lock_directory
+from trimaran.run.process_control import machine_id, start_ticks
 from trimaran.run.record_types import is_count, is_time
 from trimaran.run.run_directory import RunDirectory, writing
 from trimaran.run.wire import fingerprint
@@ -144,7 +145,7 @@ class LeaseWatch:
             return holder.term + 1
         if holder.machine == machine_id():
             self.certain = True
-            return holder if _started(holder.pid) == holder.started else holder.term + 1
+            return holder if start_ticks(holder.pid) == holder.started else holder.term + 1
         if (holder.term, counter) != self._seen:
             self.certain = self._seen is not None and self._seen[0] == holder.term
             self._seen, self._since = (holder.term, counter), time.monotonic()
@@ -192,13 +193,13 @@ def claim_term(
         term=term,
         host=platform.node(),
         pid=os.getpid(),
-        started=_started(os.getpid()),
+        started=start_ticks(os.getpid()),
         machine=machine_id(),
         run=fingerprint(run_token(run)),
         address=address,
         created=time.time(),
     )
-    is_ours = _create_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
+    is_ours = write_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
     return Lease(run, holder, shared=shared, lock=lock) if is_ours else None
 
 
@@ -242,21 +243,20 @@ def read_holder(run: RunDirectory) -> LeaseHolder | None:
     return LeaseHolder(**found) if has_texts and has_numbers else unknown
 
 
+def new_token() -> str:
+    """Return a secret that nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
 def run_token(run: RunDirectory) -> str:
     """Return the secret token of the run's channel. The first call creates it, readable only by its owner."""
     run.lease.mkdir(mode=0o700, exist_ok=True)
     _refuse_shared_access(run.lease, is_folder=True)
     path = run.lease / "token"
     if not path.exists():
-        _create_once(path, secrets.token_urlsafe(32) + "\n")
+        write_once(path, new_token() + "\n")
     _refuse_shared_access(path, is_folder=False)
     return read_regular_text(path).strip()
-
-
-def machine_id() -> str:
-    """Return the boot id and the pid namespace: processes with the same id can find each other by pid."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _term_file(run: RunDirectory, term: int) -> Path:
@@ -283,18 +283,7 @@ def _read_counter(run: RunDirectory, term: int) -> str:
         return ""
 
 
-def _started(pid: int) -> int:
-    """Return when a process of this machine started, in ticks since boot; -1 if it is gone."""
-    try:
-        state, *rest = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-    except (OSError, ValueError):
-        return -1
-    return -1 if state in "ZX" else int(rest[18])
-
-
-def _create_once(path: Path, text: str) -> bool:
+def write_once(path: Path, text: str) -> bool:
     """Create a file atomically with its content, readable only by its owner; return False if it exists already."""
     draft = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:

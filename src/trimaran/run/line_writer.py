@@ -62,7 +62,7 @@ class LineWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`, or keep it for later. Raises only for errors that are not those of a disk."""
-        line = show_paths(_line(record), self.path).encode()
+        line = show_paths(_line(record), self.path, in_json=True).encode()
         step = record.get("step")
         self._kept.append((line, step if isinstance(step, int) else 0))
         self._kept_bytes += len(line)

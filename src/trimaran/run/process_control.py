@@ -1,9 +1,10 @@
-"""What a process sets about itself: its parent's death signal, its name, orphans, limits."""
+"""What a process sets about itself: its parent's death signal, its name, orphans, limits; and how it is identified."""
 
 import contextlib
 import ctypes
 import os
 import resource
+from pathlib import Path
 
 # Option numbers of linux/prctl.h.
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,26 @@ def raise_soft_limits() -> None:
         if soft != resource.RLIM_INFINITY and soft < allowed:
             with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it, and the limit may be enough
                 resource.setrlimit(kind, (allowed, hard))
+
+
+def machine_id() -> str:
+    """Return the boot id and the pid namespace: processes with the same id can find each other by pid."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process of this machine started, in the kernel's ticks since boot; -1 if it is gone.
+
+    Together with the pid, which is reused, and `machine_id` it identifies a process.
+    """
+    try:
+        state, *rest = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+    except (OSError, ValueError):
+        return -1
+    return -1 if state in "ZX" else int(rest[18])
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +146,28 @@ class RunDirectory:
         """Return the run's recipe; raise UserError if its file is missing or damaged."""
         return parse_recipe(_read_text(self.recipe), name=str(self.recipe))
 
-    def read_plan(self) -> Plan:
-        """Return the run's plan with its prediction; raise UserError if its file is missing or damaged."""
+    def read_plan(self, file: Path | None = None) -> Plan:
+        """Return the run's plan with its prediction; raise UserError if its file is missing or damaged.
+
+        `file` is that of an earlier plan, see `earlier_plans`.
+        """
+        path = file or self.plan
         try:
-            tree = load_json(_read_text(self.plan))
+            tree = load_json(_read_text(path))
             prediction = Prediction.model_validate(tree["prediction"]) if tree.get("prediction") else None
             return Plan.model_validate(tree["plan"]).model_copy(update={"prediction": prediction})
         except TextError as error:
-            raise _unreadable(self.plan, error.what, line=error.line) from None
+            raise _unreadable(path, error.what, line=error.line) from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise _unreadable(self.plan, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise _unreadable(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         except (KeyError, TypeError, AttributeError):
-            raise _unreadable(self.plan, "it has no plan") from None
+            raise _unreadable(path, "it has no plan") from None
+
+    def earlier_plans(self) -> list[Path]:
+        """Return the files of the plans that were replaced, the first plan first: `plan-0.json` and so on."""
+        files = (self.plan.with_stem(f"{self.plan.stem}-{number}") for number in count())
+        return list(takewhile(Path.is_file, files))
 
 
 def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
@@ -207,12 +217,19 @@ def holds_run(path: Path) -> bool:
     return (path / MARKER).is_file()
 
 
-def show_paths(text: str, path: Path) -> str:
-    """Return `text` with the path of the directory in place of its descriptor, if `path` is below `/proc/self/fd/N`."""
+def show_paths(text: str, path: Path, *, in_json: bool = False) -> str:
+    """Return `text` with the path of the directory in place of its descriptor, if `path` is below `/proc/self/fd/N`.
+
+    `in_json`: `text` is JSON, so that quotes and backslashes in the directory's path are escaped.
+    """
     if not str(path).startswith(DESCRIPTORS):
         return text
     descriptor = DESCRIPTORS + path.parts[4]
-    return re.sub(rf"{descriptor}(?!\d)", lambda _: os.readlink(descriptor), text)
+
+    def shown(_: re.Match[str]) -> str:
+        return json.dumps(os.readlink(descriptor))[1:-1] if in_json else os.readlink(descriptor)
+
+    return re.sub(rf"{descriptor}(?!\d)", shown, text)
 
 
 def free_run_path(root: Path, name: str) -> Path:

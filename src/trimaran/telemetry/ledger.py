@@ -35,6 +35,7 @@ CATEGORIES = (
 # After the last step, the category of the time before an event.
 CATEGORY_BEFORE_EVENT = {
     "checkpoint": "save",
+    "upload": "save",
     "saved": "save",
     "evaluation": "evaluation",
     "sample": "evaluation",

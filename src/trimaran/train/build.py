@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
-from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
+from trimaran.core import ModelSection, Plan, Recipe, TrainSection
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.adapter_rules import refuse_adapter
+from trimaran.models.hf_facts import refuse_seq_len
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.adapters.attach import attach_adapter, linears_to_pack
@@ -27,12 +28,14 @@ from trimaran.nets.adapters.initialise_adapter import initialise_adapter
 from trimaran.nets.adapters.nf4_linear import pack_frozen_weights
 from trimaran.nets.adapters.peft_format import refuse_inexpressible
 from trimaran.nets.adapters.peft_read import load_peft_adapter
+from trimaran.nets.local_shards import is_on_meta
 from trimaran.optim import build_optimizer
 from trimaran.optim.loss_scale import LossScale, build_loss_scale
 from trimaran.optim.split_weights import split_weights
 from trimaran.parallel import RankMesh, apply_plan, build_mesh, override_precision
 from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
-from trimaran.parallel.comm.local_steps import weight_averaging
+from trimaran.parallel.comm.compression import compressor_of
+from trimaran.parallel.comm.outer_step import build_outer_step
 from trimaran.parallel.frozen_weights import store_frozen_weights
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
@@ -101,8 +104,7 @@ def build_worker_parts(
     with link.section("load") as report_progress:
         networks = build_networks(recipe, plan, rank_info, ranks, report_progress)
     base = AdapterBase(hashing, partial(reload_base, networks, recipe, plan, rank_info)) if hashing else None
-    if recipe.train.save and base is None:
-        networks[0].disk_config()  # raises now, not after training, if the model cannot be saved
+    refuse_unsavable(recipe, networks)
     timer.lap("network")
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     with link.section("prepare") as report_progress:
@@ -143,7 +145,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     )
     state = stepper.state(recipe.train, without_base=base is not None)
     stepper.set_training(True)  # transformers loads models in eval mode
-    replica_check = _build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None
+    replica_check = build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None
     loader_from = partial(build_loader, recipe, rank_info, lambda: training_data.training(guard.quarantine.ids))
     reseed = partial(ranks.reseed, recipe.train.seed)
     evaluator = HoldoutEvaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper,
@@ -179,6 +181,12 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     )
 
 
+def refuse_unsavable(recipe: Recipe, networks: tuple[Network, ...]) -> None:
+    """Raise now, not after training, if the trained model cannot be saved."""
+    if recipe.train.save and recipe.model.adapter is None:
+        networks[0].disk_config()
+
+
 def build_networks(
     recipe: Recipe,
     plan: Plan,
@@ -191,14 +199,32 @@ def build_networks(
     Every plan starts from the same weights. A network is built on the meta device, sharded, and then initialised shard
     by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
+    stages = shard_networks(recipe, plan, ranks, report_progress)
+    for _, fill in stages:
+        fill(_init_device(plan, rank_info))
+    return tuple(network for network, _ in stages)
+
+
+def shard_networks(
+    recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
+) -> list[tuple[Network, Callable[[torch.device], None]]]:
+    """Return this rank's stages, sharded and on the meta device, and for each a function that gives it its weights.
+
+    That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
+    """
     if recipe.model.family == "hf":
-        network, fill = _open_hf_network(recipe.model, recipe.train.seed, report_progress)
-        _check_seq_len(network, recipe.data.seq_len)
+        network, read_weights = open_hf_network(
+            recipe.model, recipe.train.seed, report_progress, without_weights=ranks.without_device
+        )
+        refuse_seq_len(recipe.data.seq_len, network.max_seq_len)
         refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
         _shard_network(network, None, recipe, plan, ranks)
-        fill(network.module, _init_device(plan, rank_info))
-        fill_adapter(network, recipe)
-        return (network,)
+
+        def fill_hf(device: torch.device) -> None:
+            read_weights(network.module, device)
+            fill_adapter(network, recipe)
+
+        return [(network, fill_hf)]
     spec = spec_of(recipe.model)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
     refuse_unmatched(recipe.train.precision, module_names(spec))
@@ -207,19 +233,22 @@ def build_networks(
         whole = network_of(spec) if recipe.model.adapter else None
         here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
         networks = tuple(network_of(spec, ranges[stage]) for stage in here)
-    for network in networks:
-        _shard_network(network, whole, recipe, plan, ranks)
-        network.module.to_empty(device=_init_device(plan, rank_info))
+
+    def fill(network: Network, device: torch.device) -> None:
+        network.module.to_empty(device=device)
         fill_base(network, recipe, spec, report_progress)
         fill_adapter(network, recipe, whole)
-    return networks
+
+    for network in networks:
+        _shard_network(network, whole, recipe, plan, ranks)
+    return [(network, partial(fill, network)) for network in networks]
 
 
 def fill_base(network: Network, recipe: Recipe, spec: Spec, report_progress: Callable[[], None]) -> None:
     """Give a stage of our own network its weights: those on disk, or random ones. An adapter is not filled."""
     if recipe.model.path and weight_files(model_folder(recipe.model.path)):
         network.load(model_folder(recipe.model.path), report_progress)
-    else:
+    elif not is_on_meta(network.module):
         initialise(network.module, seed=recipe.train.seed, spec=spec)
 
 
@@ -245,7 +274,8 @@ def _shard_network(network: Network, whole: Network | None, recipe: Recipe, plan
 def fill_adapter(network: Network, recipe: Recipe, whole: Network | None = None) -> None:
     """Give the adapter its first values, if there is one. The base weights must be loaded."""
     if (adapter := recipe.model.adapter) is not None:
-        initialise_adapter(network.module, seed=recipe.train.seed)
+        if not is_on_meta(network.module):
+            initialise_adapter(network.module, seed=recipe.train.seed)
         if adapter.path:
             load_peft_adapter(network, Path(adapter.path), adapter, whole)
 
@@ -256,7 +286,7 @@ def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_
         if isinstance(module, FSDPModule):
             module.reshard()
     if recipe.model.family == "hf":
-        again, fill = _open_hf_network(recipe.model, recipe.train.seed, lambda: None)
+        again, fill = open_hf_network(recipe.model, recipe.train.seed)
         if not all(each.is_meta for each in again.module.parameters()):
             raise RuntimeError("a frozen weight in memory is wrong, and this model cannot be read again in place")
         fill(networks[0].module, _init_device(plan, rank_info))
@@ -267,7 +297,7 @@ def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_
         fill_base(network, recipe, spec, lambda: None)
 
 
-def _build_memory_checks(guard: Guard, state: CheckpointState, recipe: Recipe, device: torch.device) -> ReplicaCheck:
+def build_memory_checks(guard: Guard, state: CheckpointState, recipe: Recipe, device: torch.device) -> ReplicaCheck:
     """Return the check of replicas, and give the guard the check of memory that changes between updates."""
     shards = state.checked_shards if isinstance(state, TrainingState) else state.shards
     guard.shard_check = ShardCheck(shards, device=device, max_fraction=recipe.faults.shard_check)
@@ -276,30 +306,31 @@ def _build_memory_checks(guard: Guard, state: CheckpointState, recipe: Recipe, d
 
 def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
     """Return the device of the initial weights: the CPU if they are offloaded or if DeepSpeed takes them unsharded."""
+    if rank_info.device.type == "meta":
+        return rank_info.device
     on_host = plan.engine == "deepspeed" or plan.offload == "parameters"
     return torch.device("cpu") if on_host else rank_info.device
 
 
-def _check_seq_len(network: Network, seq_len: int) -> None:
-    """Raise if the sequences are longer than the positions of a Hugging Face model without a spec."""
-    if seq_len > network.max_seq_len:
-        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {network.max_seq_len:,}",
-                        where="data.seq_len", fix=f"set data.seq_len to {network.max_seq_len} or less")  # fmt: skip
-
-
-def _open_hf_network(
-    section: ModelSection, seed: int, report_progress: Callable[[], None]
+def open_hf_network(
+    section: ModelSection,
+    seed: int,
+    report_progress: Callable[[], None] = lambda: None,
+    *,
+    without_weights: bool = False,
 ) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
-    """Return a Hugging Face model without weights, and a function that loads them once the model is sharded."""
+    """Return a Hugging Face model without weights, and a function that loads them once the model is sharded.
+
+    See `open_hf_model` for models that transformers cannot build without weights.
+    """
     from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
     from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
     assert section.path is not None, "a section without a path has no spec to plan with"
     path = Path(section.path)
-    module, fill = open_hf_model(
-        path, trust_remote_code=section.trust_remote_code, seed=seed, report_progress=report_progress
-    )
-    return network_of_hf(module, spec_of(section)), fill
+    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "seed": seed}
+    module, fill = open_hf_model(path, **options, report_progress=report_progress, without_weights=without_weights)
+    return network_of_hf(module.train(), spec_of(section)), fill  # what training does is refused now, such as dropout
 
 
 def _build_nonfinite_search(  # noqa: PLR0913 - the parts of a step, the clock and the supervisor
@@ -392,8 +423,6 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
     low_halves = split_weights(networks, plan)
     optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers, low_halves)
     trained = trained_parameters(networks, plan)
-    meet = weight_averaging(plan, ranks, trained.parameters)
-    optimizer.register_step_post_hook(lambda *_: meet())
     updater = Updater(
         optimizer,
         ranks,
@@ -403,6 +432,10 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
         guard=guard,
         meter=build_group_meter(networks, plan, ranks, trained, every=groups_every),
     )
+    updater.outer_step = build_outer_step(plan, ranks, networks, last_step=train.steps)
+    updater.compressor = compressor_of(network.module)
+    if updater.compressor is not None:
+        updater.compressor.state.seed = train.seed
     updater.unused = watch_unused_parameters(optimizer, networks)
     if plan.mesh.pp > 1:
         return PipelineStepper(networks, plan, ranks, updater, clock, objective)

@@ -53,12 +53,12 @@ class Trainer:
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
-            numbers = self.stepper.step(batch, requests=self._requests())
+            self.stepper.step(batch, requests=self._requests())
             lr = learning_rate(batch.step, self.recipe.train)
             self.checkpointer.before_update()
             self.clock.lap("checkpoint")
             norm, refused = self.stepper.update(lr)
-            numbers = torch.cat([numbers, norm.reshape(1), refused.reshape(1)]).to("cpu", non_blocking=True)
+            read_numbers = self.stepper.numbers_later(norm, refused)
             self.clock.lap("optimizer")
             done = batch.step + 1
             # Read the numbers of the step before only now, so that the device never waits for the host.
@@ -75,7 +75,8 @@ class Trainer:
             pending = PendingStep(
                 step=done,
                 lr=lr,
-                numbers=numbers,
+                read_numbers=read_numbers,
+                host_time=self.clock.host_time(),
                 read_seconds=self.clock.end_step(),
                 read_details=self.stepper.details(),
                 loader_stats=loader.stats(),

@@ -160,6 +160,8 @@ def _train_rank(
         journal.resume(start)
     link.report_section("finish", loop_exit.step)
     not_saved = _save_last_checkpoint(parts, run, journal, rank_info, loop_exit) if loop_exit.weights_are_valid else ""
+    if loop_exit.reason != "done":
+        checkpointer.wait_until_uploaded(loop_exit.step)
     if loop_exit.reason == "stop":
         journal.event("stop", step=loop_exit.step, reason="asked to stop")
         return EXIT_AGAIN, {}
@@ -173,6 +175,7 @@ def _train_rank(
     journal.event("trained", step=loop_exit.step, next=planned_parts(parts))
     link.report_saved()
     not_done = evaluate_and_sample(parts, journal, loop_exit.step)
+    checkpointer.wait_until_uploaded(loop_exit.step)
     facts: dict[str, Any] = {"seconds": time.monotonic() - started, "kept": checkpointer.totals()}
     facts |= {"not_done": not_done} if not_done else {}
     journal.event("done", step=loop_exit.step, steps=loop_exit.step, **facts)

@@ -2,17 +2,21 @@
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from datetime import date
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from trimaran.app.request.options import Json
-from trimaran.core import UserError
+from trimaran.app.request.calibration_file import refuse_unwritable, write_calibration
+from trimaran.app.request.options import (
+    Json,
+    Settings,
+    complete_collectives,
+    complete_comm_groups,
+    complete_recipe,
+)
 from trimaran.core.user_folders import needed_user_cache
 from trimaran.hardware import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
 from trimaran.run.compile_cache import refuse_unusable
@@ -48,12 +52,12 @@ def calibrate(
 
     cluster = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     path = output or (calibration_folder(os.environ) or needed_user_cache(os.environ)) / f"{machine_name(cluster)}.json"
-    _refuse_unwritable(path)
+    refuse_unwritable(path)
     refuse_unusable(os.environ)
     measured = _measure(cluster, seconds, open_console(stderr=True))
     name = cluster.device.name if cluster.device.kind == "cuda" else f"cpu, {num_cores()} cores"
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
-    _write(path, calibration)
+    write_calibration(path, calibration)
     for old in path.parent.glob(f"{machine_name(cluster)}-*x*-torch-*.json") if output is None else ():
         old.unlink(missing_ok=True)  # rates of CPU ranks, which the next run measures again
     if as_json:
@@ -67,9 +71,100 @@ def calibrate(
         typer.echo("next  trimaran plan --set cluster=auto")
 
 
+@bench.command("comm")
+def comm(  # noqa: PLR0913 - each option of a command is a parameter
+    collectives: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Some of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send_recv.",
+            autocompletion=complete_collectives,
+        ),
+    ] = "all",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZES",
+            help="Message sizes: 1KiB,1MiB or 1KiB..64MiB*2. [default: 1KiB..16MiB, and 1KiB..256MiB between GPUs]",
+        ),
+    ] = "",
+    groups: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="world, node, a number of neighbours, or axes of --recipe: tp, dp, pp, "
+            "cp, dp_shard, dp_replicate. [default: world, node, and the axes]",
+            autocompletion=complete_comm_groups,
+        ),
+    ] = "",
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="gloo|nccl", help="[default: nccl between GPUs, else gloo]", autocompletion=lambda: ["gloo", "nccl"]
+        ),
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16", autocompletion=lambda: ["fp32", "bf16", "fp16"])
+    ] = "fp32",
+    seconds: Annotated[
+        float, typer.Option(min=0.5, max=3600.0, help="Rough duration, without the start of torch.")
+    ] = DEFAULT_SECONDS,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine. [default: its GPUs or cores]")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Measure this many nodes: start it on each of them.")] = 1,
+    node: Annotated[int, typer.Option(min=0, help="Index of this node, from 0.")] = 0,
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where nodes meet: node 0, a free port.")] = "",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            autocompletion=complete_recipe,
+            help="Take the axes of --groups from this recipe's plan.",
+        ),
+    ] = None,
+    settings: Settings = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare with an earlier result, or one of another node.")
+    ] = None,
+    show: Annotated[Path | None, typer.Option(metavar="FILE", help="Show this result, and measure nothing.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page.")] = None,
+    write_links: Annotated[
+        bool, typer.Option("--calibrate", help="Let the planner use the measured links from now on.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Measure collectives between ranks by size, group and backend: bandwidth, latency, and slow ranks.
+
+    It starts the ranks by itself, or is one of torchrun's. Exit codes: 0 measured; 2 a collective returned wrong
+    values, or an option is wrong.
+
+    \b
+    trimaran bench comm
+    trimaran bench comm --ranks 4 --groups world,2 --collectives all_reduce,all_gather --seconds 10
+    trimaran bench comm --out before.json --html comm.html
+    NCCL_ALGO=Ring trimaran bench comm --against before.json
+    srun trimaran bench comm --nodes $SLURM_NNODES --node $SLURM_NODEID --address $HEAD:29400 --calibrate
+    torchrun --nproc-per-node 8 -m trimaran bench comm
+    """
+    from trimaran.app.request.comm_request import CommOptions
+    from trimaran.app.session.comm_session import CommFiles, run_comm
+
+    mesh = None
+    if recipe is not None or settings:
+        from trimaran.app.request.request import resolve
+
+        mesh = resolve(recipe, settings or ()).plan.mesh
+    options = CommOptions(collectives=collectives, sizes=sizes, groups=groups, backend=backend, dtype=dtype,
+                          seconds=seconds, ranks=ranks, nodes=nodes, node=node, address=address, mesh=mesh)  # fmt: skip
+    files = CommFiles(against=against, show=show, out=out, html=html, calibrate=write_links)
+    return run_comm(options, files, as_json=as_json)
+
+
 def _measure(cluster: Cluster, seconds: float, console: Any) -> dict[str, Any]:
-    """Run the measuring process with a progress bar, and return its measurements."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from trimaran.app.request.measure_process import run_measurement
 
     # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
     ranks = max(2, cluster.world_size) if cluster.device.kind == "cpu" else cluster.world_size
@@ -77,55 +172,7 @@ def _measure(cluster: Cluster, seconds: float, console: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "trimaran.probe.calibrate"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    measured: dict[str, Any] | None = None
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
-    ):
-        task = bar.add_task("starting torch", total=1.0)
-        try:
-            for line in process.stdout or ():
-                message = json.loads(line)
-                measured = message.get("measured", measured)
-                bar.update(task, description=message.get("doing"), completed=message.get("share"))
-        except BaseException:  # mostly Ctrl-C
-            process.terminate()
-            raise
-        if process.wait() or measured is None:
-            raise _failure(errors)
-    return measured
-
-
-def _failure(errors: IO[str]) -> UserError:
-    errors.seek(0)
-    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-    return UserError("C008", f"the measurement failed: {lines[-1][:200] if lines else 'its process was killed'}",
-                     where="trimaran bench calibrate",
-                     fix="try again when nothing else runs here; CUDA_VISIBLE_DEVICES= measures the CPU")  # fmt: skip
-
-
-def _refuse_unwritable(path: Path) -> None:
-    """Raise if the file cannot be written: before the measurement, not after."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError("C009", f"the calibration cannot be written: {error.strerror}", where=str(path),
-                        fix="name another file with --output") from None  # fmt: skip
-
-
-def _write(path: Path, calibration: Calibration) -> None:
-    """Write the file atomically: a planner that reads it meanwhile gets the old or the new one."""
-    text = calibration.model_dump_json(indent=2, exclude_none=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    return run_measurement(command, environment=environment, console=console, where="trimaran bench calibrate")
 
 
 def _show(calibration: Calibration, console: Any) -> None:

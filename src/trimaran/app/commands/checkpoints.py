@@ -50,12 +50,21 @@ def list_all(run: RunName, as_json: Json = False) -> None:
     \b
     trimaran checkpoints runs/stdlib-tiny
     trimaran checkpoints list runs/stdlib-tiny --json
+    trimaran checkpoints s3://bucket/my-run
     """
+    from trimaran.app.views.stored_checkpoints import list_stored, show_stored
+
+    if "://" in run:
+        stored = list_stored(run)
+        typer.echo(json.dumps({"store": stored})) if as_json else show_stored(stored)
+        return
     directory = find_run(run)
     rows, drafts = list_checkpoints(directory.checkpoints), count_drafts(directory.checkpoints)
+    url = directory.read_recipe().checkpoint.store
+    stored = list_stored(url) if url else None
     if as_json:
         answer = {"run_dir": str(directory.path), "checkpoints": [row.as_dict() for row in rows], "drafts": drafts}
-        typer.echo(json.dumps(answer))
+        typer.echo(json.dumps(answer | ({"store": stored} if stored else {})))
         return
     if not rows:
         typer.echo(f"no checkpoint in {directory.checkpoints} yet")
@@ -63,6 +72,8 @@ def list_all(run: RunName, as_json: Json = False) -> None:
         _show(rows)
     if drafts:
         typer.echo(f"{drafts} unfinished: still being written, or left by a killed run")
+    if stored:
+        show_stored(stored)
 
 
 @checkpoints.command("verify")
@@ -70,24 +81,49 @@ def verify_run(
     run: RunName,
     step: Annotated[int | None, typer.Argument(metavar="[STEP]", min=0, show_default=False)] = None,
     as_json: Json = False,
+    store: Annotated[bool, typer.Option("--store", help="Verify those in the run's object store instead.")] = False,
 ) -> int:
     """Read every byte of a checkpoint, or of all, and compare the checksums. Exit code 1 if one is damaged.
 
     \b
     trimaran checkpoints verify runs/stdlib-tiny
     trimaran checkpoints verify runs/stdlib-tiny 40
+    trimaran checkpoints verify runs/stdlib-tiny --store
+    trimaran checkpoints verify s3://bucket/my-run
     """
+    if store or "://" in run:
+        return _verify_stored(run, step, as_json=as_json)
     directory = find_run(run)
     newest = find_step(directory.checkpoints, step, where=str(directory.path))
     chosen = [newest] if step is not None else [step_path(directory.checkpoints, each) for each in
                                                 complete_steps(directory.checkpoints)]  # fmt: skip
-    answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages} for path in chosen
-               if (damages := _damages(path)) is not None]  # fmt: skip
+    answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages, "on_nodes": _other_nodes(path)}
+               for path in chosen if (damages := _damages(path)) is not None]  # fmt: skip
     if as_json:
         typer.echo(json.dumps({"run_dir": str(directory.path), "checkpoints": answers}))
     else:
         for answer in answers:
-            typer.echo(f"step {answer['step']}: {'; '.join(answer['damages']) or 'verified'}")
+            here = f"verified, but for the files on {', '.join(nodes)}" if (nodes := answer["on_nodes"]) else "verified"
+            typer.echo(f"step {answer['step']}: {'; '.join(answer['damages']) or here}")
+    return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
+
+
+def _verify_stored(run: str, step: int | None, *, as_json: bool) -> int:
+    from trimaran.app.views.clean_console import open_console
+    from trimaran.app.views.progress_bar import progress_bar
+    from trimaran.app.views.stored_checkpoints import verify_stored
+
+    url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
+    if not url:
+        raise UserError("A001", "this run has no object store", where=run,
+                        fix="leave out --store, or set checkpoint.store")  # fmt: skip
+    with progress_bar(open_console(stderr=True)) as progress:
+        answers = verify_stored(url, step, progress)
+    if as_json:
+        typer.echo(json.dumps({"store": url, "checkpoints": answers}))
+    else:
+        for answer in answers:
+            typer.echo(f"step {answer['step']} in the store: {'; '.join(answer['damages']) or 'verified'}")
     return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
 
 
@@ -255,6 +291,17 @@ def _exclusive(run: "RunDirectory") -> AbstractContextManager[Any]:
         raise
 
 
+def _other_nodes(path: Path) -> list[str]:
+    """Return the nodes that have files of a checkpoint on their own disks."""
+    from trimaran.checkpoint.manifest import read_manifest
+    from trimaran.checkpoint.node_files import files_elsewhere
+
+    try:
+        return sorted(files_elsewhere(path, read_manifest(path)))
+    except UserError:
+        return []  # `_damages` has said why
+
+
 def _damages(path: Path) -> list[str] | None:
     """Return the damages of a checkpoint; None if a live run has pruned it meanwhile."""
     from trimaran.app.views.clean_console import open_console
@@ -290,6 +337,8 @@ def _show(rows: list[CheckpointRow]) -> None:
     open_console().print(table)
     for row in (each for each in rows if each.why):
         typer.echo(f"step {row.step} is {row.status}: {row.why}")
+    if nodes := sorted({node for row in rows for node in row.on_nodes}):
+        typer.echo(f"files are also on the disks of {', '.join(nodes)}, which were not looked at")
 
 
 def _step_list(numbers: list[int]) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app.request.options import Json, Settings, complete_recipe
+from trimaran.app.request.options import Json, Settings, complete_fabric, complete_recipe
 from trimaran.core import UserError
 
 Recipe = Annotated[
@@ -23,6 +23,16 @@ def doctor(  # noqa: PLR0913 - each option of a command is a parameter
     node: Annotated[int, typer.Option(help="Index of this node, from 0.")] = 0,
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Rendezvous address: node 0, a free port.")] = "",
     against: Annotated[str, typer.Option(metavar="RUN", help="A run of the same recipe on fewer ranks.")] = "",
+    bad_nodes: Annotated[bool, typer.Option("--bad-nodes", help="List the nodes that new runs avoid.")] = False,
+    forget_node: Annotated[str, typer.Option(metavar="NODE", help="Do not avoid this node any more.")] = "",
+    fabric: Annotated[
+        str,
+        typer.Option(
+            metavar="FABRIC",
+            help="Compare the environment with the preset of auto, infiniband, roce, efa, tcp or pcie. Nothing is set.",
+            autocompletion=complete_fabric,
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> int:
     """Check this machine before a run, or say what is wrong with a run and how to fix it.
@@ -35,7 +45,17 @@ def doctor(  # noqa: PLR0913 - each option of a command is a parameter
     srun trimaran doctor --nodes $SLURM_NNODES --node $SLURM_NODEID --address $(hostname):29400
     trimaran doctor runs/stdlib-tiny
     trimaran doctor runs/eight-ranks --against runs/one-rank
+    trimaran doctor --bad-nodes
+    trimaran doctor --fabric auto
     """
+    if fabric:
+        from trimaran.app.views.fabric_view import show_fabric
+
+        return show_fabric(fabric, several_nodes=nodes > 1, as_json=as_json)
+    if bad_nodes or forget_node:
+        from trimaran.app.views.bad_nodes_view import forget_bad_node, show_bad_nodes
+
+        return forget_bad_node(forget_node) if forget_node else show_bad_nodes(as_json=as_json)
     if run:
         from trimaran.app.views.diagnosis import diagnose_run
 

@@ -1,6 +1,7 @@
 """`trimaran plan`: the best parallel plan, its cost, and why other plans lost."""
 
 import json
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from trimaran.app.request.options import (
 )
 
 if TYPE_CHECKING:  # `--help` does not import the planner
+    from trimaran.app.request.plan_answer import PlanReport
     from trimaran.app.request.request import Request
 
 ModelOrRecipe = Annotated[
@@ -37,7 +39,10 @@ ClusterName = Annotated[
 Length = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence.")]
 Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per optimizer step.")]
 GoalName = Annotated[
-    str, typer.Option(metavar="GOAL", help="throughput, memory, cost or fewest-gpus.", autocompletion=complete_goal)
+    str,
+    typer.Option(
+        metavar="GOAL", help="throughput, memory, cost, fewest-gpus or goodput.", autocompletion=complete_goal
+    ),
 ]
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many plans to show.")]
 Tool = Annotated[
@@ -49,6 +54,10 @@ Tool = Annotated[
     ),
 ]
 Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Where --emit writes. [default: a folder named TOOL]")]
+From = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="Pin what accelerate's YAML or a ds_config.json says; see --set."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
 Price = Annotated[float | None, typer.Option(metavar="PRICE", help="Price of a GPU hour: show what --tokens cost.")]
@@ -69,6 +78,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
     seq_len: Length = None,
     global_batch: Batch = None,
     adapter: AdapterName = None,
+    from_file: From = None,
     goal: GoalName = "throughput",
     top: Top = 8,
     emit: Tool = None,
@@ -90,10 +100,12 @@ def plan(  # noqa: PLR0913  (the options of a command)
     trimaran plan recipes/stdlib-tiny.yaml --set plan.mesh.tp=2 --json
     trimaran plan llama-3-70b --cluster 8x8xH100 --emit megatron --output conf
     trimaran plan llama-3.1-70b --cluster 4xA100-80GB --adapter lora:16
+    trimaran plan llama-3.1-8b --cluster 8xH100 --from ds_config.json
     """
     from trimaran.app.request.plan_answer import as_dict, build_plan_report, with_files, with_goal, with_top
     from trimaran.app.request.plan_request import adapter_setting, read_plan_request
     from trimaran.app.request.run_cost import read_cost_terms
+    from trimaran.app.request.tool_pins import read_tool_file, with_pins
     from trimaran.core import EXIT_DONE, EXIT_USER, UserError
     from trimaran.planner.choose import no_fit_error
 
@@ -103,12 +115,19 @@ def plan(  # noqa: PLR0913  (the options of a command)
     terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
     settings = [*([adapter_setting(adapter)] if adapter else []), *(settings or [])]
-    request = with_top(with_goal(read_plan_request(what, shortcuts, settings), goal), top)
+    tool_file = read_tool_file(from_file) if from_file else None
+    pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
+    request = with_top(with_goal(pinned, goal), top)
+    if tool_file and not as_json:
+        from trimaran.app.views.tool_pins_view import show_tool_file
+
+        show_tool_file(tool_file, request.question.cluster)
     with _spinner(quiet=as_json):
         report = build_plan_report(request, terms, tool=emit)
-    report = with_files(report, output, force=force)
+    report = _with_measured(with_files(report, output, force=force))
     if as_json:
-        typer.echo(json.dumps(as_dict(report, top=top)))
+        translated = {"from": tool_file.as_dict(request.question.cluster)} if tool_file else {}
+        typer.echo(json.dumps(as_dict(report, top=top) | translated))
         return EXIT_DONE if report.best else EXIT_USER
     from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.plan_answer_view import show_report
@@ -116,10 +135,25 @@ def plan(  # noqa: PLR0913  (the options of a command)
     show_report(report, open_console(), top=top)
     if report.best is None:
         raise no_fit_error(report.answer)
+    _print_commands(report)
+    return EXIT_DONE
+
+
+def _with_measured(report: "PlanReport") -> "PlanReport":
+    from trimaran.app.request.plan_answer import with_measured
+
+    return with_measured(report, os.environ)
+
+
+def _print_commands(report: "PlanReport") -> None:
+    """Print what to run next: the plan of the answer, and a measured one if there is another."""
     if report.caution:
         typer.echo(f"\n{report.caution}")
+    if report.measured_command:
+        typer.echo(f"\nmeasured  {report.measured_command}")
     typer.echo(f"\nnext  {report.next_command}")
-    return EXIT_DONE
+    if report.trainer:
+        typer.echo(f"or    {report.trainer}")
 
 
 def _spinner(*, quiet: bool) -> AbstractContextManager[object]:

@@ -4,11 +4,12 @@ import json
 import os
 import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.request.options import Json, NoCheck, RunName, Settings, Warm, find_run
+from trimaran.app.request.options import Json, NoCheck, Settings, Warm, complete_run, find_run
 
 if TYPE_CHECKING:
     from trimaran.app.request.request import Request
@@ -18,15 +19,25 @@ if TYPE_CHECKING:
     from trimaran.run import RunDirectory
 
 
-def resume(
-    run: RunName,
+def resume(  # noqa: PLR0913 - each option of a command is a parameter
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run directory, its name under runs/, or its checkpoint.store: s3://bucket/my-run.",
+            autocompletion=complete_run,
+        ),
+    ],
     settings: Settings = None,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
     no_check: NoCheck = False,
     warm: Warm = False,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder of a run from a store. [default: runs/NAME]")
+    ] = None,
 ) -> int:
-    """Resume a run from its newest complete checkpoint.
+    """Resume a run from its newest complete checkpoint, on disk or in its object store.
 
     --set may change the number of steps, the cluster, the plan, checkpoints and fault handling. It may not change the
     model, the data or the optimizer: that would be another run.
@@ -38,8 +49,8 @@ def resume(
 
     \b
     trimaran resume runs/stdlib-tiny
-    trimaran resume runs/stdlib-tiny --set train.steps=300
-    trimaran resume runs/stdlib-tiny --set cluster=4xcpu --json
+    trimaran resume runs/stdlib-tiny --set train.steps=300 --set cluster=4xcpu
+    trimaran resume s3://bucket/my-run
     """
     from trimaran.app.request.request import (
         refuse_other_machine,
@@ -50,7 +61,7 @@ def resume(
     from trimaran.run.compile_cache import refuse_unusable
     from trimaran.telemetry.sinks.open_sinks import refuse_missing_sinks
 
-    found = find_run(run)
+    found = _open(run, run_dir)
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     old = with_absolute_paths(found.read_recipe())
     request = _resolve(found, old, settings or [], cluster=torchrun_cluster(os.environ) if is_torchrun else None)
@@ -75,6 +86,21 @@ def resume(
     from trimaran.app.session.session import resume_here
 
     return resume_here(request, found, replan=replan, as_json=as_json, quiet=quiet, warm=warm)
+
+
+def _open(run: str, run_dir: Path | None) -> "RunDirectory":
+    """Return the run of that name, or a run directory for the run in that store."""
+    from trimaran.app.session.stored_run import is_store_url, open_stored_run
+    from trimaran.core import UserError
+
+    if is_store_url(run):
+        found = open_stored_run(run.rstrip("/"), run_dir)
+        typer.echo(f"{found.path} is the run directory of {run}", err=True)
+        return found
+    if run_dir is not None:
+        raise UserError("A001", "--run-dir is for a run that is resumed from a store", where=f"--run-dir {run_dir}",
+                        fix="leave it out: a run stays in its run directory")  # fmt: skip
+    return find_run(run)
 
 
 def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster: "Cluster | None") -> "Request":

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from trimaran.app.commands.plan import plan_as_dict
-from trimaran.app.request.hub_files import with_local_files
+from trimaran.app.request.hub_files import has_hub_data, with_local_files
 from trimaran.app.request.options import RUNS, Json, NoCheck, RecipeFile, Settings, Warm
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.request.request import (
@@ -20,6 +20,7 @@ from trimaran.app.request.request import (
     resolve,
     torchrun_cluster,
 )
+from trimaran.app.session.stored_run import refuse_occupied_store
 from trimaran.core import UserError
 from trimaran.launch.local import local_command
 from trimaran.run import RunDirectory, create_run, free_run_path, refuse_occupied
@@ -43,7 +44,9 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     settings: Settings = None,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the command; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check data and plan, build a rank without weights; start nothing.")
+    ] = False,
     no_check: NoCheck = False,
     profile: ProfileSteps = "",
     profile_ranks: ProfileRanks = "",
@@ -53,7 +56,8 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
 
     Ctrl-C stops after the current step with a checkpoint, for `trimaran resume`; a second Ctrl-C stops at once.
 
-    For several nodes, only the run directory is prepared here, and the command for each node is shown.
+    For several nodes, only the run directory is prepared here, and the command for each node is shown;
+    `trimaran launch` starts them. `--dry-run` works for any cluster, on a machine without its GPUs.
 
     The doctor checks the run every ten seconds; each finding comes with the command that fixes it.
 
@@ -72,9 +76,11 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     request = resolve(recipe, overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_missing_sinks(request.recipe.telemetry)
     refuse_bad_profile(request)
-    local = with_local_files(request.recipe, weights=not dry_run)
-    request = replace(request, recipe=with_model_tokenizer(local))
     path = run_dir or free_run_path(RUNS, request.recipe.name)
+    if dry_run:
+        is_first = not is_torchrun or os.environ["RANK"] == "0"
+        return _dry_run(request, path, as_json=as_json) if is_first else 0
+    request = replace(request, recipe=with_model_tokenizer(with_local_files(request.recipe)))
     if is_torchrun:
         refuse_wrong_world_size(request.plan, os.environ)
         refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
@@ -85,8 +91,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
 
     refuse_occupied(path)
     check_data(request.recipe)
-    if dry_run:
-        return _show_dry_run(request, RunDirectory(path), as_json=as_json)
+    refuse_occupied_store(request.recipe)
     if request.cluster.num_nodes > 1:
         return _prepare_nodes(request, path, as_json=as_json, check=not no_check)
     refuse_other_machine(request.cluster)
@@ -126,26 +131,38 @@ def _prepare_nodes(request: Request, path: Path, *, as_json: bool, check: bool) 
     recipe = prepare_data(request.recipe) if request.recipe.data.epochs else request.recipe
     run = create_run(path, recipe, request.plan)
     nodes = request.cluster.num_nodes
-    command = [*local_command(run), f"--nodes={nodes}", "--address=IP", *([] if check else ["--no-check"])]
+    command = [*local_command(run), f"--nodes={nodes}", "--address=auto", *([] if check else ["--no-check"])]
     if as_json:
         typer.echo(json.dumps(plan_as_dict(request) | {"run_dir": str(run.path), "command": command}))
         return 0
-    typer.echo(
-        f"{run.path} is ready. It must be on a disk that all nodes share. Run on each of the {nodes} nodes, with its "
-        "own IP:"
-    )
+    typer.echo(f"{run.path} is ready. It must be on a disk that all nodes share. Run on each of the {nodes} nodes:")
     typer.echo(shlex.join(command))
+    typer.echo("`trimaran launch --on ssh --hosts a,b` starts such a run on all nodes, after checking them.")
     return 0
 
 
-def _show_dry_run(request: Request, run: RunDirectory, *, as_json: bool) -> int:
-    command = local_command(run)
-    if as_json:
-        typer.echo(json.dumps(plan_as_dict(request) | {"run_dir": str(run.path), "command": command}))
-        return 0
+def _dry_run(request: Request, path: Path, *, as_json: bool) -> int:
+    """Check the data, build ranks of the plan without weights, and show the plan and the command."""
+    from trimaran.app.session.dry_run import check_ranks, show_check
+    from trimaran.app.session.prepare_data import check_data
     from trimaran.app.views.clean_console import open_console
+
+    request, is_on_hub = replace(request, recipe=with_model_tokenizer(request.recipe)), has_hub_data(request.recipe)
+    refuse_occupied(path)
+    if not is_on_hub:
+        check_data(request.recipe)
+    with open_console(stderr=True).status("building a rank without weights"):
+        check = check_ranks(request)
+    command = local_command(RunDirectory(path))
+    if as_json:
+        facts = {"run_dir": str(path), "command": command, "build": check}
+        typer.echo(json.dumps(plan_as_dict(request) | facts))
+        return 0
     from trimaran.app.views.plan_view import show_plan
 
     show_plan(request, open_console())
-    typer.echo(f"\nwould run in {run.path}:\n{shlex.join(command)}")
+    typer.echo(f"\n{show_check(check)}")
+    if is_on_hub:
+        typer.echo("the dataset is on the Hub: it is not fetched, and its samples are not checked")
+    typer.echo(f"would run in {path}:\n{shlex.join(command)}")
     return 0

@@ -33,7 +33,7 @@
     return points[at - points[low][0] < points[high][0] - at ? low : high];
   };
   for (const figure of document.querySelectorAll("figure[data-plot]")) {
-    const plot = JSON.parse(figure.dataset.plot), { low, high, since } = plot.axis;
+    const plot = JSON.parse(figure.dataset.plot), { low, high, since, by_size } = plot.axis;
     const area = figure.querySelector(".plot-area"), output = figure.querySelector("output");
     const pointer = figure.querySelector(".pointer");
     const move = (event) => {
@@ -42,7 +42,7 @@
       const lead = plot.series[plot.series.length - 1].points;
       if (!lead.length) return;
       const at = nearest(lead, low + fraction * (high - low))[0];
-      const position = since === null ? "step " + at : span(at - since) + " after the start";
+      const position = by_size ? size(2 ** at) : since === null ? "step " + at : span(at - since) + " after the start";
       const values = plot.series.filter((each) => each.points.length).map((each) => [each.name, ...nearest(each.points, at)])
         .filter(([, where]) => Math.abs(where - at) <= 0.02 * (high - low)).map(([name, , value]) => name + " " + show[plot.unit](value));
       output.textContent = [position, ...values.reverse()].join("  ·  ");

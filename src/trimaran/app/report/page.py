@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
@@ -33,6 +34,11 @@ Tree = dict[str, Any]
 
 def page_of(facts: Tree) -> str:
     """Return the page about `facts`."""
+    return html_document(f"{facts['name']}: {facts['status']}", _parts(facts))
+
+
+def html_document(title: str, parts: Iterable[Html]) -> str:
+    """Return a whole page with our style and script inside it."""
     style, script = _asset("page.css"), _asset("page.js")
     # Even if markup slipped in, a browser would run and fetch nothing but these two.
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
@@ -41,10 +47,10 @@ def page_of(facts: Tree) -> str:
         tag("meta", {"charset": "utf-8"}),
         tag("meta", {"http-equiv": "Content-Security-Policy", "content": policy}),
         tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-        tag("title", None, f"{facts['name']}: {facts['status']}"),
+        tag("title", None, title),
         tag("style", None, style),
     )  # fmt: skip
-    body = tag("body", None, tag("main", None, *_parts(facts)), tag("script", None, script))
+    body = tag("body", None, tag("main", None, *parts), tag("script", None, script))
     return "<!doctype html>\n" + tag("html", {"lang": "en"}, head, body) + "\n"
 
 

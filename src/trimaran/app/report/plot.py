@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from trimaran.app.report.axis_scale import SHOW, SIZE, Scale, round_scale, tick_labels
 from trimaran.app.report.downsample import Point
 from trimaran.app.report.markup import Html, tag
-from trimaran.core import show_seconds
+from trimaran.core import show_bytes, show_seconds
 
 POINTER_DIGITS = 6  # of a value shown under the pointer
 LABEL_GAP = 0.13  # between two end labels: 17 pixels of the lowest plot, which has 140
@@ -45,7 +45,8 @@ class Mark:
 class Plot:
     """One plot. `stats` are names and values below it. `levels` are horizontal lines, by name.
 
-    The x axis has steps or, if `since` is given, the time since then. A `wide` plot takes a whole row.
+    The x axis has steps or, if `since` is given, the time since then; with `by_size`, binary logarithms of bytes. A
+    `wide` plot takes a whole row.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Plot:
     stacked: bool = False
     may_log: bool = False
     wide: bool = False
+    by_size: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,8 @@ def _legend(plot: Plot) -> list[Html]:
 def _x_labels(plot: Plot, x_scale: Scale) -> list[str]:
     """Return the labels of the x axis: the first says what they count."""
     ticks = _x_ticks(x_scale)
+    if plot.by_size:
+        return [show_bytes(2**at) for at in ticks]
     if plot.since is not None:
         return [show_seconds(at - plot.since) for at in ticks]
     return [f"step {ticks[0]:,.0f}", *(f"{at:,.0f}" for at in ticks[1:])]
@@ -227,7 +231,7 @@ def _values(plot: Plot, x_scale: Scale) -> str:
     """Return the JSON for `page.js`: the values of each curve, and both ends of the x axis."""
     series = [{"name": curve.name, "points": [[_short(x), _short(y)] for x, y in _shown(plot, index)]}
               for index, curve in enumerate(plot.curves) if curve.name]  # fmt: skip
-    axis = {"low": x_scale.low, "high": x_scale.high, "since": plot.since}
+    axis = {"low": x_scale.low, "high": x_scale.high, "since": plot.since} | ({"by_size": True} if plot.by_size else {})
     return json.dumps({"unit": plot.unit, "axis": axis, "series": series}, separators=(",", ":"))
 
 

@@ -41,7 +41,8 @@ def cluster_of_text(text: str, environ: Mapping[str, str]) -> Cluster:
     if rates is None or (rates.scatter > MAX_SCATTER and _is_old(path)):
         new = _measure(ranks, threads or threads_per_rank(ranks), environ)
         if new is not None and (rates is None or new.scatter < rates.scatter):
-            _keep(path, new)
+            if _keep(path, new):  # what was fitted to runs applies to them
+                return parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
             cluster = with_cpu_rates(cluster, new, keeps_links=bool(cluster.links))
     return cluster
 
@@ -71,8 +72,10 @@ def _is_old(path: Path) -> bool:
         return True
 
 
-def _keep(path: Path, rates: CpuRates) -> None:
+def _keep(path: Path, rates: CpuRates) -> bool:
     try:
         write_cpu_rates(path, rates)
     except OSError as error:
         logger.warning("the rates of this CPU are not kept in %s: %s", path, error.strerror)
+        return False
+    return True

@@ -30,6 +30,11 @@ def with_local_model(recipe: Recipe, *, only_config: bool = False) -> Recipe:
     return recipe.model_copy(update={"model": _at(model, folder)})
 
 
+def has_hub_data(recipe: Recipe) -> bool:
+    """Return whether the recipe names a dataset on the Hub. Raises if its source only reads files."""
+    return any(_is_on_hub(section) for section in (recipe.data, *recipe.data.mixture))
+
+
 def with_local_files(recipe: Recipe, *, weights: bool = True) -> Recipe:
     """Return the recipe with local folders for its datasets, and fetch the weights of a model from the Hub."""
     repo = hub_repo_of(recipe.model.path) if recipe.model.path else None
@@ -60,13 +65,20 @@ def _at(model: ModelSection, folder: Path) -> ModelSection:
 Section = TypeVar("Section", DataSection, MixtureSource)
 
 
-def _local_source(section: Section) -> Section:
-    """Return the section with the folder of a dataset's split. Conversations are then read as Parquet."""
+def _is_on_hub(section: DataSection | MixtureSource) -> bool:
     if not section.path or not is_hub_name(section.path) or section.source in ("python-stdlib", "shapes", "scenes"):
-        return section
+        return False
     if section.source in TEXT_SOURCES:
         raise UserError("T064", f"{section.path} is a dataset on the Hub, and the source {section.source} reads files",
                         where="data.source", fix="set data.source to datasets for text, or to chat")  # fmt: skip
+    return True
+
+
+def _local_source(section: Section) -> Section:
+    """Return the section with the folder of a dataset's split. Conversations are then read as Parquet."""
+    if not _is_on_hub(section):
+        return section
+    assert section.path is not None, "it names a dataset"
     from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.live import print_plain
     from trimaran.data import cache_folder

@@ -68,6 +68,32 @@ def complete_tool(incomplete: str) -> list[str]:
     return _starting(EMITTERS, incomplete)
 
 
+def complete_collectives(incomplete: str) -> list[str]:
+    """Return the collectives that complete the last word of a list with commas."""
+    from trimaran.hardware.comm_result import BUS_FACTORS
+
+    return _starting_in_list([*BUS_FACTORS, "all"], incomplete)
+
+
+def complete_comm_groups(incomplete: str) -> list[str]:
+    """Return the groups of ranks that complete the last word of a list with commas."""
+    from trimaran.app.request.comm_groups import JOINED_AXES, MESH_AXES
+
+    return _starting_in_list(["world", "node", *MESH_AXES, *JOINED_AXES], incomplete)
+
+
+def complete_fabric(incomplete: str) -> list[str]:
+    """Return the fabrics that complete `incomplete`."""
+    from trimaran.doctor.fabric_presets import FABRICS
+
+    return _starting(["auto", *FABRICS], incomplete)
+
+
+def _starting_in_list(words: Iterable[str], incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{word}" for word in _starting(words, last)]
+
+
 def _files(incomplete: str, kind: re.Pattern[str]) -> list[str]:
     names = sorted(glob.glob(glob.escape(incomplete) + "*"))
     return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or kind.search(name)]
@@ -165,6 +191,8 @@ RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
 ]
+SeqLen = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence, if a model is named.")]
+GlobalBatch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per step, if a model is named.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Warm = Annotated[
     bool, typer.Option("--warm", help="Start from the warm fork server, and start it if needed; see `trimaran warm`.")

@@ -1,32 +1,44 @@
 """The answer of `trimaran plan`: the plans, the cost of the run, and the next command. Nothing is printed here."""
 
 import json
+import os
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimaran.app.request.ask_hf_facts import ask_hf_facts
 from trimaran.app.request.options import program_name
 from trimaran.app.request.plan_request import PlanRequest
 from trimaran.app.request.run_cost import CostTerms, RunCost, run_cost_of
+from trimaran.app.request.start_command import start_command
 from trimaran.core import Plan, UserError, did_you_mean
-from trimaran.hardware import Cluster
-from trimaran.planner import GOALS, PlanAnswer, check_plan, search
+from trimaran.planner import GOALS, PlanAnswer, Question, check_plan, search
 from trimaran.planner.choose import no_fit_error
 
-if TYPE_CHECKING:  # the emitters are imported only if a plan is written for a tool
+if TYPE_CHECKING:  # the emitters and the simulator are imported only if they are needed
     from trimaran.app.request.emit_files import EmittedPlan, WrittenPlan
+    from trimaran.app.request.trainer_plan import TrainerPlan
+    from trimaran.history.measured_plan import MeasuredPlan
+    from trimaran.planner.reliability import Reliability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan request with its answer; `emitted` is the plan as config files of a tool, `written` their folder."""
+    """A plan request with its answer; `emitted` is the plan as config files of a tool, `written` their folder.
+
+    measured: the fastest plan that a run measured for the same question.
+    """
 
     request: PlanRequest
     answer: PlanAnswer
     terms: CostTerms
     emitted: "EmittedPlan | None" = None
     written: "WrittenPlan | None" = None
+    reliability: "Reliability | None" = None
+    measured: "MeasuredPlan | None" = None
+    trainer: "TrainerPlan | None" = None
 
     @property
     def best(self) -> Plan | None:
@@ -45,6 +57,21 @@ class PlanReport:
         return _next_command(self.request, self.answer, self.best) if self.best else ""
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the best plan is the one that was measured."""
+        best = self.best
+        return bool(self.measured and best and self.measured.plan == best.model_copy(update={"prediction": None}))
+
+    @property
+    def measured_command(self) -> str:
+        """The command that trains the measured plan; '' if it is the best one, or cannot be trained here."""
+        if self.measured is None or self.is_measured or not _trains_here(self.measured.plan, self.answer):
+            return ""
+        pins = f"plan={json.dumps(dict(self.measured.pins))}"
+        words = [*start_command(self.request.question.cluster), "train", *self.request.arguments]
+        return shlex.join([*words, "--set", pins])
+
+    @property
     def caution(self) -> str:
         """A warning if `next_command` runs another plan than this one; '' otherwise."""
         if self.best is None or self.written or _trains_here(self.best, self.answer):
@@ -54,12 +81,41 @@ class PlanReport:
 
 def build_plan_report(request: PlanRequest, terms: CostTerms, *, tool: str | None) -> PlanReport:
     """Search the plans and return the answer, as config files of `tool` if one is named."""
+    question, emitted = replace(request.question, mtbf_hours=terms.mtbf_hours), None
     if tool is None:
-        return PlanReport(request=request, answer=search(request.question), terms=terms)
-    from trimaran.app.request.emit_files import search_for_tool
+        answer = _search_for_trainer(question)
+    else:
+        from trimaran.app.request.emit_files import search_for_tool
 
-    answer, emitted = search_for_tool(tool, request.question)
-    return PlanReport(request=request, answer=answer, terms=terms, emitted=emitted)
+        answer, emitted = search_for_tool(tool, question)
+    report = PlanReport(request=request, answer=answer, terms=terms, emitted=emitted)
+    if report.best and tool is None and answer.question.facts is not None:
+        from trimaran.app.request.trainer_plan import trainer_plan
+
+        report = replace(report, trainer=trainer_plan(report.best, answer, request.arguments))
+    if question.goal != "goodput" or report.best is None or question.outline is None:
+        return report
+    from trimaran.planner.reliability import reliability_of
+
+    return replace(report, reliability=reliability_of(report.best, question, answer.cluster))
+
+
+def _search_for_trainer(question: Question) -> PlanAnswer:
+    """Return the plans for what our trainer can do with a Hugging Face model. A warning says if that is not known."""
+    facts, unknown = ask_hf_facts(question.recipe.model, os.environ)
+    trains = question.for_trainer and not (facts and facts.untrainable)
+    answer = search(replace(question, facts=facts, for_trainer=trains))
+    if not unknown:
+        return answer
+    text = f"which plans `trimaran train` runs for this model is not known: {unknown}"
+    return replace(answer, warnings=(*answer.warnings, text))
+
+
+def with_measured(report: PlanReport, environ: Mapping[str, str]) -> PlanReport:
+    """Return the report with the fastest measured plan; nothing is read where no run was ever seen."""
+    from trimaran.app.request.measured_plans import best_measured_plan
+
+    return replace(report, measured=best_measured_plan(report.request.question, environ))
 
 
 def with_files(report: PlanReport, folder: Path | None, *, force: bool) -> PlanReport:
@@ -96,9 +152,11 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "goal": question.goal,
         "seq_len": question.recipe.data.seq_len,
         "global_batch": question.recipe.train.global_batch,
+        "rows": asdict(question.rows) if question.rows else None,
         "fits": bool(answer.ranked),
         **best,
         "ranked": [_with_prediction(plan) for plan in answer.ranked[:top]],
+        "ties": [_with_prediction(tie.plan) | {"why": tie.why} for tie in answer.ties],
         "misses": [_with_prediction(miss.plan) | {"why": miss.why} for miss in answer.misses],
         "hints": list(answer.hints),
         "warnings": list(answer.warnings),
@@ -106,11 +164,21 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "missing_bytes": answer.missing_bytes,
         "smallest_cluster": str(answer.smallest) if answer.smallest else None,
         **(cost.as_dict() if cost else {"goodput": None, "bill": None}),
+        "reliability": asdict(report.reliability) if report.reliability else None,
+        "measured": _measured(report),
         "emission": report.written.as_dict() if report.written else None,
         "next": report.next_command or None,
         "caution": report.caution or None,
+        "trainer": report.trainer.as_dict() if report.trainer else None,
     }
     return found if answer.ranked else found | {"error": no_fit_error(answer).as_dict()}
+
+
+def _measured(report: PlanReport) -> dict[str, Any] | None:
+    if (found := report.measured) is None:
+        return None
+    figures = {"is_best": report.is_measured, "next": report.measured_command or None}
+    return {**found.as_dict(), "plan": found.plan.model_dump(mode="json"), "error": found.error, **figures}
 
 
 def _model(report: PlanReport) -> dict[str, Any] | None:
@@ -144,7 +212,7 @@ def _next_command(request: PlanRequest, answer: PlanAnswer, best: Plan) -> str:
     if question.goal != "throughput" or not question.for_trainer:
         pins = best.model_dump(mode="json", exclude_defaults=True)
         arguments += ["--set", f"plan={json.dumps(pins)}"]
-    return shlex.join([*_starter(answer.cluster), "train", *arguments])
+    return shlex.join([*start_command(answer.cluster), "train", *arguments])
 
 
 def _trains_here(plan: Plan, answer: PlanAnswer) -> bool:
@@ -153,7 +221,7 @@ def _trains_here(plan: Plan, answer: PlanAnswer) -> bool:
     if question.spec is None and outline and (len(outline.towers) > 1 or not outline.main.vocab):
         return False
     try:
-        check_plan(plan, question.recipe, question.spec, answer.cluster, outline)
+        check_plan(plan, question.recipe, question.spec, answer.cluster, outline, question.facts)
     except UserError:
         return False
     return True
@@ -183,11 +251,3 @@ def _tool_for(best: Plan, answer: PlanAnswer) -> tuple[str, str]:
 
 def _what(error: UserError | None) -> str:
     return error.what if error else ""
-
-
-def _starter(cluster: Cluster) -> list[str]:
-    """Return what precedes `train` in the command; several nodes need torchrun on each, with a common rendezvous."""
-    if cluster.num_nodes == 1:
-        return [program_name()]
-    ranks = [f"--nnodes={cluster.num_nodes}", f"--nproc-per-node={cluster.devices_per_node}"]
-    return ["torchrun", *ranks, "--rdzv-backend=c10d", "--rdzv-endpoint=FIRST_NODE:29500", "-m", "trimaran"]

@@ -113,7 +113,7 @@ def _describes(family: OwnFamily, path: str) -> bool:
 
 def _setting(field: str, value: object) -> str:
     """Return `value` as a `--set` argument, quoted only if YAML would read it as another type."""
-    is_plain = not isinstance(value, str) or _is_plain(value)
+    is_plain = _is_plain(value) if isinstance(value, str) else not isinstance(value, bool)
     return f"{field}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.app.request.calibrate_cpu import cluster_of_text
+from trimaran.app.request.data_sizes import row_sizes_of
 from trimaran.app.request.hub_files import with_local_model
 from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
@@ -15,8 +16,9 @@ from trimaran.core.user_folders import expand_user
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.hardware.parse_cluster import MAX_DEVICES
 from trimaran.hub import is_hub_name
-from trimaran.models import Outline, outline_for, outline_if_known, refuse_freezing, spec_of
+from trimaran.models import Outline, VlmSpec, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.models.stages import Spec
+from trimaran.models.vlm_outline import with_row_sizes
 from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -39,8 +41,25 @@ def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | Non
     question = read_question(file, settings, cluster=cluster, trains=True)
     recipe, spec, outline = with_absolute_paths(question.recipe), question.spec, question.outline
     refuse_freezing(recipe.model)
-    plan = choose(recipe, spec, question.cluster, outline)
+    plan = _choose_for_trainer(replace(question, recipe=recipe))
     return Request(recipe=recipe, spec=spec, outline=outline, cluster=question.cluster, plan=plan)
+
+
+def _choose_for_trainer(question: Question) -> Plan:
+    """Return the best plan that our trainer runs. Of a Hugging Face model only its code knows which axes it supports.
+
+    That takes seconds to find out, once, and is asked only if a plan uses such an axis.
+    """
+    inputs = (question.recipe, question.spec, question.cluster, question.outline)
+    plan = choose(*inputs)
+    if question.recipe.model.family != "hf" or (plan.mesh.tp == plan.mesh.cp == 1 and plan.precision != "fp8"):
+        return plan
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0":
+        return plan  # under torchrun the plan of rank 0 counts
+    from trimaran.app.request.ask_hf_facts import ask_hf_facts
+
+    facts, _ = ask_hf_facts(question.recipe.model, os.environ)
+    return plan if facts is None else choose(*inputs, facts)
 
 
 def read_question(
@@ -56,6 +75,7 @@ def read_question(
         recipe = with_local_model(recipe, only_config=not trains)
         spec = spec_of(recipe.model)
         outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data)
+        rows = row_sizes_of(recipe, spec)
     if mistakes:
         _add_other_mistakes(mistakes, recipe, trains=trains)
     elif cluster is None or recipe.cluster != "auto":
@@ -65,7 +85,9 @@ def read_question(
             _add_other_mistakes(mistakes, recipe, trains=trains)
     raise_together(mistakes)
     assert cluster is not None, "a cluster that cannot be read is a mistake"
-    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster)
+    if rows is not None and outline is not None and isinstance(spec, VlmSpec):
+        outline = with_row_sizes(outline, spec, rows)
+    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, rows=rows)
 
 
 def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bool) -> None:
@@ -90,10 +112,10 @@ def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
 
 def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
     """Return the cluster of an outside torchrun: this machine's kind of device, one per rank."""
-    world_size = _torchrun_number(environment, "WORLD_SIZE", most=MAX_DEVICES)
-    devices_per_node = _torchrun_number(environment, "LOCAL_WORLD_SIZE", most=world_size, default=world_size)
+    world_size = torchrun_number(environment, "WORLD_SIZE", most=MAX_DEVICES)
+    devices_per_node = torchrun_number(environment, "LOCAL_WORLD_SIZE", most=world_size, default=world_size)
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
-        _torchrun_number(environment, name, least=0, most=world_size - 1, default=0)
+        torchrun_number(environment, name, least=0, most=world_size - 1, default=0)
     if world_size % devices_per_node:
         raise UserError("A022", f"{world_size} ranks are not a multiple of the {devices_per_node} on each node",
                         where="the environment variables WORLD_SIZE, LOCAL_WORLD_SIZE", fix=TORCHRUN_FIX)  # fmt: skip
@@ -104,7 +126,7 @@ def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
     return replace(here, num_nodes=world_size // devices_per_node, devices_per_node=devices_per_node)
 
 
-def _torchrun_number(
+def torchrun_number(
     environment: Mapping[str, str], name: str, *, most: int, least: int = 1, default: int | None = None
 ) -> int:
     """Return a variable that torchrun sets; raise UserError unless it is a number from `least` to `most`."""

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.request.request import Request
+from trimaran.app.session.dry_run import refuse_before_start
 from trimaran.app.session.moved_directory import MovedDirectoryNotice, end_deleted, is_deleted, moved_run
 from trimaran.app.session.prepare_data import prepare_data
 from trimaran.app.session.schedule_change import schedule_notice
@@ -26,13 +27,10 @@ from trimaran.app.views.run_state import RunState
 from trimaran.app.views.summary import explain_failure, summarise
 from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
-from trimaran.core.optional_packages import refuse_missing_packages
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
-from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.launch.local import LocalRun, start_local
 from trimaran.launch.replace_plan import replace_plan, replace_recipe
-from trimaran.models import ModelSpec, model_folder, spec_to_hf, weight_files
 from trimaran.run import RunDirectory, create_run, refuse_full_disk, writing
 from trimaran.run.compile_cache import refuse_unusable
 from trimaran.run.held_directory import HeldDirectory
@@ -142,13 +140,7 @@ def print_result(state: RunState, console: Console, code: int, *, as_json: bool)
 def _check_before_start(request: Request, path: Path) -> None:
     """Raise now what a rank would find minutes later: a missing package, missing weights, a full disk."""
     refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
-    refuse_missing_packages(request.plan)
-    if request.recipe.data.samples.cache_features:
-        refuse_trained_tower(request.recipe)
-    if folder := request.recipe.model.path:
-        weight_files(model_folder(folder))
-    if isinstance(request.spec, ModelSpec) and request.recipe.train.save:
-        spec_to_hf(request.spec)
+    refuse_before_start(request)
     if request.spec and request.outline:
         refuse_full_disk(path, _disk_bytes(request.recipe, request.outline.saved_parameters, RunDirectory(path)))
 
@@ -156,10 +148,11 @@ def _check_before_start(request: Request, path: Path) -> None:
 def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes:
     """Return the bytes that the run will add to the disk.
 
-    An old checkpoint is deleted after the new one is complete, so there is one more than `checkpoint.keep`.
+    An old checkpoint is deleted after the new one is complete, so there is one more than `checkpoint.keep`; and another
+    one that is being uploaded.
     """
     moments = STATE_BYTES[recipe.train.optimizer.states]
-    most = recipe.checkpoint.keep + 1 if recipe.checkpoint.every else 1
+    most = recipe.checkpoint.keep + 1 + bool(recipe.checkpoint.store) if recipe.checkpoint.every else 1
     added = 0 if recipe.checkpoint.is_off else max(1, most - len(complete_steps(run.checkpoints)))
     weights = 4 * num_parameters if recipe.train.save else 0
     return Bytes(added * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)

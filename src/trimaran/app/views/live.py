@@ -12,6 +12,7 @@ from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw, line
 from trimaran.app.views.status_lines import finding_lines, status_lines
+from trimaran.app.views.store_notes import store_notes
 from trimaran.app.views.text_chart import ORANGE
 from trimaran.launch.incident_text import incident_text
 
@@ -99,9 +100,13 @@ def show_log(lines: Iterable[LogLine], console: Console) -> None:
 
 
 def show_notes(state: RunState, console: Console, shown: set[str]) -> None:
-    """Print, once, whether the run uses the warm fork server that was asked for, and if not, why."""
+    """Print, once, whether the run uses the warm fork server that was asked for, and what comes from the store."""
     for event in state.current_events("start"):
         if (note := str(event.data.get("fork_server", ""))) and note not in shown:
+            shown.add(note)
+            print_plain(console, note)
+    for note in store_notes(state):
+        if note not in shown:
             shown.add(note)
             print_plain(console, note)
 

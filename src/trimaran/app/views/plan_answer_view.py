@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimaran.app.request.plan_answer import PlanReport
+from trimaran.app.views.history_view import short_path, show_date
 from trimaran.app.views.plan_view import WIDE_COLUMNS, add_model, add_plan, facts_table, occupancy, show_terms, unit_of
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED
 from trimaran.core import Plan, show_bytes, show_count, show_seconds
@@ -15,7 +16,7 @@ from trimaran.planner import Question
 from trimaran.planner.branch_and_bound import TIE_RATIO
 
 FULL_MEMORY_FRACTION = 0.88  # above this the allocator has to search for free blocks, and a step takes longer
-MAX_SHOWN_MISSES = 6
+MAX_SHOWN_MISSES, MAX_SHOWN_TIES = 6, 4
 
 
 def show_report(report: PlanReport, console: Console, *, top: int) -> None:
@@ -37,6 +38,8 @@ def show_report(report: PlanReport, console: Console, *, top: int) -> None:
         for miss in answer.misses
         if miss.plan is not shown
     ]
+    ties = [f"{_short(tie.plan)}, batch {_batch(tie.plan)}: {tie.why}" for tie in answer.ties]
+    _show_list(console, "ties, which the error bar does not tell from the chosen plan", ties[:MAX_SHOWN_TIES])
     _show_list(console, "why others lost", lost[:MAX_SHOWN_MISSES])
     _show_list(console, "what would change the answer", answer.hints)
     for warning in answer.warnings:
@@ -52,16 +55,36 @@ def _show_facts(report: PlanReport, plan: Plan | None, console: Console) -> None
     idle = answer.question.cluster.world_size - answer.cluster.world_size
     facts.add_row("cluster", f"{answer.cluster}{f', {idle} of {question.cluster} stay idle' if idle else ''}")
     facts.add_row("step", _step(question))
+    if rows := question.rows:
+        facts.add_row("images", f"{rows.images:,.1f} images of {rows.patches:,.0f} patches in all a sequence, by the "
+                      f"first {rows.num_samples:,} samples of the data")  # fmt: skip
     if plan:
         add_plan(facts, plan, answer.cluster, unit=unit_of(question.outline))
     if not answer.ranked:
         missing = answer.missing or f"{show_bytes(answer.missing_bytes)} a device"
         facts.add_row("missing", Text(missing, style=f"bold {RED}"))
         facts.add_row("smallest", f"{answer.smallest} is enough" if answer.smallest else "no number of them is enough")
+    if found := report.reliability:
+        spares = f"{found.spares} spare nodes, a checkpoint every {found.save_every:,} steps"
+        facts.add_row("job", f"goodput {found.goodput:.1%} of weeks with failures, simulated: {spares}, "
+                      f"MTTR {show_seconds(found.mttr)}")  # fmt: skip
+    if report.measured:
+        facts.add_row("measured", _measured(report, unit_of(question.outline)))
     for name, text in report.cost.rows if report.cost else ():
         facts.add_row(name, text)
     facts.add_row("searched", f"{answer.num_considered:,} plans")
     console.print(facts)
+
+
+def _measured(report: PlanReport, unit: str) -> str:
+    """Return what the fastest run of this model, size and cluster reached, beside what is predicted for the answer."""
+    found, best = report.measured, report.best
+    assert found is not None, "there is a measured plan"
+    rate, run = show_count(found.measured.tokens_per_second), short_path(found.run.path)
+    own = best.prediction.tokens_per_second if best and best.prediction else 0.0
+    plan = "this plan" if report.is_measured else found.layout
+    ending = f"; the planner's own is predicted at {show_count(own)}" if own and not report.is_measured else ""
+    return f"{rate} {unit}/s with {plan}, run {run} of {show_date(found.run.time)}{ending}"
 
 
 def _step(question: Question) -> str:
@@ -75,12 +98,14 @@ def _step(question: Question) -> str:
 
 
 def _ranking_title(plans: Sequence[Plan], goal: str) -> str:
-    """Return the title of the table. The first plan is the chosen one, which may not be the fastest."""
-    title = f"the best {len(plans)} plans, by {goal}"
+    """Return the title of the table: how it is sorted. The first plan is the chosen one, maybe not the fastest."""
+    if goal in ("memory", "goodput"):
+        return f"the best {len(plans)} plans, {'least memory' if goal == 'memory' else 'most goodput'} first"
     seconds = [plan.prediction.step_seconds for plan in plans if plan.prediction]
-    if goal == "throughput" and seconds and seconds[0] > min(seconds):
-        return f"{title}; the first is chosen: the simplest of those within {TIE_RATIO - 1:.0%} of the fastest"
-    return title
+    if seconds and seconds[0] > min(seconds):
+        simplest = f"the simplest of those within {TIE_RATIO - 1:.0%} of the fastest"
+        return f"the best {len(plans)} plans: the chosen one, {simplest}, then the others, fastest first"
+    return f"the best {len(plans)} plans, fastest first"
 
 
 def _ranking(*, wide: bool, unit: str) -> Table:
@@ -126,6 +151,7 @@ def _short(plan: Plan) -> str:
     parts = [_mesh(plan)]
     for name, value in (("shard", plan.sharding), ("recompute", _recompute(plan)), ("offload", plan.offload)):
         parts += [f"{name} {value}"] if value != "none" else []
+    parts += ["gradients summed after backward"] if plan.reduces_after_backward else []
     return ", ".join(parts)
 
 

@@ -62,11 +62,15 @@ def add_plan(facts: Table, plan: Plan, cluster: Cluster, *, unit: str) -> None:
     """Add the plan and its cost: whether it fits, how fast it is, and the error of the prediction."""
     facts.add_row("plan", Text(str(plan), style="bold"))
     for name, own in plan.towers.items():
-        parts = [f"shard {own.sharding}"] * (own.sharding is not None)
+        parts = [f"tp {own.tp}"] * (own.tp is not None)
+        parts += [f"shard {own.sharding}"] * (own.sharding is not None)
         parts += [f"recompute {own.recompute}"] * (own.recompute is not None)
         facts.add_row("", f"{name}: {', '.join(parts)}")
     if plan.mesh.pp > 1:
         facts.add_row("stages", _stages(plan))
+    if plan.reduces_after_backward and plan.captures_steps:
+        when = "after backward, not during it (plan.comm.overlap: false)"
+        facts.add_row("gradients", f"summed {when}, so that CUDA graphs launch forward and backward")
     if prediction := plan.prediction:
         _add_cost(facts, prediction, cluster, unit)
 

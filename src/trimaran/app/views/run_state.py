@@ -37,6 +37,7 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     "bubble": lambda value: f"{value['measured']:.0%} of the pipeline's time, {value['theoretical']:.0%} in theory",
     "router": lambda value: f"busiest expert {value['imbalance']:.2f} x the mean, {value['dropped']:.1%} dropped",
     "loss_scale": lambda value: f"{value:g}",
+    "compression_error": lambda value: f"the sum of compressed gradients was {value:.2g} of its size off",
     "recompiles": lambda value: f"{value} after the first steps (see the `recompile` events)" if value else "",
     "towers": lambda value: "gradient norms " + _listed({name: each["grad_norm"] for name, each in value.items()}),
     "lrs": lambda value: _listed(value),

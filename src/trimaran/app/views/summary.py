@@ -16,6 +16,7 @@ from trimaran.app.views.loss_bound import loss_bound_text
 from trimaran.app.views.run_prompt import generate_command
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import difference
+from trimaran.app.views.store_notes import store_summary
 from trimaran.app.views.text_chart import GREEN, RED
 from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
@@ -55,7 +56,7 @@ def summarise(state: RunState, console: Console) -> None:
     elif not state.steps:
         console.print(Text.assemble((state.status, "bold"), "  before the first step"), soft_wrap=True)
     print_plain(console, f"run   {state.run.path}")
-    _show_no_checkpoints(state, console)
+    _show_checkpoints(state, console)
     if (adapter := state.recipe.model.adapter) is not None and state.events_of_kind("saved"):
         form = f"({adapter.kind} of rank {adapter.rank}) in PEFT's format, without the base"
         print_plain(console, f"      {state.run.model} holds the adapter {form}")
@@ -123,7 +124,10 @@ def _show_faults(state: RunState, console: Console) -> None:
             print_plain(console, f"      {incident.what}")
 
 
-def _show_no_checkpoints(state: RunState, console: Console) -> None:
+def _show_checkpoints(state: RunState, console: Console) -> None:
+    """Print that there are none, or that they are also in the object store."""
+    if stored := store_summary(state):
+        print_plain(console, f"      {stored}")
     if state.recipe.checkpoint.is_off:
         print_plain(
             console, "      no checkpoint was written (checkpoint.every: off): a resume starts from the first step"

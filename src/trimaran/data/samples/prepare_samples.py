@@ -46,7 +46,7 @@ def prepare_samples(
     chat_tokenizer = ChatTokenizer(load_tokenizer(section.tokenizer), section.samples.template, rules, section.seq_len)
     entries = []
     for source in sources_of(section):
-        files = _find_files(section, source, rules)
+        files = find_source_files(section, source, rules)
         part = _fingerprint(files, chat_tokenizer, section.seq_len)
         if not (cache / part).exists():
             with suppress(FileExistsError):  # another process finished first, with the same samples
@@ -67,7 +67,7 @@ def check_samples(section: DataSection, rules: ImageRules | None) -> None:
     """Raise if data is missing or empty, or the tokenizer does not fit. Prepares nothing."""
     ChatTokenizer(load_tokenizer(section.tokenizer), section.samples.template, rules, section.seq_len)
     for source in sources_of(section):
-        _find_files(section, source, rules)
+        find_source_files(section, source, rules)
 
 
 def sources_of(section: DataSection) -> tuple[MixtureSource, ...]:
@@ -85,7 +85,7 @@ def sources_of(section: DataSection) -> tuple[MixtureSource, ...]:
     return sources
 
 
-def _find_files(section: DataSection, source: MixtureSource, rules: ImageRules | None) -> SourceFiles:
+def find_source_files(section: DataSection, source: MixtureSource, rules: ImageRules | None) -> SourceFiles:
     """Return the source with its files. Raises if they are missing or of an unsupported type."""
     if source.source == "shapes" and rules is None:
         raise _takes_no_images("the samples of shapes have images", _where(section, source))
@@ -123,7 +123,7 @@ def _prepare_part(
     try:
         with closing(ImageSizeReader()) as size_reader, writer:
             for batch in _batches(read_samples(files)):
-                for raw, outcome in zip(batch, _tokenize(batch, chat_tokenizer, size_reader), strict=True):
+                for raw, outcome in zip(batch, tokenize_batch(batch, chat_tokenizer, size_reader), strict=True):
                     if not isinstance(outcome, BadSampleError):
                         writer.add(raw, outcome)
                         continue
@@ -143,7 +143,7 @@ def _prepare_part(
                         fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
 
 
-def _tokenize(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_reader: ImageSizeReader) -> Iterator:
+def tokenize_batch(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_reader: ImageSizeReader) -> Iterator:
     """Yield the tokenized samples of each raw sample, or why it is bad."""
     sizes = size_reader.read_sizes([raw.images for raw in batch])
     good = [raw for raw, size in zip(batch, sizes, strict=True) if not (raw.bad or isinstance(size, BadSampleError))]

@@ -5,7 +5,16 @@ import re
 from collections.abc import Mapping
 
 from trimaran.core import did_you_mean
-from trimaran.doctor.checks.known_variables import ALLOCATOR_NAMES, HARMFUL, OLD_NAMES, USELESS, known_names
+from trimaran.doctor.checks.known_variables import (
+    ALGORITHMS,
+    ALLOCATOR_NAMES,
+    HARMFUL,
+    NCCL_FUNCTIONS,
+    OLD_NAMES,
+    PROTOCOLS,
+    USELESS,
+    known_names,
+)
 from trimaran.doctor.checks.result import CheckInfo, CheckResult, Problem
 from trimaran.doctor.machine_facts import Facts
 from trimaran.hardware.openmp_threads import openmp_threads
@@ -19,8 +28,8 @@ def check(facts: Facts) -> CheckResult:
     """List the variables to unset or rename. Unknown variables are not reported."""
     environment = facts.environment
     on_gpus = bool(facts.gpus) and (facts.requirements is None or facts.requirements.kind == "cuda")
-    problems = [*useless(environment), *harmful(environment, on_gpus=on_gpus), *_misspelt(environment)]
-    problems += [*_allocator(environment), *_interfaces(facts), *_threads(facts)]
+    problems = [*useless(environment), *harmful(environment, on_gpus=on_gpus), *misspelt(environment)]
+    problems += [*wrong_algorithms(environment), *_allocator(environment), *_interfaces(facts), *_threads(facts)]
     return INFO.worst(problems, "none that is harmful or has no effect")
 
 
@@ -41,7 +50,7 @@ def harmful(environment: Mapping[str, str], *, on_gpus: bool) -> list[Problem]:
     return found
 
 
-def _misspelt(environment: Mapping[str, str]) -> list[Problem]:
+def misspelt(environment: Mapping[str, str]) -> list[Problem]:
     """Return names that look like a misspelt NCCL variable. Plugins have their own names, so unknown ones are fine."""
     others = {*USELESS, *OLD_NAMES, *HARMFUL}
     found: list[Problem] = []
@@ -49,6 +58,25 @@ def _misspelt(environment: Mapping[str, str]) -> list[Problem]:
         known = known_names("nccl")
         close = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=MIN_TYPO_SIMILARITY)
         found += [Problem(f"NCCL has no variable {name}", f"rename it to {each}") for each in close]
+    return found
+
+
+def wrong_algorithms(environment: Mapping[str, str]) -> list[Problem]:
+    """Return the words in NCCL_ALGO and NCCL_PROTO that NCCL does not know: since 2.24 it refuses to start.
+
+    The form is `ring,tree;allreduce:^tree`: lists for all functions or for one, and `^` inverts a list.
+    """
+    found: list[Problem] = []
+    for name, known in (("NCCL_ALGO", ALGORITHMS), ("NCCL_PROTO", PROTOCOLS)):
+        for part in environment.get(name, "").split(";"):
+            function, colon, words = part.rpartition(":")
+            if colon and function.strip().lower() not in NCCL_FUNCTIONS:
+                found.append(Problem(f"{name}: NCCL has no function '{function.strip()}'",
+                                     f"use one of {', '.join(NCCL_FUNCTIONS)}"))  # fmt: skip
+            for word in words.strip().removeprefix("^").split(","):
+                if word.strip() and word.strip().lower() not in {each.lower() for each in known}:
+                    what = f"{name}: NCCL does not know '{word.strip()}'{did_you_mean(word.strip(), known)}"
+                    found.append(Problem(what, f"use some of {', '.join(known)}, or unset {name}"))
     return found
 
 

@@ -56,6 +56,11 @@ HARMFUL: dict[str, tuple[tuple[str, ...], str, bool]] = {
     "ATEN_CPU_CAPABILITY": (("DEFAULT",), "disables torch's vectorised CPU kernels", False),
 }
 
+# Values of NCCL_ALGO and NCCL_PROTO, in any case of letters, up to 2.32. Collnet was one up to 2.13.
+ALGORITHMS = ("Ring", "Tree", "CollnetChain", "CollnetDirect", "NVLS", "NVLSTree", "PAT", "Collnet")
+PROTOCOLS = ("LL", "LL128", "Simple")
+NCCL_FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
+
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 

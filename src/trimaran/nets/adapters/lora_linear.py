@@ -5,6 +5,7 @@ PEFT's definitions hold, so that an adapter means the same in both.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trimaran.core import AdapterSection
-from trimaran.nets.local_shards import local_for_compute, local_slices
+from trimaran.nets.local_shards import gathered, local_bias, local_for_compute, local_slices
 
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 ADAPTER_PARAMETERS = (DOWN, UP, MAGNITUDE)
@@ -48,53 +49,35 @@ class LoraLinear(nn.Linear):
     dropout: float
 
     def base_forward(self, x: Tensor) -> Tensor:
-        """Return the frozen layer's output, with its bias; a DTensor if the layer is sharded and `x` is one."""
-        return F.linear(x, self.weight, self.bias)
+        """Return the frozen layer's output, with its bias; under tensor parallelism that of this rank's shard."""
+        return F.linear(x, local_for_compute(self.weight), local_bias(self))
 
     def base_weight(self) -> Tensor:
         """Return the frozen weight in a dtype that can be multiplied; a DTensor if it is sharded."""
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        base = self.base_forward(input)
-        if isinstance(base, DTensor):
-            return self._sharded_forward(base, input)
-        low = F.linear(self._dropped(input), self.lora_A) * self.scaling
-        update = F.linear(low, self.lora_B)
-        return base + update if self.lora_magnitude is None else self._rescaled(base, update)
+        """Return the output; under tensor parallelism this rank's columns, or its partial sum without the bias.
 
-    def _sharded_forward(self, base: DTensor, x: Tensor) -> Tensor:
-        """Return the output under tensor parallelism, placed as the frozen layer's output `base`.
-
-        Of a layer that is sharded by its outputs only lora_B is, of one that is sharded by its inputs only lora_A. The
-        gradient of the other is a partial sum on each rank.
+        A layer that every rank holds in full takes and returns a DTensor. Of a layer that is sharded by its outputs
+        only lora_B is, of one that is sharded by its inputs only lora_A. The gradient of the other is a partial sum.
         """
-        assert isinstance(x, DTensor), "a sharded layer needs a DTensor input"
-        assert isinstance(self.lora_A, DTensor)
-        assert isinstance(self.lora_B, DTensor)
-        last = x.ndim - 1
-        if self.lora_B.placements == (Shard(0),):
-            rows = x.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
-            down, up, placement = local_for_compute(self.lora_A), self.lora_B.to_local(), Shard(last)
-        elif self.lora_A.placements == (Shard(1),):
-            rows = x.redistribute(placements=(Shard(last),)).to_local()
-            down, up, placement = self.lora_A.to_local(), local_for_compute(self.lora_B), Partial()
-        else:
-            (placement,) = x.placements
-            local = DTensor.to_local if placement == Replicate() else local_for_compute
-            rows, down, up = x.to_local(), local(self.lora_A), local(self.lora_B)
-        update = F.linear(F.linear(self._dropped(rows), down) * self.scaling, up)
-        shared = DTensor.from_local(update, base.device_mesh, (placement,), run_check=False)
-        shared = shared.redistribute(placements=base.placements)
-        return base + shared if self.lora_magnitude is None else self._rescaled(base, shared)
+        if not isinstance(input, DTensor):
+            return self._local_forward(input, gradient_is_partial=True)
+        out = self._local_forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
+        return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
 
-    def _rescaled(self, base: Tensor, update: Tensor) -> Tensor:
-        """Return DoRA's output: base and update, scaled to the trained norms. The current norm has no gradient."""
-        assert self.lora_magnitude is not None
-        factor = (self.lora_magnitude / self.weight_norms()).to(base.dtype)
-        if self.bias is None:
+    def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
+        base, local = self.base_forward(x), partial(local_for_compute, gradient_is_partial=gradient_is_partial)
+        low = F.linear(self._dropped(x), local(self.lora_A)) * self.scaling
+        update = F.linear(low, local(self.lora_B))
+        if self.lora_magnitude is None:
+            return base + update
+        # DoRA: scaled to the trained norms. The current norms have no gradient.
+        factor = (local(self.lora_magnitude) / _local(self.weight_norms())).to(base.dtype)
+        if (bias := local_bias(self)) is None:
             return factor * (base + update)
-        bias = self.bias.to(base.dtype)
+        bias = bias.to(base.dtype)
         return factor * (base - bias + update) + bias
 
     @torch.no_grad()
@@ -106,7 +89,8 @@ class LoraLinear(nn.Linear):
             return squares.sqrt()
         assert isinstance(self.lora_A, DTensor)
         parts = (Partial(),) if self.lora_A.placements == (Shard(1),) else self.lora_magnitude.placements
-        whole = DTensor.from_local(squares, self.lora_magnitude.device_mesh, parts, run_check=False)
+        size = {"shape": self.lora_magnitude.shape, "stride": self.lora_magnitude.stride()}
+        whole = DTensor.from_local(squares, self.lora_magnitude.device_mesh, parts, run_check=False, **size)
         return whole.redistribute(placements=self.lora_magnitude.placements).sqrt()
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -167,4 +151,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float()
+    return gathered(tensor).detach().float()

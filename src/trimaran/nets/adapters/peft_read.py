@@ -20,7 +20,7 @@ from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, adapter_scaling, is_adapter_parameter
 from trimaran.nets.adapters.peft_format import DOWN, MAGNITUDE, PEFT_CONFIG, PEFT_WEIGHTS, PREFIX, SUFFIXES, UP, WEIGHT
 from trimaran.nets.hf_weights import damaged, first_few
-from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.vlm_names import DiskTensor, canonical, to_memory
 from trimaran.nets.vlm_network import VlmNetwork
@@ -52,8 +52,9 @@ class PeftFolder:
 def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, whole: Network | None = None) -> None:
     """Fill the adapter and the modules that are trained in full, in place, from a PEFT folder; each rank its shards.
 
-    Raises UserError if the folder does not hold exactly the adapter that `section` describes. A pipeline stage needs
-    the `whole` network, on the meta device and without an adapter, as in `attach_adapter`.
+    Raises UserError if the folder does not hold exactly the adapter that `section` describes; a network on the meta
+    device is only checked. A pipeline stage needs the `whole` network, on the meta device and without an adapter, as
+    in `attach_adapter`.
     """
     layers = {name: each for name, each in network.module.named_modules() if isinstance(each, LoraLinear)}
     trained = {name: each for name, each in network.module.named_parameters(remove_duplicate=False)
@@ -64,6 +65,8 @@ def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, w
         opened = _open_folder(folder, network, stack)
         _refuse_other_settings(opened, section)
         _refuse_other_tensors(opened, network, layout, section)
+        if is_on_meta(network.module):
+            return
         try:
             for name, layer in layers.items():
                 before = sum(

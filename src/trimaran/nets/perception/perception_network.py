@@ -14,7 +14,7 @@ from trimaran.core import UserError
 from trimaran.models.perception_spec import PerceptionSpec, perception_config
 from trimaran.nets.attention_context import Context
 from trimaran.nets.hf_weights import damaged, full_tensor, open_weights
-from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.perception.model import Perception
 
@@ -90,11 +90,14 @@ def load_perception_weights(
 ) -> None:
     """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads only its shards.
 
-    Names and shapes are checked before the first value is written. `report_progress` is called after each tensor.
+    Names and shapes are checked before the first value is written; on the meta device nothing else is done.
+    `report_progress` is called after each tensor.
     """
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
         _refuse_mismatch(module, sources, folder)
+        if is_on_meta(module):
+            return
         try:
             for name, parameter in module.named_parameters():
                 if (local := local_part(parameter)).numel():

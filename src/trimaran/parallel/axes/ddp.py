@@ -8,8 +8,7 @@ from torch.distributed._composable.replicate import replicate
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.adapters.nf4_linear import packed_parameters
-from trimaran.parallel.axes.fsdp import experts_of, replicate_fsdp, set_expert_gradient_divisor
-from trimaran.parallel.comm.compression import bucket_mb
+from trimaran.parallel.axes.fsdp import experts_of, reducing_ranks, replicate_fsdp, set_expert_gradient_divisor
 from trimaran.parallel.mesh import RankMesh
 
 
@@ -18,27 +17,29 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
     DDP supports neither DTensors nor pipeline stages; with those, FSDP2's `replicate` is used instead.
     """
-    # With local steps, replicas average weights later. Without overlap the stepper has `GradientBuckets`.
-    if ranks.data.size() == 1 or plan.comm.local_steps > 1 or plan.reduces_after_backward:
+    # With local steps, replicas synchronise weights later, and only the ranks of a replica sum their gradients here.
+    # Without overlap the stepper has `GradientBuckets`.
+    data = reducing_ranks(plan, ranks)
+    if data.size() == 1 or plan.reduces_after_backward:
         return
     mesh = ranks.degrees
     if mesh.tp == mesh.pp == mesh.ep == 1:
         replicate(
             network.module,
-            process_group=ranks.data.get_group(),
-            bucket_cap_mb=bucket_mb(plan, ranks.axes.device_type),
+            process_group=data.get_group(),
+            bucket_cap_mb=plan.comm.bucket_mb,
             gradient_as_bucket_view=True,
             # Keeps DDP from rebuilding its buckets after the first backward of every start. With three or more ranks
             # the order of summation depends on the buckets, so a resumed run would round differently.
-            find_unused_parameters=ranks.data.size() > 2,
+            find_unused_parameters=data.size() > 2,
         )
         return
     for block in network.blocks:
         for experts in experts_of(block, ranks):
             replicate_fsdp(experts, mesh=ranks.experts["expert_shard"])
             set_expert_gradient_divisor(experts, ranks, scattered=False)
-        replicate_fsdp(block, mesh=ranks.data, ignored_params=packed_parameters(block))
-    replicate_fsdp(network.module, mesh=ranks.data, ignored_params=packed_parameters(network.module))
+        replicate_fsdp(block, mesh=data, ignored_params=packed_parameters(block))
+    replicate_fsdp(network.module, mesh=data, ignored_params=packed_parameters(network.module))
 
 
 def connect_replicas(module: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Sharded data parallelism with FSDP2, for all ZeRO stages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -9,14 +9,18 @@ from torch import nn
 
 # The composable form keeps parameter names. It is private in torch.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trimaran.core import Plan
+from trimaran.core.fsdp_units import unit_sizes
 from trimaran.core.plan import Sharding
 from trimaran.nets import Network
 from trimaran.nets.adapters.nf4_linear import packed_parameters
+from trimaran.nets.decoder import DecoderLayer
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.tower_names import tower_of
+from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
 from trimaran.parallel.tower_plan import sharding_of
@@ -25,28 +29,35 @@ SHARDING_ATTRIBUTE = "_trimaran_sharding"
 
 
 def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Shard each block, then the root, in place. Parameter names do not change.
+    """Shard each block, or several small ones together, then the root, in place. Parameter names do not change.
 
     The update is sharded in every mode. `optimizer` (ZeRO-1) all-gathers the weights once per step and reduce-scatters
     gradients in the last micro-batch. `gradients` (ZeRO-2) reduce-scatters in each micro-batch, so gradients stay
     sharded. `parameters` (ZeRO-3) also reshards a block's weights after its forward. With `dp_replicate` above 1 the
     shards are replicated over that mesh dim (HSDP). Sharded weights are fp32; they are all-gathered in the compute
     dtype of their module, and gradients are reduced in fp32. A tower may use its own mode, or be replicated (`none`).
+    A tower in which tensor-parallel ranks encode different images is sharded over these ranks, too.
     """
-    for unit in units_of(network, plan):
-        for experts in [*experts_of(unit.module, ranks)]:
-            _shard(replace(unit, module=experts), plan, ranks)
-        _shard(unit, plan, ranks, is_root=unit.module is network.module)
-    prefetch(network, plan.comm.prefetch)
+    units = units_of(network, plan)
+    for unit in units:
+        for experts in [each for module in unit.modules for each in experts_of(module, ranks)]:
+            _shard(replace(unit, modules=(experts,)), plan, ranks)
+        _shard(unit, plan, ranks, is_root=unit.modules[0] is network.module)
+    prefetch([unit for unit in units if unit.modules[0] in network.blocks], plan.comm.prefetch)
 
 
 @dataclass(frozen=True, slots=True)
 class FsdpUnit:
-    """One FSDP unit: its module, the all-gather dtype (None: as stored) and its sharding."""
+    """One FSDP unit: its modules, the all-gather dtype (None: as stored) and its sharding.
 
-    module: nn.Module
+    The weights of a unit are all-gathered together, and its gradients are reduced together. Several modules run one
+    after another, each on the output of the one before. With `spans_tp` the tensor-parallel ranks hold shards, too.
+    """
+
+    modules: tuple[nn.Module, ...]
     dtype: torch.dtype | None
     sharding: Sharding
+    spans_tp: bool = False
 
 
 def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
@@ -58,13 +69,37 @@ def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
     names = {id(module): name for name, module in network.module.named_modules()}
     *inner, (root, dtype) = fsdp_modules(network, plan)
     shardings = {tower: sharding_of(tower, plan) for tower in network.towers}
+    spanning = {tower for tower in image_split_towers(network, plan) if shardings[tower] != "none"}
     taken = {id(module) for module, _ in inner}
     for tower, prefix in network.towers.items():
-        module = _submodule(network.module, prefix.removesuffix("."))
-        if module is not None and shardings[tower] != plan.sharding and id(module) not in taken | {id(root)}:
+        module, differs = _submodule(network.module, prefix.removesuffix(".")), shardings[tower] != plan.sharding
+        if module is not None and (differs or tower in spanning) and id(module) not in taken | {id(root)}:
             inner.append((module, dtype))
-    units = [FsdpUnit(module, dtype, shardings[tower_of(names[id(module)], network.towers)]) for module, dtype in inner]
-    return [*units, FsdpUnit(root, dtype, plan.sharding)]
+    towers = [tower_of(names[id(module)], network.towers) for module, _ in inner]
+    units = [
+        FsdpUnit((module,), dtype, shardings[tower], tower in spanning)
+        for (module, dtype), tower in zip(inner, towers, strict=True)
+    ]
+    return [*_joined(units, names, plan), FsdpUnit((root,), dtype, plan.sharding)]
+
+
+def _joined(units: Sequence[FsdpUnit], names: Mapping[int, str], plan: Plan) -> list[FsdpUnit]:
+    """Return the units, where small decoder layers in a row share one. It takes the place of its last layer."""
+    rows: dict[tuple[object, ...], list[FsdpUnit]] = {}
+    for unit in units:
+        (module,) = unit.modules
+        if isinstance(module, DecoderLayer) and unit.sharding != "none":
+            rows.setdefault((names[id(module)].rpartition(".")[0], unit.dtype, unit.sharding), []).append(unit)
+    joined: dict[int, tuple[nn.Module, ...]] = {}  # by the last layer of a unit; the others have none
+    for row in rows.values():
+        layers = [unit.modules[0] for unit in row]
+        parameters = sum(each.numel() for layer in layers for each in layer.parameters()) / len(layers)
+        rest = iter(layers)
+        for size in unit_sizes(plan, parameters, len(layers)):
+            group = tuple(islice(rest, size))
+            joined |= {id(layer): () for layer in group} | {id(group[-1]): group}
+    changed = (replace(unit, modules=joined.get(id(unit.modules[0]), unit.modules)) for unit in units)
+    return [unit for unit in changed if unit.modules]
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module | None:
@@ -76,31 +111,47 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 
 def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False) -> None:
     """Shard or replicate one unit."""
-    module, experts = unit.module, is_expert_parallel(unit.module, ranks)
-    setattr(module, SHARDING_ATTRIBUTE, unit.sharding)
+    module, experts = unit.modules[0], is_expert_parallel(unit.modules[0], ranks)
+    for each in unit.modules:
+        setattr(each, SHARDING_ATTRIBUTE, unit.sharding)
     policy = MixedPrecisionPolicy(param_dtype=unit.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if unit.sharding == "none":
-        mesh = ranks.experts["expert_shard"] if experts else ranks.data
+        mesh = ranks.experts["expert_shard"] if experts else reducing_ranks(plan, ranks)
         replicate_fsdp(module, mesh=mesh, mp_policy=policy, ignored_params=packed_parameters(module))
         if experts:
             set_expert_gradient_divisor(module, ranks, scattered=False)
         return
     mesh, reshard = ranks.shards, reshard_after_forward(plan, unit.sharding)
+    if unit.spans_tp:
+        mesh = ranks.shards_and_tp
     if experts:
         mesh, reshard = ranks.experts["expert_replicate", "expert_shard"], bool(reshard)
+    is_hsdp = ranks.degrees.dp_replicate > 1 and not plan.comm.local.is_on and plan.comm.compression == "none"
     if is_root:  # backward starts with the root's parameters, so they are needed at once
         reshard = plan.comm.reshard == "always"
     fully_shard(
-        module,
-        # HSDP needs both mesh dims.
-        mesh=mesh if ranks.degrees.dp_replicate > 1 else mesh[str(mesh.mesh_dim_names[-1])],  # pyrefly: ignore
+        list(unit.modules) if len(unit.modules) > 1 else module,
+        # HSDP needs both mesh dims. With local steps nothing is reduced over the replicas; compression does it itself.
+        mesh=mesh if is_hsdp else mesh[str(mesh.mesh_dim_names[-1])],  # pyrefly: ignore
         reshard_after_forward=reshard,
         mp_policy=policy,
         offload_policy=_offload(plan, ranks),
-        ignored_params=packed_parameters(module),
+        ignored_params={each for module in unit.modules for each in packed_parameters(module)},
     )
     if experts:
         set_expert_gradient_divisor(module, ranks, scattered=ranks.experts["expert_shard"].size() > 1)
+    elif unit.spans_tp:  # tensor-parallel ranks sum the gradients of their images; data ranks average them
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(float(reducing_ranks(plan, ranks).size()))
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def reducing_ranks(plan: Plan, ranks: RankMesh) -> DeviceMesh:
+    """Return the ranks that average the gradients of each step: all data ranks, or those of one replica.
+
+    Replicas with local steps train alone.
+    """
+    return ranks.shards["shard"] if plan.comm.local.is_on else ranks.data
 
 
 def sharding_of_module(module: nn.Module, plan: Plan) -> Sharding:
@@ -119,11 +170,12 @@ def reshard_after_forward(plan: Plan, sharding: Sharding) -> bool | int:
     return {"auto": automatic, "always": True, "never": False}[plan.comm.reshard]
 
 
-def prefetch(network: Network, num_blocks: int) -> None:
-    """Prefetch the weights of the next `num_blocks` blocks. FSDP2 prefetches one by default."""
+def prefetch(units: Sequence[FsdpUnit], num_blocks: int) -> None:
+    """Prefetch the weights of the next `num_blocks` units of blocks. FSDP2 prefetches one by default."""
     if num_blocks == 1:
         return
-    blocks: list[FSDPModule] = [block for block in network.blocks if isinstance(block, FSDPModule)]
+    first = (unit.modules[0] for unit in units)
+    blocks: list[FSDPModule] = [block for block in first if isinstance(block, FSDPModule)]
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + num_blocks])
         block.set_modules_to_backward_prefetch(list(islice(reversed(blocks[:number]), num_blocks)))

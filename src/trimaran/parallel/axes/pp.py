@@ -24,6 +24,7 @@ from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.gradient_norm import local_gradient
 from trimaran.parallel.mesh import RankMesh
+from trimaran.parallel.tower_plan import sharding_of
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # takes the stream (not in the first stage) and keyword inputs, returns the stream
@@ -204,11 +205,25 @@ def gather_stage_facts(networks: Sequence[Network], stages: StageMap, device: to
     """Return the facts of all stages, all-reduced over the pipeline. Every rank must call."""
     table = torch.zeros(len(stages.owners), 2, dtype=torch.int32, device=device)
     for number, network in zip(stages.here, networks, strict=True):
-        trained = any(each.requires_grad for each in network.module.parameters())
-        copy = _tied_embedding(network.module)
-        table[number, 0], table[number, 1] = trained, copy is not None and copy.requires_grad
+        table[number] = torch.tensor(_flags_of_stage(network))
     dist.all_reduce(table, group=stages.group)
-    trained, tied = ([number for number, flag in enumerate(row) if flag] for row in table.T.tolist())
+    return _facts_of(table.tolist())
+
+
+def facts_of_all_stages(networks: Sequence[Network]) -> StageFacts:
+    """Return the same from the networks of all stages, which may be on the meta device, without communication."""
+    return _facts_of([_flags_of_stage(network) for network in networks])
+
+
+def _flags_of_stage(network: Network) -> tuple[bool, bool]:
+    """Return whether a stage is trained, and whether it has a trained copy of a tied embedding."""
+    copy = _tied_embedding(network.module)
+    trained = any(each.requires_grad for each in network.module.parameters())
+    return trained, copy is not None and copy.requires_grad
+
+
+def _facts_of(rows: Sequence[Sequence[bool | int]]) -> StageFacts:
+    trained, tied = ([number for number, row in enumerate(rows) if row[column]] for column in (0, 1))
     return StageFacts(first_trained=trained[0], tied=tuple(tied))
 
 
@@ -229,7 +244,8 @@ class TrainedParameters:
 
 def trained_parameters(networks: Sequence[Network], plan: Plan) -> TrainedParameters:
     """Return the trained parameters of this rank, without the last stage's copy of a tied embedding."""
-    towers, split_towers = networks[0].towers, image_split_towers(networks[0], plan)
+    towers = networks[0].towers  # FSDP reduces the gradients of sharded ones over the tensor-parallel ranks
+    split_towers = [each for each in image_split_towers(networks[0], plan) if sharding_of(each, plan) == "none"]
     by_tower: dict[str, list[nn.Parameter]] = {tower: [] for tower in towers}
     for network in networks:
         decoder = _decoder(network.module)

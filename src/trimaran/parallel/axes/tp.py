@@ -1,19 +1,17 @@
 """Tensor parallelism: each rank holds a shard of every matrix. The network's `tensor_plan` names the styles."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -21,7 +19,15 @@ from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
+from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
+from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
+from trimaran.parallel.comm.tensor_collectives import (
+    gather_sequence,
+    reduce_gradient,
+    reduce_sum,
+    reduce_to_sequence,
+)
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import tp_replicated_towers
 
@@ -34,9 +40,6 @@ ADAPTER_PLACEMENTS: dict[tuple[Placement, str], Placement] = {
     (Shard(1), DOWN): Shard(1),
 }
 
-# Before torch 2.12, `from_local` always returns the gradient in the placement of the input.
-TAKES_GRADIENT_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
-
 
 def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Shard the modules that the network's plan names. Parameter names and ties do not change.
@@ -45,13 +48,7 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """
     if ranks.degrees.tp == 1:
         return
-    module, mesh = network.module, ranks.axes["tp"]
-    replicated = tp_replicated_towers(network, plan)
-    patterns = {
-        pattern: style
-        for pattern, style in network.tensor_plan(ranks.degrees.tp).items()
-        if tower_of(pattern, network.towers) not in replicated
-    }
+    module, mesh, patterns = network.module, ranks.axes["tp"], tensor_styles(network, plan, ranks)
     tied, frozen = _tied_names(module), [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
         for pattern, style in patterns.items():
@@ -59,14 +56,18 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
                 adapter = take_adapter(each) if isinstance(each, LoraLinear) else {}
                 parallelize_module(each, mesh, STYLES[style](), src_data_rank=None)
                 shard_adapter(each, mesh, adapter)
-                if plan.compile and style.startswith("embedding"):
-                    # A compiled block would unwrap the AsyncCollectiveTensor and lose its backward.
-                    each.register_forward_hook(lambda _, __, out: out.clone())
     for name, first in tied.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
     for name in frozen:  # some of torch's styles create new parameters, which require gradients
         module.get_parameter(name).requires_grad_(False)
+
+
+def tensor_styles(network: Network, plan: Plan, ranks: RankMesh) -> dict[str, str]:
+    """Return the style of each module name pattern, without towers that are not sharded."""
+    replicated = tp_replicated_towers(network, plan)
+    styles = network.tensor_plan(ranks.degrees.tp)
+    return {name: style for name, style in styles.items() if tower_of(name, network.towers) not in replicated}
 
 
 def take_adapter(layer: LoraLinear) -> dict[str, nn.Parameter]:
@@ -94,17 +95,27 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     return {name: owner for name, owner in pairs if name != owner}
 
 
-class DTensorParameters(ParallelStyle):
+class ShardedParameters(ParallelStyle):
     """Turns the module's own parameters into DTensors, replicated except for those in `placements`.
 
-    `enter` converts the module's first input, `leave` its first output.
+    `enter` converts the module's first input, `leave` its first output. A layer with a placement for its weight then
+    computes with its shard, between plain tensors. A layer from elsewhere has torch's own style instead, `otherwise`.
     """
 
-    def __init__(self, enter: Change | None = None, leave: Change | None = None, **placements: Placement) -> None:
+    def __init__(
+        self,
+        enter: Change | None = None,
+        leave: Change | None = None,
+        otherwise: Callable[[], ParallelStyle] | None = None,
+        **placements: Placement,
+    ) -> None:
         super().__init__()
-        self._enter, self._leave, self._placements = enter, leave, placements
+        self._enter, self._leave, self._otherwise, self._placements = enter, leave, otherwise, placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self._placements and not compute_with_shards(module):
+            assert self._otherwise is not None, f"{type(module).__name__} is no layer of our own networks"
+            return _parallelized(module, device_mesh, self._otherwise())
         for leaf, each in list(module.named_parameters(recurse=False)):
             placement = self._placements.get(leaf, Replicate())
             local = distribute_tensor(each, device_mesh, [placement], src_data_rank=None)
@@ -114,6 +125,27 @@ class DTensorParameters(ParallelStyle):
         if self._leave is not None:
             module.register_forward_hook(lambda _, __, outputs: _with_first(outputs, self._leave, device_mesh))
         return module
+
+
+class ReducedOutput(ShardedParameters):
+    """Shards a linear layer by its inputs. The partial sums of the ranks are reduced, and the bias is added to them.
+
+    `sequence`: each rank gets its positions of the result.
+    """
+
+    def __init__(self, *, sequence: bool = False) -> None:
+        otherwise = partial(RowwiseCopied, output_layouts=Shard(1) if sequence else Replicate())
+        super().__init__(None, reduce_to_sequence if sequence else reduce_sum, otherwise, weight=Shard(1))
+        self._is_partial = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        if isinstance(module, nn.Linear) and module.bias is not None and computes_with_shards(module):
+            module.register_forward_hook(self._add_bias)
+        return module
+
+    def _add_bias(self, module: nn.Linear, _: Any, out: Tensor) -> Tensor:
+        return out + local_for_compute(module.bias, gradient_is_partial=self._is_partial).to(out.dtype)
 
 
 class ScatterRows(ParallelStyle):
@@ -128,20 +160,48 @@ class ScatterRows(ParallelStyle):
 
         def enter(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             stream, rows, slots = inputs
-            rows = _to_local_partial_gradient(_from_local(Replicate())(rows, device_mesh), device_mesh)
-            return stream, rows, slots.chunk(size, dim=1)[rank]
+            return stream, reduce_gradient(rows, device_mesh), slots.chunk(size, dim=1)[rank]
 
         module.register_forward_pre_hook(enter)
         return module
 
 
 class RowwiseCopied(RowwiseParallel):
-    """Rowwise for the last module of a block. Copies its output, because FSDP warns if a block returns a view."""
+    """torch's own style, with a copy of the output.
+
+    FSDP warns if a block returns a view, and a compiled block would unwrap an AsyncCollectiveTensor and lose its
+    backward.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
         module.register_forward_hook(lambda _, __, out: out.clone())
         return module
+
+
+class ShardedLogits(ShardedParameters):
+    """Shards a head by its outputs. The logits are a DTensor, so that the loss knows which columns a rank has."""
+
+    def __init__(self, enter: Change) -> None:
+        otherwise = partial(ColwiseParallel, use_local_output=False)
+        super().__init__(enter, None, otherwise, weight=Shard(0), bias=Shard(0))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        if computes_with_shards(module):
+            module.register_forward_hook(partial(self._as_dtensor, device_mesh))
+        return module
+
+    def _as_dtensor(self, mesh: DeviceMesh, module: nn.Linear, _: Any, out: Tensor) -> Tensor:
+        shape = torch.Size((*out.shape[:-1], module.out_features))
+        stride = torch.empty(shape, device="meta").stride()  # ranks may hold unequal parts of a vocabulary
+        placements = (Shard(out.ndim - 1),)
+        return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _parallelized(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> nn.Module:
+    style.src_data_rank = None  # as `parallelize_module` sets it: every rank has the same values, or none
+    return style._apply(module, mesh)
 
 
 def _with_first(values: Any, change: Change | None, mesh: DeviceMesh) -> Any:
@@ -156,75 +216,33 @@ def _from_local(placement: Placement) -> Change:
     return lambda x, mesh: DTensor.from_local(x, mesh, (placement,), run_check=False)
 
 
-def _from_local_partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a replicated DTensor from a local tensor whose gradient is partial.
-
-    Without torch's argument for this, the gradient is all-reduced, and each rank takes an equal part of it.
-    """
-    if TAKES_GRADIENT_PLACEMENTS:
-        return DTensor.from_local(x, mesh, (Replicate(),), run_check=False, grad_placements=(Partial(),))
-    return DTensor.from_local(DivideGradient.apply(x, mesh.size()), mesh, (Replicate(),), run_check=False)
-
-
-class DivideGradient(Function):
-    """The identity, whose gradient is divided by `size`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return gradient / ctx.size, None
-
-
 def _to_local(x: Tensor, mesh: DeviceMesh) -> Tensor:
     assert isinstance(x, DTensor)
     return x.to_local()
 
 
-def _to_local_partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the local tensor of a replicated DTensor whose gradient is partial."""
-    assert isinstance(x, DTensor)
-    return x.to_local(grad_placements=(Partial(),))
-
-
-def _all_gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the full sequence, replicated, from the local shard."""
-    return DTensor.from_local(x, mesh, (Shard(1),), run_check=False).redistribute(placements=(Replicate(),))
-
-
-def _all_gather_sequence_partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the full sequence as a plain tensor whose gradient is partial."""
-    return _to_local_partial_gradient(_all_gather_sequence(x, mesh), mesh)
-
-
-def _reduce_scatter_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the local sequence shard of a partial tensor."""
-    return DTensor.from_local(x, mesh, (Partial(),), run_check=False).redistribute(placements=(Shard(1),)).to_local()
-
-
+# The styles of modules that gather their first input, a sequence shard, before they compute.
+GATHERING_STYLES = frozenset({"gather-sequence", "sequence-to-logits", "moe"})
 # The styles of a network's tensor plan. Modules exchange plain tensors, which are replicated unless the name says
-# otherwise: `sequence` is a sequence shard, `colwise` a column shard, `partial` a partial sum.
+# otherwise: `sequence` is a sequence shard, `colwise` a column shard, `partial` a partial sum. A `partial` style takes
+# an input whose gradient is a partial sum.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "rowwise-copied": RowwiseCopied,
-    "rowwise-to-sequence": partial(RowwiseParallel, output_layouts=Shard(1)),
-    "embedding": partial(RowwiseParallel, input_layouts=Replicate()),
-    "embedding-to-sequence": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(1)),
-    "colwise-logits": partial(ColwiseParallel, use_local_output=False),
-    "sequence-to-logits": partial(ColwiseParallel, input_layouts=Shard(1), use_local_output=False),
-    "sequence": partial(SequenceParallel, use_local_output=True),
-    "gather-sequence": partial(DTensorParameters, _all_gather_sequence),
-    "heads": partial(DTensorParameters, _from_local(Shard(2)), _to_local),
-    "replicated": partial(DTensorParameters, _from_local(Replicate()), _to_local),
-    "parameters": DTensorParameters,
+    "colwise": partial(ShardedParameters, reduce_gradient, None, ColwiseParallel, weight=Shard(0), bias=Shard(0)),
+    "rowwise": ReducedOutput,
+    "rowwise-to-sequence": partial(ReducedOutput, sequence=True),
+    "embedding": partial(
+        ShardedParameters, None, reduce_sum, partial(RowwiseCopied, input_layouts=Replicate()), weight=Shard(0)
+    ),
+    "embedding-to-sequence": partial(ShardedParameters, None, reduce_to_sequence, weight=Shard(0)),
+    "colwise-logits": partial(ShardedLogits, reduce_gradient),
+    "sequence-to-logits": partial(ShardedLogits, gather_sequence),
+    "gather-sequence": partial(ShardedParameters, gather_sequence),
+    "heads": partial(ShardedParameters, _from_local(Shard(2)), _to_local),
+    "replicated": partial(ShardedParameters, _from_local(Replicate()), _to_local),
+    "parameters": ShardedParameters,
     "scatter-rows": ScatterRows,
-    "moe": partial(DTensorParameters, _all_gather_sequence_partial_gradient, _reduce_scatter_sequence),
-    "partial-colwise": partial(DTensorParameters, _from_local_partial_gradient, _to_local, weight=Shard(0)),
-    "partial-rowwise": partial(DTensorParameters, _from_local(Shard(-1)), _to_local, weight=Shard(1)),
-    "partial-replicated": partial(DTensorParameters, _from_local_partial_gradient, _to_local_partial_gradient),
+    "moe": partial(ShardedParameters, gather_sequence, reduce_to_sequence),
+    "partial-colwise": partial(ShardedParameters, weight=Shard(0), bias=Shard(0)),
+    "partial-rowwise": partial(ShardedParameters, weight=Shard(1)),
+    "partial-replicated": partial(ShardedParameters, weight=Replicate()),
 }

@@ -51,6 +51,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def rows_to_device(rows: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Return lists of equal length on the device.
+
+    Each starts at a multiple of 16 bytes: Triton compiles a kernel again for arguments that do not.
+    """
+    length = len(rows[0])
+    padded = torch.zeros(len(rows), length + length % 2, dtype=torch.int64)
+    padded[:, :length] = torch.tensor(rows, dtype=torch.int64)
+    return [each[:length] for each in to_device(padded, device)]
+
+
 def is_aligned(address: int, num_values: int) -> bool:
     """Return whether a tensor at this address may be read with the widest loads."""
     return address % ALIGNED_BYTES == 0 and num_values % ALIGNED_VALUES == 0

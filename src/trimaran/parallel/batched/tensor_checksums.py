@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.parallel.batched.address_table import ProgramMap, has_kernels, to_device
+from trimaran.parallel.batched.address_table import ProgramMap, has_kernels, rows_to_device
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by size in bytes
 
@@ -32,8 +32,8 @@ class TensorChecksums:
             for index, num_words, first in zip(indices, words, programs.firsts, strict=True):
                 firsts[index], sizes[index] = first, num_words
             self._launches.append((WORDS[size], programs))
-        table = torch.tensor([[each.data_ptr() for each in tensors], sizes, firsts], dtype=torch.int64)
-        self._addresses, self._sizes, self._firsts = to_device(table, device)
+        table = [[each.data_ptr() for each in tensors], sizes, firsts]
+        self._addresses, self._sizes, self._firsts = rows_to_device(table, device)
 
     def compute(self) -> Tensor:
         """Return the checksums as int64, one for each tensor."""

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.parallel.batched.address_table import DeviceNumbers, ProgramMap, has_kernels, is_aligned, to_device
+from trimaran.parallel.batched.address_table import (
+    DeviceNumbers,
+    ProgramMap,
+    has_kernels,
+    is_aligned,
+    rows_to_device,
+    to_device,
+)
 
 Kinds = list[tuple[int, torch.dtype, bool]]  # size, dtype and alignment of each tensor
 
@@ -68,7 +75,7 @@ class _SquareLaunches:
             self._maps += [(programs, offset, *kind)] if programs.count else []
             offset += programs.count
         numbers = [firsts, counts, [size for size, _, _ in kinds]]
-        self._firsts, self._counts, self._sizes = to_device(torch.tensor(numbers, dtype=torch.int64), device)
+        self._firsts, self._counts, self._sizes = rows_to_device(numbers, device)
         self._partials = torch.empty(offset, device=device)
         self._sums = torch.empty(len(kinds), dtype=torch.float64, device=device)
 

@@ -1,113 +1,222 @@
-"""Gradient compression for DDP. Lossy: it changes the training trajectory."""
+"""Compresses the gradients that replicas send. Lossy: it changes the training trajectory."""
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch import Tensor, nn
 from torch.futures import Future
 
-from trimaran.core import Plan
+from trimaran.core import Plan, UserError
+from trimaran.core.compression_settings import Compression, LayerKind
 from trimaran.nets import Network
+from trimaran.parallel.comm.feedback_tensors import FeedbackTensors, Shape
+from trimaran.parallel.comm.gradient_exchange import (
+    EXCHANGES,
+    Exchange,
+    ExchangeState,
+    Gradients,
+    exchange_exactly,
+    first_factor,
+)
+from trimaran.parallel.comm.sharded_compression import ShardCompressor, compress_units
 from trimaran.parallel.mesh import RankMesh
 
-# The name since torch 2.13, which warns about the old one.
-gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-POWERSGD_RANK = 4  # of PowerSGD's factors
-POWERSGD_WARMUP_STEPS = 10  # uncompressed steps: early gradients change too fast for low-rank tracking
-TOPK_FRACTION = 0.01  # of the gradient values that top-k sends
+COMPRESSOR_ATTRIBUTE = "_trimaran_compressor"
+MIN_FACTOR_GAIN = 2  # a matrix is sent as factors if they are at least this many times smaller
+SAMPLED_VALUES = 1024  # of each parameter, to measure the error of the sum
+# By the parts of a parameter's name. Of a name with several kinds the first counts.
+LAYER_NAMES: Mapping[LayerKind, str] = {
+    "embed": r"embed\w*|\w*_embed|\w*_embeddings?|wte|wpe",
+    "head": r"lm_head|head|embed_out|score|classifier",
+    "attention": r"(?!\w*norm)(\w*attn\w*|\w*attention\w*|[qkvo]_proj|qkv_proj)",
+    "mlp": r"\w*mlp\w*|\w*ffn\w*|feed_forward|experts|shared_expert\w*|(gate|up|down)_proj|fc\d|c_fc",
+}
 
 
 def apply_compression(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Register DDP's communication hook that compresses buckets. A legal plan compresses only with DDP."""
-    if plan.comm.compression != "none" and ranks.data.size() > 1:
-        state, hook = COMPRESSION[plan.comm.compression](ranks.data.get_group())
-        network.module.register_comm_hook(state, hook)  # pyrefly: ignore[not-callable]
+    """Compress what ranks send in place of their gradients: with DDP's communication hook, or in FSDP2's reductions."""
+    settings = plan.comm.compression_settings
+    if settings.kind == "none" or ranks.data.size() == 1:
+        return
+    if plan.sharding != "none":
+        replicas = ranks.shards.get_group("dp_replicate") if ranks.degrees.dp_replicate > 1 else None
+        shard_compressor = ShardCompressor(settings, ranks.shards.get_group("shard"), replicas)
+        compress_units(network.module, shard_compressor)
+        setattr(network.module, COMPRESSOR_ATTRIBUTE, shard_compressor)
+        return
+    refuse_unmatched_layers(network.module, settings)
+    compressor = GradientCompressor(network.module, settings, ranks.data.get_group())
+    setattr(network.module, COMPRESSOR_ATTRIBUTE, compressor)
+    network.module.register_comm_hook(compressor, send_bucket)  # pyrefly: ignore[not-callable]
 
 
-def bucket_mb(plan: Plan, device_type: str) -> int:
-    """Return the size of DDP's buckets. PowerSGD over gloo needs one bucket: its collectives must not interleave."""
-    return 2**20 if plan.comm.compression == "powersgd" and device_type == "cpu" else plan.comm.bucket_mb
+def compressor_of(module: nn.Module) -> "Compressor | None":
+    """Return what `apply_compression` has set; None if gradients are not compressed."""
+    return getattr(module, COMPRESSOR_ATTRIBUTE, None)
 
 
-Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+def layer_kind(name: str) -> LayerKind | None:
+    """Return the kind of layer that a parameter of this name belongs to; None if it is another."""
+    parts = name.split(".")
+    for kind, pattern in LAYER_NAMES.items():
+        if any(re.fullmatch(pattern, part) for part in parts):
+            return kind
+    return None
 
 
-def _cast_hook(dtype: torch.dtype) -> Callable[[dist.ProcessGroup], tuple[Any, Hook]]:
-    """Return a hook that all-reduces in a 16-bit dtype. torch's bf16 hook supports only NCCL."""
-
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        small = buffer.div(group.size()).to(dtype)  # divide first, so the sum stays in range
-        summed = dist.all_reduce(small, group=group, async_op=True)
-        return summed.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-
-    return lambda group: (group, hook)
+def refuse_unmatched_layers(module: nn.Module, settings: Compression) -> None:
+    """Raise if the model has no layers of a kind that the settings name. A tied head is part of the embedding."""
+    found = {layer_kind(name) for name, _ in module.named_parameters()}
+    for kind in settings.layers:
+        if kind not in found:
+            has = ", ".join(sorted(each for each in found if each)) or "none of the known kinds"
+            raise UserError("P003", f"compression of the layers {kind} is not possible: the model has no such layers",
+                            where="plan.comm.compression.layers", fix=f"it has {has}")  # fmt: skip
 
 
-def _guard_nonfinite(hook: Hook) -> Hook:
-    """Return `hook` with protection of its state: a NaN or Inf in the error feedback would never go away.
+def is_compressed(name: str, shape: Shape, settings: Compression) -> bool:
+    """Return whether the gradient of a parameter is compressed.
 
-    A non-finite gradient is sent as zeros. The result is made non-finite again on that rank, so the global gradient
-    norm shows it on all ranks.
+    Vectors are sent exactly: they are few, and their values are not alike. So are small matrices under PowerSGD.
+    """
+    if settings.layers and layer_kind(name) not in settings.layers:
+        return False
+    if settings.kind in ("fp16", "bf16"):
+        return True
+    if settings.kind == "powersgd" and len(shape) > 1:
+        rows, columns = matrix_shape(shape)
+        return MIN_FACTOR_GAIN * (rows + columns) * (settings.rank or 1) <= rows * columns
+    return len(shape) > 1
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """Return the shape of a parameter as a matrix, with the smallest factors: experts are stacked, for example."""
+    splits = [(prod(shape[:dim]), prod(shape[dim:])) for dim in range(1, len(shape))]
+    return min(splits, key=sum)
+
+
+def send_bucket(compressor: "GradientCompressor", bucket: dist.GradBucket) -> Future[Tensor]:
+    """See `GradientCompressor.send`. DDP checks the annotations of a hook."""
+    return compressor.send(bucket)
+
+
+class GradientCompressor:
+    """Averages the gradients of replicas, bucket by bucket.
+
+    The first collective of a bucket starts as soon as DDP has filled it. Others follow at the end of backward, in the
+    order of the buckets. `step` counts from 0; whoever trains sets it and the loss scale with `begin_step`.
     """
 
-    def guarded(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # DDP checks the parameter names
-        buffer = bucket.buffer()
-        poison = buffer.sum() * 0
-        buffer.nan_to_num_(0.0, 0.0, 0.0)
-        return hook(state, bucket).then(lambda done: done.value().add_(poison))
+    def __init__(self, module: nn.Module, settings: Compression, group: dist.ProcessGroup) -> None:
+        self.settings, self._module = settings, module
+        self.state = ExchangeState(settings, group, group.rank())
+        self.error: Tensor | None = None  # the relative error of the last step, if it was measured
+        self._names: dict[int, str] = {}
+        self._compressed: set[str] = set()
+        self._open: list[tuple[Exchange, dist.Work]] = []
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+        self._samples: list[tuple[Tensor, Gradients]] = []
 
-    return guarded
+    def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
+        """Say which step the next gradients are of, and what their loss was multiplied by."""
+        self.state.step, self.state.loss_scale, self.error = step, loss_scale, None
 
+    def settle(self, refused: Tensor) -> None:
+        """End a step: take over what it has changed in the error feedback, unless it was refused (not 0)."""
+        for each in self.feedback().values():
+            each.settle(refused)
+        self.state.step += 1
 
-def _powersgd(group: dist.ProcessGroup) -> tuple[Any, Hook]:
-    state = PowerSGDState(group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_WARMUP_STEPS)
-    return state, _guard_nonfinite(powerSGD_hook)
-
-
-class TopKCompression:
-    """Sends the largest values of each bucket and keeps the rest for the next step (error feedback).
-
-    Ranks choose different values, so values and indices are all-gathered and then added by index.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.residuals: dict[int, Tensor] = {}
+    def feedback(self) -> dict[str, FeedbackTensors]:
+        """Return what is remembered between steps, by name: `residual`, `velocity` and `factor`. Zeros at first."""
+        self._prepare()
+        named = {"residual": self.state.residual, "velocity": self.state.velocity, "factor": self.state.factor}
+        return {name: each for name, each in named.items() if each is not None}
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        gradient, number, size = bucket.buffer(), bucket.index(), self.group.size()
-        residual = self.residuals.get(number)
-        if residual is None or residual.shape != gradient.shape:  # DDP rebuilds its buckets after the first step
-            residual = torch.zeros_like(gradient)
-        total = gradient + residual
-        indices = total.abs().topk(max(1, int(TOPK_FRACTION * total.numel()))).indices
-        values = total[indices]
-        total[indices] = 0
-        self.residuals[number] = total
-        packed = torch.cat([values, indices.to(torch.int32).view(torch.float32)])
-        gathered = packed.new_empty(size * packed.numel())
-        work = gather_single(gathered, packed, group=self.group, async_op=True)
+        """Start to average the gradients of a bucket. The last one of a backward finishes all."""
+        self._prepare()
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        self._futures.append((future, buffer))
+        parameters = bucket.parameters()
+        parts = buffer.split([each.numel() for each in parameters])
+        gradients = {self._names[id(each)]: part for each, part in zip(parameters, parts, strict=True)}
+        is_warm = self.state.step >= (self.settings.warmup_steps or 0)
+        small = {name: each for name, each in gradients.items() if is_warm and name in self._compressed}
+        exact = {name: each for name, each in gradients.items() if name not in small}
+        if small and self.settings.check_every and self.state.step % self.settings.check_every == 0:
+            self._start(self._sample(small))
+        if exact:
+            self._start(exchange_exactly(self.state, exact))
+        if small:
+            self._start(EXCHANGES[self.settings.kind](self.state, small))
+        if bucket.is_last():
+            self._finish()
+        return future
 
-        def average(_: Future[Any]) -> Tensor:
-            gradient.zero_()
-            for rank_values, rank_indices in gathered.view(size, 2, -1):
-                gradient.index_add_(0, rank_indices.view(torch.int32).long(), rank_values)
-            return gradient.div_(size)
+    def _start(self, exchange: Exchange) -> None:
+        self._open.append((exchange, next(exchange)))
 
-        return work.get_future().then(average)
+    def _finish(self) -> None:
+        """Resume the exchanges in turn until all have ended."""
+        while self._open:
+            exchanges, self._open = self._open, []
+            for exchange, work in exchanges:
+                work.wait()
+                if (following := next(exchange, None)) is not None:
+                    self._open.append((exchange, following))
+        if self._samples:
+            self.error = _relative_error(self._samples)
+            self._samples = []
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._futures = []
+
+    def _sample(self, gradients: Gradients) -> Exchange:
+        """Average some values of each gradient exactly, to compare them with the compressed sum."""
+        exact = torch.cat([_sampled(each) for each in gradients.values()]) / self.state.size
+        work = dist.all_reduce(exact, group=self.state.group, async_op=True)
+        assert work is not None
+        yield work
+        self._samples.append((exact, gradients))
+
+    def _prepare(self) -> None:
+        """Find the parameters and create the error feedback, once the parameters have memory."""
+        if self._names:
+            return
+        trained = [(name, each) for name, each in self._module.named_parameters() if each.requires_grad]
+        self._names = {id(each): name for name, each in trained}
+        shapes = {name: tuple(each.shape) for name, each in trained if is_compressed(name, each.shape, self.settings)}
+        self._compressed = set(shapes)
+        if not shapes:
+            return
+        device = trained[0][1].device
+        if self.settings.keeps_residual:
+            self.state.residual = FeedbackTensors(shapes, device)
+        if self.settings.momentum:
+            self.state.velocity = FeedbackTensors(shapes, device)
+        if self.settings.kind == "powersgd":
+            rank = self.settings.rank or 1
+            self.state.matrix_shapes = {name: matrix_shape(shape) for name, shape in shapes.items()}
+            factors = {name: (columns, rank) for name, (_, columns) in self.state.matrix_shapes.items()}
+            self.state.factor = FeedbackTensors(factors, device)
+            for name, each in self.state.factor.accepted.items():
+                each.copy_(first_factor(name, tuple(each.shape), self.state.seed, device))
 
 
-def _topk(group: dist.ProcessGroup) -> tuple[Any, Hook]:
-    return TopKCompression(group), _guard_nonfinite(lambda state, bucket: state.send(bucket))
+def _sampled(gradient: Tensor) -> Tensor:
+    return gradient[:: max(1, len(gradient) // SAMPLED_VALUES)].float()
 
 
-COMPRESSION: dict[str, Callable[[dist.ProcessGroup], tuple[Any, Hook]]] = {
-    "fp16": _cast_hook(torch.float16),
-    "bf16": _cast_hook(torch.bfloat16),
-    "powersgd": _powersgd,
-    "topk": _topk,
-}
+def _relative_error(samples: Sequence[tuple[Tensor, Gradients]]) -> Tensor:
+    """Return the norm of what the compressed sums differ by, relative to that of the exact sums."""
+    exact = torch.cat([each for each, _ in samples])
+    result = torch.cat([_sampled(each) for _, gradients in samples for each in gradients.values()])
+    return torch.linalg.vector_norm(result - exact) / torch.linalg.vector_norm(exact)
+
+
+Compressor = GradientCompressor | ShardCompressor

@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.local_shards import LocalShard
 from trimaran.parallel.mesh import RankMesh
 
 # Smaller storages stay on the device. On a CPU offload saves nothing; it runs there for tests.
 MIN_OFFLOAD_BYTES = {"cuda": 2**20, "cpu": 2**10}
+LOCAL_SHARD_NODE = f"{LocalShard.__name__}Backward"  # the autograd node of a weight that tensor parallelism shards
 
 
 def apply_activation_offload(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -263,4 +265,7 @@ def _is_cast_weight(tensor: Tensor) -> bool:
     node = (tensor if tensor._base is None else tensor._base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+    source = node.next_functions[0][0]
+    if source is not None and source.name() == LOCAL_SHARD_NODE:
+        source = source.next_functions[0][0]
+    return isinstance(getattr(source, "variable", None), nn.Parameter)

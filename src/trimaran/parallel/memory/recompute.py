@@ -1,5 +1,6 @@
-"""Activation checkpointing of blocks: full, or selective by operator."""
+"""Activation checkpointing of blocks: full, or by operator."""
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import MethodType
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # registers its operator
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from trimaran.core import Plan
+from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, Recompute
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.parallel.mesh import RankMesh
@@ -24,7 +27,7 @@ from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 
-# Outputs that selective recompute saves. Attention saves the most compute for the least memory. All-reduce,
+# Outputs that recompute by operator saves. Attention saves the most compute for the least memory. All-reduce,
 # reduce-scatter and all-to-all save communication; their outputs are no larger than a block's output. All-gathered
 # tensors are larger by the number of ranks, so they are recomputed.
 SAVED_OPS: frozenset[Any] = frozenset(
@@ -41,11 +44,16 @@ SAVED_OPS: frozenset[Any] = frozenset(
         collective.all_to_all_single.default,
     }
 )
-# Every second output of these is saved, starting with the second: the keys, the attention output projection and one
-# half of a gated feed-forward. A block's last matmul, whose output no backward needs, is not saved. The two matmuls of
-# an adapter do not count: they are cheap to recompute, and the output of the second is as wide as the layer's own.
-ALTERNATELY_SAVED_OPS: frozenset[Any] = frozenset(
+# Elementwise recompute saves the outputs of these, too. Selective recompute saves every second one, starting with the
+# second: the keys, the attention output projection and one half of a gated feed-forward. So a block's last matmul,
+# whose output no backward needs, is not saved. The two matmuls of an adapter do not count: they are cheap to recompute,
+# and the output of the second is as wide as the layer's own.
+MATMUL_OPS: frozenset[Any] = frozenset(
     {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
+)
+# Operators that follow an all-gather along another than the first dim, in this order.
+REORDERING_OPS: frozenset[Any] = frozenset(
+    {collective.wait_tensor.default, aten.split.Tensor, aten.cat.default, aten.view.default}
 )
 
 
@@ -55,19 +63,57 @@ def apply_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> Non
     A number k means every k-th block of a tower, starting with the first. Runs before compile, which then sees the
     policy, and before FSDP, which unshards a block's weights before its recompute.
     """
+    contexts: dict[tuple[str, int], Any] = {}  # equal blocks share one, and with it a compilation
+    for how, block in recomputed_blocks(network, plan):
+        policy, rank = how if how in RECOMPUTED_BY_OPERATOR else "full", _rank(block)
+        # A compiled block applies the policy to each operator. Without a policy, torch 2.11 does not mark the outputs
+        # of autograd functions and saves them: all joint projections and fp8 matmuls.
+        context = contexts.setdefault((policy, rank), partial(_contexts, policy, rank))
+        _recompute(block, {"context_fn": context} if plan.compile or policy != "full" else {})
+
+
+def recomputed_blocks(network: Network, plan: Plan) -> Iterator[tuple[Recompute, nn.Module]]:
+    """Yield the blocks that are recomputed, and how."""
     by_tower: dict[str, list[nn.Module]] = {}
     for tower, block in tower_of_blocks(network):
         by_tower.setdefault(tower, []).append(block)
     for tower, blocks in by_tower.items():
         how = recompute_of(tower, plan)
         if how != "none":
-            policy = "selective" if how == "selective" else "full"
-            # A compiled block applies the policy to each operator. Without a policy, torch 2.11 does not mark the
-            # outputs of autograd functions and saves them: all joint projections and fp8 matmuls.
-            contexts = {_rank(block): partial(_contexts, policy, _rank(block)) for block in blocks}
-            for block in blocks[:: how if isinstance(how, int) else 1]:
-                options = {"context_fn": contexts[_rank(block)]} if plan.compile or policy == "selective" else {}
-                _recompute(block, options)
+            yield from ((how, block) for block in blocks[:: how if isinstance(how, int) else 1])
+
+
+def regather_in_compiled(blocks: Iterable[nn.Module], group: str) -> None:
+    """Let compiled blocks repeat all-gathers over this group in backward. What else they save the compiler chooses."""
+    contexts = partial(_regather_contexts, group)  # one for all blocks, so that equal ones share a compilation
+    for block in blocks:
+        _recompute(block, {"context_fn": contexts})
+
+
+def _regather_contexts(group: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return create_selective_checkpoint_contexts(RegatherPolicy(group))
+
+
+class RegatherPolicy:
+    """Recomputes all-gathers over one group, and what turns the output of each into the gathered tensor.
+
+    A block that torch runs eagerly, although it should be compiled, is recomputed in full: to save all else would keep
+    the output of every operator.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group, self._follows_gather = group, False
+
+    def __call__(self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        if get_proxy_mode() is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        is_gather = operator is collective.all_gather_into_tensor.default and self._is_group(args[2])
+        self._follows_gather = is_gather or (self._follows_gather and operator in REORDERING_OPS)
+        return CheckpointPolicy.MUST_RECOMPUTE if self._follows_gather else CheckpointPolicy.PREFER_SAVE
+
+    def _is_group(self, group: Any) -> bool:
+        """torch names a process group, or passes the group itself."""
+        return (group if isinstance(group, str) else group.group_name) == self._group
 
 
 def _recompute(block: nn.Module, options: dict[str, Any]) -> None:
@@ -102,7 +148,9 @@ def _rank(block: nn.Module) -> int:
 
 
 def _contexts(mode: str, rank: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    policy = partial(_policy, {False: 0, True: 0}, rank) if mode == "selective" else _save_nothing
+    policy: Any = _save_nothing
+    if mode in RECOMPUTED_BY_OPERATOR:
+        policy = partial(_policy, {False: 0, True: 0}, rank, 1 if mode == "elementwise" else 2)
     first, second = create_selective_checkpoint_contexts(policy)
     return first, _RecomputeDispatchMode(policy, second.storage, False)  # torch before 2.13 also calls the policy here
 
@@ -115,7 +163,7 @@ class _RecomputeDispatchMode(_CachedTorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in SAVED_OPS or func in ALTERNATELY_SAVED_OPS:
+        if func in SAVED_OPS or func in MATMUL_OPS:
             return super().__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -126,14 +174,20 @@ def _save_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
 
 
 def _policy(
-    matmuls: dict[bool, int], rank: int, context: SelectiveCheckpointContext, operator: Any, *args: Any, **_: Any
+    matmuls: dict[bool, int],
+    rank: int,
+    stride: int,
+    context: SelectiveCheckpointContext,
+    operator: Any,
+    *args: Any,
+    **_: Any,
 ) -> CheckpointPolicy:
     """Return whether to save the operator's output. `matmuls` counts matmuls so far, in forward and in recompute.
 
-    A matmul with a dimension of `rank` is an adapter's.
+    Every `stride`-th matmul is saved. A matmul with a dimension of `rank` is an adapter's.
     """
-    counts = operator in ALTERNATELY_SAVED_OPS and not (operator is aten.mm.default and rank in args[1].shape)
+    counts = operator in MATMUL_OPS and not (operator is aten.mm.default and rank in args[1].shape)
     matmuls[context.is_recompute] += counts
-    if operator in SAVED_OPS or (counts and matmuls[context.is_recompute] % 2 == 0):
+    if operator in SAVED_OPS or (counts and matmuls[context.is_recompute] % stride == 0):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

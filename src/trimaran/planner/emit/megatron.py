@@ -93,7 +93,7 @@ def ranks(plan: Plan) -> Iterator[str]:
         yield f"--context-parallel-size {mesh.cp} --cp-comm-type {how}"
     if mesh.ep > 1:
         yield f"--expert-model-parallel-size {mesh.ep} --expert-tensor-parallel-size {mesh.tp}"
-    if mesh.data > 1:
+    if mesh.data > 1 and plan.comm.overlap:
         yield "--overlap-grad-reduce"
     if plan.sharding == "optimizer":
         yield "--use-distributed-optimizer --overlap-param-gather"
@@ -142,6 +142,9 @@ def recompute(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
             yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         case "selective":
             yield "--recompute-granularity selective --recompute-modules core_attn"
+        case "elementwise":
+            raise refusal(TOOL, "recompute elementwise", "it recomputes whole modules", where="plan.recompute",
+                          fix="set it to selective or none")  # fmt: skip
         case int() as stride:
             counts = {-(-len(each) // stride) for each in stage_ranges(spec, plan, seq_len=seq_len)}
             if len(counts) > 1:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Plan
 from trimaran.models import ModelSpec, Rope
+from trimaran.models.vocabulary_split import rows_per_rank
 from trimaran.planner.emit.emission import unknown_model
 
 BUILT_IN_ROPE = Rope()  # Megatron's built-in constants of Llama 3.1's RoPE scaling
@@ -25,8 +26,8 @@ def refuse_network(tool: str, spec: ModelSpec) -> None:
 
 
 def network(spec: ModelSpec, plan: Plan, seq_len: int) -> Iterator[str]:
-    """Yield the arguments of the shape. The vocabulary is not padded, because tp divides it."""
-    block = spec.block
+    """Yield the arguments of the shape. The vocabulary is padded to the next multiple of tp, which it needs."""
+    block, tp = spec.block, plan.mesh.tp
     yield f"--num-layers {spec.layers} --hidden-size {spec.hidden} --ffn-hidden-size {spec.ffn}"
     yield f"--num-attention-heads {spec.heads} --kv-channels {spec.head_dim}"
     if spec.kv_heads != spec.heads:
@@ -41,7 +42,7 @@ def network(spec: ModelSpec, plan: Plan, seq_len: int) -> Iterator[str]:
     ):
         if wanted:
             yield flag
-    yield f"--padded-vocab-size {spec.vocab} --attention-dropout 0 --hidden-dropout 0"
+    yield f"--padded-vocab-size {tp * rows_per_rank(spec.vocab, tp)} --attention-dropout 0 --hidden-dropout 0"
     yield from mixture(spec, plan)
 
 

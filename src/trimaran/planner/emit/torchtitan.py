@@ -50,6 +50,9 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     if plan.mesh.pp > 1 and not is_llama(spec):
         raise refusal(TOOL, f"pp {plan.mesh.pp} for {spec.name}", "its Qwen 3 has no pipeline parallelism",
                       where="plan.mesh.pp", fix="set it to 1")  # fmt: skip
+    if spec.vocab % plan.mesh.tp:
+        raise refusal(TOOL, f"tp {plan.mesh.tp} for a vocabulary of {spec.vocab:,}", "it needs equal parts of it",
+                      where="plan.mesh.tp", fix="use a tp that divides the vocabulary")  # fmt: skip
     known = flavor_of(spec)
     name, flavor = FLAVORS[known] if known else (MODULE, spec.name)
     assets = str(absolute_path(recipe.model.path)) if recipe.model.path else f"./assets/hf/{spec.name}"
@@ -171,6 +174,9 @@ def recompute(plan: Plan) -> dict[str, Any]:
             return {"mode": "selective", "selective_ac_option": str(stride)}
         case "selective":
             return {"mode": "selective", "selective_ac_option": "op"}
+        case "elementwise":
+            raise refusal(TOOL, "recompute elementwise", "it saves at most every second matmul",
+                          where="plan.recompute", fix="set it to selective or none")  # fmt: skip
         case mode:
             return {"mode": mode}
 
@@ -200,6 +206,8 @@ def notes(plan: Plan, spec: ModelSpec) -> Iterator[str]:
         yield "experts are balanced by a router bias, not by a loss"
     if plan.comm.prefetch > 1:
         yield "weights are gathered one block ahead"
+    if plan.comm.regather and plan.mesh.tp > 1:
+        yield "it saves gathered inputs whole, which needs more memory"
 
 
 def toml(tree: Mapping[str, Mapping[str, Any]]) -> str:

@@ -17,6 +17,7 @@ GAUGES = (
     ("gradient_norm", "grad_norm"),
     ("learning_rate", "lr"),
     ("loss_scale", "loss_scale"),
+    ("compression_error_ratio", "compression_error"),
 )
 RANK_STATS = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes")
 STATS = ("min", "median", "max")
@@ -52,6 +53,7 @@ class RunSeries:
         series.add("tokens", line.get("tokens"))
         series.add("samples", line.get("samples"))
         series.observe("step_duration_seconds", line.get("step_seconds"))
+        series.observe("host_duration_seconds", line.get("host_seconds"))
         for phase, seconds in line.get("phases", {}).items():
             if phase in PHASES:
                 series.observe("phase_duration_seconds", seconds, phase=phase)

@@ -1,6 +1,7 @@
 """The parts of a checkpointer: slots in memory, the copier that fills them, and the saver that writes them to disk."""
 
 import logging
+import platform
 import secrets
 import shutil
 import time
@@ -24,12 +25,17 @@ from trimaran.checkpoint.rank_share import build_share
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.slot_pool import SlotPool
 from trimaran.checkpoint.step_dirs import newest_step, remove_drafts
+from trimaran.checkpoint.store_client import UPLOAD_NICENESS, StoreClient
+from trimaran.checkpoint.store_fetch import run_identity
+from trimaran.checkpoint.store_uploads import StoreUploads
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Seconds, UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
-from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
+from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.run import RunDirectory
+from trimaran.run.held_directory import descriptor_of
 from trimaran.run.lease import newest_term
+from trimaran.run.run_directory import MARKER
 from trimaran.train.checkpointing.base_hashing import BaseHashing
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.process.rank_info import RankInfo
@@ -71,13 +77,13 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     called on all ranks if the copies in memory do not fit the new slots and are lost. Saves wait for `base`.
     """
     recipe = run.read_recipe()
-    section, stride = recipe.checkpoint, run.read_plan().comm.local_steps
+    section, stride = recipe.checkpoint, run.read_plan().comm.sync_every
     rows = assign_rows(shards, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=all_gather_int64)
     share = build_share(shards, rows)
     copier = Copier(share)
     sizes = all_gather_int64(np.array([share.num_bytes, len(copier.items)], dtype=np.int64))
     if not is_restart and not section.is_off:
-        _refuse_small_disk(run, rank_layout, int(sizes[:, 0].sum()))
+        _refuse_small_disk(run, rank_layout, sizes[:, 0], own_disk=bool(link.own_disk))
     # A slot must also hold the share that the partner on the previous node sends.
     sender = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank
     num_bytes, items_bytes = (int(max(each[rank_layout.rank], each[sender])) for each in sizes.T)
@@ -133,21 +139,57 @@ def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayou
 
     shared: Any = dist.distributed_c10d._get_default_store()
     store = supervisor_store(link) if link.store else shared.clone()
-    saver = Saver(folder, rank_layout, TorchStore(store), recipe.checkpoint, make_manifest, disk)
-    if rank_layout.rank == 0:
+    nonce, last = broadcast_json([secrets.token_hex(4), newest_step(folder)])
+    messages, uploads = TorchStore(store), None
+    if recipe.checkpoint.store and rank_layout.rank == rank_layout.node:
+        client = StoreClient(recipe.checkpoint.store, descriptors=store_descriptors(run), niceness=UPLOAD_NICENESS)
+        same = {"own_disk": link.own_disk, "owner": store_owner(run), "nonce": nonce}
+        uploads = StoreUploads(folder, rank_layout, messages, client, recipe.checkpoint, **same)
+    saver = Saver(
+        folder,
+        rank_layout,
+        messages,
+        recipe.checkpoint,
+        make_manifest,
+        disk,
+        own_disk=link.own_disk,
+        uploads=uploads,
+    )
+    if rank_layout.rank == (rank_layout.node if link.own_disk else 0):
         with suppress(OSError):  # a read-only disk is reported when the first checkpoint is written
             remove_drafts(folder, disk)
-    saver.nonce, last = broadcast_json([secrets.token_hex(4), newest_step(folder)])
+    saver.nonce = nonce
     saver.begin(last)
+    if uploads is not None and last is not None:
+        uploads.start(last)  # if the last attempt ended before it was in the store
     return saver
 
 
-def _refuse_small_disk(run: RunDirectory, rank_layout: RankLayout, num_bytes: int) -> None:
+def store_owner(run: RunDirectory) -> dict[str, Any]:
+    """Return how this run identifies itself in its object store."""
+    identity = run_identity(run.path / MARKER)
+    return {"run": identity, "host": platform.node(), "path": str(run.location.absolute()), "time": time.time()}
+
+
+def store_descriptors(run: RunDirectory) -> list[int]:
+    """Return the descriptors that a process needs for the paths of `run`."""
+    descriptor = descriptor_of(run)
+    return [] if descriptor is None else [descriptor]
+
+
+def _refuse_small_disk(
+    run: RunDirectory, rank_layout: RankLayout, share_bytes: np.ndarray, *, own_disk: bool = False
+) -> None:
     """Raise UserError if the next checkpoint does not fit on the disk. Rank 0 checks for all ranks.
 
+    `share_bytes` are those of each rank. With `own_disk` the fullest disk decides, on which a node writes its shares.
     Whether all checkpoints that the recipe keeps fit is checked before the run, see `app/session/session.py`.
     """
-    free = broadcast_json(shutil.disk_usage(run.path).free if rank_layout.rank == 0 else 0)
+    free, num_bytes = broadcast_json(shutil.disk_usage(run.path).free), int(share_bytes.sum())
+    if own_disk:
+        here = int(share_bytes[np.array(rank_layout.nodes) == rank_layout.node].sum())
+        rows = all_gather_json([shutil.disk_usage(run.path).free, here])
+        free, num_bytes = min(rows, key=lambda row: row[0] - row[1])
     if free < num_bytes:
         fix = "free disk space, or choose another disk: --run-dir DIR"
         if newest_step(run.checkpoints) is not None:

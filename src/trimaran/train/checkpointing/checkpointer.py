@@ -18,13 +18,16 @@ from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemo
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, exchange_rank_layout
 from trimaran.checkpoint.saver import Saver, SaveRequest, SaveResult
 from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_of, step_path, without_manifest
+from trimaran.checkpoint.store_client import START_RETRY_SECONDS, StoreClient
+from trimaran.checkpoint.store_fetch import StoreFetcher
+from trimaran.checkpoint.store_uploads import UploadResult, wait_for_uploads
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Seconds, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import Journal, RunDirectory, last_step
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.base_hashing import AdapterBase
-from trimaran.train.checkpointing.checkpoint_backend import build_backend
+from trimaran.train.checkpointing.checkpoint_backend import build_backend, store_descriptors, store_owner
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
 from trimaran.train.checkpointing.save_interval import CopySchedule, LossBound, SaveCost, max_repeated_steps
 from trimaran.train.process.rank_info import RankInfo
@@ -33,6 +36,7 @@ from trimaran.train.process.supervisor_link import SupervisorLink
 log = logging.getLogger(__name__)
 
 ASK_EVERY_STEPS = 8
+SHOW_UPLOAD_SECONDS = 2.0  # between reports of the upload that the run waits for at its end
 
 
 class Checkpointer:
@@ -55,7 +59,7 @@ class Checkpointer:
         """
         self._data, self._base = {"data": data} if data else {}, base
         self._run, self._rank_info, self._journal, self._link, self._state = run, rank_info, journal, link, state
-        self._recipe, self._stride = run.read_recipe(), run.read_plan().comm.local_steps
+        self._recipe, self._stride = run.read_recipe(), run.read_plan().comm.sync_every
         self._num_rewinds = 0
         self._wants_save = False
         self._requested_step = self._durable_step = -1
@@ -83,7 +87,14 @@ class Checkpointer:
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
         hashing = self._base.hashing if self._base else None
         self._restorer = Restorer(
-            self._state, self._run.checkpoints, self._memory_layout, self._recipe, **self._data, base=hashing
+            self._state,
+            self._run.checkpoints,
+            self._memory_layout,
+            self._recipe,
+            **self._data,
+            base=hashing,
+            own_disk=bool(self._link.own_disk),
+            open_store=self._open_store if self._recipe.checkpoint.store else None,
         )
         with self._link.section("restore") as report_progress:
             restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
@@ -107,6 +118,13 @@ class Checkpointer:
         self._slots_decided = not self._backend.copier.allocates_in_background
         self._begin(restored)
         return restored.step
+
+    def _open_store(self) -> StoreFetcher:
+        url, own_disk = self._recipe.checkpoint.store, bool(self._link.own_disk)
+        client = StoreClient(url, descriptors=store_descriptors(self._run), delays=START_RETRY_SECONDS)
+        return StoreFetcher(
+            client, self._run.checkpoints, self._memory_layout, store_owner(self._run), own_disk=own_disk
+        )
 
     def rewind(self, ending: LoopExit) -> int | None:
         """Restore the newest verified state of at most `ending.step` steps and return its step; None if there is none.
@@ -134,7 +152,9 @@ class Checkpointer:
     def refuse_later_checkpoints(self, step: int) -> None:
         """Rename the checkpoints of more than `step` steps, so that no run loads a state that turned out to be bad."""
         self._backend.saver.wait()
-        if self._rank_layout.rank == 0:
+        if (uploads := self._backend.saver.uploads) is not None:
+            uploads.refuse_later(step)
+        if self._rank_layout.rank == (self._rank_layout.node if self._link.own_disk else 0):
             for each in (each for each in complete_steps(self._run.checkpoints) if each > step):
                 refuse(
                     step_path(self._run.checkpoints, each), f"the last state known to be good is that of step {step}"
@@ -205,6 +225,31 @@ class Checkpointer:
                             where=str(self._run.checkpoints),
                             fix="fix that (for disk space: `trimaran checkpoints prune RUN --keep 1`), then resume "
                             "from the checkpoint before: trimaran resume RUN")  # fmt: skip
+        if self._recipe.checkpoint.store:
+            uploads = self._backend.saver.uploads
+            is_due = broadcast_json(uploads.last_ordered != step if uploads is not None else False)
+            if uploads is not None and is_due:
+                uploads.start(step)  # after the one that is still on its way
+
+    def wait_until_uploaded(self, step: int) -> None:
+        """Return when the object store has the last checkpoint, or the upload has failed. `finish` has started it."""
+        if not self._recipe.checkpoint.store or self._recipe.checkpoint.is_off:
+            return
+        backend, shown_at = self._backend, time.monotonic()
+
+        def show(fraction: float) -> None:
+            nonlocal shown_at
+            if self._rank_layout.rank == 0 and time.monotonic() - shown_at > SHOW_UPLOAD_SECONDS:
+                shown_at = time.monotonic()
+                log.info("uploading step %d to %s: %.0f %%", step, self._recipe.checkpoint.store, 100 * fraction)
+                self._journal.event("upload", step=step, url=self._recipe.checkpoint.store, sent=round(fraction, 3))
+
+        with self._link.section("save", step) as report_progress:
+            if self._rank_layout.rank == 0:
+                wait_for_uploads(backend.saver.uploads, lambda: True, report_progress, show)
+                self._log_results()
+            backend.saver.share_end(lambda is_finished: wait_for_uploads(backend.saver.uploads, is_finished,
+                                                                         report_progress))  # fmt: skip
 
     def _wait_until_saved(self, step: int) -> None:
         """Return when no checkpoint is being written and no copy is being sent to another node."""
@@ -258,7 +303,7 @@ class Checkpointer:
         reported = last_step(self._run) if self._rank_layout.rank == 0 else 0
         finder = CopyFinder(self._rank_memories, self._memory_layout)
         restored = self._restorer.load(finder, newest=newest, reported=reported, report_progress=report_progress)
-        self._requested_step = self._durable_step = restored.step if restored.tier == "disk" else -1
+        self._requested_step = self._durable_step = restored.step if restored.tier in ("disk", "store") else -1
         return restored
 
     def _log_resume(self, restored: RestoredState, began: float) -> None:
@@ -266,6 +311,9 @@ class Checkpointer:
         if self._rank_layout.rank == 0 and (restored.tier or refused):
             fields = {"tier": restored.tier, "from_step": restored.step, "refused": refused}
             self._journal.event("resume", step=restored.step, seconds=time.monotonic() - began, **fields)
+        if restored.store_failed and self._rank_layout.rank == 0:
+            url = self._recipe.checkpoint.store
+            self._log_upload(UploadResult(step=restored.step, url=url, failed=restored.store_failed))
 
     def _refuse_without_manifest(self) -> list[dict[str, Any]]:
         """Rename what is named like a checkpoint but has no manifest, and return what was renamed."""
@@ -466,6 +514,13 @@ class Checkpointer:
             if self._rank_layout.rank == 0:
                 num_skipped = self._backend.save_schedule.num_skipped
                 self._journal.event("checkpoint", step=result.step, **_event_fields(result), skipped=num_skipped)
+        for each in self._backend.saver.uploads.results() if self._backend.saver.uploads else ():
+            self._log_upload(each)
+
+    def _log_upload(self, result: UploadResult) -> None:
+        if result.failed:
+            log.warning("step %d is not in the store %s: %s", result.step, result.url, result.failed)
+        self._journal.event("upload", step=result.step, **result.as_dict())
 
 
 def _event_fields(result: SaveResult) -> dict[str, Any]:

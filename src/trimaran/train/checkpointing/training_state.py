@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import Plan, TrainSection, UserError
+from trimaran.core import TrainSection, UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.optim.split_weights import split_weight_of
+from trimaran.parallel.comm.compression import Compressor
+from trimaran.parallel.comm.outer_step import OuterStep
+from trimaran.train.checkpointing.feedback_state import FeedbackState
+from trimaran.train.checkpointing.replica_keys import ReplicaKeys
 
 log = logging.getLogger(__name__)
 
@@ -33,37 +37,31 @@ def saved_settings(train: TrainSection) -> dict[str, Any]:
     return {"seed": train.seed, "global_batch": train.global_batch}
 
 
-def unsaved_state(plan: Plan) -> list[str]:
-    """Return the state that an exact resume would need but no checkpoint has, since it differs on every rank."""
-    found = []
-    if plan.comm.compression in ("topk", "powersgd"):
-        found.append(f"the error feedback of {plan.comm.compression}")
-    if plan.comm.local_steps > 1:
-        found.append("the optimizer moments of each replica")
-    return found
-
-
 class TrainingState:
     """The state of sharded modules and their optimizer; see `checkpoint.tensor_shards.CheckpointState`.
 
     Must be created before the first forward: later FSDP may show unsharded weights in place of the shards.
     Parameters with the same name, such as the copies of a tied embedding on two stages, are the same tensor. `settings`
-    are saved with the state: the result depends on them, and no step changes them. `unsaved` is logged on restore.
+    are saved with the state: the result depends on them, and no step changes them.
     `without_base`: frozen parameters, the base of an adapter, are not part of the state. They are read from where the
-    base is, and a digest of it is saved.
+    base is, and a digest of it is saved. `outer_step` synchronises replicas that train alone: each has moments of its
+    own. `compressor` keeps what compression has not sent yet.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of the state
         self,
         modules: Sequence[nn.Module],
         optimizer: Optimizer,
         *,
         counters: Mapping[str, TrainingCounter],
         settings: Mapping[str, Any],
-        unsaved: Sequence[str] = (),
         without_base: bool = False,
+        outer_step: OuterStep | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
-        self._modules, self._counters, self._settings, self._unsaved = modules, counters, settings, unsaved
+        self._keys = ReplicaKeys(outer_step)
+        self._feedback = FeedbackState(compressor)
+        self._modules, self._counters, self._settings = modules, counters, settings
         every = [pair for module in modules for pair in module.named_parameters()]
         self._parameters = [(name, each) for name, each in every if each.requires_grad or not without_base]
         self._base = [(name, each) for name, each in every if without_base and not each.requires_grad]
@@ -75,7 +73,8 @@ class TrainingState:
     def shards(self) -> list[TensorShard]:
         """See `CheckpointState.shards`. The list is made again if a tensor has moved: FSDP does that at the start."""
         if not self._shards or self._addresses != [*self._data_pointers()]:
-            self._shards = [*self._module_shards(), *self._optimizer.shards()]
+            own = self._keys.named([*self._module_shards(), *self._optimizer.shards()])
+            self._shards = [*own, *self._keys.outer_shards(), *self._feedback.shards()]
             self._addresses = [*self._data_pointers()]
         return self._shards
 
@@ -85,7 +84,9 @@ class TrainingState:
         return [*self.shards(), *(local_shard(key, each, frozen=True) for key, each in base)]
 
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
-        return [*self._module_shards(), *self._optimizer.shards_from(index)]
+        seen = self._keys.index_seen(index)
+        own = self._keys.found([*self._module_shards(), *self._optimizer.shards_from(seen)], index)
+        return [*own, *self._keys.outer_shards_in(index), *self._feedback.shards_from(index)]
 
     def gather(self) -> None:
         self._optimizer.wait()
@@ -98,9 +99,9 @@ class TrainingState:
         for module in (each for root in self._modules for each in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left gathered weights, which are now outdated
+        self._keys.restore()
+        self._feedback.restore()
         restore_counters(progress, self._counters)
-        for what in self._unsaved:
-            log.warning("checkpoints do not hold %s: it starts over", what)
 
     def _module_shards(self) -> Iterator[TensorShard]:
         for name, each in self._parameters:

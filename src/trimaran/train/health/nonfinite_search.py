@@ -18,6 +18,7 @@ from trimaran.core import Mesh
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
+from trimaran.nets.joint_projections import separate_modules
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.gradient_norm import gradient_of
@@ -103,8 +104,8 @@ class NonfiniteSearch:
 
     def _recompute(self, batch: StepBatch) -> NonfiniteOrigin | None:
         """Compute the step again: forward and, if the stepper can do it without an update, backward."""
-        watch = _ModuleWatch()
-        with watch.on(self._networks):
+        watch, modules = _ModuleWatch(), (each for _, each in _modules(self._networks))
+        with separate_modules(modules), watch.on(self._networks):
             if not isinstance(self._stepper, PlainStepper):
                 with torch.no_grad():
                     self._stepper.evaluate(batch)

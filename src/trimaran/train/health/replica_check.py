@@ -151,8 +151,12 @@ def bit_checksum(tensor: Tensor) -> Tensor:
 
 
 def _is_weight(shard: TensorShard) -> bool:
-    """Return whether a shard is compared. Buffers that forward changes may differ; frozen weights must not."""
-    return shard.key.startswith("model/") and not shard.changed_by_forward and shard.tensor.numel() > 0
+    """Return whether a shard is compared. Buffers that forward changes may differ; frozen weights must not.
+
+    The last synchronised weights of replicas that train alone must be equal, too.
+    """
+    is_weight = shard.key.startswith(("model/", "outer/weights/"))
+    return is_weight and not shard.changed_by_forward and shard.tensor.numel() > 0
 
 
 def _shard_id(shard: TensorShard) -> int:

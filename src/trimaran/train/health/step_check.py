@@ -60,9 +60,10 @@ class StepCheck:
     def replicas_in_sync(self, step: int) -> bool:
         """Whether all replicas should hold the same weights after `step` steps.
 
-        With local steps, replicas train alone and average their weights every `comm.local_steps` steps.
+        With local steps, replicas train alone and synchronise every `comm.sync_every` steps. With fragments only the
+        synchronised weights are the same then, and checkpoints hold the weights of each replica.
         """
-        return step % self.plan.comm.local_steps == 0
+        return step % self.plan.comm.sync_every == 0
 
     def check_replicas(self, step: int, decision: StepDecision) -> StepDecision:
         """Return `decision`, with a refusal if replicas differ after `step`; then also write a `differ` event."""

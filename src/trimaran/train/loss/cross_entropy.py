@@ -37,13 +37,20 @@ def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None) -> T
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED
     tokens = torch.where(valid, labels, 0).unsqueeze(1)
-    log_sum = wide.logsumexp(1, keepdim=True)
-    losses = torch.where(valid, (log_sum - wide.gather(1, tokens)).squeeze(1), 0.0)
-    if grad_scale is not None:
-        gradient = torch.sub(wide, log_sum, out=wide).exp_()
-        gradient.scatter_add_(1, tokens, gradient.new_full((1, 1), -1.0).expand_as(tokens)).mul_(grad_scale)
-        logits.copy_(gradient.masked_fill_(~valid.unsqueeze(1), 0.0))
-    return losses
+    of_label = wide.gather(1, tokens)
+    if grad_scale is None:
+        return torch.where(valid, (wide.logsumexp(1, keepdim=True) - of_label).squeeze(1), 0.0)
+    largest = wide.amax(1, keepdim=True)
+    gradient = torch.softmax(wide, 1, out=wide)  # in place: an exponential of each logit is slow, so it is the only one
+    log_sum = largest - gradient.amax(1, keepdim=True).log()  # exact, as the largest probability is at least 1 / V
+    gradient.scatter_add_(1, tokens, gradient.new_full((1, 1), -1.0).expand_as(tokens))
+    if grad_scale != 1:
+        gradient.mul_(grad_scale)
+    if not bool(valid.all()):
+        gradient.masked_fill_(~valid.unsqueeze(1), 0.0)
+    if gradient is not logits:
+        logits.copy_(gradient)
+    return torch.where(valid, (log_sum - of_label).squeeze(1), 0.0)
 
 
 def scale_to_dtype(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 ReadSeconds = Callable[[], dict[str, float]]
 DISCARDED = "aside"  # the phase of laps that belong to no step
 BETWEEN_SPANS = "?"  # the phase of time between the spans of a lap, until the end of the lap names it
+ISSUED_PHASES = ("forward", "backward", "comm", "optimizer")  # the phases of `Stepper.step` and `Stepper.update`
 
 LapCallback = Callable[..., None]  # called on the host at the end of a lap or span, with its phase and `gaps`
 
@@ -67,6 +68,19 @@ class StartupTimer:
 LapEnd = tuple[str, object, SpanTimer | None]  # the phase of a lap, the mark at its end, and the spans inside it
 
 
+class HostTime(NamedTuple):
+    """How long the host took to issue a step: forward, backward, communication and update.
+
+    is_limit: a GPU had computed the gradients of the step before the host was ready to issue the next one.
+    """
+
+    seconds: float
+    is_limit: bool = False
+
+
+NO_HOST_TIME = HostTime(0.0)
+
+
 class StepClock:
     """Splits the time of a step into laps, each with a phase. The laps of a step add up to the step.
 
@@ -86,12 +100,14 @@ class StepClock:
     def restart(self) -> None:
         """Discard the laps of the running step, and start a new one now."""
         self._laps: list[LapEnd] = [("", self._mark(), None)]
+        self._host_seconds, self._lap_began = 0.0, time.perf_counter()
         if self.on_lap is not None:
             self.on_lap("")
 
     def lap(self, phase: str) -> None:
         """End the running lap and add its time to `phase`."""
         self._laps.append((phase, self._mark(), None))
+        self._count_host_seconds(phase)
         if self.on_lap is not None:
             self.on_lap(phase)
 
@@ -110,14 +126,30 @@ class StepClock:
         """
         start, end = self._laps[-1][1], self._mark()
         self._laps.append((rest, end, spans))
+        self._count_host_seconds(rest)
         if self.on_lap is not None:
             self.on_lap(rest, gaps=True)
         return lambda: self._between(start, end) - sum(spans.seconds().values())
+
+    def _count_host_seconds(self, phase: str) -> None:
+        now = time.perf_counter()
+        if phase in ISSUED_PHASES:
+            self._host_seconds += now - self._lap_began
+        self._lap_began = now
+
+    def host_time(self) -> HostTime:
+        """Return how long the host took to issue the running step. Call it at the end of the step."""
+        updates = [index for index, (phase, *_) in enumerate(self._laps) if phase == "optimizer"]
+        if self._events is None or not updates:
+            return HostTime(self._host_seconds)
+        gradients: Any = self._laps[updates[-1] - 1][1]  # the mark before the update
+        return HostTime(self._host_seconds, gradients.query())
 
     def end_step(self) -> ReadSeconds:
         """End the step; return a function that returns its seconds by phase. Call it once."""
         laps = self._laps
         self._laps = [("", laps[-1][1], None)]
+        self._host_seconds = 0.0
 
         def read() -> dict[str, float]:
             seconds: dict[str, float] = {}

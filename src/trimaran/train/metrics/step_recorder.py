@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from trimaran.core import PHASES, SECONDS_DECIMALS, Plan, StepMetrics
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
@@ -20,25 +18,23 @@ from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
 from trimaran.train.metrics.meters import Meters
 from trimaran.train.metrics.profiler import Profiler
 from trimaran.train.metrics.slow_details import SlowDetails
-from trimaran.train.metrics.step_clock import ReadSeconds
+from trimaran.train.metrics.step_clock import NO_HOST_TIME, HostTime, ReadSeconds
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A step whose numbers are still being copied from the device.
-
-    `numbers` is the result of `Stepper.step` followed by that of `Stepper.update`.
-    """
+    """A step whose numbers are still being copied from the device. `read_numbers` is `Stepper.numbers_later`."""
 
     step: int
     lr: float
-    numbers: Tensor
+    read_numbers: Callable[[], list[float]]
     read_seconds: ReadSeconds
     read_details: Callable[[], dict[str, Any]]
     loader_stats: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0  # valid tokens that this rank has loaded
+    host_time: HostTime = NO_HOST_TIME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +86,7 @@ class StepRecorder:
         """Write the metrics line of the step and return its numbers."""
         measured = pending.read_seconds()  # waits for the device, so the numbers are copied
         phases = dict.fromkeys(PHASES, 0.0) | {name: round(each, SECONDS_DECIMALS) for name, each in measured.items()}
-        loss, tokens, stop, save, profile, *others, norm, refused = pending.numbers.tolist()
+        loss, tokens, stop, save, profile, *others, norm, refused = pending.read_numbers()
         *rank_sums, batches_differ = others[: -self.plan.mesh.world_size]
         bad, details = others[-self.plan.mesh.world_size :], pending.read_details()
         numbers = StepNumbers(
@@ -109,6 +105,9 @@ class StepRecorder:
             details["quarantined"] = num_quarantined
         unused = details.pop("unused", [])  # parameters of this rank without a gradient
         details |= loader_wait(pending.loader_stats, phases) | self._record_compilations(pending.step, phases, unused)
+        details["host_seconds"] = pending.host_time.seconds
+        if pending.host_time.is_limit:
+            details["host_bound"] = True
         rows = details.get("rows", {})
         # With samples, only answers are targets; the number of tokens read is larger.
         self._write_metrics(pending, numbers, round(rows.get("tokens", tokens)), phases, details)

@@ -16,6 +16,7 @@ class SupervisorLink:
     MASTER_ADDR. `term` is the term of the supervisor's lease: a rank with a lower term than the newest must not write
     checkpoints. `local_rank` is this rank's row of the board. `rank_memories` are the file descriptors of the node's
     rank memories, one per local rank, see `checkpoint/memory_copies.py`. `note` says if a warm fork server is used.
+    `own_disk` is the name of this node if every node has its own run directory on its own disk.
     """
 
     attempt: int = 0
@@ -26,6 +27,7 @@ class SupervisorLink:
     local_rank: int = 0
     rank_memories: tuple[int, ...] = ()
     note: str = ""
+    own_disk: str = ""
 
     def report_section(self, section: Section, step: int = 0) -> None:
         """Report to the supervisor which section of which step this rank is in. Each call counts as progress."""
@@ -79,4 +81,5 @@ def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
         local_rank=int(environment.get("LOCAL_RANK", 0)),
         rank_memories=tuple(int(fd) for fd in rank_memories.split(",") if fd),
         note=environment.get("TRIMARAN_FORK_SERVER", ""),
+        own_disk=environment.get("TRIMARAN_OWN_DISK", ""),
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from trimaran.core import UserError
-from trimaran.run.wire import ChannelClient, Record, RefusedError, pack, unpack
+from trimaran.run.wire import WRITTEN_ONCE, ChannelClient, Record, RefusedError, pack, unpack
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 TIMEOUT = timedelta(minutes=10)
@@ -34,6 +34,7 @@ class TokenStore(dist.Store):
         self._token = token
         self.set_timeout(timeout)
         self._idle: list[ChannelClient] = []
+        self._waited_for: dict[str, bytes] = {}  # values of keys that never change, until they are read
         self._lock = threading.Lock()
         self._alive.append(self)
 
@@ -48,13 +49,19 @@ class TokenStore(dist.Store):
         self._request("set", keys, values=[pack(_bytes(value)) for value in values])
 
     def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
+        value = self._waited_for.pop(key, None)
+        return self.multi_get([key])[0] if value is None else value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [unpack(value) for value in self._request("get", keys, seconds=self.timeout.total_seconds())["values"]]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._request("wait", keys, seconds=(self.timeout if timeout is None else timeout).total_seconds())
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        if all(WRITTEN_ONCE in key for key in keys):
+            values = self._request("get", keys, seconds=seconds)["values"]
+            self._waited_for |= {key: unpack(value) for key, value in zip(keys, values, strict=True)}
+        else:
+            self._request("wait", keys, seconds=seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._request("check", keys)["all"]

@@ -114,6 +114,10 @@ class DeepSpeedStepper:
         assert self._reduced is not None, "an update follows a step"
         return self._reduced.numbers[0]
 
+    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
+        assert self._reduced is not None
+        return self._reduced.numbers_later(norm, refused)
+
     def details(self) -> DetailsReader:
         assert self._reduced is not None
         update_details, step_details = self._update_details, self._reduced.details

@@ -24,11 +24,12 @@ from trimaran.parallel.axes.pp import (
     map_stages,
     sum_tied_gradients,
 )
+from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
+from trimaran.train.steppers.step_totals import ReducedStep
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,
@@ -70,7 +71,7 @@ class PipelineStepper:
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. Time between the computations of a schedule counts as waiting for other stages."""
-        totals = StepTotals(batch, self._ranks, self._updater.guard, requests=requests)
+        totals = self._updater.begin_totals(batch, requests)
         self._scale = self._updater.scale * self._plan.mesh.data / totals.num_valid()
         self._loss_sum = torch.zeros((), device=self._device)
         self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks)
@@ -78,7 +79,8 @@ class PipelineStepper:
         schedule = self._schedule(batch.micro(0))
         self._clock.lap("comm")
         self._span_timer = self._clock.span_timer()
-        schedule.step(number=indices, target=indices, return_outputs=False)
+        with kept_weight_casts():
+            schedule.step(number=indices, target=indices, return_outputs=False)
         self._wait_seconds = self._clock.split_lap(self._span_timer, rest="comm")
         sum_tied_gradients(self._networks, self._stages, self._facts)
         squares = self._updater.measure_gradients()
@@ -90,6 +92,10 @@ class PipelineStepper:
         assert self._reduced is not None, "an update follows a step"
         assert self._reduced.squares is not None
         return self._updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+
+    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
+        assert self._reduced is not None
+        return self._reduced.numbers_later(norm, refused)
 
     def details(self) -> DetailsReader:
         """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline."""

@@ -23,12 +23,20 @@ class ReducedStep:
     """The sums of a step over all ranks.
 
     `numbers` is the result of `Stepper.step`. `squares` are the squared gradient norms, if the ranks contributed to
-    them. `details` returns the metrics of the loss parts and the routers; call it one step later.
+    them. `details` returns the metrics of the loss parts and the routers; call it one step later. Replicas that train
+    alone have numbers and squares of their own; `read_all` returns those of all of them, and what the update returned.
     """
 
     numbers: Tensor
     squares: Tensor | None
     details: Callable[[], dict[str, Any]]
+    read_all: Callable[[], list[float]] | None = None
+
+    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
+        """See `Stepper.numbers_later`."""
+        if self.read_all is not None:
+            return self.read_all
+        return torch.cat([self.numbers, norm.reshape(1), refused.reshape(1)]).to("cpu", non_blocking=True).tolist
 
 
 class StepTotals:
@@ -45,8 +53,12 @@ class StepTotals:
         host = torch.tensor(counts, dtype=torch.int64, pin_memory=ranks.device.type == "cuda")
         self._counts = host.to(ranks.device, non_blocking=True)
         self._is_alone = ranks.degrees.world_size == 1
-        self._work = None if self._is_alone else dist.all_reduce(self._counts, async_op=True)
+        self._work = self._sum_counts()
         self._divisor: Tensor | None = None
+
+    def _sum_counts(self) -> dist.Work | None:
+        """Start the sum of the counts, in place; it overlaps the first forward."""
+        return None if self._is_alone else dist.all_reduce(self._counts, async_op=True)
 
     def num_valid(self) -> Tensor:
         """Return the number of valid tokens of the global batch, at least 1. The loss is divided by it."""
@@ -75,7 +87,8 @@ class StepTotals:
             mean = torch.where(is_valid, mean, math.nan)
         part_details, routing_details = parts.details(part_sums, self._batch), router_details(counts, networks)
         numbers = torch.cat([mean, self._counts, flags])
-        return ReducedStep(numbers=numbers, squares=squares, details=lambda: routing_details() | part_details())
+        return ReducedStep(numbers=numbers, squares=squares,
+                           details=lambda: routing_details() | part_details())  # fmt: skip
 
     def _sum(self, here: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the sums of flat tensors over all ranks; None stays None. There is one all-reduce for all of them."""

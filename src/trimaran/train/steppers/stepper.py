@@ -55,6 +55,13 @@ class Stepper(Protocol):
         """
         ...
 
+    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
+        """Return a function that returns the numbers of `step`, followed by what `update` returned, for all ranks.
+
+        Call it one step later, when they have been copied from the device.
+        """
+        ...
+
     def details(self) -> DetailsReader:
         """Return a function that returns the optional metrics of this step. Call it one step later."""
         ...
@@ -123,9 +130,10 @@ class PlainStepper:
         The gradient reduction averages over the data ranks, so each rank's loss is multiplied by their number. What
         remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
-        totals = StepTotals(batch, self._ranks, self._updater.guard, requests=requests)  # overlaps the first forward
+        totals = self._updater.begin_totals(batch, requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
         graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
+        self._updater.begin_step(batch.step)
         if self._buckets is not None:
             self._buckets.begin_step()
         for index in range(self._plan.grad_accum):
@@ -174,6 +182,10 @@ class PlainStepper:
         assert self._reduced is not None, "an update follows a step"
         assert self._reduced.squares is not None
         return self._updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+
+    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
+        assert self._reduced is not None
+        return self._reduced.numbers_later(norm, refused)
 
     def recompute_gradients(self, batch: StepBatch) -> Iterator[None]:
         """Compute the gradients of a batch again, yield after each micro-batch, and clear the gradients at the end.

@@ -5,21 +5,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, TrainSection
+from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
 from trimaran.optim import LR_FACTOR
 from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.image_split import sum_partial_gradients
 from trimaran.parallel.axes.pp import TrainedParameters
+from trimaran.parallel.comm.compression import Compressor
+from trimaran.parallel.comm.outer_step import OuterStep
 from trimaran.parallel.gradient_norm import GradientSquares
-from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings, unsaved_state
+from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter
 from trimaran.train.metrics.host_copy import copy_to_host_async
 from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.steppers.replica_totals import ReplicaTotals
+from trimaran.train.steppers.step_totals import StepTotals
 
 
 class Updater:
@@ -51,7 +57,19 @@ class Updater:
         self._gradients = GradientSquares(towers, pp=ranks.degrees.pp, device=self._weights_device)
         self._meter = meter or GroupMeter({}, every=0, pp=1, device=self._weights_device)
         self._details: Callable[[], dict[str, Any]] = dict
+        self._step = 0  # of the run, the current one included
+        self.outer_step: OuterStep | None = None  # synchronises replicas that train alone
+        self.compressor: Compressor | None = None  # compresses what ranks send in place of gradients
         self.unused: Callable[[], dict[str, Any]] = dict  # see `watch_unused_parameters`
+
+    def begin_totals(self, batch: StepBatch, requests: Sequence[int]) -> StepTotals:
+        """Start the sums of a step over all ranks, or over those of this rank's replica if replicas train alone."""
+        self._step = batch.step + 1
+        if self.outer_step is None:
+            return StepTotals(batch, self._ranks, self.guard, requests=requests)
+        return ReplicaTotals(
+            batch, self._ranks, self.guard, requests=requests, replica=self.outer_step.ranks_of_replica
+        )
 
     @property
     def scale(self) -> float:
@@ -77,16 +95,41 @@ class Updater:
             norm = norm / scale
         norm_details = self._norm_details(squares, scale)
         refused = self.guard.refuses(loss, norm)
-        # torch's fused kernel reads this before it changes anything. A copy to the CPU must be complete by then.
-        self._optimizer.found_inf = refused.to(self._weights_device)  # pyrefly: ignore[missing-attribute]
+        self._set_found_inf(refused)
         before = self._meter.begin(self._gradients)
         self._apply_update(lr, norm, 1 / scale)
         group_details = self._meter.end(before, scale)
-        self._details = lambda: norm_details() | group_details()
+        outer_details = self._synchronise_replicas()
+        compression_details = self._settle_compression(refused)
+        self._details = lambda: norm_details() | group_details() | outer_details() | compression_details()
         self._optimizer.zero_grad()
         if self.guard.shard_check is not None:
             self.guard.shard_check.record(self._gradients.parameters)
         return norm, refused
+
+    def _synchronise_replicas(self) -> Callable[[], dict[str, Any]]:
+        """Take the outer step if one is due. It counts as communication; the update before it as the optimizer's."""
+        if self.outer_step is None:
+            return dict
+        self._clock.lap("optimizer")
+        details = self.outer_step.after_update(self._step)
+        self._clock.lap("comm")
+        return details
+
+    def begin_step(self, step: int) -> None:
+        """Say which step the next gradients are of, counted from 0."""
+        if self.compressor is not None:
+            self.compressor.begin_step(step, self.scale)
+
+    def _settle_compression(self, refused: Tensor) -> Callable[[], dict[str, Any]]:
+        """End the step for the error feedback, and return the measured error of the compressed sum, if there is one."""
+        if self.compressor is None:
+            return dict
+        self.compressor.settle(refused)
+        if self.compressor.error is None:
+            return dict
+        error = copy_to_host_async(self.compressor.error.reshape(1))
+        return lambda: {"compression_error": float(error()[0])}
 
     def clear_gradients(self) -> None:
         """Clear the gradients without an update."""
@@ -126,9 +169,20 @@ class Updater:
             self._optimizer,
             counters=self.counters,
             settings=saved_settings(train),
-            unsaved=unsaved_state(plan),
             without_base=without_base,
+            outer_step=self.outer_step,
+            compressor=self.compressor,
         )
+
+    def _set_found_inf(self, refused: Tensor) -> None:
+        """Tell the optimizer whether the step is refused.
+
+        torch's fused kernel reads it before it changes anything. A copy to the CPU must be complete by then. Without
+        it torch does not correct the number of steps of each parameter, a small operator each.
+        """
+        is_applied = refused.device.type == self._weights_device.type == "cpu" and not bool(refused)
+        found_inf = None if is_applied else refused.to(self._weights_device)
+        self._optimizer.found_inf = found_inf  # pyrefly: ignore[missing-attribute]
 
     def _apply_update(self, lr: float, norm: Tensor, factor: float) -> None:
         groups = self._optimizer.param_groups
@@ -147,9 +201,12 @@ class Updater:
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients in place. They may be sharded over different meshes, which torch's clipping refuses."""
+    if factor.device.type == "cpu" and float(factor) == 1:
+        return
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in parameters:
         if each.grad is not None:
-            by_device.setdefault(each.grad.device, []).append(local_part(each.grad))
+            gradient = local_part(each.grad) if isinstance(each.grad, DTensor) else each.grad
+            by_device.setdefault(gradient.device, []).append(gradient)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))  # what torch's clipping calls

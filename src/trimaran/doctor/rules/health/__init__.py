@@ -2,6 +2,7 @@
 
 from trimaran.doctor.evidence import Rule
 from trimaran.doctor.rules.health.bad_samples import bad_samples
+from trimaran.doctor.rules.health.compression_harm import compression_harm
 from trimaran.doctor.rules.health.crash import crash
 from trimaran.doctor.rules.health.disk import disk
 from trimaran.doctor.rules.health.fragmentation import fragmentation
@@ -19,6 +20,7 @@ from trimaran.doctor.rules.health.mismatch import mismatch
 from trimaran.doctor.rules.health.network import network
 from trimaran.doctor.rules.health.no_progress import no_progress
 from trimaran.doctor.rules.health.not_finite import not_finite
+from trimaran.doctor.rules.health.not_in_store import not_in_store
 from trimaran.doctor.rules.health.out_of_memory import out_of_memory
 from trimaran.doctor.rules.health.replicas_differ import replicas_differ
 from trimaran.doctor.rules.health.swap import swap
@@ -35,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_high,
     learning_rate_low,
     warm_up,
+    compression_harm,
     fragmentation,
     memory_tight,
     out_of_memory,
@@ -44,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     no_progress,
     network,
     disk,
+    not_in_store,
     gpu_throttled,
     gpu_memory_errors,
     swap,

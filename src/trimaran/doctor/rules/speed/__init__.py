@@ -5,6 +5,7 @@ from trimaran.doctor.rules.speed.bucket import bucket
 from trimaran.doctor.rules.speed.checkpoint_stall import checkpoint_stall
 from trimaran.doctor.rules.speed.communication_bound import communication_bound
 from trimaran.doctor.rules.speed.data_bound import data_bound
+from trimaran.doctor.rules.speed.host_limit import host_limit
 from trimaran.doctor.rules.speed.host_sync import host_sync
 from trimaran.doctor.rules.speed.imbalance import imbalance
 from trimaran.doctor.rules.speed.launch_bound import launch_bound
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     data_bound,
     communication_bound,
     launch_bound,
+    host_limit,
     memory_bound,
     straggler,
     unused_memory,

@@ -12,6 +12,7 @@ from trimaran.doctor.predicted_gain import forecast, with_measured_links
 from trimaran.doctor.step_breakdown import get_number, phase_seconds, steady_steps, step_breakdown
 
 BUCKET_SIZES_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
+WIDTHS = {"none": 4, "fp16": 2, "bf16": 2}  # bytes that are sent for each value; other kinds are not plain all-reduces
 MEBIBYTE = 2**20
 MIN_GAIN_FRACTION = 0.05  # of a step
 MAX_BUSY_CORES_FRACTION = 0.8  # of a node's cores: below that some are idle
@@ -26,8 +27,9 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
     idle; then the ring is as slow as it was measured.
     """
     measured, question, plan = step_breakdown(evidence), evidence.planner_inputs(), evidence.plan
-    is_ddp = plan.sharding == "none" and plan.mesh.data > 1 and plan.comm.local_steps == 1 and plan.engine == "torch"
-    if measured is None or question is None or not is_ddp or plan.comm.compression in ("powersgd", "topk"):
+    is_ddp = plan.sharding == "none" and plan.mesh.data > 1 and not plan.comm.local.is_on and plan.engine == "torch"
+    is_ddp = is_ddp and plan.comm.overlap
+    if measured is None or question is None or not is_ddp or plan.comm.compression not in WIDTHS:
         return
     mesh, is_cpu = plan.mesh, question.cluster.device.kind == "cpu"
     if is_cpu and _has_idle_cores(evidence):
@@ -35,8 +37,7 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
     else:
         backward = 0.0 if is_cpu else forecast(question, plan).time["backward"] / plan.grad_accum
     ring = ring_of(question.cluster.levels, mesh.data, mesh.tp)
-    width = 4 if plan.comm.compression == "none" else 2
-    num_bytes = width * question.job.outline.trained_parameters / (mesh.tp * mesh.pp)
+    num_bytes = WIDTHS[str(plan.comm.compression)] * question.job.outline.trained_parameters / (mesh.tp * mesh.pp)
     sizes = {*BUCKET_SIZES_MB, plan.comm.bucket_mb}
     exposed = {size: _exposed(num_bytes, size * MEBIBYTE, ring, backward) for size in sizes}
     best = min(exposed, key=lambda size: (exposed[size], abs(size - 25)))

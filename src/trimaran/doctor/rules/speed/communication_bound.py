@@ -75,4 +75,7 @@ def _candidates(plan: Plan) -> Iterator[Patch]:
     if plan.sharding == "parameters" and plan.comm.reshard != "never":
         yield {"plan.comm.reshard": "never"}
     if plan.sharding == "none" and plan.comm.compression == "none" and plan.mesh.data > 1:
-        yield {"plan.comm.compression": "bf16"}
+        overlap = {} if plan.comm.overlap else {"plan.comm.overlap": True}
+        yield {"plan.comm.compression": "bf16"} | overlap
+        if overlap:
+            yield overlap

@@ -7,7 +7,7 @@ from trimaran.core import Finding, Seconds, show_seconds
 from trimaran.cost import predict
 from trimaran.cost.time_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import best_patch, larger_micro_batches
+from trimaran.doctor.predicted_gain import best_patch, fewer_launches, larger_micro_batches
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
 
 MIN_LAUNCH_FRACTION = 0.15  # of compute time
@@ -29,8 +29,7 @@ def launch_bound(evidence: Evidence) -> Iterator[Finding]:
     fraction = 1 - without / with_host
     if fraction < MIN_LAUNCH_FRACTION or measured.compute < MIN_FRACTION_OF_PREDICTION * with_host:
         return
-    patches = [{f"plan.{field}": True} for field in ("compile", "cuda_graphs") if not getattr(plan, field)]
-    best = best_patch(evidence, measured, [*larger_micro_batches(plan), *patches])
+    best = best_patch(evidence, measured, [*larger_micro_batches(plan), *fewer_launches(plan)])
     if best is None:
         return
     utilisation = [get_number(gpu, "utilisation") for each in evidence.samples for gpu in each.get("gpus") or ()]

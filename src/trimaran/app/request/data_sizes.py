@@ -1,0 +1,31 @@
+"""What the rows of a recipe's data hold, for the prediction of a vision-language model."""
+
+from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
+from trimaran.core import Recipe, RowSizes, UserError
+from trimaran.hub import is_hub_name
+from trimaran.models import Spec, VlmSpec
+from trimaran.models.recipe_images import recipe_image_rules
+
+
+def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
+    """Return what a row holds on average, from the first samples of the data.
+
+    None where images are described by the recipe, for data that is not on this machine or cannot be read (training
+    reports why), and for a model without vision.
+    """
+    data = recipe.data
+    if not isinstance(spec, VlmSpec) or {"images_per_sample", "image_size"} & data.model_fields_set:
+        return None
+    from trimaran.data.data_kind import SAMPLE_SOURCES
+
+    sources = data.mixture or (data,)
+    if not all(each.source in SAMPLE_SOURCES for each in sources):
+        return None
+    if any(each.path is not None and is_hub_name(each.path) for each in sources):
+        return None
+    from trimaran.data.samples.row_estimate import estimate_rows
+
+    try:
+        return estimate_rows(with_model_tokenizer(recipe).data, recipe_image_rules(recipe))
+    except (UserError, OSError):
+        return None

@@ -1,0 +1,135 @@
+"""Local steps: replicas train alone for some steps, then synchronise (local SGD, DiLoCo, Streaming DiLoCo, SparseLoCo).
+
+What a plan says about it, when which part of the model is synchronised, and how many bytes that takes.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+SPARSE_BLOCK = 4096  # values of a block of which the largest are sent: an index has 12 bits
+SPARSE_VALUE_BITS = 12 + 2  # the index in the block, and one of four levels
+SPARSE_LEVEL_BYTES = 8  # the magnitudes of a block's two levels, in fp32
+INT8_BLOCK = 256  # values that share a scale
+SCALE_BYTES = 4
+
+NumSteps = Annotated[int, Field(ge=1, le=10**6)]
+
+
+class OuterOptimizer(BaseModel):
+    """What replicas do with the outer gradient: the last synchronised weights less the local ones, averaged.
+
+    `average` sets the weights to their mean over the replicas (local SGD). `sgd` and `nesterov` (DiLoCo) update the
+    last synchronised weights. Without `lr` and `momentum`, `nesterov` uses 0.7 and 0.9, as DiLoCo does, and `sgd` 1.0
+    and 0. With `offload` the outer state, in fp32, is in host memory.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: Literal["average", "sgd", "nesterov"] = "average"
+    lr: Annotated[float | None, Field(gt=0, le=100, allow_inf_nan=False)] = None
+    momentum: Annotated[float | None, Field(ge=0, lt=1)] = None
+    offload: bool = False
+
+    @property
+    def resolved_lr(self) -> float:
+        default = 0.7 if self.optimizer == "nesterov" else 1.0
+        return default if self.lr is None else self.lr
+
+    @property
+    def resolved_momentum(self) -> float:
+        default = 0.9 if self.optimizer == "nesterov" else 0.0
+        return default if self.momentum is None else self.momentum
+
+
+class LocalSteps(BaseModel):
+    """How replicas train alone for `steps` steps and then synchronise; optimizer moments are never exchanged.
+
+    With `fragments` the layers are split into that many parts, which are synchronised one after another within the
+    `steps`. The exchange of a part begins `overlap_steps` steps before its result is used; the new weights are then
+    `mixing` parts local and the rest synchronised. `compression` is of the outer gradients. `sparse` sends the fraction
+    `density` of the largest values of each block, in 2 bits, and keeps the rest for later: `error_decay` is what
+    remains of it at the next synchronisation, in place of outer momentum.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: NumSteps = 1
+    outer: OuterOptimizer = OuterOptimizer()
+    fragments: Annotated[int, Field(ge=1, le=65536)] = 1
+    overlap_steps: Annotated[int, Field(ge=0, le=10**6)] = 0
+    mixing: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    compression: Literal["none", "bf16", "int8", "sparse"] = "none"
+    density: Annotated[float, Field(gt=0, le=1)] = 1 / 64
+    error_decay: Annotated[float, Field(ge=0, le=1)] = 0.95
+
+    @property
+    def is_on(self) -> bool:
+        """Whether replicas train alone. A plain average after every step is synchronous training: gradients are."""
+        return self.steps > 1 or self.outer.optimizer != "average" or self.compression != "none"
+
+    @property
+    def keeps_outer_weights(self) -> bool:
+        """Whether replicas store the last synchronised weights. A plain average does not need them."""
+        return self.outer.optimizer != "average" or self.compression != "none"
+
+    @property
+    def weights_stay_local(self) -> bool:
+        """Whether replicas still have different weights right after a synchronisation."""
+        return self.fragments > 1 or (self.overlap_steps > 0 and self.mixing > 0)
+
+    def fragments_due(self, step: int) -> list[int]:
+        """Return the fragments whose new weights are in use after `step` steps; the last one at multiples of `steps`.
+
+        `step` counts the steps of the run, so that all replicas agree whenever they started.
+        """
+        position = step % self.steps or self.steps
+        ends = ((number + 1) * self.steps // self.fragments for number in range(self.fragments))
+        return [number for number, end in enumerate(ends) if end == position] if step > 0 else []
+
+    @property
+    def kept_per_block(self) -> int:
+        """Values of a block that `sparse` sends: a multiple of 4, because four levels are a byte."""
+        return max(4, min(SPARSE_BLOCK, round(self.density * SPARSE_BLOCK / 4) * 4))
+
+
+def _form_of(value: object) -> str:
+    return "LocalSteps" if isinstance(value, Mapping | LocalSteps) else "number"
+
+
+# A number alone averages weights every so many steps. With the tags a mistake is reported for one form only.
+LocalStepsField = Annotated[
+    Annotated[NumSteps, Tag("number")] | Annotated[LocalSteps, Tag("LocalSteps")], Discriminator(_form_of)
+]
+
+
+def synchronisation_bytes(local: LocalSteps, num_values: float, num_replicas: int) -> float:
+    """Return the bytes that a rank sends to synchronise `num_values` values once with the other replicas.
+
+    An all-reduce, and a quantised one in two halves, sends each value 2(n-1)/n times. Each replica selects other values
+    of a sparse gradient, so these are all-gathered.
+    """
+    if num_replicas == 1:
+        return 0.0
+    if local.compression == "sparse":
+        blocks = math.ceil(num_values / SPARSE_BLOCK)
+        return (num_replicas - 1) * blocks * (local.kept_per_block * SPARSE_VALUE_BITS / 8 + SPARSE_LEVEL_BYTES)
+    value_bytes = {"none": 4.0, "bf16": 2.0, "int8": 1 + SCALE_BYTES / INT8_BLOCK}[local.compression]
+    return 2 * (num_replicas - 1) / num_replicas * value_bytes * num_values
+
+
+def outer_bytes_per_step(local: LocalSteps, num_values: float, num_replicas: int) -> float:
+    """Return the bytes that a rank sends to other replicas, per training step, if it holds `num_values` values."""
+    return synchronisation_bytes(local, num_values, num_replicas) / local.steps
+
+
+def exposed_outer_seconds(local: LocalSteps, sync_seconds: float, step_seconds: float) -> float:
+    """Return the seconds per step that training waits for outer exchanges.
+
+    `sync_seconds` is the time to exchange the whole model once, `step_seconds` that of a step without it. The exchange
+    of a fragment hides behind `overlap_steps` steps.
+    """
+    of_fragment = sync_seconds / local.fragments
+    return local.fragments * max(0.0, of_fragment - local.overlap_steps * step_seconds) / local.steps

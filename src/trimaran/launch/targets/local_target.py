@@ -1,0 +1,188 @@
+"""The local target: a run on this machine, also one of several nodes, each with a loopback address of its own."""
+
+import os
+import shlex
+import signal
+import socket
+import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trimaran.core import UserError, show_bytes
+from trimaran.hardware import detect
+from trimaran.launch.detached import DetachedProcess
+from trimaran.launch.targets.node_command import node_command
+from trimaran.launch.targets.script_text import EXIT_CODES, SHARED_FUNCTIONS, commented, state_of_process
+from trimaran.launch.targets.target import JobCommands, JobRecord, JobState, LaunchFiles, LaunchRequest, SiteCheck
+
+SCRIPT = "run.sh"
+PROCESS = "launch"  # the name of the detached script, whose output is RUN/logs/launch.log
+FIRST_ADDRESS = 2  # 127.0.0.2; 127.0.0.1 is left to other programs
+MAX_NODES = 250
+
+
+class LocalSite(BaseModel):
+    """The site's section for this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    python: str = Field(default="", description="the Python that has Trimaran; the one that runs `trimaran launch`")
+    runs: str = Field(default="", description="the folder of new run directories; runs/ in the current folder")
+
+
+class LocalTarget:
+    """This machine. The run outlives the terminal that it was launched from."""
+
+    name = "local"
+    site_model = LocalSite
+    shares_disk = True
+
+    def check(self, request: LaunchRequest | None, site: LocalSite) -> list[SiteCheck]:
+        """Look at the devices, the loopback addresses and the disk. The supervisor makes the doctor's checks."""
+        here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if request is None:
+            return [SiteCheck(name="devices", found=str(here))]
+        error = None
+        wanted, is_gpu = request.cluster, request.cluster.device.kind != "cpu"
+        if is_gpu and (here.device.kind != wanted.device.kind or here.world_size < wanted.world_size):
+            error = UserError("A007", f"the run needs {wanted}, but this machine is {here}", where="cluster",
+                              fix="launch with --set cluster=auto, or on other machines: --on ssh")  # fmt: skip
+        devices = SiteCheck(name="devices", found=str(here), error=error)
+        checks = [devices, _check_disk(request.run_dir)]
+        return [*checks, _check_addresses(addresses_of(request))] if request.num_nodes > 1 else checks
+
+    def render(self, request: LaunchRequest) -> LaunchFiles:
+        site: LocalSite = request.site
+        text = _one_node(request, site) if request.num_nodes == 1 else _several_nodes(request, site)
+        return LaunchFiles(files={SCRIPT: text}, main=SCRIPT, submit=[["bash", SCRIPT]], executable=frozenset({SCRIPT}))
+
+    def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
+        return _start(folder, request.run_dir)
+
+    def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
+        return _start(Path(job.folder), Path(job.run_dir))
+
+    def state(self, job: JobRecord) -> JobState:
+        return state_of_process(_process(job))
+
+    def stop(self, job: JobRecord) -> None:
+        _process(job).send(signal.SIGTERM)
+
+    def commands(self, job: JobRecord) -> JobCommands:
+        process = _process(job)
+        files = [f"--folder={process.folder}", f"--logs={process.log.parent}"]
+        detached = [sys.executable, "-m", "trimaran.launch.detached"]
+        return JobCommands(
+            follow=[*detached, "follow", PROCESS, *files],
+            stop=[*detached, "stop", PROCESS, *files],
+            resume=["bash", str(Path(job.folder, SCRIPT))],
+        )
+
+
+def addresses_of(request: LaunchRequest) -> list[str]:
+    """Return the loopback address of each node."""
+    if request.num_nodes > MAX_NODES:
+        raise UserError("L011", f"{request.num_nodes} nodes are too many for one machine", where="cluster",
+                        fix=f"use at most {MAX_NODES} nodes with --on local")  # fmt: skip
+    return [f"127.0.0.{FIRST_ADDRESS + node}" for node in range(request.num_nodes)]
+
+
+def _folder(request: LaunchRequest) -> str:
+    """Return the folder to create the run from, that of the launch files; empty if the run exists."""
+    return "" if request.run_exists else "."
+
+
+def _one_node(request: LaunchRequest, site: LocalSite) -> str:
+    command = shlex.join(
+        node_command(request, python=site.python or sys.executable, launch_folder=_folder(request), nodes=1)
+    )
+    return (
+        f"#!/usr/bin/env bash\n# Run {commented(request.name)} on this machine. `trimaran launch --on local` wrote "
+        f"this file.\n# Started again, it continues from the newest state. SIGTERM or Ctrl-C stops it with a "
+        f"checkpoint.\n{EXIT_CODES}\nexec {command}\n"
+    )
+
+
+def _several_nodes(request: LaunchRequest, site: LocalSite) -> str:
+    addresses = addresses_of(request)
+    known = {"address": "ADDRESS", "nodes": len(addresses), "launch_folder": _folder(request)}
+    command = node_command(request, python=site.python or sys.executable, **known)
+    command.remove("--address=ADDRESS")
+    return (
+        f"#!/usr/bin/env bash\n# Run {commented(request.name)} on this machine as {len(addresses)} nodes, each with "
+        f"{request.ranks_per_node} ranks and its own loopback address.\n"
+        "# `trimaran launch --on local` wrote this file. Started again, it continues from the newest state.\n"
+        "# SIGTERM or Ctrl-C stops it with a checkpoint, a second Ctrl-C at once. The nodes' output is also in\n"
+        f"# node-ADDRESS.log.\n{EXIT_CODES}\nset -u -o pipefail\n\n"
+        f"addresses=({' '.join(addresses)})\n"
+        f"logs={shlex.quote(str(request.run_dir / 'logs' if request.run_exists else '.'))}\n"
+        f"command=({shlex.join(command)})\n{SHARED_FUNCTIONS}{BODY}"
+    )
+
+
+# Supervisors treat further SIGTERMs as the first one, and get a Ctrl-C of the terminal themselves.
+BODY = r"""
+on_signal() {
+  presses=$((presses + 1))
+  local signal=TERM
+  if [ "$1" = INT ] && [ "$presses" -gt 1 ]; then signal=QUIT; fi
+  kill -"$signal" "${nodes[@]}" 2>/dev/null
+}
+
+nodes=() codes=() presses=0
+trap 'on_signal INT' INT
+trap 'on_signal TERM' TERM
+for address in "${addresses[@]}"; do
+  "${command[@]}" --address="$address" > >(trap '' INT TERM; tee -a -- "$logs/node-$address.log" |
+    with_prefix "$address") 2>&1 &
+  nodes+=($!)
+done
+for node in "${nodes[@]}"; do
+  wait "$node"
+  code=$?
+  while kill -0 "$node" 2>/dev/null; do wait "$node"; code=$?; done  # a signal ended the wait, not the node
+  codes+=("$code")
+done
+exit "$(choose_code "${codes[@]}")"
+"""
+
+
+def _start(folder: Path, run_dir: Path) -> tuple[str, dict[str, Any]]:
+    process = DetachedProcess(folder, PROCESS, logs=run_dir / "logs")
+    found = process.start(["bash", str(folder / SCRIPT)])
+    if "error" in found or found["state"] == "none":
+        raise UserError("L028", f"the script was not started: {found.get('error', 'no process')}",
+                        where=f"bash {folder / SCRIPT}", fix=f"see {process.log}")  # fmt: skip
+    return f"{found.get('pid', 0)}-{found.get('started', 0)}", {}
+
+
+def _process(job: JobRecord) -> DetachedProcess:
+    return DetachedProcess(Path(job.folder), PROCESS, logs=Path(job.run_dir, "logs"))
+
+
+def _check_addresses(addresses: list[str]) -> SiteCheck:
+    for address in addresses:
+        try:
+            with socket.create_server((address, 0)):
+                pass
+        except OSError as error:
+            refusal = UserError("L012", f"a node cannot listen at {address}: {error.strerror}", where="this machine",
+                                fix=f"add the address: ip address add {address}/8 dev lo")  # fmt: skip
+            return SiteCheck(name="addresses", found=address, error=refusal)
+    return SiteCheck(name="addresses", found=", ".join(addresses))
+
+
+def _check_disk(run_dir: Path) -> SiteCheck:
+    folder = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+    status = os.statvfs(folder)
+    free = f"{show_bytes(status.f_bavail * status.f_frsize)} free at {folder}"
+    try:
+        NamedTemporaryFile(dir=folder).close()
+    except OSError as error:
+        refusal = UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(folder),
+                            fix="choose a folder you may write to, with free space: --run-dir DIR")  # fmt: skip
+        return SiteCheck(name="disk", found=free, error=refusal)
+    return SiteCheck(name="disk", found=free)

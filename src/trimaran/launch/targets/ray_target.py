@@ -1,0 +1,315 @@
+"""Launches a run on a Ray cluster: a job with one supervisor actor on each node; see `ray_job`, which runs there."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trimaran.core import EXIT_AGAIN, UserError
+from trimaran.launch.detached import DetachedProcess
+from trimaran.launch.targets.node_command import node_command
+from trimaran.launch.targets.script_text import state_of_process
+from trimaran.launch.targets.site_variables import Variables
+from trimaran.launch.targets.target import (
+    JobCommands,
+    JobRecord,
+    JobState,
+    LaunchFiles,
+    LaunchRequest,
+    SiteCheck,
+    State,
+    job_name,
+)
+
+LOCAL = "local"
+JOB_FILE, SCRIPT = "job.json", "ray_job.py"
+DRIVER = "driver"  # the name of the detached driver of a local cluster, whose output is driver.log
+NO_AGENT = "No available agent"  # of a cluster that has just started: "please try again later"
+AGENT_SECONDS, AGENT_POLL_SECONDS = 60.0, 2.0
+STOP_SECONDS = 60.0  # beside the time of a checkpoint: for the step that is under way, and for Ray
+STATES: dict[str, State] = {"PENDING": "queued", "RUNNING": "running", "STOPPED": "stopped", "SUCCEEDED": "done",
+                            "FAILED": "failed"}  # fmt: skip
+
+
+class RaySection(BaseModel):
+    """The defaults of a site for Ray: the section `ray` of the site file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: Annotated[str, Field(max_length=300)] = Field(
+        "", description="Where jobs are submitted, http://HEAD:8265; empty: RAY_ADDRESS; local: start a cluster here."
+    )
+    runs: Annotated[str, Field(max_length=1000)] = Field(
+        "", description="The folder of new run directories, as the nodes see it."
+    )
+    shared_disk: bool = Field(True, description="Run directories are on a disk that the nodes and this machine share.")
+    python: Annotated[str, Field(max_length=300)] = Field(
+        "", description="The Python of the nodes, a path; empty: that of Ray's workers."
+    )
+    cpus_per_node: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="CPUs that a node's supervisor and ranks reserve; default: one for each rank."
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Other resources that each node must have: {rack-1: 0.001}."
+    )
+    node_addresses: tuple[Annotated[str, Field(max_length=60)], ...] = Field(
+        (), description="IP addresses of the supervisors, one for each node; default: each finds its own."
+    )
+    wait_seconds: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="How long the job waits until the cluster has enough nodes."
+    )
+    autoscale: bool = Field(False, description="The cluster starts nodes on demand: too few nodes are no mistake.")
+    allow_unauthenticated: bool = Field(
+        False, description="Use a cluster without token authentication, on which anybody can run commands."
+    )
+    environment: Variables = Field(
+        default_factory=dict, description="Environment variables of the supervisors and ranks. No secrets."
+    )
+
+
+class RayTarget:
+    """Implements `target.Target` with Ray's job submission; a local cluster lives as long as its driver process."""
+
+    name = "ray"
+    site_model = RaySection
+    shares_disk = True
+
+    def check(self, request: LaunchRequest | None, site: Any) -> list[SiteCheck]:
+        if find_spec("ray") is None:
+            missing = UserError("L060", "the ray package is not installed", where="--on ray",
+                                fix="pip install 'trimaran[ray]'")  # fmt: skip
+            return [SiteCheck(name="ray", found="not installed", error=missing)]
+        checks = [SiteCheck(name="ray", found=f"Ray {import_module('ray').__version__}")]
+        if site.address == LOCAL:
+            return [*checks, SiteCheck(name="cluster", found="a local one is started", error=_local_error(request))]
+        try:
+            address = _address(site)
+            checks += _check_cluster(address, request, site)
+        except UserError as error:
+            checks.append(SiteCheck(name="cluster", found="not reachable", error=error))
+        return checks
+
+    def render(self, request: LaunchRequest) -> LaunchFiles:
+        site: RaySection = request.site
+        wait_seconds = request.save_seconds * 2 + STOP_SECONDS
+        command = node_command(request, python="", launch_folder="" if request.run_exists else ".")
+        job = {
+            "name": job_name(request.name),
+            "run": str(request.run_dir),
+            "address": LOCAL if site.address == LOCAL else "",
+            "nodes": request.num_nodes,
+            "min_nodes": request.min_nodes,
+            "max_nodes": request.max_nodes,
+            "resources_per_node": _resources(request),
+            "python": site.python,
+            "arguments": command[1:],
+            "node_addresses": list(_node_addresses(request)),
+            "environment": {"OMP_NUM_THREADS": str(_threads(request)), **site.environment},
+            "wait_seconds": site.wait_seconds,
+            "stop_seconds": wait_seconds,
+        }
+        script = Path(__file__).with_name(SCRIPT).read_text(encoding="utf-8")
+        run = [site.python or "python", SCRIPT, JOB_FILE]
+        if site.address == LOCAL:
+            submit = ["env", "RAY_AUTH_MODE=token", *run]
+        else:
+            stop = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(int(wait_seconds) + 10)}}
+            address = [f"--address={site.address}"] if site.address else []
+            submit = ["ray", "job", "submit", *address, "--working-dir=.", f"--runtime-env-json={json.dumps(stop)}",
+                      "--no-wait", "--", *run]  # fmt: skip
+        files = {JOB_FILE: json.dumps(job, indent=1, ensure_ascii=False) + "\n", SCRIPT: script}
+        return LaunchFiles(files=files, main=JOB_FILE, submit=[submit])
+
+    def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
+        (command,) = self.render(request).submit
+        details = {"command": list(command), "address": request.site.address, "name": job_name(request.name)}
+        return _submit(details, folder)
+
+    def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
+        return _submit(job.details, Path(job.folder))
+
+    def state(self, job: JobRecord) -> JobState:
+        if job.details["address"] == LOCAL:
+            return state_of_process(_driver(Path(job.folder)))
+        try:
+            info = _client(job).get_job_info(job.native_id)
+        except Exception as error:  # whatever the HTTP client raises: the cluster may be gone
+            return JobState(state="unknown", reason=_first_line(error))
+        code = info.driver_exit_code
+        state = "stopped" if code == EXIT_AGAIN else STATES.get(str(info.status), "unknown")
+        reason = "" if state in ("running", "done") else _first_line(info.message or "")
+        return JobState(state=state, native=str(info.status), reason=reason, exit_code=code)
+
+    def stop(self, job: JobRecord) -> None:
+        if job.details["address"] == LOCAL:
+            _driver(Path(job.folder)).send(signal.SIGTERM)
+            return
+        try:
+            _client(job).stop_job(job.native_id)
+        except Exception as error:
+            raise _tool_error(f"job {job.native_id} cannot be stopped: {_first_line(error)}") from None
+
+    def commands(self, job: JobRecord) -> JobCommands:
+        if job.details["address"] == LOCAL:
+            log, pid = str(_driver(Path(job.folder)).log), str(job.details.get("pid", ""))
+            return JobCommands(follow=["tail", "-f", log], stop=["kill", "-TERM", pid], resume=job.details["command"])
+        address = [f"--address={job.details['address']}"] if job.details["address"] else []
+        return JobCommands(
+            follow=["ray", "job", "logs", *address, "--follow", job.native_id],
+            stop=["ray", "job", "stop", *address, "--no-wait", job.native_id],
+            resume=job.details["command"],
+        )
+
+
+def _resources(request: LaunchRequest) -> dict[str, float]:
+    """Return what each node must have free: the bundle of the placement group."""
+    site: RaySection = request.site
+    cpus = request.ranks_per_node if site.cpus_per_node is None else site.cpus_per_node
+    gpus = {} if request.cluster.device.kind == "cpu" else {"GPU": request.ranks_per_node}
+    return {"CPU": cpus, **gpus, **site.resources}
+
+
+def _threads(request: LaunchRequest) -> int:
+    """Return the threads of a rank. Ray would give every rank those of the whole node."""
+    return max(1, int(_resources(request)["CPU"] // request.ranks_per_node))
+
+
+def _node_addresses(request: LaunchRequest) -> Sequence[str]:
+    """Return the addresses of the supervisors. All nodes of a local cluster have the IP address of this machine."""
+    if request.site.node_addresses or request.site.address != LOCAL or request.max_nodes == 1:
+        return request.site.node_addresses
+    return [f"127.0.0.{number}" for number in range(2, request.max_nodes + 2)]
+
+
+def _local_error(request: LaunchRequest | None) -> UserError | None:
+    if request is None or request.cluster.device.kind == "cpu" or request.num_nodes == 1:
+        return None
+    return UserError("L061", f"a local Ray cluster cannot give the GPUs of this machine to {request.num_nodes} nodes",
+                     where="address of ray", fix="name a cluster: --site address=http://HEAD:8265")  # fmt: skip
+
+
+def _address(site: RaySection) -> str:
+    if address := site.address or os.environ.get("RAY_ADDRESS", ""):
+        return address
+    raise UserError("L061", "no Ray cluster is named", where="address of ray",
+                    fix="--site address=http://HEAD:8265, or set RAY_ADDRESS; --site address=local starts a cluster "
+                    "on this machine")  # fmt: skip
+
+
+def _check_cluster(address: str, request: LaunchRequest | None, site: RaySection) -> list[SiteCheck]:
+    """Return the checks of a running cluster: it answers, it asks for a token, and it has enough nodes."""
+    try:
+        version = import_module("ray.job_submission").JobSubmissionClient(address).get_version()
+    except Exception as error:
+        raise UserError("L061", f"the Ray cluster does not answer: {_first_line(error)}", where=address,
+                        fix="check the address and port (8265) of its head node, and RAY_AUTH_TOKEN or "
+                        "RAY_AUTH_TOKEN_PATH") from None  # fmt: skip
+    checks = [SiteCheck(name="cluster", found=f"{address} (job API {version})"), _check_token(address, site)]
+    return checks if request is None else [*checks, _check_nodes(address, request)]
+
+
+def _check_token(address: str, site: RaySection) -> SiteCheck:
+    """Return whether the cluster refuses requests without a token, by sending one."""
+    if not address.startswith("http"):
+        is_on = os.environ.get("RAY_AUTH_MODE") == "token"
+    else:
+        answer = import_module("requests").get(f"{address.rstrip('/')}/api/jobs/", timeout=10)
+        is_on = answer.status_code in (401, 403)
+    if is_on:
+        return SiteCheck(name="authentication", found="token")
+    error = UserError("L062", "the Ray cluster has no token authentication: who reaches its ports can run commands",
+                      where=address, fix="start it with RAY_AUTH_MODE=token, or accept it: "
+                      "--site allow_unauthenticated=true")  # fmt: skip
+    return SiteCheck(name="authentication", found="off", error=None if site.allow_unauthenticated else error)
+
+
+def _check_nodes(address: str, request: LaunchRequest) -> SiteCheck:
+    """Return whether enough nodes have what the run needs of each; what other jobs use is not subtracted."""
+    needed = _resources(request)
+    try:
+        nodes = import_module("ray.util.state").list_nodes(address=address, limit=10_000)
+    except Exception as error:
+        return SiteCheck(name="nodes", found=f"not listed: {_first_line(error)}")
+    alive = [node for node in nodes if node.state == "ALIVE"]
+    fit = [node for node in alive if all(node.resources_total.get(name, 0) >= each for name, each in needed.items())]
+    found = f"{len(fit)} of {len(alive)} nodes have {_text(needed)}"
+    if len(fit) >= request.min_nodes or request.site.autoscale:
+        return SiteCheck(name="nodes", found=found)
+    error = UserError("L063", f"the run needs {request.min_nodes} nodes with {_text(needed)}; {found}", where=address,
+                      fix="use fewer nodes in `cluster`, add nodes, or --site autoscale=true if they start on "
+                      "demand")  # fmt: skip
+    return SiteCheck(name="nodes", found=found, error=error)
+
+
+def _text(resources: dict[str, float]) -> str:
+    return ", ".join(f"{value:g} {name}" for name, value in resources.items())
+
+
+def _submit(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
+    if details["address"] == LOCAL:
+        return _start_driver(details, folder)
+    tool, *arguments = details["command"]
+    native_id = f"{details['name']}-{time.time_ns() // 1_000_000:x}"
+    arguments.insert(arguments.index("--no-wait"), f"--submission-id={native_id}")
+    until = time.monotonic() + AGENT_SECONDS
+    while (done := _run_tool([_tool(tool), *arguments], folder)).returncode:
+        said = _first_line(done.stderr or done.stdout)
+        if NO_AGENT not in said or time.monotonic() > until:
+            raise _tool_error(f"`ray job submit` failed: {said}")
+        time.sleep(AGENT_POLL_SECONDS)
+    return native_id, details
+
+
+def _run_tool(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise _tool_error(f"ray cannot be run: {error.strerror}") from None
+
+
+def _tool(name: str) -> str:
+    """Return the path of Ray's command: the one beside our Python, or else on the path."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name) or name
+
+
+def _driver(folder: Path) -> DetachedProcess:
+    return DetachedProcess(folder, DRIVER)
+
+
+def _start_driver(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
+    """Start the driver of a local cluster in the background."""
+    *variables, python = details["command"][:3]
+    python = sys.executable if python == "python" else python
+    found = _driver(folder).start([*variables, python, str(folder / SCRIPT), str(folder / JOB_FILE)])
+    if "error" in found or found["state"] == "none":
+        raise _tool_error(f"the driver was not started: {found.get('error', 'no process')}")
+    return f"{details['name']}-{found.get('pid', 0)}-{found.get('started', 0)}", details | {"pid": found.get("pid", 0)}
+
+
+def _client(job: JobRecord) -> Any:
+    if find_spec("ray") is None:
+        raise UserError("L060", "the ray package is not installed", where="--on ray",
+                        fix="pip install 'trimaran[ray]'")  # fmt: skip
+    return import_module("ray.job_submission").JobSubmissionClient(job.details["address"] or None)
+
+
+def _tool_error(what: str) -> UserError:
+    return UserError("L064", what, where="ray", fix="`trimaran launch --check --on ray` names what is wrong")
+
+
+def _first_line(text: object) -> str:
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(text)).splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["no reason given"])[-1 if errors else 0][:300]

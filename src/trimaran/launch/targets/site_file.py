@@ -1,0 +1,97 @@
+"""The site file: a site's defaults for each target, `~/.config/trimaran/targets.yaml`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trimaran.core import UserError, did_you_mean
+from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.hardware.validation_error import first_error
+from trimaran.launch.targets.target import TARGET_CLASSES
+
+MAX_SITE_BYTES = 1 << 16
+EXAMPLE = "slurm: {partition: gpu, account: llm}"
+
+
+def site_path(environ: Mapping[str, str]) -> Path:
+    """Return the path of the site file: `$TRIMARAN_TARGETS`, or `targets.yaml` in the user's configuration folder."""
+    if named := environ.get("TRIMARAN_TARGETS"):
+        return Path(named)
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "trimaran" / "targets.yaml"
+
+
+def read_site_file(path: Path) -> dict[str, Any]:
+    """Return the sections by target; empty if there is no such file. Raises UserError if it is not such a file."""
+    try:
+        raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_SITE_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError("L003", f"the site file cannot be read: {error.strerror}", where=str(path),
+                        fix="check its permissions, or name another in TRIMARAN_TARGETS") from None  # fmt: skip
+    try:
+        tree = load_yaml(raw) if len(raw) <= MAX_SITE_BYTES else None
+    except TextError as error:
+        where = f"{path}, line {error.line}" if error.line else str(path)
+        raise UserError("L003", f"this is not YAML: {error.what}", where=where,
+                        fix=f"start from: {EXAMPLE}") from None  # fmt: skip
+    if tree is None and not raw.strip():
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError("L003", "the site file is not a mapping of targets", where=str(path),
+                        fix=f"start from: {EXAMPLE}")  # fmt: skip
+    for name in tree:
+        if name not in TARGET_CLASSES:
+            raise UserError("L003", f"there is no target '{name}'{did_you_mean(str(name), TARGET_CLASSES)}",
+                            where=str(path), fix=f"the targets are {', '.join(TARGET_CLASSES)}")  # fmt: skip
+    return tree
+
+
+def site_section(
+    tree: Mapping[str, Any], target: str, model: type[BaseModel], settings: Sequence[str], *, where: str
+) -> Any:
+    """Return the section of a target, with `settings` on top: `FIELD=VALUE`, the value in YAML unless it is a text."""
+    given = tree.get(target) or {}
+    if not isinstance(given, dict):
+        raise UserError("L003", f"the section '{target}' is not a mapping", where=where, fix=f"start from: {EXAMPLE}")
+    values = dict(given)
+    for setting in settings:
+        name, separator, text = setting.partition("=")
+        if not separator:
+            raise UserError("L004", f"'{setting}' is not FIELD=VALUE", where="--site",
+                            fix=f"write --site FIELD=VALUE; fields of {target}: {_names(model)}")  # fmt: skip
+        if name not in model.model_fields:
+            raise UserError("L004", f"{target} has no field '{name}'{did_you_mean(name, model.model_fields)}",
+                            where="--site", fix=f"the fields are {_names(model)}")  # fmt: skip
+        values[name] = _value(text, is_text=model.model_fields[name].annotation is str)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        found = first_error(error, model, code="L003", where=f"{target} in {where}")
+        path = error.errors()[0]["loc"]
+        if path and path[0] in {setting.partition("=")[0] for setting in settings}:
+            fix = f"use another value; the guide of {target} explains the field"
+            found = UserError("L003", found.what, where=f"--site {path[0]}=...", fix=fix)
+        raise found from None
+
+
+def _names(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields) or "none"
+
+
+def _value(text: str, *, is_text: bool) -> Any:
+    """Return the value of a setting. Of a field that is a text, `10` and `1e3` are what they look like."""
+    try:
+        value = json.loads(text)
+        return text if is_text and not isinstance(value, str) else value
+    except ValueError:
+        if is_text:
+            return text
+        try:
+            return load_yaml(text.encode())
+        except TextError:
+            return text

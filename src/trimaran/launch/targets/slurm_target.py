@@ -1,0 +1,348 @@
+"""Runs on a Slurm cluster: a batch script with one supervisor a node, submitted by sbatch."""
+
+import getpass
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, UserError, did_you_mean
+from trimaran.launch.targets.save_time import measured_stop_time, stop_time
+from trimaran.launch.targets.slurm_end import read_ends
+from trimaran.launch.targets.slurm_queries import (
+    SUBMIT_SECONDS,
+    find_missing,
+    first_line,
+    gpus_per_node,
+    has_pyxis,
+    list_partitions,
+    run_slurm,
+    show_jobs,
+    show_partition,
+    user_accounts,
+)
+from trimaran.launch.targets.slurm_script import SCRIPT, STOP_SIGNAL, script_lines
+from trimaran.launch.targets.slurm_site import SlurmSite, time_seconds
+from trimaran.launch.targets.target import (
+    JobCommands,
+    JobRecord,
+    JobState,
+    LaunchFiles,
+    LaunchRequest,
+    SiteCheck,
+    State,
+)
+from trimaran.run import RunDirectory
+from trimaran.run.bad_nodes import bad_nodes_file, read_bad_nodes
+
+TOOLS = ("sbatch", "scontrol", "scancel", "sinfo", "srun")
+SHARED_DISKS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.ceph", "glusterfs", "cifs", "9p"}
+QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+MOUNTS = Path("/proc/mounts")
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class SlurmTarget:
+    """Implements `target.Target` with Slurm's own commands."""
+
+    name = "slurm"
+    shares_disk = True
+    site_model = SlurmSite
+
+    def check(self, request: LaunchRequest | None, site: SlurmSite) -> list[SiteCheck]:
+        """Return what was checked; the later checks need that the earlier ones have passed."""
+        if missing := find_missing(*TOOLS):
+            error = UserError("L030", f"Slurm's commands are not installed here: {', '.join(missing)}",
+                              where="--on slurm",
+                              fix="launch from a login node, or write the files with --dry-run")  # fmt: skip
+            return [SiteCheck(name="commands", found=error.what, error=error)]
+        done = run_slurm("scontrol", "ping")
+        if "UP" not in done.stdout:
+            said = first_line(done.stderr) or first_line(done.stdout) or "scontrol ping: no answer"
+            error = UserError("L031", f"slurmctld does not answer: {said}", where="--on slurm",
+                              fix="check `scontrol ping`, munge, and SLURM_CONF")  # fmt: skip
+            return [SiteCheck(name="slurmctld", found=error.what, error=error)]
+        checks = [
+            SiteCheck(name="slurmctld", found=first_line(done.stdout)),
+            *_check_partition(request, site),
+            *_check_account(site),
+            *_check_container(site),
+        ]
+        if request is not None:
+            checks += [*_check_time(request, site), _check_disk(request)]
+            if all(each.error is None for each in checks):
+                checks.append(_try_submission(request, self.render(request)))
+        return checks
+
+    def render(self, request: LaunchRequest) -> LaunchFiles:
+        """Return the batch script; a chain of jobs is submitted job by job."""
+        site: SlurmSite = request.site
+        many = site.chain_jobs if site.chain == "singleton" else 1
+        excluded = ",".join(name for name in (site.exclude, *_known_bad_nodes()) if name)
+        files = {SCRIPT: script_lines(request, excluded=excluded)}
+        return LaunchFiles(files=files, main=SCRIPT, submit=[["sbatch", SCRIPT]] * many)
+
+    def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
+        """Submit the script; the native id is that of the first job of a chain."""
+        many = request.site.chain_jobs if request.site.chain == "singleton" else 1
+        return _submit(folder, many=many, chain=request.site.chain)
+
+    def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
+        """Submit the script again, with a longer lead if the run has measured longer saves than the script knows."""
+        options = []
+        known = measured_stop_time(Path(job.run_dir))
+        if known is not None and known.lead_seconds > _lead_in(Path(job.folder) / SCRIPT):
+            options = [f"--signal=B:USR1@{known.lead_seconds}"]
+        chain = str(job.details.get("chain", "requeue"))
+        many = len(job.details.get("jobs", ())) or 1
+        return _submit(Path(job.folder), *options, many=many, chain=chain)
+
+    def state(self, job: JobRecord) -> JobState:
+        """Return what Slurm says of the job, and what the run says of it once Slurm has forgotten it."""
+        found = show_jobs(_job_ids(job))
+        if not found:
+            return _state_from_run(job)
+        return _state_from_fields(min(found, key=stands_for_chain))
+
+    def stop(self, job: JobRecord) -> None:
+        """Ask the job to save and end; jobs that have not started are cancelled."""
+        found = show_jobs(_job_ids(job))
+        states = [each.get("JobState", "") for each in found]
+        if not any(state in QUEUED or state in RUNNING for state in states):
+            raise UserError("L039", f"the job has ended ({', '.join(states) or 'Slurm does not know it any more'})",
+                            where=f"job {job.native_id}", fix="`trimaran jobs` shows how it ended")  # fmt: skip
+        for each in found:
+            if each.get("JobState", "") in QUEUED:
+                _ask_for_job(job, "scancel", _name_of(each))
+        for each in found:
+            if each.get("JobState", "") in RUNNING:
+                command = ["scancel", f"--signal={STOP_SIGNAL}", "--batch", _name_of(each)]
+                # For a part of a job array, scancel 22.05 signals the job, tries again and reports that as an error.
+                (run_slurm if each.get("ArrayTaskId") else partial(_ask_for_job, job))(*command)
+
+    def commands(self, job: JobRecord) -> JobCommands:
+        """Return Slurm's own commands."""
+        ids = _job_ids(job)
+        return JobCommands(
+            follow=["tail", "--follow=name", "--retry", "--lines=+1", _output_of(job)],
+            stop=["scancel", f"--signal={STOP_SIGNAL}", "--batch", *ids],
+            resume=["sbatch", f"--chdir={job.folder}", f"{job.folder}/{SCRIPT}"],
+        )
+
+
+def _known_bad_nodes() -> list[str]:
+    """Return the nodes of the bad-node memory that are named as Slurm names nodes."""
+    return [name for name in sorted(read_bad_nodes(bad_nodes_file(os.environ))) if NODE_NAME.fullmatch(name)]
+
+
+def _name_of(fields: Mapping[str, str]) -> str:
+    """Return the name by which scancel knows a job, or one or several parts of a job array."""
+    task = fields.get("ArrayTaskId", "").partition("%")[0]
+    return f"{fields['ArrayJobId']}_[{task}]" if task else fields["JobId"]
+
+
+def _output_of(job: JobRecord) -> str:
+    """Return the file of the job's output, as its script names it; of an array, that of its first job."""
+    script = Path(job.folder) / SCRIPT
+    lines = script.read_text(encoding="utf-8").splitlines() if script.is_file() else []
+    words = [shlex.split(line)[1] for line in lines if line.startswith(("#SBATCH --output=", '#SBATCH "--output='))]
+    pattern = words[0].partition("=")[2] if words else "slurm-%j.log"
+    values = {"%%": "%", "%j": job.native_id, "%A": job.native_id, "%a": "1"}
+    return str(Path(job.folder) / re.sub("%[%jAa]", lambda found: values[found.group()], pattern))
+
+
+def _job_ids(job: JobRecord) -> list[str]:
+    return [str(each) for each in job.details.get("jobs", ())] or [job.native_id]
+
+
+def _submit(folder: Path, *options: str, many: int, chain: str) -> tuple[str, dict[str, Any]]:
+    jobs = []
+    for _ in range(many):
+        done = run_slurm("sbatch", "--parsable", *options, SCRIPT, folder=folder, seconds=SUBMIT_SECONDS)
+        if done.returncode != 0:
+            if jobs:  # a part of a chain is none
+                run_slurm("scancel", *jobs)
+            raise UserError("L037", f"sbatch refused the job: {first_line(done.stderr)}", where=str(folder / SCRIPT),
+                            fix="correct the section slurm of targets.yaml, or pass --site FIELD=VALUE")  # fmt: skip
+        jobs.append(done.stdout.strip().partition(";")[0])  # ID;CLUSTER
+    return jobs[0], {"jobs": jobs, "chain": chain}
+
+
+def _ask_for_job(job: JobRecord, *command: str) -> None:
+    done = run_slurm(*command)
+    if done.returncode != 0:
+        raise UserError("L039", f"{command[0]}: {first_line(done.stderr)}", where=f"job {job.native_id}",
+                        fix="check that the job is yours: `squeue --me`")  # fmt: skip
+
+
+def stands_for_chain(fields: Mapping[str, str]) -> tuple[int, int]:
+    """Return which job of a chain stands for all of them, the lowest first.
+
+    It is the one that runs, else one that waits, else the one that finished the run, else the last that has run. The
+    rest of a chain is cancelled before it has run.
+    """
+    state, number = fields.get("JobState", ""), fields.get("JobId", "").partition(" ")[0]
+    kinds = [state in RUNNING, state in QUEUED, state == "COMPLETED", state != "CANCELLED"]
+    return (kinds.index(True) if True in kinds else len(kinds), -int(number) if number.isdigit() else 0)
+
+
+def _state_from_fields(fields: Mapping[str, str]) -> JobState:
+    """Return the state of a job that Slurm knows. Only the comment of a job that has ended is the reason of its end."""
+    native, code = fields.get("JobState", ""), _exit_code(fields.get("ExitCode", ""))
+    reason, comment, nodes = (_text(fields, key) for key in ("Reason", "Comment", "NodeList"))
+    known: dict[str, Any] = {"native": native, "nodes": tuple(_expand(nodes)) if nodes else ()}
+    if native in QUEUED:
+        return JobState(state="queued", reason=reason, **known)
+    if native in RUNNING:
+        return JobState(state="running", reason=reason, **known)
+    return JobState(state=_ended(native, code), exit_code=code, reason=comment or reason, **known)
+
+
+def _text(fields: Mapping[str, str], key: str) -> str:
+    return "" if fields.get(key) in ("None", "(null)") else fields.get(key, "")
+
+
+def _ended(native: str, code: int | None) -> State:
+    if native == "COMPLETED" and not code:
+        return "done"
+    return "stopped" if native == "CANCELLED" or code == EXIT_AGAIN else "failed"
+
+
+def _exit_code(text: str) -> int | None:
+    """Return the exit code of `CODE:SIGNAL`; that of a signal is what a shell would return."""
+    code, _, signal = text.partition(":")
+    if not code.isdigit():
+        return None
+    return 128 + int(signal) if signal.isdigit() and int(signal) else int(code)
+
+
+def _expand(nodes: str) -> Sequence[str]:
+    done = run_slurm("scontrol", "show", "hostnames", nodes)
+    return done.stdout.split() if done.returncode == 0 else [nodes]
+
+
+def _state_from_run(job: JobRecord) -> JobState:
+    """Return how the job ended, as it wrote into the run directory."""
+    ends = [each for each in read_ends(RunDirectory(Path(job.run_dir))) if str(each.get("job")) in _job_ids(job)]
+    if not ends:
+        return JobState(state="unknown", reason="Slurm does not know the job any more, and the run has no record of it")
+    code = int(ends[-1].get("code", 1))
+    state: State = "done" if code == EXIT_DONE else "stopped" if code == EXIT_AGAIN else "failed"
+    return JobState(state=state, native="", reason=str(ends[-1].get("reason", "")), exit_code=code)
+
+
+def _lead_in(script: Path) -> int:
+    """Return the lead of the script's `--signal`; 0 if it has none."""
+    try:
+        lines = script.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    leads = [line.rpartition("@")[2] for line in lines if line.startswith("#SBATCH --signal=")]
+    return int(leads[0]) if leads and leads[0].isdigit() else 0
+
+
+def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> list[SiteCheck]:
+    partition = show_partition(site.partition)
+    if partition is None:
+        known = list_partitions()
+        what = f"there is no partition '{site.partition}'{did_you_mean(site.partition, known)}"
+        what = what if site.partition else "the cluster has no default partition"
+        error = UserError("L032", what, where="slurm.partition", fix=f"use one of {', '.join(known)}")
+        return [SiteCheck(name="partition", found=error.what, error=error)]
+    name = partition["PartitionName"]
+    found = f"{name}, {partition.get('TotalNodes', '?')} nodes, at most {partition.get('MaxTime', '?')}"
+    error = _partition_error(request, site, partition) if request is not None else None
+    return [SiteCheck(name="partition", found=found, error=error)]
+
+
+def _partition_error(request: LaunchRequest, site: SlurmSite, partition: Mapping[str, str]) -> UserError | None:
+    """Return why a partition cannot hold the job; None if it can."""
+    name, where = partition["PartitionName"], "slurm.partition"
+    if partition.get("State", "UP") != "UP":
+        return UserError("L033", f"partition {name} is {partition['State']}", where=where, fix="use another one")
+    limits = [int(each) for key in ("TotalNodes", "MaxNodes") if (each := partition.get(key, "")).isdigit()]
+    if limits and request.min_nodes > min(limits):
+        return UserError("L033", f"partition {name} allows {min(limits)} nodes, and the run needs {request.min_nodes}",
+                         where=where, fix="use a smaller cluster, or another partition")  # fmt: skip
+    longest, asked = time_seconds(partition.get("MaxTime", "")), time_seconds(site.time)
+    if longest is not None and asked is not None and asked > longest:
+        return UserError("L033", f"partition {name} allows {partition['MaxTime']}, and slurm.time is {site.time}",
+                         where="slurm.time", fix="use a shorter time: the run goes on in the next job")  # fmt: skip
+    if request.cluster.device.kind != "cpu" and (gpus := gpus_per_node(name)) < request.ranks_per_node:
+        return UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
+                         f"{request.ranks_per_node} on each", where=where,
+                         fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip
+    return None
+
+
+def _check_account(site: SlurmSite) -> list[SiteCheck]:
+    if not site.account:
+        return []
+    known = user_accounts(getpass.getuser())
+    if known is None:
+        return [SiteCheck(name="account", found=f"{site.account}; the cluster does not tell whether it is valid")]
+    if site.account in known:
+        return [SiteCheck(name="account", found=site.account)]
+    error = UserError("L034", f"you have no account '{site.account}'{did_you_mean(site.account, known)}",
+                      where="slurm.account", fix=f"use one of {', '.join(known)}")  # fmt: skip
+    return [SiteCheck(name="account", found=error.what, error=error)]
+
+
+def _check_container(site: SlurmSite) -> list[SiteCheck]:
+    if not site.container_image:
+        return []
+    if has_pyxis():
+        return [SiteCheck(name="container", found=f"pyxis, {site.container_image}")]
+    error = UserError("L036", "srun has no --container-image: the pyxis plugin is not installed",
+                      where="slurm.container_image",
+                      fix="leave container_image empty and name a Python with Trimaran in slurm.python")  # fmt: skip
+    return [SiteCheck(name="container", found=error.what, error=error)]
+
+
+def _check_time(request: LaunchRequest, site: SlurmSite) -> list[SiteCheck]:
+    """Return whether the time limit leaves time to train before the job must save."""
+    needed, limit = stop_time(request), time_seconds(site.time)
+    if limit is None or limit > needed.lead_seconds:
+        return [SiteCheck(name="time to save", found=str(needed))]
+    error = UserError("L035", f"slurm.time is {limit:g} s, and a stop alone takes {needed}", where="slurm.time",
+                      fix="allow more time, so that the run can also train")  # fmt: skip
+    return [SiteCheck(name="time to save", found=str(needed), error=error)]
+
+
+def _check_disk(request: LaunchRequest) -> SiteCheck:
+    """Return the file system of the run; from here it cannot be told whether the nodes see it."""
+    kind = _file_system(request.run_dir)
+    if kind in SHARED_DISKS:
+        return SiteCheck(name="run directory", found=f"on {kind}")
+    warning = f"warning: on {kind}, which may be this machine's own disk; every node must see {request.run_dir}"
+    return SiteCheck(name="run directory", found=warning)
+
+
+def _file_system(path: Path) -> str:
+    """Return the kind of the file system that holds `path`, or would hold it."""
+    try:
+        mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return "unknown"
+    real = os.path.realpath(path)
+    holding = [(len(point), kind) for point, kind in mounts if f"{real}/".startswith(f"{point.rstrip('/')}/")]
+    return max(holding, default=(0, "unknown"))[1]
+
+
+def _try_submission(request: LaunchRequest, files: LaunchFiles) -> SiteCheck:
+    """Return what Slurm itself says of the job, without submitting it."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / files.main
+        script.write_text(files.files[files.main], encoding="utf-8")
+        done = run_slurm("sbatch", "--test-only", str(script), folder=Path(folder), seconds=SUBMIT_SECONDS)
+    said = first_line(done.stderr)
+    if done.returncode == 0:
+        return SiteCheck(name="sbatch --test-only", found=said)
+    error = UserError("L037", f"sbatch refused the job: {said}", where=f"{request.name}, {SCRIPT}",
+                      fix="correct the section slurm of targets.yaml, or pass --site FIELD=VALUE")  # fmt: skip
+    return SiteCheck(name="sbatch --test-only", found=error.what, error=error)

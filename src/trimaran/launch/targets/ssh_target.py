@@ -1,0 +1,272 @@
+"""The ssh target: one supervisor on each of several hosts, started by a script over OpenSSH."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from trimaran.core import UserError
+from trimaran.launch.detached import DetachedProcess
+from trimaran.launch.node_options import HEAD_PORT
+from trimaran.launch.targets.hostfile import SshHost, parse_hosts, read_hostfile
+from trimaran.launch.targets.node_command import node_command
+from trimaran.launch.targets.script_text import EXIT_UNREACHABLE, state_of_code
+from trimaran.launch.targets.site_variables import Variables, variable_names
+from trimaran.launch.targets.ssh_check import check_hosts
+from trimaran.launch.targets.ssh_script import SSH_OPTIONS, SshScript, detached_command
+from trimaran.launch.targets.ssh_session import SshAccess
+from trimaran.launch.targets.target import JobCommands, JobRecord, JobState, LaunchFiles, LaunchRequest, SiteCheck
+from trimaran.run.bad_nodes import bad_nodes_file, read_bad_nodes
+
+SCRIPT = "launch.sh"
+FOLLOWER = "launch"  # the name of the detached `launch.sh --follow`, which collects the nodes' output
+SCRIPT_SECONDS = 600.0  # for a call of the script that starts, stops or asks the nodes
+OPTION = re.compile(r"(?P<name>[A-Za-z0-9]+)=(?P<value>[^\0\n]+)")
+CODES_IN_ORDER = (0, 93, 2, 75)
+
+
+def _options(options: tuple[str, ...]) -> tuple[str, ...]:
+    for option in options:
+        match = OPTION.fullmatch(option)
+        if match is None:
+            raise ValueError(f"'{option}' is not an option of ssh: write NAME=VALUE, as in ssh_config")
+        name, value = match["name"].casefold(), match["value"].strip().casefold()
+        unchecked = name == "stricthostkeychecking" and value not in ("yes", "accept-new", "ask")
+        if unchecked or (name in ("userknownhostsfile", "globalknownhostsfile") and value == "/dev/null"):
+            raise ValueError(f"'{option}' would not check the hosts' keys; add them: ssh-keyscan HOST, then compare")
+    return options
+
+
+class SshSite(BaseModel):
+    """The site's section for ssh. What is not here belongs to ~/.ssh/config: users, ports, jump hosts, keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hosts: tuple[str, ...] = Field(default=(), description="hosts as [USER@]HOST[:PORT]; --hosts wins")
+    hostfile: str = Field(default="", description="a file with one host on each line, as Open MPI reads it")
+    user: str = Field(
+        default="", pattern=r"^$|^[A-Za-z0-9_][A-Za-z0-9_.+-]*$", description="the user on hosts that name none"
+    )
+    config_file: str = Field(default="", description="a configuration file of ssh in place of ~/.ssh/config")
+    options: Annotated[tuple[str, ...], AfterValidator(_options)] = Field(
+        default=(), description="options of ssh as NAME=VALUE, such as ProxyJump=login"
+    )
+    connect_timeout_seconds: int = Field(default=10, ge=1, le=600, description="how long a host may take to answer")
+    python: str = Field(default="", description="the Python on the hosts that has Trimaran; the same path as here")
+    folder: str = Field(default="", description="the folder on the hosts to start in; the home folder")
+    environment: Variables = Field(
+        default_factory=dict, description="variables of the supervisors and ranks, such as NCCL_SOCKET_IFNAME"
+    )
+    secrets: Annotated[tuple[str, ...], AfterValidator(variable_names)] = Field(
+        default=(), description="names of variables here whose values the hosts get through the connection"
+    )
+    runs: str = Field(default="", description="the folder of new run directories, as the hosts see it")
+    disk: Literal["shared", "hosts", "own"] = Field(
+        default="shared",
+        description="whose disk runs are on: all hosts and this machine (shared), hosts, each its own (own)",
+    )
+
+    @property
+    def shared_disk(self) -> bool:
+        """Whether the run directory is created here, because the hosts see it."""
+        return self.disk == "shared"
+
+
+class SshTarget:
+    """Hosts that are reached over ssh, without a scheduler. The nodes' supervisors outlive the connection."""
+
+    name = "ssh"
+    site_model = SshSite
+    shares_disk = True
+
+    def check(self, request: LaunchRequest | None, site: SshSite) -> list[SiteCheck]:
+        """Look at all hosts at the same time, in one connection to each."""
+        hosts = given_hosts(request, site)
+        if request is None:
+            return check_hosts(ssh_access(site), hosts, None) if hosts else [_no_hosts()]
+        used = used_hosts(request, hosts)
+        named = f"{', '.join(host.label for host in used)}"
+        named += f" of {len(hosts)}" if len(hosts) > len(used) else ""
+        bad = ", ".join(host.label for host in _bad_hosts(hosts))
+        named += f"; bad: {bad}, see `trimaran doctor --bad-nodes`" if bad else ""
+        checks = [SiteCheck(name="hosts", found=named)]
+        port = HEAD_PORT if site.disk == "own" else 0
+        return [*checks, *check_hosts(ssh_access(site), used, request, disk=site.disk, port=port)]
+
+    def render(self, request: LaunchRequest) -> LaunchFiles:
+        site: SshSite = request.site
+        hosts = used_hosts(request, given_hosts(request, site))
+        folder = node_folder(request)
+        python = site.python or sys.executable
+        created = "" if request.run_exists else str(folder)
+        command = node_command(request, python=python, launch_folder=created, nodes=len(hosts))
+        if len(hosts) > 1:
+            command.append(f"--peers={','.join(host.host for host in hosts)}")
+        if site.disk == "own" and len(hosts) > 1:
+            head = f"[{hosts[0].host}]" if ":" in hosts[0].host else hosts[0].host
+            command += ["--own-disk", f"--head={head}:{HEAD_PORT}"]
+        script = SshScript(
+            name=request.name,
+            ranks_per_node=request.ranks_per_node,
+            hosts=hosts,
+            min_hosts=min(request.min_nodes, len(hosts)),
+            ssh=ssh_access(site).ssh,
+            detached=detached_command(python, folder=site.folder, environment=site.environment),
+            command=command,
+            folder=folder,
+            logs=request.run_dir / "logs" if request.run_exists else folder,
+            secrets=tuple(dict.fromkeys((*request.secrets, *site.secrets))),
+            send_files=not request.run_exists,
+            own_disks=site.disk == "own" and len(hosts) > 1,
+        )
+        submit = [["bash", SCRIPT]]
+        return LaunchFiles(files={SCRIPT: script.text()}, main=SCRIPT, submit=submit, executable=frozenset({SCRIPT}))
+
+    def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
+        return _start(folder)
+
+    def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
+        return _start(Path(job.folder))
+
+    def state(self, job: JobRecord) -> JobState:
+        """Ask all hosts. If none can be reached, the state is what was collected here before."""
+        nodes = _states(_call(Path(job.folder), "--state").stdout)
+        states = [node.get("state") for node in nodes.values()]
+        running = tuple(name for name, node in nodes.items() if node.get("state") == "running")
+        lost = tuple(name for name, node in nodes.items() if node.get("state") in (None, "lost"))
+        reason = f"{', '.join(lost)} cannot be reached or was lost" if lost else ""
+        if running:
+            native = f"{len(running)} of {len(nodes)} nodes"
+            return JobState(state="running", native=native, reason=reason, nodes=running)
+        codes = [int(node["code"]) for node in nodes.values() if node.get("state") == "ended"]
+        if codes:
+            return state_of_code(choose_code(codes), reason=reason, nodes=tuple(nodes))
+        collected = DetachedProcess(Path(job.folder), FOLLOWER).state()
+        if set(states) == {None} and collected.get("state") == "ended" and collected["code"] != EXIT_UNREACHABLE:
+            return state_of_code(int(collected["code"]), reason=reason)
+        return JobState(state="unknown" if None in states else "failed", reason=reason or "it was not started")
+
+    def stop(self, job: JobRecord) -> None:
+        answer = _call(Path(job.folder), "--stop")
+        if answer.returncode:
+            raise _failed(Path(job.folder), "--stop", answer)
+
+    def commands(self, job: JobRecord) -> JobCommands:
+        script = str(Path(job.folder, SCRIPT))
+        return JobCommands(
+            follow=["bash", script, "--follow"], stop=["bash", script, "--stop"], resume=["bash", script]
+        )
+
+
+def given_hosts(request: LaunchRequest | None, site: SshSite) -> tuple[SshHost, ...]:
+    """Return the hosts of `--hosts`, else those of the site's section."""
+    if request is not None and request.hosts:
+        return parse_hosts(request.hosts)
+    specs = site.hosts or (read_hostfile(Path(site.hostfile).expanduser()) if site.hostfile else ())
+    return parse_hosts(specs, where="ssh.hosts")
+
+
+def _bad_hosts(hosts: Sequence[SshHost]) -> list[SshHost]:
+    """Return the hosts that the bad-node memory has. It has host names, with or without the domain."""
+    names = read_bad_nodes(bad_nodes_file(os.environ))
+    return [each for each in hosts if each.host in names or each.host.partition(".")[0] in names]
+
+
+def used_hosts(request: LaunchRequest, hosts: tuple[SshHost, ...]) -> tuple[SshHost, ...]:
+    """Return as many hosts as the run has nodes, in the order given; raise UserError if they are too few or too small.
+
+    Hosts of the bad-node memory are used only where the others are too few.
+    """
+    bad = _bad_hosts(hosts)
+    good = [host for host in hosts if host not in bad][: request.max_nodes]
+    chosen = {*good, *bad[: max(request.num_nodes - len(good), 0)]}
+    used = tuple(host for host in hosts if host in chosen)
+    if len(used) < request.num_nodes:
+        raise UserError("L011", f"hosts named: {len(used)}; hosts that the run needs: {request.num_nodes}",
+                        where="--hosts", fix="name more: --hosts a,b or --hosts HOSTFILE; or "
+                        "plan for fewer: --set cluster=NODESxRANKSxDEVICE")  # fmt: skip
+    small = [host for host in used if host.slots and host.slots < request.ranks_per_node]
+    if small:
+        raise UserError("L011", f"{small[0].label} has {small[0].slots} slots, but {request.ranks_per_node} ranks "
+                        "run on each host", where="--hosts",
+                        fix="name other hosts, or plan for fewer ranks on each: --set cluster=...")  # fmt: skip
+    return used
+
+
+def node_folder(request: LaunchRequest) -> Path:
+    """Return the folder on the nodes for files about their supervisors: in the run, or beside one not yet created."""
+    run = request.run_dir
+    return run / "launch" / "nodes" if request.run_exists else run.with_name(f"{run.name}.launch")
+
+
+def ssh_access(site: SshSite) -> SshAccess:
+    """Return how hosts are reached: the ssh command without the host, and the Python there."""
+    command = ["ssh", "-T"]
+    if site.config_file:
+        command += ["-F", str(Path(site.config_file).expanduser())]
+    user = [f"User={site.user}"] if site.user else []
+    options = (*site.options, *user, *SSH_OPTIONS, f"ConnectTimeout={site.connect_timeout_seconds}")
+    ssh = [*command, *(word for option in options for word in ("-o", option))]
+    python = detached_command(site.python or sys.executable, folder=site.folder, environment=site.environment)
+    return SshAccess(ssh=ssh, python=python[:-2], connect_seconds=site.connect_timeout_seconds)
+
+
+def choose_code(codes: list[int]) -> int:
+    """Return the exit code of a run from those of its nodes, as `choose_code` of the scripts does."""
+    return next((code for code in CODES_IN_ORDER if code in codes), codes[0])
+
+
+def _start(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Start the nodes, and collect their output in `folder` from now on; return the job's id and details."""
+    answer = _call(folder, "--start")
+    if answer.returncode:
+        raise _failed(folder, "--start", answer)
+    nodes = _states(answer.stdout)
+    DetachedProcess(folder, FOLLOWER).start(["bash", str(folder / SCRIPT), "--follow"])
+    first, process = next(iter(nodes.items()))
+    return f"{first}-{process.get('pid', 0)}-{process.get('started', 0)}", {"nodes": nodes}
+
+
+def _call(folder: Path, option: str) -> subprocess.CompletedProcess[str]:
+    script = folder / SCRIPT
+    if not script.is_file():
+        raise UserError("L028", "the script of this job is gone", where=str(script),
+                        fix="launch the run again, with --run-dir RUN of this job")  # fmt: skip
+    try:
+        return subprocess.run(["bash", str(script), option], stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, errors="replace", timeout=SCRIPT_SECONDS, check=False)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError("L028", f"the script did not run: {error}", where=f"bash {script} {option}",
+                        fix="run it by hand to see why") from None  # fmt: skip
+
+
+def _failed(folder: Path, option: str, answer: subprocess.CompletedProcess[str]) -> UserError:
+    said = " / ".join(answer.stderr.strip().splitlines()[-3:]) or f"exit code {answer.returncode}"
+    return UserError("L028", f"the hosts could not be told: {said}",
+                     where=shlex.join(["bash", str(folder / SCRIPT), option]),
+                     fix="run that command to see what each host answers; `trimaran launch --check` looks at all of "
+                     "them")  # fmt: skip
+
+
+def _states(text: str) -> dict[str, dict[str, Any]]:
+    """Return what the script printed about each host; an empty object for a host that did not answer."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in text.splitlines():
+        host, _, answer = line.partition(" ")
+        try:
+            state = json.loads(answer)
+        except ValueError:
+            state = {}
+        found[host] = state if isinstance(state, dict) else {}
+    return found
+
+
+def _no_hosts() -> SiteCheck:
+    return SiteCheck(name="hosts", found="none in the site file: name them with --hosts")

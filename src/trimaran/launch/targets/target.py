@@ -1,0 +1,184 @@
+"""The interface of a launch target: it writes files that a person can read and run, submits them, and follows the job.
+
+A target never starts anything while it writes files, and the files never contain the value of a secret.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel
+
+from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean
+from trimaran.hardware import Cluster
+
+# By name, in the order in which help and completion list them. Only the requested one is imported.
+TARGET_CLASSES = {
+    "local": "trimaran.launch.targets.local_target:LocalTarget",
+    "ssh": "trimaran.launch.targets.ssh_target:SshTarget",
+    "slurm": "trimaran.launch.targets.slurm_target:SlurmTarget",
+    "k8s": "trimaran.launch.targets.k8s_target:KubernetesTarget",
+    "ray": "trimaran.launch.targets.ray_target:RayTarget",
+    "sky": "trimaran.launch.targets.sky_target:SkyTarget",
+}
+SAVE_SECONDS = Seconds(60.0)  # of a checkpoint that nothing is known about
+MAX_NAME = 40  # characters of a job's name: targets add to it, and Kubernetes allows 63
+State = Literal["queued", "running", "done", "stopped", "failed", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What to launch. `run_dir` is the run directory as the nodes see it, an absolute path.
+
+    `run_exists`: the run directory was created here and is on a disk that the nodes share; otherwise the first node
+    creates it from the recipe and plan among the launch files. `site` are the target's defaults of this site, with
+    those of the command line on top. `save_seconds` is how long a checkpoint is predicted to take. `secrets` are the
+    names of environment variables that the ranks may need; their values are passed by reference only.
+    """
+
+    name: str
+    run_dir: Path
+    recipe: Recipe
+    plan: Plan
+    cluster: Cluster
+    site: Any
+    hosts: tuple[str, ...] = ()
+    run_exists: bool = True
+    check: bool = True
+    save_seconds: Seconds = SAVE_SECONDS
+    secrets: tuple[str, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        return self.cluster.num_nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.cluster.devices_per_node
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest nodes to continue with: those that hold the fewest ranks of `faults.ranks`, else all."""
+        ranks = self.recipe.faults.ranks
+        return min(self.num_nodes, -(-ranks[0] // self.ranks_per_node)) if ranks else self.num_nodes
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes that may take part: those that hold the most ranks of `faults.ranks`, else those asked for."""
+        ranks = self.recipe.faults.ranks
+        return max(self.num_nodes, ranks[1] // self.ranks_per_node) if ranks else self.num_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFiles:
+    """The files of a launch by name, and the commands that submit them from their folder, without Trimaran."""
+
+    files: Mapping[str, str]
+    main: str  # the name of the file to read first
+    submit: Sequence[Sequence[str]]
+    executable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A launched job. `native_id` is the target's own name for it; `details` are what the target needs to find it."""
+
+    id: str
+    target: str
+    name: str
+    native_id: str
+    run_dir: str
+    folder: str  # of the launch files
+    submitted: float  # wall clock
+    host: str  # from which it was submitted
+    num_nodes: int
+    ranks_per_node: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What a target says about a job. `native` is its own word for the state, `reason` why, if it says so."""
+
+    state: State
+    native: str = ""
+    reason: str = ""
+    exit_code: int | None = None
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCommands:
+    """The commands behind a job: follow its output, stop it with a checkpoint, start it again."""
+
+    follow: Sequence[str]
+    stop: Sequence[str]
+    resume: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteCheck:
+    """One line of `trimaran launch --check`. `error` is None if it passed."""
+
+    name: str
+    found: str
+    error: UserError | None = None
+
+
+class Target(Protocol):
+    """One place to launch runs. Methods raise UserError for a person's mistake, also when the target's tool fails."""
+
+    name: str
+    site_model: type[BaseModel]  # of the target's section in the site file
+    # The run directory is created by `trimaran launch`, on a disk that the nodes share. Otherwise it is a path on the
+    # nodes, below the field `runs` of the site's section, and the first node creates it from the launch files.
+    shares_disk: bool
+
+    def check(self, request: LaunchRequest | None, site: Any) -> list[SiteCheck]:
+        """Return what was checked before anything is submitted: tools, limits, partitions, nodes.
+
+        Without a request only the site's section is checked.
+        """
+        ...
+
+    def render(self, request: LaunchRequest) -> LaunchFiles:
+        """Return the launch files. Starts nothing, reads no network, and gives the same files for the same request."""
+        ...
+
+    def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
+        """Submit the files in `folder`; return the job's native id and the details of its record."""
+        ...
+
+    def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
+        """Submit the files of a job again: the run continues from its newest state."""
+        ...
+
+    def state(self, job: JobRecord) -> JobState:
+        """Return the job's state, by asking the target."""
+        ...
+
+    def stop(self, job: JobRecord) -> None:
+        """Ask the job to stop with a complete checkpoint."""
+        ...
+
+    def commands(self, job: JobRecord) -> JobCommands:
+        """Return the commands that a person would use, without Trimaran where the target has its own."""
+        ...
+
+
+def open_target(name: str) -> Target:
+    """Return the target with this name; raise UserError if there is none."""
+    if name not in TARGET_CLASSES:
+        raise UserError("L001", f"there is no target '{name}'{did_you_mean(name, TARGET_CLASSES)}", where="--on",
+                        fix=f"name one of {', '.join(TARGET_CLASSES)}")  # fmt: skip
+    module, _, kind = TARGET_CLASSES[name].partition(":")
+    return getattr(import_module(module), kind)()
+
+
+def job_name(name: str) -> str:
+    """Return a run's name as a DNS label, which every target accepts: lower case letters, digits and hyphens."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.casefold()).strip("-")[:MAX_NAME].rstrip("-")
+    return label if label[:1].isalpha() else f"run-{label}".rstrip("-")

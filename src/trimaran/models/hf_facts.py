@@ -1,0 +1,139 @@
+"""What our trainer can do with a Hugging Face model: facts that only the model's code reveals, kept in a cache.
+
+`train/find_hf_facts.py` finds them, by building the model without weights. The planner reads them without torch.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trimaran import __version__
+from trimaran.core import ModelSection, UserError
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.user_folders import user_cache
+from trimaran.models.resolve import MAX_CONFIG_BYTES, model_folder
+
+FORMAT = 1  # of the files in the cache; a change of what they hold needs another number
+MAX_FACTS_BYTES = 1_000_000
+PACKAGES = ("torch", "transformers")  # whose versions decide what a model can do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfFacts:
+    """What training refuses, as the mistakes that it raises, and the sizes that it checks.
+
+    untrainable: why the model cannot be trained at all. without_tp, without_cp: why the axis is not possible.
+    tp_sizes: what tp must divide, by name.
+    max_seq_len: the longest sequence; 0 if the model gives no limit.
+    """
+
+    untrainable: UserError | None = None
+    without_tp: UserError | None = None
+    without_cp: UserError | None = None
+    tp_sizes: Mapping[str, int] = field(default_factory=dict)
+    max_seq_len: int = 0
+    has_fp8_layers: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the facts for a file."""
+        mistakes = {name: _mistake_as_dict(getattr(self, name)) for name in MISTAKES}
+        sizes = {"tp_sizes": dict(self.tp_sizes), "max_seq_len": self.max_seq_len}
+        return {**mistakes, **sizes, "has_fp8_layers": self.has_fp8_layers}
+
+
+MISTAKES = ("untrainable", "without_tp", "without_cp")
+
+
+def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
+    """Return the facts in a file. Raises KeyError, TypeError or ValueError if it holds something else."""
+    mistakes = {name: _mistake(tree[name]) for name in MISTAKES}
+    sizes = {str(name): int(size) for name, size in tree["tp_sizes"].items()}
+    return HfFacts(
+        **mistakes, tp_sizes=sizes, max_seq_len=int(tree["max_seq_len"]), has_fp8_layers=bool(tree["has_fp8_layers"])
+    )
+
+
+def refuse_tp_degree(degree: int, sizes: Mapping[str, int]) -> None:
+    """Raise unless the degree divides every size that tp splits."""
+    if bad := [f"{name} ({size})" for name, size in sizes.items() if size % degree]:
+        works = [str(each) for each in range(1, degree) if not any(size % each for size in sizes.values())]
+        raise UserError("M027", f"tp is {degree}, which does not divide {bad[0]}", where="plan.mesh.tp",
+                        fix=f"use a tp of {' or '.join(works)}")  # fmt: skip
+
+
+def refuse_seq_len(seq_len: int, most: int) -> None:
+    """Raise if the sequences are longer than the positions of a Hugging Face model without a spec."""
+    if seq_len > most:
+        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {most:,}",
+                        where="data.seq_len", fix=f"set data.seq_len to {most} or less")  # fmt: skip
+
+
+def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None:
+    """Return the file in the cache for the facts of this model; None if torch or transformers is not installed.
+
+    Also None without a home directory. Its name depends on config.json, on the model's own code if it is trusted, and
+    on the versions of the packages that build the model.
+    """
+    named, cache = environ.get("TRIMARAN_CACHE"), user_cache(environ)
+    root = Path(named) if named else cache
+    if section.path is None or root is None or missing_package():
+        return None
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    parts: dict[str, Any] = {"format": FORMAT, "trimaran": __version__, **versions, "code": section.trust_remote_code}
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    folder = model_folder(section.path)
+    for path in [folder / "config.json", *(sorted(folder.glob("*.py")) if section.trust_remote_code else [])]:
+        digest.update(path.name.encode() + read_regular_bytes(path, follow_links=True, limit_bytes=MAX_CONFIG_BYTES))
+    return root / "hf-facts" / f"{digest.hexdigest()[:32]}.json"
+
+
+def missing_package() -> str:
+    """Return the first package that is not installed and that building a Hugging Face model needs; empty if none."""
+    for name in PACKAGES:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return name
+    return ""
+
+
+def cached_facts(section: ModelSection, environ: Mapping[str, str]) -> HfFacts | None:
+    """Return the facts of a Hugging Face model that an earlier command found; None if there are none."""
+    try:
+        if section.family != "hf" or (path := facts_file(section, environ)) is None:
+            return None
+        tree = json.loads(read_regular_bytes(path, follow_links=False, limit_bytes=MAX_FACTS_BYTES))
+        return _at(facts_from_dict(tree), str(section.path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        return None  # a missing or damaged file is written again
+
+
+def write_facts(path: Path, facts: HfFacts) -> None:
+    """Write the file atomically: another planner that reads it meanwhile gets all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(json.dumps(facts.as_dict(), indent=2) + "\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def _at(facts: HfFacts, path: str) -> HfFacts:
+    """Return the facts of the same config in this folder: a mistake says where the model is."""
+    if facts.untrainable is None or facts.untrainable.where == "model.path":
+        return facts
+    error = facts.untrainable
+    return HfFacts(untrainable=UserError(error.code, error.what, where=path, fix=error.fix))
+
+
+def _mistake_as_dict(error: UserError | None) -> dict[str, str] | None:
+    return None if error is None else {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
+
+
+def _mistake(tree: Mapping[str, str] | None) -> UserError | None:
+    return None if tree is None else UserError(tree["code"], tree["what"], where=tree["where"], fix=tree["fix"])

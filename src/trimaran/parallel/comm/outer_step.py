@@ -1,0 +1,279 @@
+"""The outer step: synchronises replicas that train alone for some steps (local SGD, DiLoCo and its variants)."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trimaran.core import Plan
+from trimaran.core.local_steps import LocalSteps, synchronisation_bytes
+from trimaran.nets import Network
+from trimaran.nets.local_shards import local_part
+from trimaran.parallel.comm.outer_exchange import MeanExchange, StartExchange, exchange_of
+from trimaran.parallel.mesh import RankMesh
+from trimaran.run.gloo_listeners import closed_listeners
+
+MAX_BUCKET_VALUES = 64 << 20  # 256 MiB of fp32: exchanged together
+NamedParameter = tuple[str, nn.Parameter]
+
+
+class OuterTensor(NamedTuple):
+    """A part of the outer state, with the shape of this rank's part of its parameter.
+
+    `kind` is `weights` (the last synchronised ones), `momentum`, or `error` (what was not sent yet, of this replica).
+    """
+
+    kind: str
+    name: str
+    parameter: nn.Parameter
+    tensor: Tensor
+
+
+class OuterBucket:
+    """Parameters that are exchanged together, and their outer state: flat tensors in fp32, on one device."""
+
+    def __init__(self, named: Sequence[NamedParameter], local: LocalSteps, device: torch.device) -> None:
+        self.named, self._local, self._device = [*named], local, device
+        self.sizes = [local_part(each).numel() for _, each in named]
+        self.num_values = sum(self.sizes)
+        self._state: dict[str, Tensor] = {}
+        state_device = torch.device("cpu") if local.outer.offload else device
+        if local.keeps_outer_weights:
+            self._state["weights"] = self.local_weights().to(state_device)
+            kinds = ["momentum"] if local.outer.resolved_momentum else []
+            for kind in [*kinds, "error"] if local.compression == "sparse" else kinds:
+                self._state[kind] = torch.zeros(self.num_values, device=state_device)
+
+    def tensors(self) -> Iterator[OuterTensor]:
+        for kind, flat in self._state.items():
+            for (name, parameter), part in zip(self.named, flat.split(self.sizes), strict=True):
+                yield OuterTensor(kind, name, parameter, part.view(local_part(parameter).shape))
+
+    def local_weights(self) -> Tensor:
+        """Return a copy of this replica's weights, flat, in fp32, on the device that communicates."""
+        parts = [local_part(each).reshape(-1).to(self._device, torch.float32) for _, each in self.named]
+        return torch.cat(parts)
+
+    def start(self, start: StartExchange) -> MeanExchange:
+        """Start to exchange the outer gradient, or the weights themselves for a plain average."""
+        values = self.local_weights()
+        if not self._local.keeps_outer_weights:
+            return start(values)
+        outer_gradient = torch.sub(self._state["weights"].to(self._device), values, out=values)
+        if (error := self._state.get("error")) is None:
+            return start(outer_gradient)
+        total = outer_gradient.add_(error.to(self._device), alpha=self._local.error_decay)
+        exchange = start(total)
+        error.copy_(total.sub_(exchange.sent))
+        return exchange
+
+    def finish(self, exchange: MeanExchange, mixing: float) -> None:
+        """Update the outer state from the mean of the replicas, and the weights: `mixing` parts of them stay local."""
+        mean = exchange.finish()
+        self._write(self._update(mean) if self._local.keeps_outer_weights else mean, mixing)
+
+    def _update(self, gradient: Tensor) -> Tensor:
+        """Return the synchronised weights after a step of the outer optimizer, which is torch's SGD."""
+        outer, weights = self._local.outer, self._state["weights"]
+        gradient = gradient.to(weights.device)
+        if (momentum := self._state.get("momentum")) is not None:
+            momentum.mul_(outer.resolved_momentum).add_(gradient)
+            is_nesterov = outer.optimizer == "nesterov"
+            gradient = gradient.add(momentum, alpha=outer.resolved_momentum) if is_nesterov else momentum
+        return weights.add_(gradient, alpha=-outer.resolved_lr)
+
+    def _write(self, synchronised: Tensor, mixing: float) -> None:
+        for (_, parameter), part in zip(self.named, synchronised.split(self.sizes), strict=True):
+            weights = local_part(parameter)
+            new = part.view(weights.shape).to(weights.device)
+            weights.copy_(new.lerp(weights.float(), mixing) if mixing else new)
+
+
+class OuterStep:
+    """Synchronises the replicas' weights after the updates at which the plan says so; every rank calls all methods.
+
+    An exchange on its way belongs to one fragment: a list of buckets. Nothing is on its way after a step that is a
+    multiple of `LocalSteps.steps`. After `last_step` all replicas have the same weights.
+    """
+
+    def __init__(
+        self,
+        local: LocalSteps,
+        fragments: Sequence[Sequence[OuterBucket]],
+        group: dist.ProcessGroup,
+        *,
+        last_step: int,
+        device: torch.device,
+        ranks_of_replica: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.ranks_of_replica = ranks_of_replica  # None if a replica is one rank
+        self.local, self.replica, self.fragments = local, group.rank(), fragments
+        self._start, self._num_replicas = exchange_of(local, group), group.size()
+        self._last_step, self._device = last_step, device
+        self._running: dict[int, list[MeanExchange]] = {}
+
+    def tensors(self) -> Iterator[OuterTensor]:
+        """Yield the outer state that checkpoints hold. The tensors never move."""
+        return (each for fragment in self.fragments for bucket in fragment for each in bucket.tensors())
+
+    @torch.no_grad()
+    def restore(self, loaded: Callable[[OuterTensor], bool]) -> None:
+        """Forget what is on its way. State that no checkpoint had starts over from the weights.
+
+        Weights and state are filled; `loaded` says which of the state.
+        """
+        for exchange in (each for exchanges in self._running.values() for each in exchanges):
+            exchange.finish()
+        self._running = {}
+        for each in self.tensors():
+            if not loaded(each):
+                each.tensor.zero_() if each.kind != "weights" else each.tensor.copy_(local_part(each.parameter))
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> Callable[[], dict[str, Any]]:
+        """Synchronise what is due after `step` steps of the run; return a reader of its metrics, to call a step later.
+
+        A fragment whose exchange was not started in time, right after a resume, is exchanged at once.
+        """
+        local, is_last = self.local, step == self._last_step
+        due = [*range(local.fragments)] if is_last else local.fragments_due(step)
+        timer = ExchangeTimer(self._device) if due else None
+        for number in due:
+            self._synchronise(number, mixing=local.mixing if local.overlap_steps and not is_last else 0.0)
+        if timer is not None:
+            timer.stop()
+        if local.overlap_steps:
+            self._advance(step)
+        if timer is None:
+            return dict
+        num_values = sum(bucket.num_values for number in due for bucket in self.fragments[number])
+        num_bytes = round(synchronisation_bytes(local, num_values, self._num_replicas))
+        return lambda: {"outer": {"bytes": num_bytes, "seconds": timer.seconds(), "fragments": due}}
+
+    def _advance(self, step: int) -> None:
+        """Start the exchanges that are used `overlap_steps` from now; continue those that are half-way."""
+        for number in self.local.fragments_due(step + self.local.overlap_steps):
+            if step + self.local.overlap_steps < self._last_step:  # at the last step everything is exchanged
+                self._running[number] = [bucket.start(self._start) for bucket in self.fragments[number]]
+        half = self.local.overlap_steps // 2
+        for number in self.local.fragments_due(step + half) if half else ():
+            for exchange in self._running.get(number, ()):
+                exchange.advance()
+
+    def _synchronise(self, number: int, *, mixing: float) -> None:
+        """Finish the exchange of a fragment. If none is running, exchange it now, two buckets at a time."""
+        buckets = self.fragments[number]
+        if (running := self._running.pop(number, None)) is not None:
+            for bucket, exchange in zip(buckets, running, strict=True):
+                bucket.finish(exchange, mixing)
+            return
+        before: tuple[OuterBucket, MeanExchange] | None = None
+        for bucket in buckets:
+            exchange = bucket.start(self._start)
+            if before is not None:
+                before[0].finish(before[1], mixing)
+            before = bucket, exchange
+        if before is not None:
+            before[0].finish(before[1], mixing)
+
+
+class ExchangeTimer:
+    """Measures the seconds until `stop`, on the device if it is a GPU. `seconds` waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self._on_gpu = device.type == "cuda"
+        self.stop()
+
+    def stop(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        if not self._on_gpu:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1000
+
+
+def build_outer_step(plan: Plan, ranks: RankMesh, networks: Sequence[Network], *, last_step: int) -> OuterStep | None:
+    """Return the outer step of this rank's trained parameters; None if replicas synchronise their gradients.
+
+    Every rank must call it: an exchange that overlaps training has process groups of its own.
+    """
+    local = plan.comm.local
+    trained = [each for network in networks for each in network.module.parameters() if each.requires_grad]
+    if not local.is_on or any(each.is_meta for each in trained):
+        return None
+    group = _groups_across(ranks, inside=False) if local.overlap_steps else ranks.group("dp_replicate")
+    fragments = split_fragments(networks, local.fragments, separate=plan.mesh.pp > 1)
+    buckets = [[OuterBucket(named, local, ranks.device) for named in each] for each in fragments]
+    inside = _groups_across(ranks, inside=True) if ranks.degrees.world_size > ranks.degrees.dp_replicate else None
+    return OuterStep(local, buckets, group, last_step=last_step, device=ranks.device, ranks_of_replica=inside)
+
+
+def _groups_across(ranks: RankMesh, *, inside: bool) -> dist.ProcessGroup:
+    """Create process groups of the ranks inside each replica, or of those that hold the same part of each replica.
+
+    Returns the group of this rank. Other collectives of the same ranks would wait behind an exchange that overlaps
+    training, so it gets groups of its own.
+    """
+    names = ranks.axes.mesh_dim_names
+    assert names is not None
+    table = ranks.axes.mesh.movedim(names.index("dp_replicate"), 0).reshape(ranks.degrees.dp_replicate, -1)
+    with closed_listeners():
+        group, _ = dist.new_subgroups_by_enumeration((table if inside else table.T).tolist())
+    assert isinstance(group, dist.ProcessGroup), "every rank is in one of them"
+    return group
+
+
+def split_fragments(
+    networks: Sequence[Network], num_fragments: int, *, separate: bool
+) -> list[list[list[NamedParameter]]]:
+    """Return the trained parameters of this rank by fragment and bucket, the same on every replica.
+
+    Blocks go to the smallest fragment so far, in order; what is outside of blocks is in the last fragment. `separate`:
+    it gets a bucket for each parameter, so that both copies of a tied embedding are summed in the same order.
+    """
+    fragments: list[list[list[NamedParameter]]] = [[] for _ in range(num_fragments)]
+    sizes = [0] * num_fragments
+    blocks: list[list[NamedParameter]] = []
+    for network in networks:
+        trained = [(name, each) for name, each in network.module.named_parameters() if each.requires_grad]
+        owners = {id(each): number for number, block in enumerate(network.blocks) for each in block.parameters()}
+        rest = [named for named in trained if id(named[1]) not in owners and local_part(named[1]).numel()]
+        fragments[-1] += [[named] for named in rest] if separate else _joined(rest)
+        sizes[-1] += sum(each.numel() for _, each in rest)
+        in_blocks = [[named for named in trained if owners.get(id(named[1])) == number] for number in
+                     range(len(network.blocks))]  # fmt: skip
+        blocks += [each for each in in_blocks if each]
+    members: list[list[NamedParameter]] = [[] for _ in range(num_fragments)]
+    for block in blocks:
+        smallest = sizes.index(min(sizes))
+        members[smallest] += block
+        sizes[smallest] += sum(each.numel() for _, each in block)
+    return [[*outside, *_joined(inside)] for outside, inside in zip(fragments, members, strict=True)]
+
+
+def _joined(named: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
+    """Return the parameters in buckets of at most `MAX_BUCKET_VALUES`, unless one has more. No bucket is empty."""
+    buckets: list[list[NamedParameter]] = []
+    size = 0
+    for each in named:
+        num_values = local_part(each[1]).numel()
+        if not num_values:
+            continue
+        if not buckets or size + num_values > MAX_BUCKET_VALUES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(each)
+        size += num_values
+    return buckets

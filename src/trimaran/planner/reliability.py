@@ -1,0 +1,87 @@
+"""Prices the reliability of plans: new steps a second over weeks, with failures, checkpoints and spare nodes."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from trimaran.core import Plan
+from trimaran.hardware import Cluster
+from trimaran.planner.branch_and_bound import FoundPlan, mesh_key_of
+from trimaran.planner.least_memory import resized_cluster
+from trimaran.planner.question import Question
+from trimaran.simulate import Scenario, Simulation, simulate
+from trimaran.simulate.simulation import job_terms_of, spares_needed
+
+PRICED_DAYS, PRICED_RUNS = 30.0, 2
+LEAST_TRAINING_FRACTION = 0.85  # of the nodes; the others are spares
+MAX_SPLIT = 1024  # tp x pp x cp of a plan that leaves spares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """What a simulation of a plan found: goodput, spare nodes, steps between checkpoints, and seconds of a step."""
+
+    goodput: float
+    spares: int
+    save_every: int
+    step_seconds: float
+    mttr: float
+
+    @property
+    def seconds_per_new_step(self) -> float:
+        return self.step_seconds / self.goodput if self.goodput > 0 else math.inf
+
+
+def reliability_of(plan: Plan, question: Question, cluster: Cluster) -> Reliability:
+    """Return the reliability of a plan on a part of the question's cluster. Its other nodes are spares."""
+    found = _simulated(plan, question, cluster)
+    return Reliability(
+        goodput=fmean(each.goodput for each in found.histories),
+        spares=found.terms.spares,
+        save_every=found.terms.save.every,
+        step_seconds=found.sample.mean,
+        mttr=found.mttr,
+    )
+
+
+def by_goodput(plans: Sequence[FoundPlan], question: Question, cluster: Cluster) -> list[tuple[float, FoundPlan]]:
+    """Return the plans with their seconds per new step, the fewest first."""
+    priced = [(reliability_of(each.plan, question, cluster).seconds_per_new_step, each) for each in plans]
+    return sorted(priced, key=lambda each: (each[0], mesh_key_of(each[1].plan)))
+
+
+def clusters_with_spares(question: Question) -> Iterator[Cluster]:
+    """Yield the cluster, and some parts of it that leave spares and over which the batch can be split."""
+    cluster, batch = question.cluster, question.recipe.train.global_batch
+    yield cluster
+    sizes = [
+        nodes
+        for nodes in range(cluster.num_nodes - 1, int(LEAST_TRAINING_FRACTION * cluster.num_nodes), -1)
+        if _splits(nodes * cluster.devices_per_node, batch)
+    ]
+    plan = Plan().model_copy(
+        update={"mesh": question.pins.mesh.model_copy(update={"dp_replicate": cluster.world_size})}
+    )
+    needed = spares_needed(job_terms_of(question.job, cluster, plan, _scenario(question, spares=0), 1.0))
+    enough = [nodes for nodes in sizes if nodes <= cluster.num_nodes - needed]
+    for nodes in sorted({*sizes[:1], *enough[:1]}, reverse=True):
+        yield resized_cluster(cluster, nodes, cluster.devices_per_node)
+
+
+def _splits(world: int, batch: int) -> bool:
+    """Return whether as many data ranks as divide the batch leave a usual product of other degrees."""
+    rest = world // math.gcd(world, batch)
+    for prime in (2, 3, 5):
+        while rest % prime == 0 and rest > 1:
+            rest //= prime
+    return rest == 1 and world // math.gcd(world, batch) <= MAX_SPLIT
+
+
+def _scenario(question: Question, spares: int) -> Scenario:
+    return Scenario(days=PRICED_DAYS, runs=PRICED_RUNS, spares=spares, mtbf_hours=question.mtbf_hours)
+
+
+def _simulated(plan: Plan, question: Question, cluster: Cluster) -> Simulation:
+    scenario = _scenario(question, spares=question.cluster.num_nodes - cluster.num_nodes)
+    return simulate(replace(question, cluster=cluster).job, cluster, plan, scenario)

@@ -1,0 +1,69 @@
+"""One rank of a plan in this process alone, under a fake process group of the plan's full size.
+
+The collectives of a fake group return at once and exchange nothing: shapes, memory and the rank's own computation are
+those of a real run, values that come from other ranks are not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+# Private in torch: caches, and the stand-in for a process group, whose import registers the backend.
+from torch.distributed.tensor import _redistribute, debug
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trimaran.core import Plan, Recipe
+from trimaran.nets import Network
+from trimaran.parallel import RankMesh, build_mesh
+from trimaran.train.build import build_networks
+from trimaran.train.process.rank_info import RankInfo
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRank:
+    """A rank of a plan that runs alone: what the worker knows of itself, and its process groups."""
+
+    info: RankInfo
+    ranks: RankMesh
+
+
+@contextmanager
+def fake_rank(plan: Plan, rank: int, device: torch.device, *, backend: str = "fake") -> Iterator[FakeRank]:
+    """Be `rank` of the plan inside the block, with every process group of the plan; none is left afterwards.
+
+    `device` is where the rank's tensors are: the meta device, a CPU or a GPU. `backend` is one that needs no other
+    process: torch's, or that of a rehearsal, whose collectives return numbers to train on. This process must not be in
+    a process group. Enter it once for each rank; a mesh or a network of an earlier block must not be used in a later
+    one.
+    """
+    assert not dist.is_initialized(), "this process is in a process group already"
+    world_size = plan.mesh.world_size
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        on_meta = device.type == "meta"
+        ranks = build_mesh(plan.mesh, device_type="cpu" if on_meta else device.type)
+        info = RankInfo(rank=rank, world_size=world_size, local_rank=device.index or 0, device=device)
+        yield FakeRank(info, replace(ranks, without_device=on_meta))
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of what it knows about DTensors: meshes of two ranks of a plan are equal, as cache keys."""
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def build_fake_rank(recipe: Recipe, plan: Plan, fake: FakeRank) -> tuple[Network, ...]:
+    """Return this rank's stages of the network, sharded and wrapped as the worker does it. Call it in `fake_rank`.
+
+    On the meta device they get no weights, and it is only checked that those on disk fit. On another device they get
+    them as in the worker: from disk, or random.
+    """
+    return build_networks(recipe, plan, fake.info, fake.ranks)

@@ -1,0 +1,67 @@
+"""Finds what our trainer can do with a Hugging Face model, and prints it as JSON: a command for the planner.
+
+The planner imports no torch. It starts this once for each model and keeps the answer, see `models/hf_facts.py`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from trimaran.core import ModelSection, UserError
+from trimaran.models.hf_facts import HfFacts
+from trimaran.nets.attention_context import Context
+from trimaran.nets.hf import HfNetwork
+from trimaran.nets.hf_tp_plan import hf_tp_sizes
+from trimaran.nets.network import WeightsNeededError
+from trimaran.parallel.fp8 import fp8_layers
+from trimaran.train.build import open_hf_network
+
+
+def find_hf_facts(section: ModelSection) -> HfFacts:
+    """Return the facts of the model, which is built as the worker builds it, on the meta device and without a plan.
+
+    Raises WeightsNeededError for a model that transformers cannot build without weights.
+    """
+    try:
+        network, _ = open_hf_network(section, seed=0, without_weights=True)
+    except UserError as error:
+        return HfFacts(untrainable=error)
+    assert isinstance(network, HfNetwork), "the section names a Hugging Face model"
+    sizes, without_tp = _tried(lambda: hf_tp_sizes(network.module))
+    has_fp8_layers = bool(fp8_layers(network))
+    without_cp = _tried(lambda: network.use_context(Context()))[1]
+    return HfFacts(
+        without_tp=without_tp,
+        without_cp=without_cp,
+        tp_sizes=sizes or {},
+        max_seq_len=0 if network.max_seq_len == sys.maxsize else network.max_seq_len,
+        has_fp8_layers=has_fp8_layers,
+    )
+
+
+def _tried(find: Callable[[], Any]) -> tuple[Any, UserError | None]:
+    """Return what the function returns, or the mistake that it raises."""
+    try:
+        return find(), None
+    except UserError as error:
+        return None, error
+
+
+def main() -> None:
+    """Print the facts of the model that the arguments name, or why they are not known, on the last line."""
+    parser = argparse.ArgumentParser(prog="trimaran.train.find_hf_facts", description=__doc__)
+    parser.add_argument("path")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    named = parser.parse_args()
+    try:
+        section = ModelSection(family="hf", path=named.path, trust_remote_code=named.trust_remote_code)
+        answer = {"facts": find_hf_facts(section).as_dict()}
+    except WeightsNeededError as error:
+        answer = {"unknown": str(error)}
+    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+
+
+if __name__ == "__main__":
+    main()

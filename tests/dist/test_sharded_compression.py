@@ -1,0 +1,39 @@
+"""FSDP2 with compressed reductions: close to exact gradients, an exact resume, and a NaN that reaches all ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.parity import plan_for
+from tests.resume import SEGMENT_STEPS, TrainedSegment, recipe_for, train_segment
+
+RECIPE = recipe_for()
+SHARDED: dict[str, dict[str, Any]] = {
+    "zero-3": {"dp_shard": 2},
+    "zero-2-accumulated": {"dp_shard": 2, "sharding": "gradients", "grad_accum": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+}
+
+
+def train(kind: Any, name: str, *, steps: int = 2 * SEGMENT_STEPS, after: Any = None) -> TrainedSegment:
+    fields: dict[str, Any] = {"grad_accum": 1, "comm": {"compression": kind}} | SHARDED[name]
+    plan = plan_for(RECIPE, **fields)
+    return train_segment(RECIPE, plan, steps=steps, after=after)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_gradients_can_be_compressed_and_a_resume_is_exact(name: str) -> None:
+    exact, full = train("none", name), train("int8", name)
+    assert exact.losses[0] == full.losses[0]
+    assert exact.losses != full.losses
+    assert full.losses == pytest.approx(exact.losses, rel=2e-3)
+    again = train("int8", name, steps=SEGMENT_STEPS, after=full.midway)
+    again.assert_same_end(replace(full, losses=full.losses[SEGMENT_STEPS:]))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_sharded_gradients_can_be_sent_in_16_bits(kind: str) -> None:
+    exact, ours = train("none", "hsdp"), train(kind, "hsdp")
+    assert exact.losses != ours.losses
+    assert ours.losses == pytest.approx(exact.losses, rel=1e-3)

@@ -1,0 +1,193 @@
+"""What training can do with a Hugging Face model is found once, kept, and obeyed by the planner."""
+
+import json
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from tests.hf_models import SMALL
+from trimaran.app.main import main
+from trimaran.app.request import ask_hf_facts as asking
+from trimaran.app.request.ask_hf_facts import ask_hf_facts
+from trimaran.app.request.plan_request import read_plan_request
+from trimaran.app.request.trainer_plan import trainer_plan
+from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
+from trimaran.hardware import parse_cluster
+from trimaran.launch.replan import _known_facts
+from trimaran.models import hf_facts, outline_for, spec_of
+from trimaran.models.hf_facts import HfFacts, cached_facts, facts_file, facts_from_dict, write_facts
+from trimaran.planner import PlanAnswer, check_plan, choose
+from trimaran.planner.search import predicted
+
+REFUSED = UserError("M026", "it has no plan", where="plan.mesh.tp", fix="use dp_shard")
+FACTS = HfFacts(tp_sizes={"num_attention_heads": 4, "width": 48}, max_seq_len=64, has_fp8_layers=False)
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSection:
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    LlamaConfig(**SMALL).save_pretrained(tmp_path / "llama")
+    return ModelSection(family="hf", path=str(tmp_path / "llama"))
+
+
+def plan_of(**fields: Any) -> Plan:
+    return Plan.model_validate({"mesh": {"dp_replicate": 8}, "precision": "bf16"} | fields)
+
+
+def check(plan: Plan, facts: HfFacts, seq_len: int = 32) -> None:
+    section = {"family": "hf", "path": "x"}
+    tree = {"model": section, "data": {"seq_len": seq_len}, "train": {"global_batch": plan.global_batch}}
+    check_plan(plan, Recipe.model_validate(tree), None, parse_cluster("8xH100"), None, facts)
+
+
+def test_facts_are_the_same_after_a_file() -> None:
+    untrainable = UserError("M024", "what", where="model.path", fix="fix")
+    facts = HfFacts(untrainable=untrainable, without_tp=REFUSED, tp_sizes={"a": 4}, max_seq_len=3, has_fp8_layers=True)
+    again = facts_from_dict(json.loads(json.dumps(facts.as_dict())))
+    assert again.as_dict() == facts.as_dict()
+    assert str(again.without_tp) == str(REFUSED)
+
+
+def test_the_planner_refuses_what_the_facts_refuse() -> None:
+    two = Mesh(dp_replicate=4, tp=2)
+    check(plan_of(mesh=two), FACTS)
+    with pytest.raises(UserError, match="it has no plan"):
+        check(plan_of(mesh=two), HfFacts(without_tp=REFUSED))
+    with pytest.raises(UserError, match=r"M027.*does not divide num_attention_heads \(4\)"):
+        check(plan_of(mesh=Mesh(tp=8)), FACTS)
+    with pytest.raises(UserError, match="it has no plan"):
+        check(plan_of(mesh=Mesh(dp_replicate=4, cp=2)), HfFacts(without_cp=REFUSED))
+    with pytest.raises(UserError, match="P005"):
+        check(plan_of(), FACTS, seq_len=65)
+    with pytest.raises(UserError, match="P034"):
+        check(plan_of(precision="fp8"), FACTS)
+    with pytest.raises(UserError, match="it has no plan"):
+        check(plan_of(), HfFacts(untrainable=REFUSED))
+
+
+def test_a_plan_with_an_axis_that_the_model_does_not_support_is_not_chosen(llama: ModelSection) -> None:
+    tree = {"model": llama, "data": {"seq_len": 64}, "train": {"global_batch": 4}, "cluster": "8xH100"}
+    recipe, cluster = Recipe.model_validate(tree), parse_cluster("8xH100")
+    spec, outline = spec_of(recipe.model), outline_for(recipe.model, recipe.data)
+    with pytest.raises(UserError, match="P006"):  # 4 sequences for 8 ranks need tp or cp
+        choose(recipe, spec, cluster, outline, HfFacts(without_tp=REFUSED, without_cp=REFUSED))
+    plan = choose(recipe, spec, cluster, outline, HfFacts(without_cp=REFUSED))
+    assert plan.mesh.tp == 2
+
+
+def test_the_file_depends_on_the_config_and_the_versions(llama: ModelSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = facts_file(llama, os.environ)
+    assert first == facts_file(llama, os.environ)
+    assert first is not None
+    config = Path(str(llama.path)) / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 96', '"vocab_size": 97'))
+    second = facts_file(llama, os.environ)
+    assert second != first
+    monkeypatch.setattr(hf_facts.metadata, "version", lambda name: "0.0")
+    assert facts_file(llama, os.environ) not in (first, second)
+
+
+def test_a_damaged_file_is_as_good_as_none(llama: ModelSection) -> None:
+    path = facts_file(llama, os.environ)
+    assert path is not None
+    write_facts(path, FACTS)
+    assert cached_facts(llama, os.environ) == FACTS
+    for text in ("", "[]", "{}", '{"untrainable": 3}'):
+        path.write_text(text)
+        assert cached_facts(llama, os.environ) is None
+
+
+def test_a_kept_mistake_names_the_folder_of_this_model(llama: ModelSection) -> None:
+    path = facts_file(llama, os.environ)
+    assert path is not None
+    write_facts(path, HfFacts(untrainable=UserError("M024", "what", where="/elsewhere", fix="fix")))
+    found = cached_facts(llama, os.environ)
+    assert found is not None
+    assert found.untrainable is not None
+    assert found.untrainable.where == llama.path
+
+
+def test_without_transformers_nothing_is_known_and_the_answer_says_so(
+    llama: ModelSection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hf_facts, "PACKAGES", ("torch", "no-such-package"))
+    assert ask_hf_facts(llama, os.environ) == (None, "no-such-package is not installed here")
+    assert main(["plan", "--set", "model.family=hf", "--set", f"model.path={llama.path}", "--cluster", "H100",
+                 "--seq-len", "32", "--json"]) == 0  # fmt: skip
+    assert "is not known: no-such-package is not installed here" in capsys.readouterr().out
+
+
+def test_our_own_models_have_no_facts() -> None:
+    assert ask_hf_facts(ModelSection(preset="tiny"), {}) == (None, "")
+
+
+def test_an_elastic_run_keeps_the_axes_that_work() -> None:
+    recipe = Recipe.model_validate({"model": {"family": "hf", "path": "/no/such/folder"}})
+    known = _known_facts(Plan(mesh=Mesh(tp=2)), recipe)
+    assert known is not None
+    assert known.without_tp is None
+    assert known.without_cp is not None
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of Mixtral-8x22B. Its fused experts have a style of tensor parallelism that training does not have."""
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    large = {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
+             "vocab_size": 32000, "num_key_value_heads": 8, "max_position_embeddings": 65536}  # fmt: skip
+    MixtralConfig(**large, num_local_experts=8).save_pretrained("mixtral")
+    return tmp_path / "mixtral"
+
+
+def test_beside_a_plan_that_training_refuses_is_the_one_that_it_runs(mixtral: Path) -> None:
+    asked = read_plan_request("./mixtral", {"cluster": "8x8xH100"}, []).question
+    best = predicted(Plan(mesh=Mesh(dp_shard=32, tp=2), sharding="parameters", micro_batch=8, precision="bf16"), asked)
+    answer = PlanAnswer(question=replace(asked, facts=HfFacts(without_tp=REFUSED)), ranked=(best,))
+    found = trainer_plan(best, answer, ["--set", "x=1"])
+    assert found is not None
+    assert found.plan.mesh.tp == found.plan.mesh.cp == 1
+    assert found.refusal is REFUSED
+    assert found.command.startswith("torchrun --nnodes=8")
+    assert found.command.endswith("train --set x=1")
+    assert f"does not run the plan above (M026: {REFUSED.what})" in str(found)
+    assert found.as_dict()["refusal"] == REFUSED.as_dict()
+    assert trainer_plan(found.plan, answer, []) is None, "training runs its own plan"
+    unknown = PlanAnswer(question=asked, ranked=(best,))
+    assert trainer_plan(best, unknown, []) is None
+
+
+@pytest.mark.slow
+def test_plan_prints_only_a_train_command_that_train_accepts(
+    mixtral: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", "./mixtral", "--cluster", "8x8xH100", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["trainer"]["refusal"]["code"] == "M026"
+    assert "--emit" in answer["next"]
+    words = shlex.split(answer["trainer"]["next"])
+    command = [*words[words.index("train") :], "--set", "data.tokenizer=bytes", "--dry-run", "--json"]
+    assert main(command) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["plan"] == answer["trainer"]["plan"]
+    assert planned["build"]["ranks"] == [0]
+    monkeypatch.setattr(asking, "_find", lambda *_: pytest.fail("the facts are in the cache"))
+    assert main([*command, "--set", "plan.mesh.tp=2"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "M026"
+
+
+@pytest.mark.slow
+def test_the_facts_of_mixtral_come_from_a_process_of_their_own(mixtral: Path) -> None:
+    facts, unknown = ask_hf_facts(ModelSection(family="hf", path=str(mixtral)), os.environ)
+    assert not unknown
+    assert facts is not None
+    assert facts.without_tp is not None
+    assert facts.without_tp.code == "M026"
+    assert facts.without_cp is None
+    assert facts.max_seq_len == 65536
+    assert facts.has_fp8_layers

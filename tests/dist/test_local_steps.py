@@ -1,9 +1,12 @@
 """Replicas that train alone for some steps: against a plain reference, under sharding, in fragments, and resumed."""
 
 import copy
+import json
 import os
+import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,12 @@ from trimaran.core.local_steps import LocalSteps, synchronisation_bytes
 from trimaran.nets import Network
 from trimaran.parallel import build_mesh
 from trimaran.parallel.comm.outer_step import build_outer_step
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.agreement import StepDecision
+from trimaran.train.health.guard import RefusedStep
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.worker import run_worker
 
 ROUNDS, NESTEROV = 3, {"optimizer": "nesterov"}
 Weights = list[np.ndarray]
@@ -306,3 +314,46 @@ def test_other_plans_load_the_state_of_the_first_replica_and_outer_state_can_sta
     ours = train_segment(RECIPE, plan_of(local, **WHOLE), steps=2, after=old)
     zeros = {key for key in ours.saved.index if key.startswith("outer/momentum/")}
     assert zeros
+
+
+LATE_STEP, LATE_SECONDS = 3, 4.0
+
+
+def train_with_a_late_rank(path: Path, cache: Path) -> int:
+    """Train a run whose second rank sleeps before one step."""
+    rank_info = read_rank_info(os.environ)
+    if rank_info.rank == 1:
+        step = PlainStepper.step
+
+        def late_step(self: PlainStepper, batch: Any, **options: Any) -> torch.Tensor:
+            time.sleep(LATE_SECONDS if batch.step == LATE_STEP else 0.0)
+            return step(self, batch, **options)
+
+        PlainStepper.step = late_step
+    return run_worker(RunDirectory(path), rank_info, cache=cache)
+
+
+def test_a_replica_does_not_wait_for_a_late_one_before_they_synchronise(tmp_path: Path) -> None:
+    recipe = recipe_for("tiny", steps=12, seed=1)
+    plan = plan_for(recipe, grad_accum=1, dp_replicate=2, comm={"local_steps": 12})
+    run = create_run(tmp_path / "run", recipe, plan)
+    assert run_ranks(2, train_with_a_late_rank, run.path, tmp_path / "cache") == [0, 0]
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, 13)]
+    seconds = [line["step_seconds"] for line in lines]  # of the first rank
+    assert sum(seconds[LATE_STEP : LATE_STEP + 6]) < LATE_SECONDS / 2 < sum(seconds)
+
+
+def refused(action: Any, step: int) -> StepDecision:
+    refusal = RefusedStep(
+        step=step, good_step=0, reason="", loss=1.0, grad_norm=1.0, ranks=(), sample_ids=(), action=action
+    )
+    return StepDecision(refusal=refusal)
+
+
+def test_of_several_decisions_the_first_that_ends_the_loop_counts() -> None:
+    decision = StepDecision(save=True).then(refused("skip", 1)).then(refused("stop", 2)).then(refused("rewind", 3))
+    assert decision.save
+    assert decision.refusal is not None
+    assert decision.refusal.step == 2
+    assert StepDecision().then(StepDecision(stop=True)).then(StepDecision()).stop

@@ -14,6 +14,7 @@ SPARSE_VALUE_BITS = 12 + 2  # the index in the block, and one of four levels
 SPARSE_LEVEL_BYTES = 8  # the magnitudes of a block's two levels, in fp32
 INT8_BLOCK = 256  # values that share a scale
 SCALE_BYTES = 4
+MAX_READ_DELAY = 16
 
 NumSteps = Annotated[int, Field(ge=1, le=10**6)]
 
@@ -79,6 +80,11 @@ class LocalSteps(BaseModel):
     def weights_stay_local(self) -> bool:
         """Whether replicas still have different weights right after a synchronisation."""
         return self.fragments > 1 or (self.overlap_steps > 0 and self.mixing > 0)
+
+    @property
+    def read_delay(self) -> int:
+        """After how many steps the sums of all ranks are read: on a slow link they take several steps to arrive."""
+        return min(self.steps, MAX_READ_DELAY)
 
     def fragments_due(self, step: int) -> list[int]:
         """Return the fragments whose new weights are in use after `step` steps; the last one at multiples of `steps`.

@@ -1,6 +1,7 @@
 """Decisions that all ranks take together, at the same step (principle 5, docs/principles.md).
 
-Each rank's requests are all-reduced with the counts of a step, and every rank reads the result one step later.
+Each rank's requests are all-reduced with the counts of a step, and every rank reads the result one step later, or a few
+steps later if replicas train alone.
 """
 
 import os
@@ -32,6 +33,17 @@ class StepDecision:
     profile: bool = False
     bad_data: bool = False
     refusal: RefusedStep | None = None
+
+    def then(self, later: "StepDecision") -> "StepDecision":
+        """Return what to do if both are read at once: all requests, and the first refusal that ends the loop, if any."""
+        refusals = [each for each in (self.refusal, later.refusal) if each is not None]
+        return StepDecision(
+            stop=self.stop or later.stop,
+            save=self.save or later.save,
+            profile=self.profile or later.profile,
+            bad_data=self.bad_data or later.bad_data,
+            refusal=next((each for each in refusals if each.action != "skip"), refusals[0] if refusals else None),
+        )
 
     @property
     def loop_exit(self) -> "LoopExit | None":

@@ -1,5 +1,6 @@
 """The training loop."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,7 @@ class Trainer:
     stop: StopRequest
     link: SupervisorLink
     reseed: Callable[[int], None]
+    read_delay: int = 1  # after how many steps the numbers of a step are read
 
     def train(self, start: int = 0) -> LoopExit:
         """Train from step `start` until the recipe's last step, or until all ranks agree to stop or to rewind."""
@@ -43,7 +45,7 @@ class Trainer:
             return self._run_steps(loader, start)
 
     def _run_steps(self, loader: Loader, done: int) -> LoopExit:
-        pending: PendingStep | None = None
+        pending: deque[PendingStep] = deque()
         loop_exit: LoopExit | None = None
         every, steps, start = self.recipe.train.evaluate.every, self.recipe.train.steps, done
         self.clock.restart()
@@ -61,10 +63,10 @@ class Trainer:
             read_numbers = self.stepper.numbers_later(norm, refused)
             self.clock.lap("optimizer")
             done = batch.step + 1
-            # Read the numbers of the step before only now, so that the device never waits for the host.
-            decision = self._read(pending, loader) if pending is not None else StepDecision()
             # Local steps: save and stop only where replicas are in sync, because elsewhere their weights differ.
             in_sync = self.check.replicas_in_sync(done)
+            # Read the numbers of steps before only now, so that the device never waits for the host.
+            decision = self._read(pending, loader, keep=0 if in_sync else self.read_delay - 1)
             if in_sync:
                 decision = self.check.check_replicas(done, decision)
             loop_exit = loop_exit or decision.loop_exit
@@ -72,15 +74,17 @@ class Trainer:
                 self.clock.lap("data")  # the host's work since the update counts as data, saved or not
                 self.checkpointer.after_step(done, decision)
                 self.clock.lap("checkpoint")
-            pending = PendingStep(
-                step=done,
-                lr=lr,
-                read_numbers=read_numbers,
-                host_time=self.clock.host_time(),
-                read_seconds=self.clock.end_step(),
-                read_details=self.stepper.details(),
-                loader_stats=loader.stats(),
-                tokens=batch.num_valid,
+            pending.append(
+                PendingStep(
+                    step=done,
+                    lr=lr,
+                    read_numbers=read_numbers,
+                    host_time=self.clock.host_time(),
+                    read_seconds=self.clock.end_step(),
+                    read_details=self.stepper.details(),
+                    loader_stats=loader.stats(),
+                    tokens=batch.num_valid,
+                )
             )
             self.recorder.profiler.between_steps(done, requested=decision.profile)
             if loop_exit is None and every and done % every == 0 and done < steps:
@@ -98,13 +102,22 @@ class Trainer:
         requests = bool(self.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
         return *requests, *self.recorder.meters.rank_counts
 
-    def _read(self, pending: PendingStep, loader: Loader) -> StepDecision:
-        """Record a finished step and return the decision that follows from it."""
-        return self.check.decide(self.recorder.record(pending, loader), loader.samples)
+    def _read(self, pending: deque[PendingStep], loader: Loader, *, keep: int = 0) -> StepDecision:
+        """Record finished steps, all but the last `keep`, and return the decision that follows from them.
 
-    def _read_last(self, pending: PendingStep | None, loader: Loader, loop_exit: LoopExit | None) -> LoopExit | None:
-        """Record the last step, unless the run rewinds, and return how the loop exits."""
-        if pending is None or (loop_exit is not None and loop_exit.reason == "rewind"):
+        A rewind discards the steps after the one that caused it: they are trained again.
+        """
+        decision = StepDecision()
+        while len(pending) > keep:
+            record = self.recorder.record(pending.popleft(), loader)
+            decision = decision.then(self.check.decide(record, loader.samples))
+            if decision.loop_exit is not None and decision.loop_exit.reason == "rewind":
+                pending.clear()
+        return decision
+
+    def _read_last(self, pending: deque[PendingStep], loader: Loader, loop_exit: LoopExit | None) -> LoopExit | None:
+        """Record the last steps, unless the run rewinds, and return how the loop exits."""
+        if loop_exit is not None and loop_exit.reason == "rewind":
             return loop_exit
         last = self._read(pending, loader).loop_exit
         return loop_exit or last

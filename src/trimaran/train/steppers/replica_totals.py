@@ -22,8 +22,8 @@ class ReplicaTotals(StepTotals):
     """Sums the numbers of a step over the ranks of this replica, and over all ranks for the metrics and decisions.
 
     Each replica divides its loss by its own tokens, clips by its own gradient norm, and decides alone whether to refuse
-    the update. The one sum over all ranks is read a step later, so that it hides behind that step. `replica` is None if
-    a replica is one rank.
+    the update. The one sum over all ranks is read some steps later (`LocalSteps.read_delay`), so that it hides behind
+    those steps. `replica` is None if a replica is one rank.
     """
 
     def __init__(

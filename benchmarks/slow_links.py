@@ -170,7 +170,8 @@ def print_table(lines: list[dict[str, Any]]) -> None:
     target = min(courses["synchronous"]["losses"].values()) * 1.02
     wholes = {(each["method"], each["link"]): each for each in lines if each["kind"] == "whole"}
     print(f"\nto a held-out loss of {target:.3f}")
-    print("| link | method | s a step | predicted | steps | s to the loss | times as fast |\n|---|---|--:|--:|--:|--:|--:|")
+    print("| link | method | s a step | predicted | steps | s to the loss | times as fast |")
+    print("|---|---|--:|--:|--:|--:|--:|")
     exact: dict[str, float] = {}
     for line in (each for each in lines if each["kind"] == "timed" and each["method"] in courses):
         seconds, steps = _median(line), steps_to(target, courses[line["method"]])

@@ -12,7 +12,7 @@ from benchmarks.accuracy.ask import question_of
 from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction
 from trimaran.core.plan import TowerPlan
 from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.collective import all_gather_seconds, ring_of
+from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.cost.peak_memory import Memory
 from trimaran.cost.roofline import attention_seconds, matmul_seconds, rates_of
 from trimaran.cost.stage_time import stage_inputs_of, stage_times_of
@@ -171,14 +171,47 @@ def test_nothing_hides_the_last_reduction() -> None:
     assert found.exposed["gradients on InfiniBand"] == pytest.approx(alone, rel=0.01)
 
 
+def comm_of(**comm: Any) -> dict[str, float]:
+    wanted = {"mesh": {"dp_replicate": 64}, "comm": comm}
+    return predicted(wanted, text="8x8xA100", preset="llama-2-7b", seq_len=256).exposed
+
+
 def test_compression_and_local_steps_reduce_gradient_traffic() -> None:
-    wanted = {"mesh": {"dp_replicate": 64}}
     key = "gradients on InfiniBand"
-    whole, half, rare = (
-        predicted(wanted | {"comm": comm}, text="8x8xA100", preset="llama-2-7b", seq_len=256).exposed[key]
-        for comm in ({}, {"compression": "bf16"}, {"local_steps": 4})
+    assert comm_of(compression="bf16")[key] < comm_of()[key]
+    assert key not in comm_of(local_steps=4)
+
+
+def test_replicas_with_local_steps_exchange_their_weights_once_in_so_many_steps() -> None:
+    key = "weights of replicas on InfiniBand"
+    ring = ring_of(parse_cluster("8x8xA100").levels, 64, 1)
+    once = all_reduce_seconds(4 * PRESETS["llama-2-7b"].num_parameters, ring)
+    assert comm_of(local_steps=4)[key] == pytest.approx(once / 4, rel=0.01)
+    settings: dict[str, Any] = {"steps": 50, "outer": {"optimizer": "nesterov"}}
+    exact, small, hidden = (
+        comm_of(local_steps=settings | more)[key]
+        for more in ({}, {"compression": "int8"}, {"fragments": 5, "overlap_steps": 9})
     )
-    assert rare < half < whole
+    assert exact == pytest.approx(once / 50, rel=0.01)
+    assert small < 0.6 * exact
+    assert hidden < 0.01 * exact
+
+
+def test_a_link_of_a_long_round_trip_delays_every_collective(tmp_path: Path) -> None:
+    """Gloo needs a round trip for each message: the gradients take two, and so do the sums of a step."""
+    found = []
+    for round_trip in (0.002, 0.1):
+        link = {"name": "internet", "gb_per_second": 0.125, "latency_us": 1e6 * round_trip / 2}
+        path = tmp_path / f"{round_trip}.yaml"
+        path.write_text(json.dumps({"device": "cpu", "num_nodes": 2, "devices_per_node": 1, "links": [link]}))
+        found.append(
+            predicted(
+                {"mesh": {"dp_replicate": 2}, "precision": "fp32"}, text=str(path), preset="tiny", seq_len=64
+            ).exposed
+        )
+    near, far = (each["sums of the step on internet"] for each in found)
+    assert far == pytest.approx(2 * 0.1, rel=0.1)
+    assert near == pytest.approx(2 * 0.002, rel=0.1)
 
 
 def test_top_k_traffic_grows_with_the_number_of_ranks() -> None:

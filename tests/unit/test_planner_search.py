@@ -1,11 +1,15 @@
 """The plan that a search finds is legal, fits, and no plan of the space is better."""
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +180,30 @@ def test_a_hint_is_true() -> None:
     assert before is not None
     assert after is not None
     assert before.step_seconds / after.step_seconds >= float(claim.split()[0]) - 0.01
+
+
+SLOW_LINK = {"name": "internet", "gb_per_second": 0.125, "latency_us": 2e4}
+
+
+def test_on_a_slow_link_hints_name_what_synchronises_less_and_it_is_as_fast_as_they_say(tmp_path: Path) -> None:
+    file = tmp_path / "two-sites.yaml"
+    file.write_text(json.dumps({"device": "H100", "num_nodes": 2, "devices_per_node": 4, "links": [SLOW_LINK]}))
+    question = question_for(PRESETS["llama-3.2-1b"], str(file), batch=64, seq_len=2048)
+    answer = search(question)
+    hint = next(hint for hint in answer.hints if hint.startswith("synchronise less often"))
+    settings_text, _, claim = hint.partition(", which changes the results: ")
+    assert "plan.mesh.dp_replicate=2" in settings_text
+    local = re.search(r"local_steps=({.*})'", settings_text)
+    assert local is not None
+    plan = {"mesh": {"dp_replicate": 2}, "comm": {"local_steps": yaml.safe_load(local[1])}}
+    followed = search(question_for(PRESETS["llama-3.2-1b"], str(file), batch=64, seq_len=2048, plan=plan))
+    assert answer.ranked[0].prediction is not None
+    assert followed.ranked[0].prediction is not None
+    gain = answer.ranked[0].prediction.step_seconds / followed.ranked[0].prediction.step_seconds
+    assert float(claim.split()[0]) == pytest.approx(gain, rel=0.05)
+    assert gain > 3
+    near = search(question_for(PRESETS["llama-3.2-1b"], "2x4xH100", batch=64, seq_len=2048))
+    assert not [hint for hint in near.hints if "changes the results:" in hint and "plan.comm" in hint]
 
 
 def test_if_nothing_fits_the_smallest_plan_and_cluster_are_named() -> None:

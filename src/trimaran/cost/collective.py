@@ -19,6 +19,9 @@ NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR, TREE_EFFICIENCY = 2.1, 0.65, 0.2
 MAX_SERIAL_HOPS = 16  # hops of an all-to-all that do not overlap
 # Links with a higher latency are Gloo's. Its gathers reach this fraction of an all-reduce (two ranks).
 MIN_GLOO_LATENCY_SECONDS, GLOO_GATHER_EFFICIENCY = 1e-4, 0.35
+# Between nodes, TCP reaches this fraction of a link, less headers, with any of Gloo's collectives. Each of its messages
+# takes a round trip, in an all-reduce too (`trimaran bench comm` on links of 100 Mbit/s and of 20 ms).
+GLOO_NETWORK_EFFICIENCY = 0.92
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "send")
 
 
@@ -27,7 +30,8 @@ class Ring(NamedTuple):
 
     link: the outermost link that the ring crosses.
     latency: of one hop of an all-gather.
-    tree_bandwidth: 0 where there is no tree; only networks have them.
+    tree_bandwidth: 0 where there is no tree; only NCCL's networks have them.
+    reduce_hop: the latency of one hop of an all-reduce, as a fraction of `latency`.
     inside, near_bandwidth: how many of the ranks share an inner link, and its bandwidth.
     """
 
@@ -41,6 +45,7 @@ class Ring(NamedTuple):
     tree_bandwidth: float = 0.0
     inside: int = 1
     near_bandwidth: float = math.inf
+    reduce_hop: float = REDUCE_HOP_FACTOR
 
 
 @lru_cache(maxsize=4096)
@@ -58,9 +63,15 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
             break
         near = min(near, RING_EFFICIENCY * link.bandwidth) if num_joined > 1 else near
         inside, scale = num_joined, num_joined / link.devices
-    far, one_card = min(near, inside * link.bandwidth), NETWORK_EFFICIENCY * link.bandwidth
+    far, one_card, reduce_hop = (
+        min(near, inside * link.bandwidth),
+        NETWORK_EFFICIENCY * link.bandwidth,
+        REDUCE_HOP_FACTOR,
+    )
     if link is levels[0]:
         usual, tree, hop = _near_bandwidths(link), 0.0, 1.0
+    elif link.latency > MIN_GLOO_LATENCY_SECONDS:
+        usual, tree, hop, reduce_hop = (GLOO_NETWORK_EFFICIENCY * far,) * 4, 0.0, NETWORK_HOP_FACTOR, 1.0
     else:
         usual = (NETWORK_EFFICIENCY * far, NETWORK_GATHER_EFFICIENCY * far, one_card, one_card)
         tree, hop = TREE_EFFICIENCY * far, NETWORK_HOP_FACTOR
@@ -73,7 +84,7 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
     latency = Seconds(hop * link.latency)
     if hops == "own" and link is not levels[0]:
         latency = Seconds((link.latency + (inside - 1) * levels[0].latency) / inside)
-    return Ring(num_ranks, link.name, latency, reduce, gather, exchange, send, tree, inside, near)
+    return Ring(num_ranks, link.name, latency, reduce, gather, exchange, send, tree, inside, near, reduce_hop)
 
 
 def _near_bandwidths(link: Link) -> tuple[float, float, float, float]:
@@ -91,7 +102,7 @@ def all_reduce_seconds(num_bytes: float, ring: Ring) -> Seconds:
     num = ring.num_ranks
     if num == 1:
         return Seconds(0.0)
-    seconds = 2 * (num - 1) * (REDUCE_HOP_FACTOR * ring.latency + num_bytes / num / ring.reduce_bandwidth)
+    seconds = 2 * (num - 1) * (ring.reduce_hop * ring.latency + num_bytes / num / ring.reduce_bandwidth)
     if ring.tree_bandwidth:
         seconds = min(seconds, 2 * (math.ceil(math.log2(num)) * ring.latency + num_bytes / ring.tree_bandwidth))
     return Seconds(seconds)

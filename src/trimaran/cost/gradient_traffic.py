@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from trimaran.core import Plan
 from trimaran.core.compression_settings import FP32_BYTES, compressed_bytes
+from trimaran.core.local_steps import synchronisation_bytes
 from trimaran.cost.collective import RING_EFFICIENCY, Ring, all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.cost.job import Job, frees_weights, gathers_fp8
 from trimaran.cost.roofline import DeviceRates
@@ -35,7 +36,7 @@ class TrafficPath(NamedTuple):
     """How weights and gradients are sent: the rings, the bytes per element, and how much of compute can hide it.
 
     images: of parameters whose shards tensor-parallel ranks hold, too.
-    replica_bytes: of a gradient between replicas, which may synchronise only every few steps.
+    replica_bytes: of a gradient between replicas; 0 if they exchange weights every few steps (`outer_seconds`).
     overlap_fraction: of the compute of a block's passes. If the stages of a rank take turns, it computes
         `num_windows` such passes of others between two of a block's.
     """
@@ -67,7 +68,7 @@ def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, jo
         _rings(levels, 1, mesh.tp * mesh.shards, mesh.dp_replicate, profile.comm.hops),
         1 if gathers_fp8(job, plan) else rates.element_bytes,
         gradient_bytes,
-        gradient_bytes / plan.comm.sync_every,
+        0.0 if plan.comm.local.is_on else gradient_bytes,
         0.0 if hides_nothing else profile.dp_overlap[is_sharded],
         RING_EFFICIENCY * levels[0].bandwidth,
         mesh.pp if profile.comm.overlaps_chunks and plan.num_stages > mesh.pp else 1,
@@ -95,7 +96,7 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
     if plan.mesh.data == 1 and not any(unit.splits_images for unit in stage.units):
         return {}
     if plan.reduces_after_backward:
-        return _late_reductions(path, stage)
+        return _late_reductions(path, stage) if path.replica_bytes else {}
     gathers = reductions = hidden = 0.0
     for unit in stage.units:
         in_forward, in_backward = _transfers(path, plan, unit)
@@ -173,8 +174,23 @@ def unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[floa
         if trained:
             rounds = 2 if sharding == "none" else 1  # an unsharded tower also gathers its reduced gradients
             reduce += rounds * all_gather_seconds(path.gradient_bytes * trained, shards)
-            reduce += all_reduce_seconds(path.replica_bytes * trained / shards.num_ranks, replicas)
+            if path.replica_bytes:
+                reduce += all_reduce_seconds(path.replica_bytes * trained / shards.num_ranks, replicas)
     return gather, reduce
+
+
+def outer_seconds(path: TrafficPath, plan: Plan, stage: StageTime) -> float:
+    """Return the time that replicas with local steps take to exchange all their weights once, fragment by fragment."""
+    local, ring = plan.comm.local, path.dense.replicas
+    trained = sum(unit.count * (unit.trained_dense + unit.trained_experts) for unit in stage.units)
+    of_fragment = trained / path.dense.shards.num_ranks / local.fragments
+    sent = synchronisation_bytes(local, of_fragment, ring.num_ranks)
+    if local.compression == "none":
+        return local.fragments * all_reduce_seconds(FP32_BYTES * of_fragment, ring)
+    # Sparse values are gathered from all; others are exchanged, summed, and then gathered.
+    rounds = 1 if local.compression == "sparse" else 2
+    hops = max(1, ring.num_ranks - 1)
+    return local.fragments * rounds * all_gather_seconds(sent / rounds * ring.num_ranks / hops, ring)
 
 
 def _rings(levels: tuple[Link, ...], stride: int, shards: int, replicas: int, hops: str) -> Rings:

@@ -5,8 +5,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Plan, Seconds
+from trimaran.core.local_steps import exposed_outer_seconds
 from trimaran.cost.collective import all_reduce_seconds, ring_of
-from trimaran.cost.gradient_traffic import LATE_MOVED_BYTES, copy_seconds, exposed_traffic, traffic_path_of
+from trimaran.cost.gradient_traffic import (
+    LATE_MOVED_BYTES,
+    copy_seconds,
+    exposed_traffic,
+    outer_seconds,
+    traffic_path_of,
+)
 from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gaps
 from trimaran.cost.job import Job, num_fsdp_units, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
@@ -47,10 +54,14 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     if plan.sharding != "none":
         slowest, heaviest = with_joined_units(job, plan, slowest), with_joined_units(job, plan, heaviest)
     forward, backward = _pass_seconds(job, plan, slowest, rates)
-    exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(
-        traffic_path_of(levels, plan, rates, job), plan, heaviest
-    )
+    path = traffic_path_of(levels, plan, rates, job)
+    exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(path, plan, heaviest)
     exposed |= _replica_reductions(job, plan, heaviest, levels)
+    if job.stack.name == "trimaran" and cluster.num_nodes > 1 and not plan.comm.local.is_on:
+        ring = ring_of(levels, cluster.world_size, 1, profile.comm.hops)
+        # Gloo sends such a small message around a ring, NCCL up and down a tree.
+        hops = 2 * (cluster.world_size - 1 if device.kind == "cpu" else math.ceil(math.log2(cluster.num_nodes)))
+        exposed[f"sums of the step on {ring.link}"] = hops * ring.reduce_hop * ring.latency
     if copies := copy_seconds(job, plan, heaviest, rates):
         exposed[COPIES] = copies
     if doublings := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
@@ -68,6 +79,10 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     }
     if device.kind != "cpu":
         _add_host_waits(terms, _host_seconds(profile, plan, slowest, rates), has_waited=slowest.has_waited)
+    if plan.comm.local.is_on:
+        exchange = exposed_outer_seconds(plan.comm.local, outer_seconds(path, plan, heaviest), sum(terms.values()))
+        exposed[f"weights of replicas on {path.dense.replicas.link}"] = exchange
+        terms["comm"] += exchange
     return StepTime(
         {term: Seconds(num) for term, num in terms.items() if num or term in ALWAYS_SHOWN},
         {key: Seconds(num) for key, num in exposed.items()},

@@ -40,8 +40,8 @@ class Cluster:
     """The machines of a run. Ranks are numbered node by node.
 
     `links` go from the innermost to the outermost; each connects more devices than the one before. The links inside
-    a node are enough. Without any, they follow from the device. `host_bytes` and `host_bandwidth` describe a node's
-    host memory.
+    a node are enough, and so are those between nodes; the others follow from the device. `host_bytes` and
+    `host_bandwidth` describe a node's host memory.
     """
 
     device: Device
@@ -61,7 +61,9 @@ class Cluster:
         if not self.links:
             return default_links(self.device, self.num_nodes, self.devices_per_node)
         if self.links[-1].devices == self.world_size:
-            return self.links
+            if self.num_nodes == 1 or self.links[0].devices <= self.devices_per_node:
+                return self.links
+            return (*default_links(self.device, 1, self.devices_per_node), *self.links)
         near = tuple(link for link in self.links if link.devices < self.devices_per_node)
         around = self.links[min(len(near), len(self.links) - 1)]
         node = (*near, replace(around, devices=self.devices_per_node))

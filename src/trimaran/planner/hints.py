@@ -1,10 +1,13 @@
 """Hints: what would change the answer. Each change is searched before it is shown."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trimaran.core import AdapterSection, Bytes, Mesh, Plan, show_bytes
+from trimaran.core.local_steps import LocalSteps, OuterOptimizer
+from trimaran.core.plan import Comm
 from trimaran.hardware import Cluster
 from trimaran.models import Outline, OutlineLayer, with_adapter
 from trimaran.planner.evaluator import PlanEvaluator
@@ -14,6 +17,9 @@ from trimaran.planner.risk import ranked_by_risk
 from trimaran.planner.space import Space
 
 MIN_HINT_SPEEDUP = 1.03  # a smaller gain is not shown
+# What changes the trajectory is shown only on slow links: from this much of a step in communication, and this gain.
+MIN_COMM_FRACTION, MIN_INEXACT_SPEEDUP = 0.3, 1.3
+LOCAL_STEPS = range(50, 4, -1)  # that replicas may train alone, the first choice first
 
 
 class Hint(NamedTuple):
@@ -31,7 +37,41 @@ def hints_for(best: Plan, question: Question) -> tuple[str, ...]:
         seconds = fastest_like(change.question, best)
         if seconds is not None and (gain := best.prediction.step_seconds / seconds) > MIN_HINT_SPEEDUP:
             hints.append(f"{change.text}: {gain:.2f} times as fast")
-    return (*hints, *_free_memory(best, question))
+    return (*hints, *_slow_link_hints(best, question), *_free_memory(best, question))
+
+
+def _slow_link_hints(best: Plan, question: Question) -> Iterator[str]:
+    """Yield the fastest compression and the fastest local steps, where communication takes much of a step."""
+    assert best.prediction is not None
+    seconds, comm = best.prediction.step_seconds, best.prediction.time.get("comm", 0.0)
+    if comm < MIN_COMM_FRACTION * seconds or best.mesh.dp == 1 or "comm" in question.pins.model_fields_set:
+        return
+    for what, settings in (("compress gradients", _compressions()), ("synchronise less often", _local_steps(question))):
+        found = {}
+        for text, fields in settings:
+            changed = _with(question, plan=_pinned(question.pins, **fields))
+            found[text] = (_fastest(changed) if "mesh" in fields else fastest_like(changed, best)) or math.inf
+        text = min(found, key=lambda each: found[each], default="")
+        if text and (gain := seconds / found[text]) > MIN_INEXACT_SPEEDUP:
+            yield f"{what} with --set {text}, which changes the results: {gain:.2f} times as fast"
+
+
+def _compressions() -> Iterator[tuple[str, dict[str, Any]]]:
+    for kind in ("bf16", "int8", "powersgd"):
+        yield f"plan.comm.compression={kind}", {"comm": Comm(compression=kind)}
+
+
+def _local_steps(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield DiLoCo with a replica on each node, plain and with int8. Its local steps divide the steps of the run."""
+    steps = next((each for each in LOCAL_STEPS if question.recipe.train.steps % each == 0), None)
+    nodes, mesh = question.cluster.num_nodes, question.pins.mesh.model_dump(exclude_unset=True)
+    if steps is None or nodes == 1 or mesh.get("dp_replicate", nodes) != nodes:
+        return
+    for compression in ("none", "int8"):
+        local = LocalSteps(steps=steps, outer=OuterOptimizer(optimizer="nesterov"), compression=compression)
+        text = f"{{steps: {steps}, outer: {{optimizer: nesterov}}, compression: {compression}}}"
+        fields = {"mesh": Mesh(**mesh | {"dp_replicate": nodes}), "comm": Comm(local_steps=local)}
+        yield f"plan.mesh.dp_replicate={nodes} --set 'plan.comm.local_steps={text}'", fields
 
 
 def memory_hints(question: Question) -> tuple[str, ...]:
@@ -145,8 +185,12 @@ def fastest_like(question: Question, best: Plan) -> float | None:
         fixed["pipeline"] = best.pipeline
     if best.mesh.dp > 1 and "sharding" not in pins.model_fields_set:
         fixed["sharding"] = best.sharding
-    changed = _with(question, plan=_pinned(pins, **fixed))
-    space = Space(changed)
+    return _fastest(_with(question, plan=_pinned(pins, **fixed)))
+
+
+def _fastest(question: Question) -> float | None:
+    """Return the step seconds of the fastest plan; None if none fits or can run."""
+    space = Space(question)
     found = ranked_by_risk(space, PlanEvaluator(space)).plans
     return found[0].seconds if found else None
 

@@ -35,7 +35,7 @@ class StepDecision:
     refusal: RefusedStep | None = None
 
     def then(self, later: "StepDecision") -> "StepDecision":
-        """Return what to do if both are read at once: all requests, and the first refusal that ends the loop, if any."""
+        """Return what to do if both are read at once: all requests, and one refusal, the first that ends the loop."""
         refusals = [each for each in (self.refusal, later.refusal) if each is not None]
         return StepDecision(
             stop=self.stop or later.stop,

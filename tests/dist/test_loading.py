@@ -121,8 +121,10 @@ def test_each_change_of_the_loader_is_an_event_and_its_waits_are_in_the_metrics(
     assert steps == sorted(set(steps))
     waits: list[Any] = [line.get("loader") for line in lines(run.metrics)]
     assert waits[0] is None  # the first batch cannot be loaded ahead
-    assert (waits[1]["workers"], waits[1]["depth"]) == (0, 2)
-    assert 0.02 < waits[1]["waited"] <= lines(run.metrics)[1]["phases"]["data"]
+    waited = [(each, line["phases"]["data"]) for each, line in zip(waits, lines(run.metrics), strict=True) if each]
+    assert (waited[0][0]["workers"], waited[0][0]["depth"]) == (0, 2)
+    assert max(each["waited"] for each, _ in waited) > 0.02
+    assert all(each["waited"] <= in_data for each, in_data in waited)
 
 
 @pytest.mark.parametrize(

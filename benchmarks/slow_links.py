@@ -7,8 +7,8 @@ Two nodes with one CPU rank each, in two network namespaces (needs root), train 
 the real supervisor. A process relays every packet between them and delays, limits and drops them as the link says.
 Three kinds of lines are written. `course`: a whole run on an unlimited link, with the held-out loss every ten steps; no
 link changes the losses, so it also says how many steps a method takes to a loss on every link. `timed`: a short run on
-a link, with the seconds of its steps and what the cost model predicts for them. `whole`: a whole run on a link, to a
-loss, which shows that steps times seconds is the time it really takes (`--whole LINK`).
+a link, with the seconds of its steps; the table shows what the cost model predicts for them today. `whole`: a whole run
+on a link, which shows that steps times seconds is the time to a loss that it really takes (`--whole LINK`).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.chaos.nodes import TwoMachines
 
-from trimaran.core import parse_recipe
+from trimaran.core import Plan, Recipe, parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
@@ -72,8 +72,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(method: str, link: str, steps: int, *, evaluates: bool) -> dict[str, Any]:
-    """Train on a link and return the seconds of each step, the held-out losses, and the predicted seconds."""
+def planned(method: str, link: str, folder: Path, *, steps: int, evaluates: bool) -> tuple[Recipe, Plan]:
+    """Return the recipe of a run and its plan, with what the cost model predicts for this link."""
     settings = {
         "model": {"preset": "tiny", "shape": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384}},
         "data": {"seq_len": 64},
@@ -84,24 +84,29 @@ def train(method: str, link: str, steps: int, *, evaluates: bool) -> dict[str, A
         "plan": {"mesh": {"dp_replicate": 2}, "grad_accum": 1, "comm": METHODS[method]},
     }  # fmt: skip
     recipe = parse_recipe(json.dumps(settings), name="slow-links")
-    prepare(recipe.data, cache=cache_folder(os.environ))
+    cluster = parse_cluster(_cluster_file(folder, LINKS[link]) if LINKS[link].megabits else recipe.cluster)
+    return recipe, choose(recipe, spec_of(recipe.model), cluster)
+
+
+def train(method: str, link: str, steps: int, *, evaluates: bool) -> dict[str, Any]:
+    """Train on a link and return the seconds of each step and the held-out losses."""
     with tempfile.TemporaryDirectory() as folder:
-        cluster = parse_cluster(_cluster_file(Path(folder), LINKS[link]) if LINKS[link].megabits else recipe.cluster)
-        plan = choose(recipe, spec_of(recipe.model), cluster)
-        assert plan.prediction is not None
+        recipe, plan = planned(method, link, Path(folder), steps=steps, evaluates=evaluates)
+        prepare(recipe.data, cache=cache_folder(os.environ))
         run = create_run(Path(folder) / "run", recipe, plan)
         without_pause = {"TRIMARAN_TEST_PAUSE": "0"}
         with TwoMachines(run, wire=LINKS[link].flags, environments=(without_pause, without_pause)) as machines:
             codes = [machine.wait(MAX_SECONDS) for machine in machines.all]
         assert codes == [0, 0], [machine.log.read_text()[-2000:] for machine in machines.all]
-        return {
-            "method": method,
-            "link": link,
-            "seconds": [each["step_seconds"] for each in _lines(run.metrics)],
-            "predicted": plan.prediction.step_seconds,
-            "terms": dict(plan.prediction.time),
-            "losses": _held_out(run),
-        }
+        seconds = [each["step_seconds"] for each in _lines(run.metrics)]
+        return {"method": method, "link": link, "seconds": seconds, "losses": _held_out(run)}
+
+
+def predicted_seconds(method: str, link: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        _, plan = planned(method, link, Path(folder), steps=300, evaluates=False)
+    assert plan.prediction is not None
+    return plan.prediction.step_seconds
 
 
 def _cluster_file(folder: Path, link: LinkShape) -> str:
@@ -117,8 +122,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _held_out(run: RunDirectory) -> dict[int, float]:
-    events = (each["data"] for each in _lines(run.events(0)) if each["kind"] == "evaluation")
-    return {each["step"]: each["loss"] for each in events}
+    return {each["step"]: each["data"]["loss"] for each in _lines(run.events(0)) if each["kind"] == "evaluation"}
 
 
 def steps_to(loss: float, line: dict[str, Any]) -> int | None:
@@ -141,7 +145,7 @@ def main() -> None:
         for kind, line in measure(flags):
             with flags.out.open("a") as file:
                 file.write(json.dumps({"kind": kind} | line) + "\n")
-            print(kind, line["method"], line["link"], f"{_median(line):.3f} s a step", flush=True)
+            print(kind, line["method"], line["link"], f"{mean_seconds(line):.3f} s a step", flush=True)
     print_table(_lines(flags.out))
 
 
@@ -157,7 +161,7 @@ def measure(flags: argparse.Namespace) -> Any:
             yield kind, train(method, link, steps, evaluates=kind != "timed")
 
 
-def _median(line: dict[str, Any]) -> float:
+def mean_seconds(line: dict[str, Any]) -> float:
     """Return the mean seconds of the steps after the first ones: those with a synchronisation take longer."""
     return statistics.mean(line["seconds"][SKIPPED:])
 
@@ -174,7 +178,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
     print("|---|---|--:|--:|--:|--:|--:|")
     exact: dict[str, float] = {}
     for line in (each for each in lines if each["kind"] == "timed" and each["method"] in courses):
-        seconds, steps = _median(line), steps_to(target, courses[line["method"]])
+        seconds, steps = mean_seconds(line), steps_to(target, courses[line["method"]])
         total = seconds * steps if steps else None
         if line["method"] == "synchronous" and total:
             exact[line["link"]] = total
@@ -182,7 +186,8 @@ def print_table(lines: list[dict[str, Any]]) -> None:
         whole = wholes.get((line["method"], line["link"]))
         in_full = steps_to(target, whole) if whole else None
         measured = f" ({sum(whole['seconds'][:in_full]):.0f} in a whole run)" if whole and in_full else ""
-        print(f"| {line['link']} | {line['method']} | {seconds:.3f} | {line['predicted']:.3f} | {steps or '-'} | "
+        predicted = predicted_seconds(line["method"], line["link"])
+        print(f"| {line['link']} | {line['method']} | {seconds:.3f} | {predicted:.3f} | {steps or '-'} | "
               f"{f'{total:.0f}' if total else '-'}{measured} | {gain} |")  # fmt: skip
 
 

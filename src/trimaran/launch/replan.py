@@ -81,6 +81,8 @@ def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
     tree = {name: getattr(pins, name) for name in pins.model_fields_set - {"prediction"}} | fixed
     yield Plan(**tree)
     batch = {name: value for name, value in tree.items() if name not in ("micro_batch", "grad_accum")}
+    if pins.rows_by_rank:  # of as many data ranks as there were
+        del batch["micro_batches"]
     inner = {axis: getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set - {"dp_replicate", "dp_shard"}}
     yield Plan(**batch | {"mesh": Mesh(**inner)})
     yield Plan(**{name: value for name, value in batch.items() if name not in ("mesh", "pipeline", "sharding")})

@@ -38,7 +38,7 @@ def variations(best: Plan) -> Iterator[Plan]:
     if best.recompute != "none" or best.towers:
         changes.append({"recompute": "none", "towers": {}})
     changes += [{"recompute": mode} for mode in ("elementwise", "selective", "full") if mode != best.recompute][:1]
-    if best.grad_accum % 2 == 0:
+    if best.grad_accum % 2 == 0 and not best.rows_by_rank:
         changes.append({"micro_batch": 2 * best.micro_batch, "grad_accum": best.grad_accum // 2})
     if best.sharding in ("parameters", "gradients"):
         changes.append({"sharding": "optimizer"})

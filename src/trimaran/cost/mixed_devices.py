@@ -161,6 +161,27 @@ def kind_costs(job: Job, cluster: Cluster, plan: Plan) -> list[KindCost]:
     return costs
 
 
+class StageLoad(NamedTuple):
+    """A pipeline rank: the seconds of its micro-batch, and the part of its device's memory that it needs."""
+
+    seconds: float
+    occupancy: float
+
+
+def stage_loads(job: Job, cluster: Cluster, plan: Plan) -> list[StageLoad]:
+    """Return the load of each pipeline rank on the kinds of devices that it is on."""
+    kinds = kinds_of(cluster, plan.mesh)
+    by_kind = [pipeline_times_of(job, kind.cluster, plan) for kind in kinds]
+    loads = []
+    for pp_rank in range(plan.mesh.pp):
+        seconds = max(stage.seconds for stage in _stages(kinds, by_kind, pp_rank))
+        clusters = [kind.cluster for kind in kinds if pp_rank in kind.pp_ranks]
+        occupancy = max(stage_memory_of(job, each, plan, pp_rank).device / each.device.memory_bytes
+                        for each in clusters)  # fmt: skip
+        loads.append(StageLoad(seconds, occupancy))
+    return loads
+
+
 def _stages(kinds: list[Kind], by_kind: list[list[StageTime]], pp_rank: int) -> Iterator[StageTime]:
     return (stages[pp_rank] for kind, stages in zip(kinds, by_kind, strict=True) if pp_rank in kind.pp_ranks)
 

@@ -118,7 +118,7 @@ def mixed_cluster(parts: Sequence[Cluster]) -> Cluster:
                         "2x4xA100-80GB+4xL40S")  # fmt: skip
     if any(part.device.kind == "cpu" for part in parts):
         raise UserError("C012", "a cluster with several kinds of devices has GPUs only", where="cluster",
-                        fix="name GPUs alone; CPU ranks of unequal speed need plan.micro_batches: measured")  # fmt: skip
+                        fix="name GPUs alone; CPU ranks can use plan.micro_batches: measured")  # fmt: skip
     groups: list[DeviceGroup] = []
     for part in parts:
         num_nodes = part.num_nodes

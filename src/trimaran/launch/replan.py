@@ -110,7 +110,8 @@ def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
     if world_size % per_node:
         raise UserError("C003", f"{world_size} devices do not fill equal nodes of {per_node}", where="faults.ranks",
                         fix=f"use multiples of {per_node}")  # fmt: skip
-    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node)
+    # Of several kinds of devices it is not known which are left: the plan is for the one with the least memory.
+    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node, groups=())
 
 
 def _full_cluster(recipe: Recipe) -> Cluster:

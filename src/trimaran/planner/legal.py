@@ -104,11 +104,13 @@ def check_comm(plan: Plan, steps: int) -> None:
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
-    device, precision = cluster.device, plan.precision
-    has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
-    if precision not in has:
-        raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
-                        fix=f"use {either([each for each in PRECISIONS if each in has])}, or leave it out")  # fmt: skip
+    precision = plan.precision
+    for device in cluster.devices:
+        has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
+        if precision not in has:
+            works = either([each for each in PRECISIONS if each in has])
+            raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
+                            fix=f"use {works}, or leave it out")  # fmt: skip
     if precision != "fp8" or spec is None:
         return
     if (language := language_of(spec)) is None:

@@ -17,6 +17,7 @@ from trimaran.models.stages import stages_of_rank
 from trimaran.planner.branch_and_bound import FoundPlan, mesh_key_of
 from trimaran.planner.degrees import divisors
 from trimaran.planner.generic_rules import check_question
+from trimaran.planner.legal import check_precision
 from trimaran.planner.question import Question
 from trimaran.planner.space import MAX_LAUNCH_BOUND_TOKENS, MAX_MICRO_BATCH
 
@@ -40,6 +41,8 @@ def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
     if question.goal != "throughput":
         what = f"the goal {question.goal} is for clusters of equal devices, and this is {question.cluster}"
         raise UserError("C012", what, where="--goal", fix="use throughput, or name one kind of device")
+    if "precision" in question.pins.model_fields_set:
+        check_precision(question.pins, question.spec, question.cluster)
     starts, num_considered = _starting_points(question, best_plans)
     best: dict[tuple[int, ...], FoundPlan] = {}
     fastest = math.inf

@@ -38,7 +38,10 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def cpu_quota(name: str, cores: float) -> Iterator[Path]:
-    """Make a cgroup whose processes get so many cores, and yield the file that takes their ids."""
+    """Make a cgroup whose processes get so many cores, and yield the file that takes their ids.
+
+    Its weight is the highest, so that the quota limits it and not the other processes of the machine.
+    """
     is_v2 = (CGROUPS / "cgroup.controllers").exists()
     folder = (CGROUPS if is_v2 else CGROUPS / "cpu") / f"trimaran-{name}-{os.getpid()}"
     folder.mkdir()
@@ -46,9 +49,11 @@ def cpu_quota(name: str, cores: float) -> Iterator[Path]:
         quota = int(cores * PERIOD_US)
         if is_v2:
             (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            (folder / "cpu.weight").write_text("10000")
         else:
             (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (folder / "cpu.cfs_quota_us").write_text(str(quota))
+            (folder / "cpu.shares").write_text("262144")
         yield folder / "cgroup.procs"
     finally:
         folder.rmdir()

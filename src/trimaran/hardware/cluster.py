@@ -132,6 +132,13 @@ def mixed_cluster(parts: Sequence[Cluster]) -> Cluster:
                    groups=tuple(groups) if is_mixed else ())  # fmt: skip
 
 
+def refuse_mixed(cluster: Cluster, what: str) -> None:
+    """Raise if the cluster has several kinds of devices: `what` is for equal ones."""
+    if cluster.groups:
+        raise UserError("C012", f"{what} is for clusters of equal devices, and this is {cluster}", where="cluster",
+                        fix=f"name one kind, such as {cluster.world_size}x{cluster.device.name}")  # fmt: skip
+
+
 def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tuple[Link, ...]:
     """Return the link inside a node, and the network between nodes where there are several."""
     name = "NVLink" if device.link_bandwidth > 100e9 else "PCIe"  # no PCIe is that fast yet

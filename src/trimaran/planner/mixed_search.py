@@ -13,6 +13,7 @@ from typing import NamedTuple
 from trimaran.core import Plan, UserError
 from trimaran.cost import predict
 from trimaran.cost.mixed_devices import StageLoad, rows_by_cost, stage_loads, with_rows
+from trimaran.hardware import refuse_mixed
 from trimaran.models.stages import stages_of_rank
 from trimaran.planner.branch_and_bound import FoundPlan, mesh_key_of
 from trimaran.planner.degrees import divisors
@@ -39,8 +40,7 @@ class MixedPlans(NamedTuple):
 def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
     """Return the plans that fit on every kind of device. `best_plans` searches a cluster of equal devices."""
     if question.goal != "throughput":
-        what = f"the goal {question.goal} is for clusters of equal devices, and this is {question.cluster}"
-        raise UserError("C012", what, where="--goal", fix="use throughput, or name one kind of device")
+        refuse_mixed(question.cluster, f"the goal {question.goal}")
     if "precision" in question.pins.model_fields_set:
         check_precision(question.pins, question.spec, question.cluster)
     starts, num_considered = _starting_points(question, best_plans)

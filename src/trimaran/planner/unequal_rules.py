@@ -22,6 +22,17 @@ def check_micro_batches(plan: Plan) -> None:
         _check_measured(plan)
 
 
+def can_measure_rows(plan: Plan) -> bool:
+    """Return whether a plan whose data ranks have equal rows may have measured ones instead."""
+    if plan.micro_batches or plan.mesh.dp == 1:
+        return False
+    try:
+        check_micro_batches(plan.model_copy(update={"micro_batches": "measured"}))
+    except UserError:
+        return False
+    return True
+
+
 def _check_measured(plan: Plan) -> None:
     """Raise unless each data rank can measure its own speed, and there are rows to deal."""
     mesh = plan.mesh

@@ -32,7 +32,7 @@ from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.stepper import build_loss_function, end_lap_after_backward
 
 MAX_ROUNDS = 2  # the first with equal rows; the second with those dealt after it, which may need other time per row
-MEASURED_SECONDS = 1.0  # of each round. A CPU quota applies to periods of 0.1 s: shorter measurements would not see it
+MEASURED_SECONDS = 2.0  # of each round. A CPU quota applies to periods of 0.1 s: a short measurement would not see it
 MAX_PASSES = 64
 MEMORY_FRACTION = 0.92  # of a GPU, that weights, states and activations may fill
 MAX_EVENT_RANKS = 1024  # data ranks that the event lists

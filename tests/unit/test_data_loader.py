@@ -83,6 +83,16 @@ def test_a_batch_equals_its_samples(sequences: Sequences, workers: int) -> None:
             assert batch.num_valid == int((batch.arrays["labels"] >= 0).sum()) < 6 * 8
 
 
+def test_unequal_ranks_together_load_the_same_rows_in_the_same_order() -> None:
+    one = DataShare(rank=0, dp=1, micro_batch=6, grad_accum=2)
+    unequal = DataShare(rank=0, dp=3, micro_batch=1, grad_accum=2, rows=(1, 3, 2))
+    assert unequal.global_batch == one.global_batch
+    for step in range(3):
+        parts = [unequal.of(rank).indices(step) for rank in range(3)]
+        assert [part.shape for part in parts] == [(2, 1), (2, 3), (2, 2)]
+        assert np.concatenate(parts, axis=1).tolist() == one.indices(step).tolist()
+
+
 def test_without_isolation_every_label_counts_and_there_are_no_documents(shards: TokenShards) -> None:
     with Loader(Sequences(shards, 8, False, 0, 41), seed=0, share=ALONE, steps=1) as loader:
         batch = next(loader).to(torch.device("cpu"))

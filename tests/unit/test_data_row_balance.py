@@ -6,7 +6,7 @@ from benchmarks.mix import IMAGE_TOKEN, Mix
 
 from trimaran.core import ImageRules, RowCost
 from trimaran.data.feed import DataShare
-from trimaran.data.row_balance import balance_rows, sequential_rows, slowest_rank_cost
+from trimaran.data.row_balance import NO_ROW, balance_rows, sequential_rows, slowest_rank_cost
 from trimaran.data.row_packing import PackingRules, pack_samples
 from trimaran.data.sample_costs import measure_samples
 from trimaran.data.sample_order import positions
@@ -76,3 +76,16 @@ def test_a_micro_step_has_rows_of_similar_cost_and_rank_totals_are_equal() -> No
 def test_without_balance_rows_are_assigned_in_order() -> None:
     share = DataShare(rank=1, dp=2, micro_batch=3, grad_accum=2)
     assert np.array_equal(sequential_rows(share)[:, 1], share.indices(0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unequal_ranks_get_their_number_of_rows_and_a_fair_part_of_the_cost(seed: int) -> None:
+    share = DataShare(rank=0, dp=3, micro_batch=1, grad_accum=4, rows=(1, 2, 5))
+    costs = np.random.default_rng(seed).integers(90, 110, share.global_batch).astype(float)
+    for assignment in (balance_rows(costs, share), sequential_rows(share)):
+        assert [(assignment[:, rank] != NO_ROW).sum(-1).tolist() for rank in range(3)] == [[1] * 4, [2] * 4, [5] * 4]
+        assert sorted(assignment[assignment != NO_ROW].tolist()) == list(range(share.global_batch))
+    balanced = slowest_rank_cost(costs, balance_rows(costs, share))
+    mean = costs.sum() / share.dp
+    assert mean <= balanced <= slowest_rank_cost(costs, sequential_rows(share))
+    assert balanced <= 1.15 * mean

@@ -94,7 +94,7 @@ def test_too_few_steps_are_no_evidence() -> None:
     [
         ("slow-loader", "F001", "the loader thread", {"data.workers"}),
         ("slow-network", "F002", "gradients on loopback", {"plan.comm.compression"}),
-        ("throttled-rank", "F005", "rank 1", set()),
+        ("throttled-rank", "F005", "rank 1", {"plan.micro_batches"}),
         ("small-micro-batch", "F006", "micro-batch 1 x accumulation 16", {"plan.micro_batch", "plan.grad_accum"}),
         ("blocking-checkpoints", "F007", "synchronous checkpoints", {"checkpoint.asynchronous"}),
         ("uneven-stages", "F011", "rank 0", {"plan.pipeline.stages"}),
@@ -153,6 +153,17 @@ def test_a_slow_rank_with_more_tokens_is_blamed_on_the_data() -> None:
     found = findings(replace(evidence, steps=steps, recipe=recipe))["F005"]
     assert found.evidence["kind"] == "data"
     assert found.patch == {"data.samples.balance": True}
+
+
+def test_a_slow_rank_gets_fewer_rows_unless_they_cannot_be_dealt() -> None:
+    evidence = recorded("throttled-rank")
+    found = findings(evidence)["F005"]
+    assert found.patch == {"plan.micro_batches": "measured"}
+    assert "rows by measured speed" in found.expected_effect
+    one_row = evidence.plan.model_copy(update={"micro_batch": 1})
+    found = findings(replace(evidence, plan=one_row))["F005"]
+    assert found.patch == {}
+    assert found.fix
 
 
 def test_a_slow_rank_with_throttled_gpus_names_the_throttle_reason() -> None:

@@ -30,8 +30,38 @@ def test_a_text_names_nodes_and_devices(text: str, name: str, num_nodes: int, de
 
 
 def test_a_cluster_reads_back_as_itself() -> None:
-    for text in ("1xH100", "8xH100", "4x8xA100-80GB"):
+    for text in ("1xH100", "8xH100", "4x8xA100-80GB", "4xA100-80GB+4xL40S", "8xH100+2x8xA100-80GB+8xH100"):
         assert str(parse_cluster(text)) == text
+
+
+def test_groups_of_several_kinds_are_one_cluster() -> None:
+    cluster = parse_cluster(" 4xA100 + 2x4xL40S ")
+    assert [(group.device.name, group.num_nodes) for group in cluster.groups] == [("A100-80GB", 1), ("L40S", 2)]
+    assert (cluster.world_size, cluster.num_nodes, cluster.devices_per_node) == (12, 3, 4)
+    assert cluster.group_ranks == (range(4), range(4, 12))
+    assert cluster.device.name == "L40S"  # has the least memory
+    network = min(each.network_bandwidth for each in cluster.devices)
+    assert cluster.levels[-1].bandwidth == network
+    alone = cluster.only(cluster.groups[0])
+    assert (alone.device.name, alone.world_size, alone.levels[-1].bandwidth) == ("A100-80GB", 12, network)
+    assert parse_cluster("4xH100+4xH100") == parse_cluster("2x4xH100")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("8xA100-80GB+4xL40S", "C012"),
+        ("2xcpu+2xcpu", "C012"),
+        ("4xH100+", "C002"),
+        ("+4xH100", "C002"),
+        ("4xH100+4xH1000", "C001"),
+        ("4xH100+0xL40S", "C003"),
+    ],
+)
+def test_a_mistake_in_a_group_is_one_error(text: str, code: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_cluster(text)
+    assert refused.value.code == code
 
 
 @pytest.mark.parametrize(

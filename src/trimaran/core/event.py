@@ -6,6 +6,7 @@ from typing import Any, Literal
 EventKind = Literal[
     "start",  # data: host, pid, device, world_size, version; fork_server (whether the warm one is used, if asked for)
     "resume",  # data: tier (memory | disk | store), from_step, seconds
+    "rows",  # the ranks measured their speeds. data: micro_batches (rows of each data rank), seconds_per_row, rounds
     "ready",  # the network has its weights. data: seconds, phases {join, network, data, optimizer, keep}, copies
     "started",  # the first step is done. data: seconds, phases, compile {compiles, seconds, cache_hits, cache_misses,
     # functions {what: seconds}}, unused [parameters of this rank that got no gradient]

@@ -1,9 +1,11 @@
 """The plan: how the work is split over the ranks, as an immutable value."""
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimaran.core.compression_settings import Compression, CompressionField, settings_of
 from trimaran.core.local_steps import LocalSteps, LocalStepsField
@@ -13,6 +15,7 @@ Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 BatchSize = Annotated[int, Field(ge=1, le=2**24)]
+MicroBatches = Annotated[tuple[BatchSize, ...], Field(max_length=65536)] | Literal["measured"]
 Recompute = Literal["none", "elementwise", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]
 RECOMPUTED_BY_OPERATOR = ("elementwise", "selective")  # the outputs of some operators are saved
 Loss = Literal["logits", "fused", "chunked"]
@@ -127,6 +130,10 @@ class Plan(BaseModel):
     fills in the rest. `loss` says how head and loss are computed. `logits` keeps the full logits for backward, `fused`
     overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time. `cuda_graphs`
     allows forward and backward to be replayed as CUDA graphs, see `captures_steps`.
+
+    `micro_batches` is for data ranks of unequal speed: the rows of a micro-batch of each, where `micro_batch` is then
+    the most of them. With `measured` the ranks measure their speeds at start, and share as many rows as with
+    `micro_batch` each. Empty: every data rank has `micro_batch` rows.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -135,6 +142,7 @@ class Plan(BaseModel):
     sharding: Sharding = "none"
     pipeline: Pipeline = Pipeline()
     micro_batch: BatchSize = 1
+    micro_batches: MicroBatches = ()
     grad_accum: BatchSize = 1
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     recompute: Recompute = "none"
@@ -147,9 +155,27 @@ class Plan(BaseModel):
     towers: Annotated[dict[str, TowerPlan], Field(description="what single towers of a VLM do differently")] = {}
     prediction: Annotated[Prediction | None, Field(exclude=True)] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_largest_micro_batch(cls, tree: Any) -> Any:
+        """Set `micro_batch` to the most rows of any rank: memory and time of a step follow from it."""
+        rows = tree.get("micro_batches") if isinstance(tree, dict) else None
+        is_given = isinstance(rows, list | tuple) and rows and all(type(each) is int for each in rows)
+        return tree | {"micro_batch": max(rows)} if is_given else tree
+
+    @property
+    def rows_by_rank(self) -> tuple[int, ...]:
+        """The rows of a micro-batch of each data rank, if they are given; empty if all ranks have `micro_batch`."""
+        return self.micro_batches if isinstance(self.micro_batches, tuple) else ()
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that all data ranks together process at a time, in one micro-batch each."""
+        return sum(self.rows_by_rank) or self.mesh.dp * self.micro_batch
+
     @property
     def global_batch(self) -> int:
-        return self.mesh.dp * self.micro_batch * self.grad_accum
+        return self.rows_at_once * self.grad_accum
 
     @property
     def splits_weights(self) -> bool:
@@ -225,6 +251,10 @@ class Plan(BaseModel):
 
     def __str__(self) -> str:
         batch = f"micro-batch {self.micro_batch} x accumulation {self.grad_accum} x {self.mesh.dp} data ranks"
+        if rows := self.rows_by_rank:
+            batch = f"micro-batches of {show_rows(rows)} rows x accumulation {self.grad_accum}"
+        elif self.micro_batches:
+            batch += ", rows by measured speed"
         extras = [f"shard {self.sharding}"] if self.sharding != "none" else []
         extras += [self.pipeline.schedule] if self.mesh.pp > 1 else []
         extras += [f"recompute {self.recompute}"] if self.recompute != "none" else []
@@ -235,3 +265,9 @@ class Plan(BaseModel):
         extras += ["compiled"] if self.compile else []
         extras += [self.engine] if self.engine != "torch" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])
+
+
+def show_rows(rows: Sequence[int]) -> str:
+    """Return the rows of each data rank as text, such as `4 x 5 + 4 x 3`: ranks times rows."""
+    runs = [(len([*same]), num) for num, same in groupby(rows)]
+    return " + ".join(f"{count} x {num}" for count, num in runs)

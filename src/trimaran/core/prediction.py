@@ -7,6 +7,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from trimaran.core.units import Bytes, Flops, Seconds
 
 
+class KindPrediction(BaseModel):
+    """What a step needs on one kind of device of a cluster with several kinds.
+
+    `rows` are the most that one of its data ranks has in a micro-batch, and `layers` the fewest and the most that its
+    pipeline ranks hold. `busy_seconds` is a step without waiting for the other kinds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    ranks: int
+    rows: int
+    layers: tuple[int, int]
+    busy_seconds: Seconds
+    device_bytes: Bytes
+    memory_bytes: Annotated[Bytes, Field(description="that the device has")]
+
+
 class Prediction(BaseModel):
     """Bytes and seconds of one rank and one optimizer step, with the names that the run reports.
 
@@ -37,6 +55,14 @@ class Prediction(BaseModel):
     no_mfu: Annotated[str, Field(description="why no MFU is given; empty if one is")] = ""
     source: str = Field(default="", description="the source of the rates behind the seconds")
     cluster: str = Field(default="", description="nodes and devices that it is for: 2x8xH100; empty in older plans")
+
+    kinds: Annotated[tuple[KindPrediction, ...], Field(description="of a cluster with several kinds of devices")] = ()
+
+    @property
+    def memory_limit(self) -> Bytes | None:
+        """The memory of the fullest kind of device, which `device_bytes` is of; None if all devices are equal."""
+        fullest = max(self.kinds, key=lambda kind: kind.device_bytes / kind.memory_bytes, default=None)
+        return fullest.memory_bytes if fullest else None
 
     @property
     def mfu_is_known(self) -> bool:

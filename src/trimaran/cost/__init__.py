@@ -1,6 +1,7 @@
 """The cost model: memory and step time of a plan, one pure function per term. Imports no torch."""
 
 from trimaran.cost.job import STATE_BYTES, Job
+from trimaran.cost.mixed_devices import predict
 from trimaran.cost.stack_profiles import (
     HF_MODELS,
     STACKS,
@@ -9,7 +10,6 @@ from trimaran.cost.stack_profiles import (
     with_16_bit_gradients,
     without_sequence_parallelism,
 )
-from trimaran.cost.step import predict
 
 __all__ = [
     "HF_MODELS",

@@ -1,5 +1,6 @@
 """Peak memory of a rank: all terms at the moment of a step when they add up to the most."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -91,8 +92,22 @@ def rank_memory_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> tupl
     return terms, Bytes(0 if inputs.cpu else int(load.reserved))
 
 
+def stage_memory_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> Memory:
+    """Return the memory that one pipeline rank needs at the peak of a step."""
+    inputs = memory_inputs_of(job, cluster, plan)
+    _, runs = distinct_parts(job.outline, plan, job.seq_len, inputs.profile.split)
+    part = parts_of(job.outline, plan, seq_len=job.seq_len, split=inputs.profile.split)[pp_rank]
+    return _memory_of_parts(inputs, cluster, 0, (part,), runs=runs)
+
+
 def _memory(inputs: MemoryInputs, cluster: Cluster, gathered: float) -> Memory:
     parts, runs = distinct_parts(inputs.job.outline, inputs.plan, inputs.job.seq_len, inputs.profile.split)
+    return _memory_of_parts(inputs, cluster, gathered, parts, runs=runs)
+
+
+def _memory_of_parts(
+    inputs: MemoryInputs, cluster: Cluster, gathered: float, parts: Sequence[RankPart], *, runs: bool
+) -> Memory:
     loads = [_load(inputs, part, gathered) for part in parts]
     fullest = max(loads, key=attrgetter("worst"))
     rank, figure = inputs.profile.logged

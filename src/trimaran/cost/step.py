@@ -30,8 +30,10 @@ MAX_PINNED_FRACTION = 0.9  # of host memory; the system, data loaders and the pa
 FRACTION_PER_SLOWDOWN = 0.15
 
 
-def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
-    """Return what one optimizer step of `plan` needs on each rank of `cluster`. The plan must be legal.
+def predict_equal(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
+    """Return what one optimizer step of `plan` needs on each rank of `cluster`, whose devices are equal.
+
+    The plan must be legal. If data ranks have different numbers of rows, those with the most decide.
 
     The memory terms add up to `peak_bytes`, the time terms to `step_seconds`. Tokens per second (positions of the last
     tower) and FLOPs are of the whole cluster. FLOPs count forward and backward of the model without any recompute.

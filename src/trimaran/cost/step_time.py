@@ -18,7 +18,7 @@ from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gap
 from trimaran.cost.job import Job, num_fsdp_units, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
 from trimaran.cost.roofline import DeviceRates, rates_of
-from trimaran.cost.stage_time import StageTime, TimeUnit, rank_times_of, stage_inputs_of, stage_times_of
+from trimaran.cost.stage_time import StageTime, StageTimes, TimeUnit, rank_times_of, stage_inputs_of, stage_times_of
 from trimaran.cost.states import num_owned_in
 from trimaran.cost.time_profiles import TimeProfile
 from trimaran.hardware import Cluster, Link
@@ -48,9 +48,15 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     With a pipeline, these are the seconds of the slowest rank, for which all others wait. `bubble` is its own wait
     while the pipeline fills and drains. `offload` is the time for copies to and from the host that nothing hides.
     """
+    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
+    return step_time_with(job, cluster, plan, stage_times_of(stage_inputs_of(job, rates, _levels(cluster), plan)))
+
+
+def step_time_with(job: Job, cluster: Cluster, plan: Plan, times: StageTimes) -> StepTime:
+    """Return the time of a step of which the times of the pipeline's ranks are known."""
     device, levels, profile, count = cluster.device, _levels(cluster), job.stack.time, plan.grad_accum
     rates = rates_of(device, plan.precision, profile.sustained)
-    slowest, heaviest, all_ranks = stage_times_of(stage_inputs_of(job, rates, levels, plan))
+    slowest, heaviest, all_ranks = times
     if plan.sharding != "none":
         slowest, heaviest = with_joined_units(job, plan, slowest), with_joined_units(job, plan, heaviest)
     forward, backward = _pass_seconds(job, plan, slowest, rates)
@@ -87,6 +93,12 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
         {term: Seconds(num) for term, num in terms.items() if num or term in ALWAYS_SHOWN},
         {key: Seconds(num) for key, num in exposed.items()},
     )
+
+
+def pipeline_times_of(job: Job, cluster: Cluster, plan: Plan) -> list[StageTime]:
+    """Return the time of a micro-batch on each pipeline rank, if all had this cluster's device."""
+    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
+    return rank_times_of(stage_inputs_of(job, rates, _levels(cluster), plan))
 
 
 def rank_compute_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> dict[str, Seconds]:

@@ -1,31 +1,61 @@
 """The rank's part of each step, and the interface of a batch feed. Runs in loader processes: does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from trimaran.core import Plan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataShare:
-    """The rank's part of each global batch. `rank` counts among the `dp` ranks that see different samples."""
+    """The rank's part of each global batch. `rank` counts among the `dp` ranks that see different samples.
+
+    `rows` are those of a micro-batch of each rank, if ranks differ; this rank has `micro_batch` of them.
+    """
 
     rank: int
     dp: int
     micro_batch: int
     grad_accum: int
+    rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.rows or (len(self.rows) == self.dp and self.rows[self.rank] == self.micro_batch)
+
+    @property
+    def rows_by_rank(self) -> tuple[int, ...]:
+        """The rows of a micro-batch of each rank."""
+        return self.rows or (self.micro_batch,) * self.dp
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of one micro-batch of all ranks together."""
+        return sum(self.rows) if self.rows else self.dp * self.micro_batch
 
     @property
     def global_batch(self) -> int:
         """Rows per step over all ranks."""
-        return self.dp * self.micro_batch * self.grad_accum
+        return self.rows_at_once * self.grad_accum
+
+    def of(self, rank: int) -> "DataShare":
+        """Return the part of another rank."""
+        return replace(self, rank=rank, micro_batch=self.rows[rank] if self.rows else self.micro_batch)
 
     def indices(self, step: int) -> np.ndarray:
         """Return the global indices of the rank's rows in a step, [grad_accum, micro_batch]."""
-        rows = np.arange(self.micro_batch) + self.rank * self.micro_batch
-        micro_steps = np.arange(self.grad_accum)[:, None] * (self.dp * self.micro_batch)
-        return step * self.global_batch + micro_steps + rows
+        first = sum(self.rows[: self.rank]) if self.rows else self.rank * self.micro_batch
+        micro_steps = np.arange(self.grad_accum)[:, None] * self.rows_at_once
+        return step * self.global_batch + micro_steps + first + np.arange(self.micro_batch)
+
+
+def share_of(plan: Plan, rank: int) -> DataShare:
+    """Return the part of a data rank under a plan. Rows that are yet to be measured are dealt equally."""
+    rows = plan.rows_by_rank
+    micro_batch = rows[rank] if rows else plan.micro_batch
+    return DataShare(rank=rank, dp=plan.mesh.dp, micro_batch=micro_batch, grad_accum=plan.grad_accum, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from trimaran.data.image_arrays import FeatureSource, ImageArrays
 from trimaran.data.packed_sample import PackedSample, SamplePacker
 from trimaran.data.quarantine import READ_ATTEMPTS, RETRY_PAUSE_SECONDS, BadSampleError
 from trimaran.data.row_arrays import RowArrays, row_spans
-from trimaran.data.row_balance import balance_rows, sequential_rows, slowest_rank_cost
+from trimaran.data.row_balance import NO_ROW, balance_rows, rank_costs, sequential_rows, slowest_rank_cost
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, SampleTable, measure_samples
 from trimaran.data.sample_order import positions
@@ -54,7 +54,7 @@ class SampleFeedOptions:
 class RowAssignment:
     """A step's global batch: the sample ids of each row, the cost of each row, and which rank gets which row.
 
-    `assignment` has row numbers [grad_accum, dp, micro_batch].
+    `assignment` has row numbers [grad_accum, dp, micro_batch], and NO_ROW where a rank has fewer.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -63,7 +63,7 @@ class RowAssignment:
 
     def rows_of(self, rank: int) -> list[np.ndarray]:
         """Return the rows of a rank, micro-batch by micro-batch."""
-        return [self.rows[row] for row in self.assignment[:, rank].ravel()]
+        return [self.rows[row] for row in self.assignment[:, rank].ravel() if row != NO_ROW]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class SampleFeed:
             "tokens": tokens,
             "padding": len(rows) * self._packing.seq_len - tokens,
             **patches,
-            "cost": float(batch.costs[batch.assignment[:, self.share.rank]].sum()),
+            "cost": float(rank_costs(batch.costs, batch.assignment)[:, self.share.rank].sum()),
             "slowest": slowest_rank_cost(batch.costs, batch.assignment),
         }
 

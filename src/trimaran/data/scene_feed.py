@@ -1,7 +1,7 @@
 """Batches of simulated scenes, in the order of the seed. Runs in loader processes: does not import torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class SceneFeed:
         return LoadedArrays(arrays=arrays, num_valid=sum(valid), offsets=offsets, metrics=metrics)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
-        shares = [replace(self.share, rank=rank) for rank in data_ranks]
+        shares = [self.share.of(rank) for rank in data_ranks]
         indices = np.concatenate([share.indices(step).ravel() for share in shares])
         numbers = self._scenes.first + positions(self._seed, indices, len(self._scenes))
         return tuple(numbers.tolist())

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -73,7 +72,7 @@ class TokenFeed:
 
     def _samples(self, steps: range, data_ranks: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the sample ids of the ranks in each of the steps."""
-        rows = np.concatenate([replace(self.share, rank=rank).indices(0).ravel() for rank in data_ranks])
+        rows = np.concatenate([self.share.of(rank).indices(0).ravel() for rank in data_ranks])
         indices = np.array(steps)[:, None] * self.share.global_batch + rows
         ids = self._sequences.first + positions(self._seed, indices, len(self._sequences))
         if self._num_rows is None:

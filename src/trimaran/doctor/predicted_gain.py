@@ -115,7 +115,15 @@ def larger_micro_batches(plan: Plan) -> Iterator[Patch]:
     """Yield patches with larger micro-batches and less gradient accumulation, for the same global batch."""
     for times in range(2, plan.grad_accum + 1):
         if plan.grad_accum % times == 0:
-            yield {"plan.micro_batch": plan.micro_batch * times, "plan.grad_accum": plan.grad_accum // times}
+            yield larger_micro_batch(plan, times)
+
+
+def larger_micro_batch(plan: Plan, times: int) -> Patch:
+    """Return the patch with micro-batches that are `times` as large, and as much less gradient accumulation."""
+    accumulation: Patch = {"plan.grad_accum": plan.grad_accum // times}
+    if rows := plan.rows_by_rank:
+        return {"plan.micro_batches": [each * times for each in rows]} | accumulation
+    return {"plan.micro_batch": plan.micro_batch * times} | accumulation
 
 
 def fewer_launches(plan: Plan) -> Iterator[Patch]:

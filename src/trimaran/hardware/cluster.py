@@ -1,9 +1,10 @@
-"""A cluster: equal nodes of equal devices, and the links between them."""
+"""A cluster: equal nodes of equal devices, or groups of them, and the links between them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
-from trimaran.core import Bytes, Seconds
+from trimaran.core import Bytes, Seconds, UserError
 from trimaran.hardware.device_catalogue import Device
 
 DEFAULT_HOST_BYTES = Bytes(2**40)  # per node: what a server with 8 GPUs usually has
@@ -36,12 +37,21 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceGroup:
+    """Nodes with one kind of device, in a cluster with several kinds."""
+
+    device: Device
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The machines of a run. Ranks are numbered node by node.
 
     `links` go from the innermost to the outermost; each connects more devices than the one before. The links inside
     a node are enough, and so are those between nodes; the others follow from the device. `host_bytes` and
-    `host_bandwidth` describe a node's host memory.
+    `host_bandwidth` describe a node's host memory. With `groups` the nodes have different kinds of devices, in this
+    order, and `device` is the one with the least memory.
     """
 
     device: Device
@@ -50,6 +60,26 @@ class Cluster:
     links: tuple[Link, ...] = ()
     host_bytes: Bytes = DEFAULT_HOST_BYTES
     host_bandwidth: float = DEFAULT_HOST_BANDWIDTH
+    groups: tuple[DeviceGroup, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The kinds of devices."""
+        return tuple(group.device for group in self.groups) or (self.device,)
+
+    @property
+    def group_ranks(self) -> tuple[range, ...]:
+        """The ranks of each group; empty if all devices are equal."""
+        ends = [*accumulate((group.num_nodes * self.devices_per_node for group in self.groups), initial=0)]
+        return tuple(range(*pair) for pair in pairwise(ends)) if self.groups else ()
+
+    def only(self, group: DeviceGroup) -> "Cluster":
+        """Return a cluster of as many devices, all of one group's kind, on the network of all groups.
+
+        A step of the whole cluster takes as long as on the slowest of these.
+        """
+        network = min(each.network_bandwidth for each in self.devices)
+        return replace(self, device=replace(group.device, network_bandwidth=network), groups=())
 
     @property
     def world_size(self) -> int:
@@ -59,7 +89,9 @@ class Cluster:
     def levels(self) -> tuple[Link, ...]:
         """The links, or those that follow from the device; the last connects all devices."""
         if not self.links:
-            return default_links(self.device, self.num_nodes, self.devices_per_node)
+            slowest = replace(self.device, link_bandwidth=min(each.link_bandwidth for each in self.devices),
+                              network_bandwidth=min(each.network_bandwidth for each in self.devices))  # fmt: skip
+            return default_links(slowest if self.groups else self.device, self.num_nodes, self.devices_per_node)
         if self.links[-1].devices == self.world_size:
             if self.num_nodes == 1 or self.links[0].devices <= self.devices_per_node:
                 return self.links
@@ -70,8 +102,43 @@ class Cluster:
         return node if self.num_nodes == 1 else (*node, network_link(self.device, self.world_size))
 
     def __str__(self) -> str:
-        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
-        return f"{nodes}{self.devices_per_node}x{self.device.name}"
+        groups = self.groups or (DeviceGroup(device=self.device, num_nodes=self.num_nodes),)
+        nodes = (f"{group.num_nodes}x" if group.num_nodes > 1 else "" for group in groups)
+        pairs = zip(nodes, groups, strict=True)
+        return "+".join(f"{num}{self.devices_per_node}x{group.device.name}" for num, group in pairs)
+
+
+def mixed_cluster(parts: Sequence[Cluster]) -> Cluster:
+    """Return the parts as one cluster, in this order; neighbours of one kind become one group.
+
+    Raises UserError unless their nodes have the same number of devices, and all are GPUs.
+    """
+    sizes = {part.devices_per_node for part in parts}
+    if len(sizes) > 1:
+        raise UserError("C012", f"the nodes of {'+'.join(map(str, parts))} have different numbers of devices",
+                        where="cluster", fix="name the nodes so that each has the same number, such as "
+                        "2x4xA100-80GB+4xL40S")  # fmt: skip
+    if any(part.device.kind == "cpu" for part in parts):
+        raise UserError("C012", "a cluster with several kinds of devices has GPUs only", where="cluster",
+                        fix="name GPUs alone; CPU ranks can use plan.micro_batches: measured")  # fmt: skip
+    groups: list[DeviceGroup] = []
+    for part in parts:
+        num_nodes = part.num_nodes
+        if groups and groups[-1].device == part.device:
+            num_nodes += groups.pop().num_nodes
+        groups.append(DeviceGroup(device=part.device, num_nodes=num_nodes))
+    least = min((group.device for group in groups), key=lambda device: device.memory_bytes)
+    num_nodes = sum(group.num_nodes for group in groups)
+    is_mixed = len(groups) > 1
+    return Cluster(device=least, num_nodes=num_nodes, devices_per_node=parts[0].devices_per_node,
+                   groups=tuple(groups) if is_mixed else ())  # fmt: skip
+
+
+def refuse_mixed(cluster: Cluster, what: str) -> None:
+    """Raise if the cluster has several kinds of devices: `what` is for equal ones."""
+    if cluster.groups:
+        raise UserError("C012", f"{what} is for clusters of equal devices, and this is {cluster}", where="cluster",
+                        fix=f"name one kind, such as {cluster.world_size}x{cluster.device.name}")  # fmt: skip
 
 
 def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tuple[Link, ...]:

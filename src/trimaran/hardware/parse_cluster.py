@@ -1,4 +1,4 @@
-"""Parses a cluster: `auto`, `8xH100`, `4x8xA100-80GB`, `2xcpu` or a YAML file."""
+"""Parses a cluster: `auto`, `8xH100`, `4x8xA100-80GB`, `4xA100-80GB+4xL40S`, `2xcpu` or a YAML file."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from trimaran.hardware.calibration import (
     read_calibration,
     with_network,
 )
-from trimaran.hardware.cluster import LATENCY_SECONDS, Cluster, Link
+from trimaran.hardware.cluster import LATENCY_SECONDS, Cluster, Link, mixed_cluster
 from trimaran.hardware.detect import cpu_cluster, detect, machine_name
 from trimaran.hardware.device_catalogue import find_device
 from trimaran.hardware.validation_error import first_error
@@ -26,7 +26,8 @@ from trimaran.hardware.validation_error import first_error
 MAX_FILE_BYTES = 1 << 16
 MAX_DEVICES = 1 << 20
 CLUSTER = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?((?!\d+x)[a-z0-9][a-z0-9 _-]*)", re.IGNORECASE)
-EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 2xcpu or the name of a YAML file"
+EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 4xA100-80GB+4xL40S, 2xcpu or the name of a YAML file"
+MAX_GROUPS = 64
 
 Positive = Annotated[float, Field(gt=0, lt=1e6)]
 
@@ -83,6 +84,17 @@ def parse_cluster(
         return detect(visible_devices=visible_devices, calibrations=calibrations, threads=threads)
     if text.endswith((".yaml", ".yml")):
         return _read_cluster(Path(text))
+    if "+" in text:
+        names = text.split("+")
+        if len(names) > MAX_GROUPS:
+            raise UserError("C002", f"a cluster of {len(names)} groups is too long", where="cluster",
+                            fix=f"name at most {MAX_GROUPS}")  # fmt: skip
+        return mixed_cluster([_parse_devices(name.strip(), calibrations) for name in names])
+    return _parse_devices(text, calibrations, threads)
+
+
+def _parse_devices(text: str, calibrations: Path | None, threads: int | None = None) -> Cluster:
+    """Return the equal devices that `text` names."""
     match = CLUSTER.fullmatch(text)
     if match is None:
         raise UserError("C002", f"'{text}' is not a cluster", where="cluster", fix=EXAMPLES)

@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import Any, Self
 
 from trimaran.core import Plan, Prediction, Recipe, UserError
+from trimaran.core.plan import show_rows
 from trimaran.history.measured_run import MeasuredRun, PlanSteps
 from trimaran.models import Outline, outline_if_known
 
@@ -165,4 +166,5 @@ def layout_of(plan: Plan) -> str:
     recompute = plan.recompute if isinstance(plan.recompute, str) else f"every {plan.recompute}"
     named = (("shard", plan.sharding), ("recompute", recompute), ("offload", plan.offload))
     parts = [str(plan.mesh), *(f"{name} {value}" for name, value in named if value != "none"), plan.precision]
-    return ", ".join([*parts, f"batch {plan.micro_batch} x {plan.grad_accum}"])
+    rows = f"({show_rows(plan.rows_by_rank)})" if plan.rows_by_rank else plan.micro_batch
+    return ", ".join([*parts, f"batch {rows} x {plan.grad_accum}"])

@@ -81,6 +81,8 @@ def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
     tree = {name: getattr(pins, name) for name in pins.model_fields_set - {"prediction"}} | fixed
     yield Plan(**tree)
     batch = {name: value for name, value in tree.items() if name not in ("micro_batch", "grad_accum")}
+    if pins.rows_by_rank:  # of as many data ranks as there were
+        del batch["micro_batches"]
     inner = {axis: getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set - {"dp_replicate", "dp_shard"}}
     yield Plan(**batch | {"mesh": Mesh(**inner)})
     yield Plan(**{name: value for name, value in batch.items() if name not in ("mesh", "pipeline", "sharding")})
@@ -108,7 +110,8 @@ def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
     if world_size % per_node:
         raise UserError("C003", f"{world_size} devices do not fill equal nodes of {per_node}", where="faults.ranks",
                         fix=f"use multiples of {per_node}")  # fmt: skip
-    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node)
+    # Of several kinds of devices it is not known which are left: the plan is for the one with the least memory.
+    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node, groups=())
 
 
 def _full_cluster(recipe: Recipe) -> Cluster:

@@ -21,6 +21,7 @@ from trimaran.planner.legal import (
 )
 from trimaran.planner.question import Question
 from trimaran.planner.tower_rules import check_known_towers
+from trimaran.planner.unequal_rules import check_micro_batches
 
 
 def check_question(plan: Plan, question: Question) -> None:
@@ -41,6 +42,7 @@ def check_without_trainer(plan: Plan, question: Question) -> None:
         check_deepspeed(plan, recipe.train)
     check_sharding(plan)
     check_comm(plan, recipe.train.steps)
+    check_micro_batches(plan)
     check_batch(plan, recipe.train.global_batch)
     check_precision(plan, question.spec, cluster)
     check_memory(plan, question.spec)

@@ -105,7 +105,7 @@ def resized_cluster(cluster: Cluster, num_nodes: int, devices_per_node: int) -> 
         (link for link in cluster.links if link.devices >= world), cluster.links[-1] if cluster.links else None
     )
     links = (*inner, replace(outer, devices=world)) if outer else ()
-    return replace(cluster, num_nodes=num_nodes, devices_per_node=devices_per_node, links=links)
+    return replace(cluster, num_nodes=num_nodes, devices_per_node=devices_per_node, links=links, groups=())
 
 
 def _is_round(num: int) -> bool:

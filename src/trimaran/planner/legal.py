@@ -15,6 +15,7 @@ from trimaran.planner.degrees import divisors, either
 from trimaran.planner.hf_rules import check_hf_facts
 from trimaran.planner.local_steps_rules import check_local_steps
 from trimaran.planner.tower_rules import check_towers
+from trimaran.planner.unequal_rules import check_micro_batches
 
 # torch supports these on a CPU, whatever rates the catalogue has. Every GPU in the catalogue has fp16.
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -38,6 +39,7 @@ def check_plan(
         check_deepspeed(plan, recipe.train)
     check_sharding(plan)
     check_comm(plan, recipe.train.steps)
+    check_micro_batches(plan)
     check_batch(plan, recipe.train.global_batch)
     check_sequence(recipe.data.seq_len, spec)
     check_precision(plan, spec, cluster)
@@ -102,11 +104,13 @@ def check_comm(plan: Plan, steps: int) -> None:
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
-    device, precision = cluster.device, plan.precision
-    has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
-    if precision not in has:
-        raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
-                        fix=f"use {either([each for each in PRECISIONS if each in has])}, or leave it out")  # fmt: skip
+    precision = plan.precision
+    for device in cluster.devices:
+        has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
+        if precision not in has:
+            works = either([each for each in PRECISIONS if each in has])
+            raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
+                            fix=f"use {works}, or leave it out")  # fmt: skip
     if precision != "fp8" or spec is None:
         return
     if (language := language_of(spec)) is None:
@@ -175,6 +179,8 @@ def check_batch(plan: Plan, global_batch: int) -> None:
     """Raise unless data ranks, micro-batch and accumulation multiply to the global batch."""
     if plan.global_batch == global_batch:
         return
+    if plan.rows_by_rank:
+        raise uneven_rows_error(plan, global_batch)
     dp, at_once = plan.mesh.dp, plan.mesh.dp * plan.micro_batch
     batch_per_rank = global_batch // dp
     works = [size for size in divisors(batch_per_rank, most=64) if fills_pipeline(plan, batch_per_rank // size)]
@@ -186,6 +192,17 @@ def check_batch(plan: Plan, global_batch: int) -> None:
     product = f"{dp} data ranks x micro_batch {plan.micro_batch} x grad_accum {plan.grad_accum}"
     raise UserError("P002", f"global_batch is {global_batch}, but {product} is {plan.global_batch}",
                     where="train.global_batch", fix=fix)  # fmt: skip
+
+
+def uneven_rows_error(plan: Plan, global_batch: int) -> UserError:
+    """Return the error for rows of the data ranks that do not make up the global batch."""
+    at_once = plan.rows_at_once
+    fix = f"set train.global_batch to {plan.global_batch}"
+    if global_batch % at_once == 0:
+        fix += f", or plan.grad_accum to {global_batch // at_once}"
+    rows = f"micro_batches of {at_once} rows together x grad_accum {plan.grad_accum}"
+    return UserError("P002", f"global_batch is {global_batch}, but {rows} is {plan.global_batch}",
+                     where="train.global_batch", fix=fix)  # fmt: skip
 
 
 def check_sequence(seq_len: int, spec: Spec | None) -> None:

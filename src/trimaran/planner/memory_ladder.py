@@ -103,7 +103,11 @@ def _combined(*kinds: list[Patch]) -> Iterator[Patch]:
 def _smaller_micro_batches(plan: Plan) -> Iterator[Patch]:
     """Yield smaller micro-batches with more accumulation, the largest first."""
     for part in range(2, plan.micro_batch + 1):
-        if plan.micro_batch % part == 0:
+        if rows := plan.rows_by_rank:
+            if all(each % part == 0 for each in rows):
+                fewer = [each // part for each in rows]
+                yield {"plan.micro_batches": fewer, "plan.grad_accum": plan.grad_accum * part}
+        elif plan.micro_batch % part == 0:
             yield {"plan.micro_batch": plan.micro_batch // part, "plan.grad_accum": plan.grad_accum * part}
 
 
@@ -153,7 +157,7 @@ def _rule_order(patch: Patch, plan: Plan) -> tuple[int, int]:
     """Return where the change stands on the launcher's ladder: as little recompute as possible, then large batches."""
     recompute = patch.get("plan.recompute")
     level = RECOMPUTE_ORDER.index(recompute) if recompute else 0
-    return level, -patch.get("plan.micro_batch", plan.micro_batch)
+    return level, -patch.get("plan.micro_batch", max(patch.get("plan.micro_batches", [plan.micro_batch])))
 
 
 def _text(plan: Plan, changed: Plan) -> str:

@@ -147,5 +147,6 @@ def _with_valid_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
 
 
 def _too_big(found: Prediction, cluster: Cluster) -> str:
-    over, host = found.device_bytes - cluster.device.memory_bytes, found.host_bytes - cluster.host_bytes
+    size = found.memory_limit or cluster.device.memory_bytes
+    over, host = found.device_bytes - size, found.host_bytes - cluster.host_bytes
     return f"{show_bytes(over)} over" if over > 0 else f"{show_bytes(host)} over in the host's memory"

@@ -38,7 +38,7 @@ def variations(best: Plan) -> Iterator[Plan]:
     if best.recompute != "none" or best.towers:
         changes.append({"recompute": "none", "towers": {}})
     changes += [{"recompute": mode} for mode in ("elementwise", "selective", "full") if mode != best.recompute][:1]
-    if best.grad_accum % 2 == 0:
+    if best.grad_accum % 2 == 0 and not best.rows_by_rank:
         changes.append({"micro_batch": 2 * best.micro_batch, "grad_accum": best.grad_accum // 2})
     if best.sharding in ("parameters", "gradients"):
         changes.append({"sharding": "optimizer"})
@@ -95,7 +95,10 @@ def too_big(prediction: Prediction, cluster: Cluster) -> str:
 
 def shortages(prediction: Prediction, cluster: Cluster) -> list[Shortage]:
     """Return which memory the plan exceeds, and by how much: of the device, then of the host."""
-    device, host = cluster.device.memory_bytes, Bytes(int(MAX_PINNED_FRACTION * cluster.host_bytes))
+    device, host = (
+        prediction.memory_limit or cluster.device.memory_bytes,
+        Bytes(int(MAX_PINNED_FRACTION * cluster.host_bytes)),
+    )
     both = (
         Shortage(Bytes(prediction.device_bytes - device), device, "device memory"),
         Shortage(Bytes(prediction.host_bytes - host), host, "host memory a node"),
@@ -106,7 +109,7 @@ def shortages(prediction: Prediction, cluster: Cluster) -> list[Shortage]:
 def warnings_for(best: Plan, question: Question, cluster: Cluster) -> tuple[str, ...]:
     """Return warnings: a nearly full device, an error bar that reaches past its end, idle devices."""
     assert best.prediction is not None
-    found, size = best.prediction, cluster.device.memory_bytes
+    found, size = best.prediction, best.prediction.memory_limit or cluster.device.memory_bytes
     warnings = []
     occupancy = found.device_bytes / size
     if occupancy > NEARLY_FULL_FRACTION:

@@ -20,6 +20,7 @@ from trimaran.planner.least_memory import (
     least_memory_plan,
     smallest_cluster,
 )
+from trimaran.planner.mixed_search import find_mixed_plans
 from trimaran.planner.question import NO_BYTES, NearMiss, PlanAnswer, Question
 from trimaran.planner.rejections import near_misses, shortages, too_big, warnings_for
 from trimaran.planner.risk import ranked_by_risk, ties_of
@@ -59,7 +60,7 @@ def search(question: Question) -> PlanAnswer:
         ranked=ranked,
         ties=tuple(ties_of(ranked, faster)) if question.goal != "memory" else (),
         misses=near_misses(ranked, asked),
-        hints=hints_for(ranked[0], asked),
+        hints=() if found.cluster.groups else hints_for(ranked[0], asked),
         warnings=warnings_for(ranked[0], question, found.cluster),
         num_considered=found.num_considered,
         part=found.cluster if found.cluster != question.cluster else None,
@@ -70,6 +71,9 @@ def best_plans(question: Question) -> SearchResult:
     """Return the best plan of each mesh by the question's goal, best first."""
     check_tower_names(question.pins, question)  # no plan would pass with an unknown tower
     refuse_adapter(question.recipe.model, question.pins, question.spec)
+    if question.cluster.groups:
+        ranked, num = find_mixed_plans(question, _plans_of_one_kind)
+        return SearchResult(ranked, question.cluster, num)
     return _BY_GOAL[question.goal](question)
 
 
@@ -78,7 +82,8 @@ def nothing_fits(question: Question, num_considered: int = 0) -> PlanAnswer:
 
     Raises UserError if the pins and not the memory rule out every plan.
     """
-    space = Space(question)
+    # Of several kinds of devices, the one with the least memory.
+    space = Space(replace(question, cluster=replace(question.cluster, groups=())))
     evaluator = PlanEvaluator(space)
     best = least_memory_plan(space, evaluator)
     plan = predicted(best.plan if best else first_legal_plan(question), question)
@@ -88,11 +93,11 @@ def nothing_fits(question: Question, num_considered: int = 0) -> PlanAnswer:
         question=question,
         ranked=(),
         misses=(NearMiss(plan=plan, why=too_big(plan.prediction, question.cluster)),),
-        hints=memory_hints(question),
+        hints=() if question.cluster.groups else memory_hints(question),
         num_considered=num_considered + evaluator.num_evaluated,
         missing_bytes=short[0].over if short else NO_BYTES,
         missing=" and ".join(f"{show_bytes(each.over)} of {each.what}" for each in short),
-        smallest=smallest_cluster(question),
+        smallest=None if question.cluster.groups else smallest_cluster(question),
     )
 
 
@@ -107,6 +112,11 @@ def _fastest(question: Question, limit: float = math.inf) -> SearchResult:
     evaluator = PlanEvaluator(space)
     plans, faster = ranked_by_risk(space, evaluator, limit=limit, others=question.max_plans - 1)
     return SearchResult(plans, question.cluster, evaluator.num_evaluated, faster)
+
+
+def _plans_of_one_kind(question: Question) -> tuple[list[FoundPlan], int]:
+    found = _fastest(question)
+    return found.ranked, found.num_considered
 
 
 def _least_memory(question: Question) -> SearchResult:

@@ -138,6 +138,9 @@ def batches(split: Plan, pinned: set[str], question: Question) -> list[tuple[int
     global_batch, dp, pp = recipe.train.global_batch, split.mesh.dp, split.mesh.pp
     if {"micro_batch", "grad_accum"} <= pinned:
         return [(split.micro_batch, split.grad_accum)]
+    if split.rows_by_rank:
+        return [(split.micro_batch, split.grad_accum if "grad_accum" in pinned else
+                 max(1, global_batch // split.rows_at_once))]  # fmt: skip
     if global_batch % dp:
         raise uneven_batch_error(question, split)
     batch_per_rank = global_batch // dp

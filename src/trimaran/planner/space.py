@@ -172,9 +172,12 @@ class Space:
         batch, inner = question.recipe.train.global_batch, microbatch.tp * microbatch.cp
         for pp in self._degrees("pp", question.cluster.world_size // inner):
             dp, left = divmod(question.cluster.world_size, inner * pp)
-            if left or batch % dp or batch // dp % microbatch.micro_batch or dp * microbatch.cp % microbatch.ep:
+            if left or dp * microbatch.cp % microbatch.ep:
                 continue
-            count = batch // dp // microbatch.micro_batch
+            at_once = self._rows_at_once(dp, microbatch.micro_batch)
+            if not at_once or batch % at_once:
+                continue
+            count = batch // at_once
             if self.pinned("grad_accum") and count != self.pins.grad_accum:
                 continue
             for schedule, stages in self._pipelines(pp):
@@ -303,6 +306,7 @@ class Space:
             "sharding": states.sharding,
             "pipeline": pipeline_of(split.schedule, split.stages),
             "micro_batch": microbatch.micro_batch,
+            "micro_batches": pins.micro_batches,
             "grad_accum": split.grad_accum,
             "precision": pins.precision if self.pinned("precision") else precision_of(self.question, states.sharding),
             "recompute": choice.recompute,
@@ -415,6 +419,13 @@ class Space:
             batch //= math.gcd(batch, self.pins.grad_accum)
             return divisors(batch, most=4096)
         return divisors(batch, most=MAX_MICRO_BATCH[question.cluster.device.kind])
+
+    def _rows_at_once(self, dp: int, micro_batch: int) -> int:
+        """Return the rows of one micro-batch of all data ranks; 0 if the pinned `micro_batches` do not allow them."""
+        pinned = self.pins.micro_batches
+        if isinstance(pinned, tuple):
+            return dp * micro_batch if not pinned else sum(pinned) if len(pinned) == dp else 0
+        return 0 if micro_batch == 1 < dp else dp * micro_batch  # measured speeds need rows to deal
 
     def _is_useful(self, size: int, cp: int) -> bool:
         """Return whether such micro-batches of sequence parts can be the best.

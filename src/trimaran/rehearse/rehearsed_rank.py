@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from trimaran.core import Plan, Recipe
-from trimaran.data.feed import DataShare
+from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import RankMesh
@@ -122,10 +122,7 @@ class _RankRun:
         """Build networks, data and stepper, and return the loader of the first `steps` steps."""
         recipe, plan, ranks = self._recipe, self._plan, self._ranks
         networks = build_networks(recipe, plan, self._info, ranks)
-        share = DataShare(
-            rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum
-        )
-        data = load_training_data(recipe, networks[0], share, cache=cache)
+        data = load_training_data(recipe, networks[0], share_of(plan, ranks.data_rank), cache=cache)
         guard = Guard(recipe.faults, loss_scale=build_torch_loss_scale(plan, recipe.train))
         self._stepper = build_stepper(networks, recipe.train, plan, ranks, self._clock, guard, data.objective,
                                       groups_every=recipe.telemetry.details_every)  # fmt: skip

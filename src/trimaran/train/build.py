@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection
-from trimaran.data.feed import BatchFeed, DataShare
+from trimaran.data.feed import BatchFeed, share_of
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
@@ -58,6 +58,7 @@ from trimaran.train.health.unused_parameters import watch_unused_parameters
 from trimaran.train.inputs.training_data import TrainingData, load_training_data
 from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
+from trimaran.train.measure_rows import MeasuredRank, with_measured_rows
 from trimaran.train.metrics.meters import build_meters
 from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.profiler import build_profiler
@@ -106,12 +107,15 @@ def build_worker_parts(
     base = AdapterBase(hashing, partial(reload_base, networks, recipe, plan, rank_info)) if hashing else None
     refuse_unsavable(recipe, networks)
     timer.lap("network")
-    share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     with link.section("prepare") as report_progress:
         features = partial(build_feature_cache, recipe, plan, rank_info, report_progress=report_progress)
-        training_data = load_training_data(
-            recipe, networks[0], share, cache=cache, cache_features=features, report_progress=report_progress
-        )
+        load = partial(load_training_data, recipe, networks[0], cache=cache, cache_features=features,
+                       report_progress=report_progress)  # fmt: skip
+        training_data = load(share_of(plan, ranks.data_rank))
+        if plan.micro_batches == "measured" and plan.mesh.dp > 1:
+            measured = MeasuredRank(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
+            plan = with_measured_rows(plan, measured, journal)
+            training_data = load(share_of(plan, ranks.data_rank))
     timer.lap("data")
     trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop, base)
     timer.lap("optimizer")

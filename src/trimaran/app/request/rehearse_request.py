@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from trimaran.app.request.plan_request import read_plan_request
 from trimaran.app.request.request import with_absolute_paths
 from trimaran.core import Plan, UserError
-from trimaran.hardware import Cluster, calibration_folder, detect
+from trimaran.hardware import Cluster, calibration_folder, detect, refuse_mixed
 from trimaran.models import refuse_freezing
 from trimaran.planner import choose
 from trimaran.rehearse.fewer_layers import refuse_fewer_layers
@@ -22,6 +22,7 @@ def read_rehearse_request(
 ) -> RehearsalRequest:  # fmt: skip
     """Return the request for `what`, a recipe or a model. `shortcuts` and `settings` are as for `plan`."""
     question = read_plan_request(what, shortcuts, settings).question
+    refuse_mixed(question.cluster, "a rehearsal")
     recipe = with_absolute_paths(question.recipe)
     refuse_freezing(recipe.model)
     plan = choose(recipe, question.spec, question.cluster, question.outline)

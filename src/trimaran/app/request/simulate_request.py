@@ -14,7 +14,7 @@ from trimaran.app.request.request import read_question
 from trimaran.core import Plan, UserError
 from trimaran.core.parse_text import TextError, load_json
 from trimaran.core.regular_files import read_regular_text
-from trimaran.hardware import Cluster
+from trimaran.hardware import Cluster, refuse_mixed
 from trimaran.models import PRESETS
 from trimaran.planner import Question
 from trimaran.planner.choose import no_fit_error
@@ -108,6 +108,7 @@ def _plan_settings(tree: Mapping[str, Any], where: str) -> list[str]:
 def _fitted(plan: Plan, question: Question) -> SimulateRequest:
     """Return the plan on the cluster: as many copies of it as fit, and the other nodes as spares."""
     _refuse_unknown(question)
+    refuse_mixed(question.cluster, "a simulation")
     cluster, world = question.cluster, plan.mesh.world_size
     copies = cluster.world_size // world
     if not copies:
@@ -116,7 +117,9 @@ def _fitted(plan: Plan, question: Question) -> SimulateRequest:
     notes: tuple[str, ...] = ()
     if copies > 1:
         grown = copies * plan.mesh.dp_replicate
-        plan = plan.model_copy(update={"mesh": plan.mesh.model_copy(update={"dp_replicate": grown})})
+        more = {"mesh": plan.mesh.model_copy(update={"dp_replicate": grown})}
+        rows = {"micro_batches": copies * plan.rows_by_rank} if plan.rows_by_rank else {}
+        plan = plan.model_copy(update=more | rows)
         notes = (f"the plan is for {world:,} devices: {copies:,} copies of it train, with a batch of "
                  f"{plan.global_batch:,}",)  # fmt: skip
     nodes = -(-plan.mesh.world_size // cluster.devices_per_node)

@@ -11,6 +11,7 @@ from trimaran.app.views.history_view import short_path, show_date
 from trimaran.app.views.plan_view import WIDE_COLUMNS, add_model, add_plan, facts_table, occupancy, show_terms, unit_of
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED
 from trimaran.core import Plan, show_bytes, show_count, show_seconds
+from trimaran.core.plan import show_rows
 from trimaran.hardware import Cluster
 from trimaran.planner import Question
 from trimaran.planner.branch_and_bound import TIE_RATIO
@@ -135,7 +136,8 @@ def _numbers(plan: Plan, cluster: Cluster) -> list[Text]:
 
 
 def _batch(plan: Plan) -> str:
-    return f"{plan.micro_batch} x {plan.grad_accum}"
+    rows = f"({show_rows(plan.rows_by_rank)})" if plan.rows_by_rank else plan.micro_batch
+    return f"{rows} x {plan.grad_accum}"
 
 
 def _mesh(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from rich.text import Text
 from trimaran.app.request.request import Request
 from trimaran.app.views.text_chart import GREEN, RED, SKY
 from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
+from trimaran.core.prediction import KindPrediction
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
 from trimaran.planner import explain
@@ -99,7 +100,7 @@ def show_terms(plan: Plan, console: Console) -> None:
 
 def occupancy(prediction: Prediction, cluster: Cluster) -> float:
     """Return the fraction of a device's memory that the plan uses."""
-    return prediction.device_bytes / cluster.device.memory_bytes
+    return prediction.device_bytes / (prediction.memory_limit or cluster.device.memory_bytes)
 
 
 def _stages(plan: Plan) -> str:
@@ -111,9 +112,12 @@ def _stages(plan: Plan) -> str:
 def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str) -> None:
     verdict = Text("fits", style=GREEN) if prediction.fits else Text("does not fit", style=f"bold {RED}")
     # device_bytes: tensors, the allocator's reserve, the CUDA context and the collectives' buffers.
-    full = f"{show_bytes(prediction.device_bytes)} of {show_bytes(cluster.device.memory_bytes)} a device"
+    size = prediction.memory_limit or cluster.device.memory_bytes
+    full = f"{show_bytes(prediction.device_bytes)} of {show_bytes(size)} a device"
     fraction = f" ({occupancy(prediction, cluster):.0%}), "
     facts.add_row("memory", Text.assemble(full, fraction, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
+    for kind in prediction.kinds:
+        facts.add_row("", _kind_text(kind))
     if prediction.host_bytes:
         facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
     speed = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
@@ -121,6 +125,15 @@ def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str)
     memory = "" if prediction.memory_error is None else f" of a step, ±{prediction.memory_error:.0%} of memory"
     source = f"; {prediction.source}" if prediction.source else ""
     facts.add_row("error", f"±{prediction.error:.0%}{memory}{source}")
+
+
+def _kind_text(kind: KindPrediction) -> str:
+    """Return what the ranks of one kind of device do in a step, and what they need for it."""
+    fewest, most = kind.layers
+    layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
+    busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
+    memory = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
+    return f"{kind.ranks} x {kind.device}: {kind.rows} rows and {layers} each, {busy}, {memory}"
 
 
 def _term_table() -> Table:

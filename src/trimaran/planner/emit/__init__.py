@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from trimaran.core import Plan, UserError, did_you_mean
 from trimaran.planner.emit.accelerate import emit_accelerate
 from trimaran.planner.emit.deepspeed import emit_deepspeed
-from trimaran.planner.emit.emission import Emission
+from trimaran.planner.emit.emission import Emission, refusal
 from trimaran.planner.emit.hf_trainer import emit_hf_trainer
 from trimaran.planner.emit.megatron import emit_megatron
 from trimaran.planner.emit.torchtitan import emit_torchtitan
@@ -29,6 +29,9 @@ def emit(tool: str, plan: Plan, question: Question) -> Emission:
     if tool not in EMITTERS:
         raise UserError("P060", f"there is no emitter for '{tool}'{did_you_mean(tool, EMITTERS)}", where="--emit",
                         fix=f"use {', '.join(EMITTERS)}")  # fmt: skip
+    if plan.micro_batches:
+        raise refusal(tool, "data ranks with different numbers of rows", "it gives every rank the same",
+                      where="plan.micro_batches", fix="leave it out, and name equal devices")  # fmt: skip
     return EMITTERS[tool](plan, question)
 
 

@@ -76,7 +76,7 @@ class NonfiniteSearch:
         batch = self._load(refusal.step - 1)
         if FlagAllReduce(batch is None).wait() or batch is None:
             return {}
-        with _unchanged(self._networks), torch.compiler.set_stance("force_eager"):
+        with unchanged_buffers(self._networks), torch.compiler.set_stance("force_eager"):
             first = self._find_in(batch)
             in_loss = not math.isfinite(refusal.loss)
             can_repeat = in_loss or isinstance(self._stepper, PlainStepper)
@@ -180,7 +180,7 @@ def _is_finite(tree: Any) -> bool:
 
 
 @contextmanager
-def _unchanged(networks: Sequence[Network]) -> Iterator[None]:
+def unchanged_buffers(networks: Sequence[Network]) -> Iterator[None]:
     """Restore the networks' buffers (such as running statistics) after the `with` block."""
     saved = [(buffer, buffer.clone()) for network in networks for buffer in network.module.buffers()]
     yield

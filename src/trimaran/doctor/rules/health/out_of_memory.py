@@ -46,7 +46,8 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
 def _present_plan(evidence: Evidence) -> Patch:
     """Return the fields that the run's new plan changed, as a patch."""
     plan = evidence.plan
-    fields: Patch = {"plan.micro_batch": plan.micro_batch, "plan.grad_accum": plan.grad_accum}
+    rows: Patch = {"plan.micro_batches": [*plan.rows_by_rank]} if plan.rows_by_rank else {}
+    fields: Patch = (rows or {"plan.micro_batch": plan.micro_batch}) | {"plan.grad_accum": plan.grad_accum}
     return valid_patch(
         evidence.recipe, fields | ({"plan.recompute": plan.recompute} if plan.recompute != "none" else {})
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, Prediction, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_patch, forecast
+from trimaran.doctor.predicted_gain import Patch, best_patch, forecast, larger_micro_batch
 from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
 
 MIN_COMM_FRACTION = {"cuda": 0.2, "cpu": 0.3}  # of a step; gloo shares the cores that compute
@@ -67,7 +67,7 @@ def _candidates(plan: Plan) -> Iterator[Patch]:
     """Yield patches with less communication."""
     factor = 2
     while plan.grad_accum % factor == 0:
-        yield {"plan.micro_batch": plan.micro_batch * factor, "plan.grad_accum": plan.grad_accum // factor}
+        yield larger_micro_batch(plan, factor)
         factor *= 2
     lower = {"parameters": "gradients", "gradients": "optimizer"}.get(plan.sharding)
     if lower:

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from trimaran.core import Finding, show_seconds
+from trimaran.core import Finding, Plan, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
+from trimaran.doctor.evidence_queries import valid_patch
+from trimaran.doctor.predicted_gain import Patch
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
+from trimaran.planner.unequal_rules import can_measure_rows
 from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS
 
 MIN_SLOWDOWN = 1.25  # over the median rank
@@ -42,7 +45,11 @@ def _finding(evidence: Evidence, measured: StepBreakdown, slow: "SlowRank") -> F
     is_data = token_ratio - 1 > MIN_EXPLAINED_BY_TOKENS * (slow.ratio - 1)
     why = "it has more tokens than the others" if is_data else _hardware_reason(evidence, slow)
     balance = is_data and not evidence.recipe.data.samples.balance
-    gain = min(slow.lost, measured.step) / measured.step
+    patch: Patch = {"data.samples.balance": True} if balance else {}
+    gain, effect = min(slow.lost, measured.step) / measured.step, "without it"
+    if not is_data and slow.what != "data_seconds" and can_measure_rows(evidence.plan):
+        patch = valid_patch(evidence.recipe, {"plan.micro_batches": "measured"})
+        gain, effect = _dealt(evidence.plan, slow) / measured.step, "with rows by measured speed"
     return Finding(
         code="F005",
         severity="warning",
@@ -54,12 +61,18 @@ def _finding(evidence: Evidence, measured: StepBreakdown, slow: "SlowRank") -> F
             "tokens": {"max_over_median": round(token_ratio, 3)},
             "kind": "data" if is_data else "hardware",
         },
-        patch={"data.samples.balance": True} if balance else {},
+        patch=patch,
         fix="" if balance else _fix(is_data),
-        expected_effect=f"steps {gain:.0%} shorter without it",
+        expected_effect=f"steps {gain:.0%} shorter {effect}",
         gain=gain,
         confidence=0.85,
     )
+
+
+def _dealt(plan: Plan, slow: "SlowRank") -> float:
+    """Return the seconds of a step that are saved if each data rank has rows in proportion to its speed."""
+    speeds = (plan.mesh.dp - 1) / slow.usual + 1 / slow.most
+    return slow.most - plan.mesh.dp / speeds
 
 
 class SlowRank(NamedTuple):

@@ -30,6 +30,35 @@ def test_a_lap_that_is_split_into_spans_still_adds_up() -> None:
     assert clock.end_step()().phases == {}, "the next step starts where this one ended"
 
 
+def test_a_span_inside_another_takes_its_time_away_from_it() -> None:
+    clock = StepClock(torch.device("cpu"))
+    spans = clock.span_timer()
+    with spans.span("forward"):
+        with spans.span("comm", "tp"):
+            time.sleep(0.03)
+        time.sleep(0.01)
+    clock.split_lap(spans, rest="comm", axis="pp")
+    time.sleep(0.02)
+    clock.lap("comm")
+    outer = spans.outer_seconds(("forward",))
+    phases, comm = clock.end_step()()
+    assert comm["tp"] >= 0.03
+    assert comm["world"] >= 0.02
+    assert outer == pytest.approx(phases["forward"] + comm["tp"])
+    assert sum(comm.values()) == pytest.approx(phases["comm"])
+    assert phases["forward"] < outer - 0.03 + 1e-9
+
+
+def test_a_span_that_raises_is_not_measured() -> None:
+    clock = StepClock(torch.device("cpu"))
+    spans = clock.span_timer()
+    with pytest.raises(ValueError, match="late"), spans.span("forward"), spans.span("comm", "tp"):
+        raise ValueError("late")
+    with spans.span("backward"):
+        pass
+    assert list(spans.seconds()) == ["backward"]
+
+
 def test_the_host_time_has_no_data_and_no_checkpoint() -> None:
     clock = StepClock(torch.device("cpu"))
     for _ in range(2):

@@ -74,7 +74,7 @@ def test_a_schedule_on_one_gpu_trains_like_the_plain_stepper(
         assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-4)
         norms = [each.update(1e-3)[0].item() for each in (piped, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-        details, phases = piped.details()(), clock.end_step()()
+        details, phases = piped.details()(), clock.end_step()().phases
         assert 0 < details["bubble"]["measured"] < 1
         assert phases["forward"] > 0
         assert phases["backward"] > 0

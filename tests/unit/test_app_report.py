@@ -27,6 +27,7 @@ from trimaran.app.report.report_facts import facts_of
 from trimaran.core import Recipe
 from trimaran.run import IncidentLog, Journal, RunDirectory, append_line, create_run
 from trimaran.run.attempts import AttemptLog
+from trimaran.run.run_directory import dump_plan
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
@@ -194,6 +195,21 @@ def test_predicted_and_measured_are_compared_term_by_term(tmp_path: Path) -> Non
     (run.profiles / "memory-step-00000003-rank-0.json").write_text(json.dumps(snapshot))
     memory = {row["name"]: row["difference"] for row in facts_of(run)["comparison"]["memory"]}
     assert memory == pytest.approx({"weights": 0.1, "activations": -0.5})
+
+
+def test_exposed_communication_is_compared_axis_by_axis(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        details = {"comm_seconds": {"dp_replicate": 0.1, "world": None}}
+        journal.step(replace(step_metrics(11, loss=1.0), details=details))
+    plan = run.read_plan()
+    assert plan.prediction is not None
+    prediction = plan.prediction.model_copy(update={"exposed": {"gradients on NVLink": 0.08}})
+    run.plan.write_text(dump_plan(plan.model_copy(update={"prediction": prediction})))
+    rows = {row["name"]: row for row in facts_of(run)["comparison"]["comm"]}
+    assert rows["dp_replicate"]["difference"] == pytest.approx(0.25)
+    assert rows["world"]["measured"] is None
+    assert "exposed communication by axis" in page(run).text
 
 
 def test_incidents_are_marked_in_the_plots(tmp_path: Path) -> None:

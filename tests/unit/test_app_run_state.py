@@ -62,6 +62,18 @@ def test_the_first_step_is_warm_up_and_not_measured(tmp_path: Path) -> None:
     assert state.phases == {"forward": 0.125, "backward": 0.25, "optimizer": 0.125}
 
 
+def test_exposed_communication_by_axis_is_a_mean_of_recent_steps(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        for step, seconds in enumerate((9.0, *[0.1, 0.3] * 10), 1):
+            details = {"comm_seconds": {"dp_replicate": seconds, "tp": None, "world": 0.05}}
+            journal.step(replace(step_metrics(step, loss=1.0), details=details))
+    state = state_of(run)
+    assert state.comm_seconds == pytest.approx({"dp_replicate": 0.2, "tp": None, "world": 0.05})
+    assert state.as_dict()["comm_seconds"] == state.comm_seconds
+    assert state_of(finished_run(tmp_path / "older")).comm_seconds == {}
+
+
 def test_the_remaining_time_follows_from_recent_steps(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", steps=100)
     with Journal(run, 0) as journal:

@@ -3,6 +3,7 @@
 import io
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_the_panel_fits_its_width_and_shows_everything(tmp_path: Path, width: in
 
 def test_the_panel_fits_a_terminal_of_24_rows(tmp_path: Path) -> None:
     assert len(text_of(draw(state_of(finished_run(tmp_path / "run")), width=80)).splitlines()) < 24
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_panel_shows_exposed_communication_by_axis(tmp_path: Path, width: int) -> None:
+    run = finished_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        details = {"comm_seconds": {"dp_replicate": 0.1, "tp": None, "world": 0.025}}
+        journal.step(replace(step_metrics(11, loss=1.0), details=details))
+    text = text_of(draw(state_of(run), width=width), width=width)
+    assert {len(row) for row in text.splitlines()} == {width}
+    assert "comm by axis  dp_replicate 20%" in text
+    assert width < 80 or len(text.splitlines()) < 24
+    assert width < 200 or "tp not measured" in text
 
 
 def test_the_panel_compares_measured_and_predicted(tmp_path: Path) -> None:

@@ -344,6 +344,36 @@ def test_busy_loaders_checkpoint_stalls_and_unused_memory_are_found_together() -
     assert found["F006"].patch["plan.recompute"] == "none"
 
 
+def test_waits_inside_layers_are_communication_of_their_axis() -> None:
+    """With numbers for each axis nothing is guessed from the length of backward."""
+    waits = {"comm": 0.0, "straggler": 0.0, "data": 0.0}
+    settings = (*GPUS, "plan.mesh.tp=8")
+    hidden = predicted_run(*settings, slower={"backward": 3.0}, waits=waits)
+    comm = hidden.steps[0]["phases"]["comm"]
+    axes = {"comm_seconds": {"tp": 0.9 * comm, "world": 0.1 * comm}}
+    measured = replace(hidden, steps=tuple(each | axes for each in hidden.steps))
+    without, found = step_breakdown(hidden), step_breakdown(measured)
+    assert without is not None
+    assert found is not None
+    assert found.comm == pytest.approx(comm)
+    assert found.axes == pytest.approx({"tp": 0.9 * comm, "world": 0.1 * comm})
+    assert without.comm > found.comm
+    unknown = replace(hidden, steps=tuple(each | {"comm_seconds": {"tp": None, "world": 0.0}} for each in hidden.steps))
+    guessed = step_breakdown(unknown)
+    assert guessed is not None
+    assert guessed.comm == pytest.approx(without.comm), "compiled blocks: as without numbers"
+
+
+def test_the_axis_with_the_most_exposed_communication_is_named() -> None:
+    evidence = predicted_run(*GPUS, "plan.mesh.tp=8", slower={"comm": 30.0}, waits={"comm": 0.0, "straggler": 0.0})
+    comm = evidence.steps[0]["phases"]["comm"]
+    axes = {"comm_seconds": {"tp": 0.9 * comm, "world": 0.1 * comm}}
+    found = findings(replace(evidence, steps=tuple(each | axes for each in evidence.steps)))["F002"]
+    assert "mostly of tp" in found.verdict
+    assert found.evidence["by_axis"]["tp"] == pytest.approx(0.9 * comm)
+    assert 0 < found.evidence["predicted_by_axis"]["tp"] < 0.1 * comm
+
+
 def test_a_speedup_of_5_2_on_8_ranks_is_split_into_its_causes() -> None:
     """Second exercise of the textbook: 65 % efficiency, with communication as the largest loss."""
     usual = forecast_of(*GPUS)

@@ -48,7 +48,7 @@ def page(port: int) -> str:
 
 def test_names_have_one_prefix_base_units_and_few_labels(sink: PrometheusSink) -> None:
     allowed = {"rank", "attempt", "world_size", "version", "node", "gpu", "uuid", "stat", "phase", "kind", "severity"}
-    allowed |= {"cause", "category", "group", "part", "reason", "what", "direction"}
+    allowed |= {"cause", "category", "group", "part", "reason", "what", "direction", "axis"}
     for name, metric in CATALOGUE.items():
         assert set(metric.labels) <= allowed, name
         assert not name.endswith(("_total", "_ms", "_milliseconds", "_percent", "_mb", "_gb")), name
@@ -178,3 +178,13 @@ def test_lines_of_older_versions_are_shown_too(sink: PrometheusSink) -> None:
     sink.sample({"time": 1.0})
     assert shown(sink, "loss") == [1.0]
     assert shown(sink, "hfu_ratio") == []
+
+
+def test_exposed_communication_has_a_series_for_each_axis(sink: PrometheusSink) -> None:
+    for step, seconds in ((1, 0.25), (2, 0.5)):
+        line = step_line(step, 1000.0 + step) | {"comm_seconds": {"tp": seconds, "cp": None, "world": 0.125, "x": 1.0}}
+        sink.step(line)
+    assert shown(sink, "axis_wait_seconds_sum", axis="tp") == [0.75]
+    assert shown(sink, "axis_wait_seconds_sum", axis="world") == [0.25]
+    assert shown(sink, "axis_wait_seconds_sum", axis="cp") == [], "not measured"
+    assert shown(sink, "axis_wait_seconds_sum", axis="x") == [], "no axis of a mesh"

@@ -53,13 +53,13 @@ def test_the_laps_of_a_clock_add_up_to_the_elapsed_time() -> None:
         time.sleep(0.01)
         clock.lap(phase)
     elapsed = time.perf_counter() - began
-    phases = clock.end_step()()
+    phases = clock.end_step()().phases
     assert sum(phases.values()) == pytest.approx(elapsed, abs=2e-3)
     assert phases["forward"] == pytest.approx(2 * phases["data"], rel=0.3)
     time.sleep(0.02)
     clock.restart()
     clock.lap("data")
-    assert sum(clock.end_step()().values()) < 0.01, "time before a restart is discarded"
+    assert sum(clock.end_step()().phases.values()) < 0.01, "time before a restart is discarded"
 
 
 def test_a_signal_or_the_stop_file_is_a_stop_request(tmp_path: Path) -> None:

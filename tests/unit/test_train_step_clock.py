@@ -22,12 +22,41 @@ def test_a_lap_that_is_split_into_spans_still_adds_up() -> None:
         time.sleep(0.01)
     rest = clock.split_lap(spans, rest="comm")
     clock.lap("comm")
-    phases, seconds = clock.end_step()(), time.perf_counter() - began
+    phases, seconds = clock.end_step()().phases, time.perf_counter() - began
     assert sum(phases.values()) == pytest.approx(seconds, abs=0.01)
     assert phases["forward"] >= 0.04
     assert phases["backward"] >= 0.02
     assert phases["comm"] >= rest() >= 0.03
-    assert clock.end_step()() == {}, "the next step starts where this one ended"
+    assert clock.end_step()().phases == {}, "the next step starts where this one ended"
+
+
+def test_a_span_inside_another_takes_its_time_away_from_it() -> None:
+    clock = StepClock(torch.device("cpu"))
+    spans = clock.span_timer()
+    with spans.span("forward"):
+        with spans.span("comm", "tp"):
+            time.sleep(0.03)
+        time.sleep(0.01)
+    clock.split_lap(spans, rest="comm", axis="pp")
+    time.sleep(0.02)
+    clock.lap("comm")
+    outer = spans.outer_seconds(("forward",))
+    phases, comm = clock.end_step()()
+    assert comm["tp"] >= 0.03
+    assert comm["world"] >= 0.02
+    assert outer == pytest.approx(phases["forward"] + comm["tp"])
+    assert sum(comm.values()) == pytest.approx(phases["comm"])
+    assert phases["forward"] < outer - 0.03 + 1e-9
+
+
+def test_a_span_that_raises_is_not_measured() -> None:
+    clock = StepClock(torch.device("cpu"))
+    spans = clock.span_timer()
+    with pytest.raises(ValueError, match="late"), spans.span("forward"), spans.span("comm", "tp"):
+        raise ValueError("late")
+    with spans.span("backward"):
+        pass
+    assert list(spans.seconds()) == ["backward"]
 
 
 def test_the_host_time_has_no_data_and_no_checkpoint() -> None:
@@ -36,7 +65,7 @@ def test_the_host_time_has_no_data_and_no_checkpoint() -> None:
         for phase in ("data", "forward", "backward", "comm", "checkpoint", "optimizer", "data", "checkpoint"):
             time.sleep(0.01)
             clock.lap(phase)
-        host, seconds = clock.host_time(), clock.end_step()()
+        host, seconds = clock.host_time(), clock.end_step()().phases
         issued = sum(seconds[phase] for phase in ("forward", "backward", "comm", "optimizer"))
         assert host.seconds == pytest.approx(issued, abs=2e-3)
         assert host.seconds < sum(seconds.values()) - 0.03
@@ -107,7 +136,7 @@ def test_the_clock_of_a_gpu_uses_its_events_again(monkeypatch: pytest.MonkeyPatc
         seconds = (pending[0](), pending[1]()) if pending else None
         if seconds is not None:
             num_spans = 1 + (step - 1) % 2
-            assert seconds[0] == {"data": 1, "forward": num_spans, "comm": num_spans + 1, "optimizer": 1}
+            assert seconds[0].phases == {"data": 1, "forward": num_spans, "comm": num_spans + 1, "optimizer": 1}
             assert seconds[1] == num_spans + 1
         pending = clock.end_step(), rest
         if step == 4:

@@ -122,6 +122,6 @@ def _rounded_detail(name: str, value: Any) -> Any:
         return {key: _rounded_detail(name, each) for key, each in value.items()}
     if not isinstance(value, float):
         return value
-    if name in ("waits", "host_seconds"):
+    if name in ("waits", "host_seconds", "comm_seconds"):
         return round(value, SECONDS_DECIMALS)
     return round_digits(value, DETAIL_DIGITS.get(name, DIGITS))

@@ -1,7 +1,7 @@
 """Splits the time of a typical step into compute, data, communication, stragglers, bubble and checkpoints."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
@@ -18,7 +18,8 @@ class StepBreakdown:
     """Seconds of a step as rank 0 measured them. The parts add up to `step`.
 
     `data` and `checkpoint`, which are occasional, are means; the others are medians. `comm` is exposed communication,
-    `straggler` the wait for the slowest rank, `bubble` the pipeline bubble.
+    `straggler` the wait for the slowest rank, `bubble` the pipeline bubble. `axes` has the waits of each axis that is
+    measured, each with its own stragglers and bubble, so that they add up to the phase `comm`.
     """
 
     steps: int
@@ -29,6 +30,7 @@ class StepBreakdown:
     bubble: float
     checkpoint: float
     compute: float
+    axes: Mapping[str, float] = field(default_factory=dict)
 
     def fraction(self, part: str) -> float:
         return getattr(self, part) / self.step if self.step else 0.0
@@ -64,7 +66,15 @@ def step_breakdown(evidence: Evidence) -> StepBreakdown | None:
         bubble=bubble,
         checkpoint=checkpoint,
         compute=max(0.0, rest - comm - straggler - bubble),
+        axes=axis_seconds(steps),
     )
+
+
+def axis_seconds(steps: Sequence[Line]) -> dict[str, float]:
+    """Return the median exposed communication of each axis; without axes of which not all waits are measured."""
+    lines = [each["comm_seconds"] for each in steps if isinstance(each.get("comm_seconds"), dict)]
+    axes = [axis for axis in (lines[-1] if lines else ()) if all(get_number(each, axis) is not None for each in lines)]
+    return {axis: median(get_number(each, axis) or 0.0 for each in lines) for axis in axes}
 
 
 def straggler_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
@@ -114,15 +124,17 @@ def get_number(line: Line, *path: str) -> float | None:
 def _comm(evidence: Evidence, steps: Sequence[Line]) -> float:
     """Return the seconds of a step in which a rank waited in collectives without computing.
 
-    This is what the loop measures. If it cannot measure inside backward, the time by which backward exceeds its
-    expected multiple of forward counts as well, because gradients are reduced there.
+    This is what the loop measures. If it could not measure all waits inside layers, the time by which backward exceeds
+    its expected multiple of forward counts as well.
     """
     mesh = evidence.plan.mesh
     if mesh.world_size == 1:
         return 0.0
     comm = median(phase_seconds(each, "comm") for each in steps)
-    hidden_in_backward = mesh.tp * mesh.cp * mesh.ep * mesh.pp > 1 or evidence.plan.engine != "torch"
-    if not hidden_in_backward and any("waits" in each for each in steps):
+    measured = axis_seconds(steps)
+    inside = [axis for axis in ("tp", "cp", "ep", "pp") if getattr(mesh, axis) > 1]
+    is_hidden = any(axis not in measured for axis in inside) or evidence.plan.engine != "torch"
+    if not is_hidden and any("waits" in each for each in steps):
         return comm
     time = evidence.plan.prediction.time if evidence.plan.prediction else {}
     ratio = time["backward"] / time["forward"] if time.get("forward") else BACKWARD_OVER_FORWARD

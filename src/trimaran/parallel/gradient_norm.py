@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trimaran.parallel.batched.address_table import to_device
 from trimaran.parallel.batched.tensor_squares import TensorSquares
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
@@ -90,9 +91,11 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
         assert not isinstance(parameter, DTensor), "a gradient is sharded as its parameter is"
         return gradient
     assert isinstance(parameter, DTensor)
-    if gradient.placements != parameter.placements:
+    if gradient.placements == parameter.placements:
+        return gradient.to_local()
+    with AXIS_WAITS.span("tp"):  # data ranks have reduced theirs by now
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
-    return gradient.to_local()
+        return gradient.to_local()
 
 
 def num_shards(parameter: Tensor) -> int:

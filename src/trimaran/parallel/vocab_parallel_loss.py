@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trimaran.parallel.comm.axis_waits import axis_span
+
 
 def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
     """Return the summed cross-entropy of `logits` [..., vocabulary], sharded along the last dim, in fp32."""
@@ -37,13 +39,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, local_labels: Tensor, valid: Tensor, group: dist.ProcessGroup) -> Tensor:
         highest = logits.max(dim=-1).values
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        with axis_span("tp"):
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         is_local = valid & (local_labels >= 0) & (local_labels < logits.shape[-1])
         columns = local_labels.clamp(0, logits.shape[-1] - 1)[:, None]
         exponentials = (logits - highest[:, None]).exp_()
         label_logits = logits.gather(-1, columns)[:, 0].sub_(highest).mul_(is_local)
         sums = torch.stack([exponentials.sum(dim=-1), label_logits])
-        dist.all_reduce(sums, group=group)
+        with axis_span("tp"):
+            dist.all_reduce(sums, group=group)
         ctx.save_for_backward(exponentials.div_(sums[0][:, None]), columns, is_local, valid)
         return (sums[0].log() - sums[1]) * valid
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from trimaran.core import Plan, Recipe
+from trimaran.core.comm_axes import DATA_AXES
 from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
@@ -114,7 +115,8 @@ class _RankRun:
 
     def __init__(self, recipe: Recipe, plan: Plan, info: RankInfo, ranks: RankMesh, recorder: PassRecorder) -> None:
         self._recipe, self._plan, self._info, self._ranks, self._recorder = recipe, plan, info, ranks, recorder
-        self._clock = StepClock(info.device)
+        # Nobody is waited for: what stands for a collective inside a layer is part of the layer.
+        self._clock = StepClock(info.device, timed_axes=DATA_AXES)
         self.losses: list[float] = []
         self.num_refused = 0
 
@@ -156,7 +158,7 @@ class _RankRun:
 
     def _read(self, pending: PendingNumbers) -> dict[str, float]:
         """Return the seconds of a step by phase, and note its loss. Waits until the device has finished the step."""
-        seconds = pending.read_seconds()
+        seconds = pending.read_seconds().phases
         pending.read_details()
         self.losses.append(float(pending.numbers[0]))
         self.num_refused += int(pending.numbers[-1] > 0)

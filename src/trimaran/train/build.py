@@ -59,6 +59,7 @@ from trimaran.train.inputs.training_data import TrainingData, load_training_data
 from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
 from trimaran.train.measure_rows import MeasuredRank, with_measured_rows
+from trimaran.train.metrics.lap_waits import measured_axes
 from trimaran.train.metrics.meters import build_meters
 from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.profiler import build_profiler
@@ -168,6 +169,7 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
             journal=journal,
             profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
             compilations=Compilations(link, journal),
+            axes=measured_axes(plan, networks),
             indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
             connections=ConnectionWatch(journal) if link.store else None,
         ),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trimaran.core import Plan, UserError
+from trimaran.core.comm_axes import data_axis
 from trimaran.core.deal_rows import RowSeconds, deal_rows
 from trimaran.data.feed import DataShare, share_of
 from trimaran.data.loader import Loader
@@ -26,7 +27,8 @@ from trimaran.run import Journal
 from trimaran.train.health.nonfinite_search import unchanged_buffers
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.objective import Objective
-from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
+from trimaran.train.metrics.gather_waits import time_gathers
+from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.router_stats import routing_counts
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.stepper import build_loss_function, end_lap_after_backward
@@ -137,8 +139,9 @@ class _Passes:
         self._plan, self._network, self._device, self._batch = plan, rank.network, rank.ranks.device, batch
         self._report_progress = rank.report_progress
         self._losses = build_loss_function(objective, rank.network, plan)
-        self._clock, self._waits = StepClock(self._device), GatherWaits()
-        time_gathers(rank.network.module, self._waits)
+        self._clock = StepClock(self._device)
+        self._waits = LapWaits(self._clock)
+        time_gathers(rank.network.module, data_axis(plan))
         # Replicas keep their gradients to themselves: a fast one must not wait for a slow one.
         self._reduces = plan.sharding != "none"
         self._set_sync = gradient_sync(rank.network.module, plan)
@@ -156,19 +159,19 @@ class _Passes:
         self._clock.restart()
         for index in range(count):
             self._run(self._batch.micro(index % self._plan.grad_accum))
-        phases = self._clock.end_step()()
+        phases = self._clock.end_step()().phases
         self._clear()
         return (phases["forward"] + phases["backward"]) / count
 
     def _run(self, inputs: Inputs) -> None:
         self._set_sync(self._reduces)
-        self._waits.begin(self._clock)
+        self._waits.begin()
         with autocast(self._plan, self._device):
             losses, balance = self._losses(inputs)
-        self._waits.end(self._clock, "forward")
+        self._waits.end("forward")
         loss = losses.total + balance
         self._clock.lap("comm")
-        end_lap_after_backward(loss, self._clock, self._waits)
+        end_lap_after_backward(loss, self._waits)
         loss.backward()
         self._clock.lap("comm")
         self._report_progress()

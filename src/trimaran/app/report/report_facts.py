@@ -15,6 +15,7 @@ from trimaran.app.views.run_findings import read_findings
 from trimaran.app.views.run_state import RunState
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.core import PHASES, Recipe, UserError, show_count
+from trimaran.core.comm_axes import predicted_comm
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.incident_text import incident_text
 from trimaran.models import outline_if_known
@@ -91,7 +92,7 @@ def _comparison(state: RunState) -> Tree:
     # For scenes the prediction counts positions, so the rates cannot be compared.
     rates = ("tokens_per_second", "mfu") if state.unit == "tokens" else ()
     rates = rates[: 1 if state.no_mfu else 2]
-    phases, held = state.phases, _held(state.run)
+    phases, held, expected = state.phases, _held(state.run), predicted_comm(state.plan)
     of_memory, of_time = predicted.error_of("peak_bytes"), predicted.error
     return {
         "error": predicted.error,
@@ -108,6 +109,9 @@ def _comparison(state: RunState) -> Tree:
             )
             for name in dict.fromkeys([*PHASES, *predicted.time])
             if name in predicted.time or name in phases
+        ],
+        "comm": [
+            _row(axis, expected.get(axis), seconds, of_time) for axis, seconds in state.comm_seconds.items() if measured
         ],
         "memory": [_row(name, size, held.get(name), of_memory) for name, size in predicted.memory.items()],
     }

@@ -117,6 +117,7 @@ def comparison(facts: Tree) -> Html:
         return tag("p", {"class": "quiet"}, "This plan has no prediction.")
     totals = [_compared(row, UNITS[row["name"]], name=NAMES[row["name"]]) for row in found["totals"]]
     steps = [_compared(row, "seconds") for row in found["time"]]
+    axes = [_compared(row, "seconds") for row in found["comm"]]
     memory = [_compared(row, "bytes") for row in found["memory"]]
     columns = ["", "predicted", "measured", "difference"]
     note = f"✓: within the prediction's own error bar, ±{found['error']:.0%}"
@@ -126,7 +127,8 @@ def comparison(facts: Tree) -> Html:
         note += " To measure the terms of memory: trimaran profile RUN --memory."
     note += f" Rates of the prediction: {found['source']}." if found["source"] else ""
     return tag("div", None, tag("div", {"class": "side"},
-        tag("div", None, table(columns, totals), table(["step time by phase", *columns[1:]], steps) if steps else ""),
+        tag("div", None, table(columns, totals), table(["step time by phase", *columns[1:]], steps) if steps else "",
+            table(["exposed communication by axis", *columns[1:]], axes) if axes else ""),
         table(["memory of a rank by term", *columns[1:]], memory) if memory else "",
     ), tag("p", {"class": "quiet"}, note))  # fmt: skip
 

@@ -20,6 +20,7 @@ from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.journal import LineFollower
 from trimaran.run.lines_from_end import lines_from_end
+from trimaran.run.record_types import is_number
 from trimaran.telemetry.ledger import Ledger, LedgerReader
 from trimaran.telemetry.step_blocks import StepBlock
 from trimaran.telemetry.step_lines import StepLine, read_details, read_step
@@ -131,6 +132,7 @@ class RunState:
         self.history = StepHistory()
         self.latest: dict[str, Any] = {}
         self._last_details: dict[str, Any] = {}
+        self._comm: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)  # `comm_seconds` of the newest steps
 
     def refresh(self) -> list[LogLine]:
         """Read what is new, and return the log lines of the ranks since the last call."""
@@ -155,6 +157,8 @@ class RunState:
         for rest in fresh:
             self.latest |= (details := read_details(rest))
             self._last_details = details
+            if isinstance(seconds := details.get("comm_seconds"), dict):
+                self._comm.append(seconds)
 
     def _new_steps(self) -> Iterator[StepLine | StepBlock]:
         if self._only_status:
@@ -373,6 +377,15 @@ class RunState:
         means = {name: sum(step.phases.get(name, 0.0) for step in recent) / max(1, len(recent)) for name in PHASES}
         return {name: seconds for name, seconds in means.items() if seconds > 0}
 
+    @property
+    def comm_seconds(self) -> dict[str, float | None]:
+        """Mean exposed communication of recent steps by axis, in seconds; None for an axis that is not measured."""
+        if not self._comm:
+            return {}
+        found = {axis: [each[axis] for each in self._comm if is_number(each.get(axis))] for axis in self._comm[-1]}
+        is_known = {axis: len(each) == len(self._comm) for axis, each in found.items()}
+        return {axis: sum(each) / len(each) if is_known[axis] else None for axis, each in found.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints: strict JSON, where NaN and Inf are null."""
         measured, failure, ledger = self.measured, self.failure, self.ledger
@@ -392,6 +405,7 @@ class RunState:
             "no_mfu": self.no_mfu or None,
             "differences": self.differences,
             "phases": self.phases,
+            "comm_seconds": self.comm_seconds,
             "details": {name: value for name, value in self._shown_details.items() if name in DETAILS},
             "ranks": self.latest.get("ranks"),
             "memory": self.latest.get("memory"),

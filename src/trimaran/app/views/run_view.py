@@ -17,6 +17,7 @@ from trimaran.app.views.intervals import interval_means
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import BLUE, DOTS_PER_CELL, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.core import show_bytes, show_count, show_seconds
+from trimaran.core.comm_axes import predicted_comm
 
 WIDE_COLUMNS = 118
 CURVE_ROWS = 6
@@ -80,7 +81,8 @@ def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> Ren
         parts += [Text(), columns]
     elif state.steps:
         parts += [Text(), _losses(state), *_curve(state, inner, rows), Text(), _numbers(state)]
-        parts += [*_phases(state, inner), Text(), _comparison(state)]
+        gap = [] if state.comm_seconds else [Text()]  # 24 rows are enough for everything
+        parts += [*_phases(state, inner), *gap, _comparison(state)]
     parts += [Text(), *lines] if lines else []
     color = STATUS_COLORS[state.status]
     title = Text.assemble((state.recipe.name, "bold"), " ", (state.status, color))
@@ -191,7 +193,25 @@ def _phases(state: RunState, width: int) -> list[RenderableType]:
         Text.assemble(("■ ", PHASE_COLORS[name]), f"{name} ", (f"{seconds / total:.0%}", "dim"))
         for name, seconds in phases.items()
     ]
-    return [stacked_bar(phases, PHASE_COLORS, width=width), Columns(legend, padding=(0, 3, 0, 0))]
+    shown: list[RenderableType] = [
+        stacked_bar(phases, PHASE_COLORS, width=width),
+        Columns(legend, padding=(0, 3, 0, 0)),
+    ]
+    return [*shown, by_axis] if (by_axis := _comm_by_axis(state, total)) else shown
+
+
+def _comm_by_axis(state: RunState, total: float) -> Text | None:
+    """Return the fraction of a step that is exposed communication of each axis, and the prediction; None if unknown."""
+    measured, predicted = state.comm_seconds, predicted_comm(state.plan)
+    expected = state.plan.prediction.step_seconds if state.plan.prediction else 0.0
+    texts = []
+    for axis, seconds in measured.items():
+        before = f" ({predicted[axis] / expected:.0%} predicted)" if expected and axis in predicted else ""
+        now = "not measured" if seconds is None else f"{seconds / total:.0%}"
+        texts.append(Text.assemble(f"{axis} ", (f"{now}{before}", "dim")))
+    line = Text.assemble(("comm by axis  ", "dim"), Text("   ").join(texts))
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line if texts else None
 
 
 def _comparison(state: RunState) -> RenderableType:

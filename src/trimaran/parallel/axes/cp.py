@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
@@ -13,12 +12,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
 from trimaran.nets.attention_context import AttentionScope, attend
+from trimaran.parallel.comm.axis_waits import axis_span
+from trimaran.parallel.comm.tensor_collectives import exchange_rows, gather_dim
 from trimaran.parallel.mesh import RankMesh
 
-try:
-    from torch.distributed._functional_collectives import all_gather_single_autograd as all_gather
-except ImportError:  # the name before torch 2.13
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather
+CP = "cp"
 
 
 def apply_cp(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -112,17 +110,18 @@ class UlyssesContext(Context):
         """Return `x` with dim `split` sharded over the ranks and dim `join` gathered from them."""
         chunks = torch.stack(x.chunk(self._size, split)).contiguous()
         even = [1] * self._size
-        return torch.cat(all_to_all_single_autograd(chunks, even, even, self._group).unbind(0), join)
+        return torch.cat(exchange_rows(chunks, even, even, self._group, axis=CP).unbind(0), join)
 
 
 CONTEXTS = {"gather": AllGatherContext, "exchange": UlyssesContext}
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return all_gather(x.contiguous(), dim, group)
+    return gather_dim(x, dim, group, axis=CP)
 
 
 def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.detach().clone()
-    dist.all_reduce(total, group=group)
+    with axis_span(CP):
+        dist.all_reduce(total, group=group)
     return total

@@ -4,18 +4,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# The all-to-all with a backward is private in torch.
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS
+from trimaran.parallel.comm.tensor_collectives import await_rows, exchange_rows, start_exchange
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 
+EP = "ep"
 # The dim of each stacked weight that a mesh dim shards: `ep` shards the experts, `tp` the width of each.
 DIMS = {
     "gate_proj": {"ep": 0, "tp": 1},
@@ -68,27 +68,30 @@ class TokenDispatcher:
         sent, received = counts.view(self._size, -1), self._exchange_counts(counts)
         # An uneven all-to-all needs its sizes on the host. This is the only device synchronization of a layer.
         sends, receives = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        arrived = self._all_to_all(rows[: sum(sends)], sends, receives)
-        results = _apply_experts(experts, arrived, received)
-        back = self._all_to_all(results, receives, sends)
+        pending = start_exchange(rows[: sum(sends)], sends, receives, self._group, axis=EP)
+        places = _places_by_expert(received, num_rows=sum(receives))  # while rows arrive
+        results = _apply_experts(experts, await_rows(pending, axis=EP), received, places)
+        back = exchange_rows(results, receives, sends, self._group, axis=EP)
         return F.pad(back, (0, 0, 0, len(rows) - len(back)))
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
         """Return the number of rows from each rank for each local expert, [ranks, experts]."""
         received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
+        with AXIS_WAITS.span(EP):
+            dist.all_to_all_single(received, counts, group=self._group)
         return received.view(self._size, -1)
 
-    def _all_to_all(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        return all_to_all_single_autograd(rows.contiguous(), receives, sends, self._group)
 
-
-def _apply_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the expert outputs of `rows`, which are ordered by rank, then by expert (`counts`)."""
+def _places_by_expert(counts: Tensor, *, num_rows: int) -> Tensor:
+    """Return the place of each row, ordered by rank, then by expert (`counts`), among rows ordered by expert."""
     num_ranks, num_experts = counts.shape
+    numbers = torch.arange(num_experts, device=counts.device).repeat(num_ranks)
+    return sorted_places(numbers.repeat_interleave(counts.flatten(), output_size=num_rows)).unsqueeze(1)
+
+
+def _apply_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor, places: Tensor) -> Tensor:
+    """Return the expert outputs of `rows`, which are ordered by rank, then by expert (`counts`)."""
     if not len(rows):  # the grouped matmul needs at least one row
-        return experts(F.pad(rows, (0, 0, 0, 1)), counts.new_ones(num_experts))[:0]
-    numbers = torch.arange(num_experts, device=rows.device).repeat(num_ranks)
-    places = sorted_places(numbers.repeat_interleave(counts.flatten(), output_size=len(rows))).unsqueeze(1)
+        return experts(F.pad(rows, (0, 0, 0, 1)), counts.new_ones(counts.shape[1]))[:0]
     results = experts(scatter_rows(rows, places), counts.sum(0).cumsum(0, dtype=torch.int32))
     return gather_rows(results, places)

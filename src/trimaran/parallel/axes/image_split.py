@@ -11,6 +11,7 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.image_assignment import ImageAssignment, ImagePatches
 from trimaran.nets.local_shards import local_part
+from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import tp_replicated_towers
 
@@ -62,6 +63,7 @@ class ImageSplit(ImageAssignment):
         self, group: dist.ProcessGroup, *, gathers_after_projector: bool, parts: dist.ProcessGroup | None = None
     ) -> None:
         self._group, self._parts, self._rank, self._size = group, parts, group.rank(), group.size()
+        self._axis = "cp" if parts is not None and parts.size() == group.size() else "tp"
         self.gathers_after_projector = gathers_after_projector
 
     def local_images(self, images: ImagePatches, empty: ImagePatches) -> ImagePatches:
@@ -82,7 +84,8 @@ class ImageSplit(ImageAssignment):
         totals = tuple(sum(rows[each] for each in numbers) for numbers in by_rank)
         row_ids = torch.arange(sum(rows)).split(rows)
         order = torch.cat([row_ids[each] for numbers in by_rank for each in numbers])  # the index of each gathered row
-        all_rows = _GatherRows.apply(local, totals, order.to(local.device, non_blocking=True), self._group)
+        order = order.to(local.device, non_blocking=True)
+        all_rows = _GatherRows.apply(local, totals, order, self._group, self._axis)
         return all_rows if self._parts is None else _SumGradient.apply(all_rows, self._parts)
 
 
@@ -102,7 +105,8 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.Proces
     if not gradients:
         return
     flat = torch.cat([each.flatten() for each in gradients])
-    dist.all_reduce(flat, group=group)
+    with axis_span("tp"):
+        dist.all_reduce(flat, group=group)
     parts = flat.split([each.numel() for each in gradients])
     torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
@@ -117,24 +121,27 @@ class _GatherRows(torch.autograd.Function):
     """All-gathers and reorders the rows of all ranks. `totals` are the valid rows per rank, the rest is padding."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, totals: tuple[int, ...], order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, totals: tuple[int, ...], order: Tensor, group: dist.ProcessGroup, axis: str
+    ) -> Tensor:
         ctx.totals, ctx.rank, ctx.shape = totals, group.rank(), local.shape
         ctx.save_for_backward(order)
         padded = local.new_zeros(max(totals), local.shape[1])
         ours = totals[group.rank()]
         padded[:ours] = local[:ours]
         gathered = [torch.empty_like(padded) for _ in totals]
-        dist.all_gather(gathered, padded, group=group)
+        with axis_span(axis):
+            dist.all_gather(gathered, padded, group=group)
         rows = torch.cat([each[:total] for each, total in zip(gathered, totals, strict=True)])
         return torch.empty_like(rows).index_copy_(0, order, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
         (order,) = ctx.saved_tensors
         ours = gradients[0].index_select(0, order.split(list(ctx.totals))[ctx.rank])
         padded = ours.new_zeros(ctx.shape)
         padded[: len(ours)] = ours
-        return padded, None, None, None
+        return padded, None, None, None, None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -148,5 +155,6 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
+        with axis_span("cp"):
+            dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from trimaran.core import Plan, UserError
+from trimaran.core.comm_axes import data_axis
 from trimaran.core.compression_settings import Compression, LayerKind
 from trimaran.nets import Network
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.feedback_tensors import FeedbackTensors, Shape
 from trimaran.parallel.comm.gradient_exchange import (
     EXCHANGES,
@@ -48,7 +50,7 @@ def apply_compression(network: Network, plan: Plan, ranks: RankMesh) -> None:
         setattr(network.module, COMPRESSOR_ATTRIBUTE, shard_compressor)
         return
     refuse_unmatched_layers(network.module, settings)
-    compressor = GradientCompressor(network.module, settings, ranks.data.get_group())
+    compressor = GradientCompressor(network.module, settings, ranks.data.get_group(), axis=data_axis(plan))
     setattr(network.module, COMPRESSOR_ATTRIBUTE, compressor)
     network.module.register_comm_hook(compressor, send_bucket)  # pyrefly: ignore[not-callable]
 
@@ -110,8 +112,10 @@ class GradientCompressor:
     order of the buckets. `step` counts from 0; whoever trains sets it and the loss scale with `begin_step`.
     """
 
-    def __init__(self, module: nn.Module, settings: Compression, group: dist.ProcessGroup) -> None:
-        self.settings, self._module = settings, module
+    def __init__(
+        self, module: nn.Module, settings: Compression, group: dist.ProcessGroup, *, axis: str = "dp_replicate"
+    ) -> None:
+        self.settings, self._module, self._axis = settings, module, axis
         self.state = ExchangeState(settings, group, group.rank())
         self.error: Tensor | None = None  # the relative error of the last step, if it was measured
         self._names: dict[int, str] = {}
@@ -166,7 +170,8 @@ class GradientCompressor:
         while self._open:
             exchanges, self._open = self._open, []
             for exchange, work in exchanges:
-                work.wait()
+                with AXIS_WAITS.span(self._axis):
+                    work.wait()
                 if (following := next(exchange, None)) is not None:
                     self._open.append((exchange, following))
         if self._samples:

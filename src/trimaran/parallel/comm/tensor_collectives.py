@@ -1,17 +1,24 @@
-"""The collectives of tensor parallelism between plain tensors, each with the collective of its backward.
+"""The collectives inside layers, between plain tensors, each with the collective of its backward.
 
-Each is one autograd function around torch's functional operators, which compiled code and recompute by operator see.
+Those without an argument `axis` are for tensor parallelism. Each is one autograd function around torch's functional
+operators, which compiled code and recompute by operator see.
 DTensors would do the same for ten times the host time: every operator between two collectives is dispatched in Python.
+Each times its wait (`AXIS_WAITS`), except in compiled code.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS
+
 collective = torch.ops._c10d_functional  # private in torch
+TP = "tp"
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -32,6 +39,30 @@ def reduce_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def reduce_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return `x`, which is equal on all ranks. Its gradient is a partial sum on each rank, and is summed here."""
     return _ReduceGradient.apply(x, group_name(mesh))
+
+
+def gather_dim(x: Tensor, dim: int, group: ProcessGroup, *, axis: str) -> Tensor:
+    """Return the parts of all ranks, joined along `dim`. The gradient is a partial sum on each rank."""
+    return _GatherDim.apply(x, dim, group.size(), group.group_name, axis)
+
+
+def exchange_rows(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup, *, axis: str
+) -> Tensor:
+    """Return the rows that all ranks sent to this one, of which each sends so many to each other rank."""
+    return await_rows(start_exchange(x, sends, receives, group, axis=axis), axis=axis)
+
+
+def start_exchange(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup, *, axis: str
+) -> Tensor:
+    """Start `exchange_rows`. Only `await_rows` may read what it returns."""
+    return _StartExchange.apply(x, [*sends], [*receives], group.group_name, axis)
+
+
+def await_rows(pending: Tensor, *, axis: str) -> Tensor:
+    """Return the result of `start_exchange`, in the order of the current stream."""
+    return _Await.apply(pending, axis)
 
 
 def group_name(mesh: DeviceMesh) -> str:
@@ -82,9 +113,47 @@ class _ReduceGradient(Function):
         return _reduced(gradients[0], ctx.group), None
 
 
+class _GatherDim(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: str, axis: str) -> Tensor:
+        ctx.dim, ctx.size, ctx.group, ctx.axis = dim, size, group, axis
+        parts = _run(axis, collective.all_gather_into_tensor, x.contiguous(), size, group)
+        return torch.cat(parts.split(x.shape[0]), dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        parts = torch.cat(gradients[0].chunk(ctx.size, ctx.dim))
+        local = _run(ctx.axis, collective.reduce_scatter_tensor, parts, "sum", ctx.size, ctx.group)
+        return local, None, None, None, None
+
+
+class _StartExchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sends: list[int], receives: list[int], group: str, axis: str) -> Tensor:
+        ctx.sends, ctx.receives, ctx.group, ctx.axis = sends, receives, group, axis
+        return _start(collective.all_to_all_single, x.contiguous(), receives, sends, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        given = gradients[0].contiguous()
+        rows = _run(ctx.axis, collective.all_to_all_single, given, ctx.sends, ctx.receives, ctx.group)
+        return rows, None, None, None, None
+
+
+class _Await(Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Tensor, axis: str) -> Tensor:
+        done = _wait(pending) if torch.compiler.is_compiling() else _timed_wait(pending, axis)
+        return done.view_as(done)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 def _gathered(x: Tensor, size: int, group: str) -> Tensor:
     """Return the parts [B, T / size, ...] of all ranks, joined along dim 1. A single row needs no copy."""
-    parts = _run(collective.all_gather_into_tensor, x.contiguous(), size, group)
+    parts = _run(TP, collective.all_gather_into_tensor, x.contiguous(), size, group)
     if x.shape[0] == 1:
         return parts.view(1, -1, *x.shape[2:])
     return torch.cat(parts.split(x.shape[0]), dim=1)
@@ -97,19 +166,39 @@ def _scattered(x: Tensor, size: int, group: str) -> Tensor:
         parts = x.contiguous().view(size, -1, *x.shape[2:])
     else:
         parts = torch.cat(x.split(x.shape[1] // size, dim=1))
-    return _run(collective.reduce_scatter_tensor, parts, "sum", size, group)
+    return _run(TP, collective.reduce_scatter_tensor, parts, "sum", size, group)
 
 
 def _reduced(x: Tensor, group: str) -> Tensor:
-    return _run(collective.all_reduce, x.contiguous(), "sum", group)
+    return _run(TP, collective.all_reduce, x.contiguous(), "sum", group)
 
 
-def _run(operator: Any, *args: Any) -> Tensor:
-    """Return the result of a collective, in the order of the current stream.
+def _run(axis: str, operator: Any, *args: Any) -> Tensor:
+    """Return the result of a collective, in the order of the current stream."""
+    if torch.compiler.is_compiling():
+        return _wait(_start(operator, *args))
+    with AXIS_WAITS.span(axis):
+        return _wait(_start(operator, *args))
+
+
+def _start(operator: Any, *args: Any) -> Tensor:
+    """Start a collective.
 
     Autograd is skipped, which the functions above do: it would take as long as the rest of the call.
     """
     if torch.compiler.is_compiling():
-        return collective.wait_tensor(operator(*args))
+        return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return collective.wait_tensor(operator(*args))
+        return operator(*args)
+
+
+def _wait(pending: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return collective.wait_tensor(pending)
+    with torch._C._AutoDispatchBelowAutograd():
+        return collective.wait_tensor(pending)
+
+
+def _timed_wait(pending: Tensor, axis: str) -> Tensor:
+    with AXIS_WAITS.span(axis):
+        return _wait(pending)

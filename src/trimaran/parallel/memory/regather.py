@@ -19,6 +19,7 @@ from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.parallel.axes.tp import GATHERING_STYLES, tensor_styles
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.memory.recompute import recomputed_blocks, regather_in_compiled
 from trimaran.parallel.mesh import RankMesh
 
@@ -180,7 +181,8 @@ class GatheredCall:
         self.start()
         assert self.again is not None
         if self.work is not None:
-            self.work.wait()
+            with AXIS_WAITS.span("tp"):
+                self.work.wait()
             self.work, self.again = None, _joined(self.again)
         whole = self.again
         self.num_used += 1

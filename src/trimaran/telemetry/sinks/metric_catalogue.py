@@ -81,6 +81,7 @@ RESOURCES = {
     "allocator_retries": Metric("counter", "allocation retries after freeing cached memory"),
     "ooms": Metric("counter", "out-of-memory errors on rank 0's device"),
     "collective_wait_seconds": Metric("summary", "exposed time in collectives per step", ("group",)),
+    "axis_wait_seconds": Metric("summary", "exposed communication of an axis per step on rank 0", ("axis",)),
     "data_wait_seconds": Metric("summary", "wait for the batch per step"),
     "straggler_wait_seconds": Metric("summary", "wait for the slowest rank per step"),
     "straggler_score_ratio": Metric("gauge", "own work of the median rank over that of the slowest; 1 means balanced"),

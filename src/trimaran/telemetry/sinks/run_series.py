@@ -3,7 +3,8 @@
 from typing import Any
 
 from trimaran import __version__
-from trimaran.core import PHASES
+from trimaran.core import AXES, PHASES
+from trimaran.core.comm_axes import WORLD
 from trimaran.telemetry.sinks.series import Series
 from trimaran.telemetry.sinks.sink import Line
 
@@ -111,6 +112,9 @@ class RunSeries:
         for key, name in WAITS:
             series.observe(name, waits.get(key))
         series.observe("collective_wait_seconds", waits.get("comm"), group="world")
+        for axis, seconds in line.get("comm_seconds", {}).items():
+            if axis in (*AXES, WORLD):
+                series.observe("axis_wait_seconds", seconds, axis=axis)
         ranks = line.get("ranks")
         if not ranks:
             return

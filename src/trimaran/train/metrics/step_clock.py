@@ -1,14 +1,17 @@
 """Measures the seconds of a step by phase, without synchronising with the device."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain, pairwise
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-ReadSeconds = Callable[[], dict[str, float]]
+from trimaran.core.comm_axes import WORLD
+
+COMM = "comm"
 DISCARDED = "aside"  # the phase of laps that belong to no step
 BETWEEN_SPANS = "?"  # the phase of time between the spans of a lap, until the end of the lap names it
 ISSUED_PHASES = ("forward", "backward", "comm", "optimizer")  # the phases of `Stepper.step` and `Stepper.update`
@@ -16,39 +19,94 @@ ISSUED_PHASES = ("forward", "backward", "comm", "optimizer")  # the phases of `S
 LapCallback = Callable[..., None]  # called on the host at the end of a lap or span, with its phase and `gaps`
 
 
+class StepSeconds(NamedTuple):
+    """The seconds of a step by phase, and those of the phase `comm` by the axis that they are for."""
+
+    phases: dict[str, float]
+    comm: dict[str, float]
+
+
+ReadSeconds = Callable[[], StepSeconds]
+
+
+def _key(phase: str, axis: str) -> str:
+    return f"{phase}/{axis}" if axis else phase
+
+
+def _phase(key: str) -> str:
+    return key.partition("/")[0]
+
+
 class SpanTimer:
     """Measures spans inside a lap, by phase, for phases that alternate too often to be laps.
 
-    Read it as late as the clock: on a GPU, one step later.
+    A span may contain others, whose time is then theirs alone. Read it as late as the clock: on a GPU, one step later.
     """
 
     def __init__(
         self, mark: Callable[[], object], between: Callable[..., float], on_lap: LapCallback | None = None
     ) -> None:
         self._mark, self._between, self._on_lap = mark, between, on_lap
-        self._spans: list[tuple[str, object, object]] = []
+        self._open: list[str] = []
+        self._spans: list[tuple[str, str | None, object, object]] = []  # key, that of the outer span, start, end
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
-        start = self._mark()
-        if self._on_lap is not None:
-            self._on_lap(BETWEEN_SPANS)
-        yield
-        self._spans.append((phase, start, self._mark()))
-        if self._on_lap is not None:
-            self._on_lap(phase)
+    def span(self, phase: str, axis: str = "") -> AbstractContextManager[None]:
+        """Return a context manager that adds its time to `phase`, and to `axis` if the phase is `comm`."""
+        return _Span(self, _key(phase, axis))
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of all spans, by phase."""
+        """Return the seconds of all spans, by phase and axis."""
         seconds: dict[str, float] = {}
-        for phase, start, end in self._spans:
-            seconds[phase] = seconds.get(phase, 0.0) + self._between(start, end)
+        for key, outer, start, end in self._spans:
+            span = self._between(start, end)
+            seconds[key] = seconds.get(key, 0.0) + span
+            if outer is not None:
+                seconds[outer] = seconds.get(outer, 0.0) - span
         return seconds
+
+    def outer_seconds(self, phases: Collection[str]) -> float:
+        """Return the seconds of the spans of these phases, with the spans inside them."""
+        return sum(self._between(start, end) for key, outer, start, end in self._spans
+                   if outer is None and _phase(key) in phases)  # fmt: skip
 
     @property
     def marks(self) -> list[object]:
         """The marks of all spans."""
-        return [mark for _, *marks in self._spans for mark in marks]
+        return [mark for _, _, *marks in self._spans for mark in marks]
+
+    def begin(self, key: str) -> object:
+        """Begin a span and return its start."""
+        start = self._mark()
+        if self._on_lap is not None:
+            self._on_lap(_phase(self._open[-1]) if self._open else BETWEEN_SPANS)
+        self._open.append(key)
+        return start
+
+    def end(self, key: str, start: object, *, failed: bool) -> None:
+        """End a span. One that raised is not measured."""
+        self._open.pop()
+        if failed:
+            return
+        self._spans.append((key, self._open[-1] if self._open else None, start, self._mark()))
+        if self._on_lap is not None:
+            self._on_lap(_phase(key))
+
+
+class _Span:
+    """A span of a timer. A generator would take three times as long, and a step may have a thousand spans."""
+
+    __slots__ = ("_key", "_start", "_timer")
+
+    def __init__(self, timer: SpanTimer, key: str) -> None:
+        self._timer, self._key = timer, key
+
+    def __enter__(self) -> None:
+        self._start = self._timer.begin(self._key)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.end(self._key, self._start, failed=kind is not None)
 
 
 class StartupTimer:
@@ -65,7 +123,7 @@ class StartupTimer:
         self._last = now
 
 
-LapEnd = tuple[str, object, SpanTimer | None]  # the phase of a lap, the mark at its end, and the spans inside it
+LapEnd = tuple[str, object, SpanTimer | None]  # phase and axis of a lap, the mark at its end, the spans inside it
 
 
 class HostTime(NamedTuple):
@@ -86,9 +144,11 @@ class StepClock:
 
     `lap(phase)` ends the running lap. `end_step()` ends the step and returns a function that returns its seconds by
     phase. On a GPU, call that function one step later: by then the device has passed the marks, and nothing waits.
+    Communication has an axis, too. `timed_axes` are those whose waits inside other phases are measured; None: all.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, timed_axes: Sequence[str] | None = None) -> None:
+        self.timed_axes = timed_axes
         self.on_lap: LapCallback | None = None  # set only while a trace is recorded
         self._mark: Callable[[], object] = time.perf_counter
         self._between: Callable[..., float] = lambda start, end: end - start
@@ -104,9 +164,9 @@ class StepClock:
         if self.on_lap is not None:
             self.on_lap("")
 
-    def lap(self, phase: str) -> None:
-        """End the running lap and add its time to `phase`."""
-        self._laps.append((phase, self._mark(), None))
+    def lap(self, phase: str, axis: str = "") -> None:
+        """End the running lap and add its time to `phase`, and to `axis` if the phase is `comm`."""
+        self._laps.append((_key(phase, axis), self._mark(), None))
         self._count_host_seconds(phase)
         if self.on_lap is not None:
             self.on_lap(phase)
@@ -119,13 +179,13 @@ class StepClock:
         """Return a timer for spans of the running lap; end the lap with `split_lap`."""
         return SpanTimer(self._mark, self._between, self.on_lap)
 
-    def split_lap(self, spans: SpanTimer, *, rest: str) -> Callable[[], float]:
-        """End the running lap: each phase gets its spans, and `rest` gets the remaining time.
+    def split_lap(self, spans: SpanTimer, *, rest: str, axis: str = "") -> Callable[[], float]:
+        """End the running lap: each phase gets its spans, and `rest` gets the remaining time, with its `axis`.
 
         Returns a function that returns the remaining seconds.
         """
         start, end = self._laps[-1][1], self._mark()
-        self._laps.append((rest, end, spans))
+        self._laps.append((_key(rest, axis), end, spans))
         self._count_host_seconds(rest)
         if self.on_lap is not None:
             self.on_lap(rest, gaps=True)
@@ -151,23 +211,34 @@ class StepClock:
         self._laps = [("", laps[-1][1], None)]
         self._host_seconds = 0.0
 
-        def read() -> dict[str, float]:
+        def read() -> StepSeconds:
             seconds: dict[str, float] = {}
             self._between(laps[0][1], laps[-1][1])  # waits once, for the last mark
-            for (_, start, _), (phase, end, spans) in pairwise(laps):
+            for (_, start, _), (key, end, spans) in pairwise(laps):
                 remaining = self._between(start, end)
-                for span_phase, span_seconds in (spans.seconds() if spans else {}).items():
-                    seconds[span_phase] = seconds.get(span_phase, 0.0) + span_seconds
+                for span_key, span_seconds in (spans.seconds() if spans else {}).items():
+                    seconds[span_key] = seconds.get(span_key, 0.0) + span_seconds
                     remaining -= span_seconds
-                seconds[phase] = seconds.get(phase, 0.0) + remaining
+                seconds[key] = seconds.get(key, 0.0) + remaining
             seconds.pop(DISCARDED, None)
             if self._events is not None:  # the last mark is the first of the next step
                 self._events.give_back(
                     [mark for _, mark, _ in laps[:-1]], *(spans.marks for *_, spans in laps if spans)
                 )
-            return seconds
+            return _by_phase(seconds)
 
         return read
+
+
+def _by_phase(by_key: dict[str, float]) -> StepSeconds:
+    """Return the seconds by phase, and those of `comm` by axis. What has no axis is for all ranks."""
+    seconds = StepSeconds({}, {})
+    for key, value in by_key.items():
+        phase, _, axis = key.partition("/")
+        seconds.phases[phase] = seconds.phases.get(phase, 0.0) + value
+        if phase == COMM:
+            seconds.comm[axis or WORLD] = seconds.comm.get(axis or WORLD, 0.0) + value
+    return seconds
 
 
 class CudaEvents:

@@ -65,6 +65,7 @@ class StepRecorder:
     journal: Journal
     profiler: Profiler
     compilations: Compilations = field(default_factory=Compilations)
+    axes: Mapping[str, bool] = field(default_factory=dict)  # of communication: whether all waits are measured
     indexer: StepIndexer | None = None  # on rank 0
     slow_details: SlowDetails = field(default_factory=SlowDetails)
     connections: ConnectionWatch | None = None
@@ -84,7 +85,7 @@ class StepRecorder:
 
     def record(self, pending: PendingStep, loader: Loader) -> StepRecord:
         """Write the metrics line of the step and return its numbers."""
-        measured = pending.read_seconds()  # waits for the device, so the numbers are copied
+        measured, waits = pending.read_seconds()  # waits for the device, so the numbers are copied
         phases = dict.fromkeys(PHASES, 0.0) | {name: round(each, SECONDS_DECIMALS) for name, each in measured.items()}
         loss, tokens, stop, save, profile, *others, norm, refused = pending.read_numbers()
         *rank_sums, batches_differ = others[: -self.plan.mesh.world_size]
@@ -105,6 +106,8 @@ class StepRecorder:
             details["quarantined"] = num_quarantined
         unused = details.pop("unused", [])  # parameters of this rank without a gradient
         details |= loader_wait(pending.loader_stats, phases) | self._record_compilations(pending.step, phases, unused)
+        if self.axes:
+            details["comm_seconds"] = comm_seconds(waits, self.axes)
         details["host_seconds"] = pending.host_time.seconds
         if pending.host_time.is_limit:
             details["host_bound"] = True
@@ -158,6 +161,11 @@ class StepRecorder:
         if self.indexer is not None:
             self.indexer.note_line()
         log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
+
+
+def comm_seconds(waits: Mapping[str, float], axes: Mapping[str, bool]) -> dict[str, float | None]:
+    """Return the `comm_seconds` field of the metrics: exposed seconds by axis, None if not all are measured."""
+    return {axis: waits.get(axis, 0.0) if is_measured else None for axis, is_measured in axes.items()}
 
 
 def loader_wait(stats: Mapping[str, Any], phases: Mapping[str, float]) -> dict[str, Any]:

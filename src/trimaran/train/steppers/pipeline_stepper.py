@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import Plan, TrainSection
+from trimaran.core.comm_axes import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast
@@ -27,7 +28,9 @@ from trimaran.parallel.axes.pp import (
 from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
-from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.metrics.gather_waits import time_gathers
+from trimaran.train.metrics.lap_waits import LapWaits
+from trimaran.train.metrics.step_clock import COMM, StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_totals import ReducedStep
 from trimaran.train.steppers.stepper import (
@@ -64,6 +67,9 @@ class PipelineStepper:
         # State of the current or last step: its batch, its time by phase, the factor of its loss, its summed loss on
         # this rank, and its sums over all ranks.
         self._batch = StepBatch(0, {}, 0)
+        self._waits, self._data_axis = LapWaits(clock), data_axis(plan)
+        for network in networks:
+            time_gathers(network.module, self._data_axis)
         self._span_timer, self._wait_seconds = clock.span_timer(), lambda: 0.0
         self._scale = self._loss_sum = torch.zeros((), device=self._device)
         self._parts = LossPartSums(self._objective, ranks)
@@ -77,15 +83,17 @@ class PipelineStepper:
         self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks)
         indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
         schedule = self._schedule(batch.micro(0))
-        self._clock.lap("comm")
-        self._span_timer = self._clock.span_timer()
+        self._clock.lap("comm", WORLD)
+        self._span_timer = self._waits.begin()
         with kept_weight_casts():
             schedule.step(number=indices, target=indices, return_outputs=False)
-        self._wait_seconds = self._clock.split_lap(self._span_timer, rest="comm")
+        self._wait_seconds = self._waits.end("comm", "pp")
         sum_tied_gradients(self._networks, self._stages, self._facts)
+        self._clock.lap("comm", "pp")
+        self._waits.begin()
         squares = self._updater.measure_gradients()
         self._reduced = totals.reduce(self._loss_sum, self._parts, self._networks, squares=squares)
-        self._clock.lap("comm")
+        self._waits.end("comm", WORLD)
         return self._reduced.numbers
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
@@ -104,7 +112,7 @@ class PipelineStepper:
         update_details, step_details = self._updater.details(), self._reduced.details
 
         def read() -> dict[str, Any]:
-            busy = sum(span_timer.seconds()[phase] for phase in ("forward", "backward"))
+            busy = span_timer.outer_seconds(("forward", "backward"))
             # A CPU tensor, so that the all-reduce does not wait for the device, which runs the next step by now.
             fraction = torch.tensor(wait_seconds() / (busy + wait_seconds()), dtype=torch.float64)
             dist.all_reduce(fraction, group=self._stages.group)
@@ -188,7 +196,7 @@ class PipelineStepper:
         return compute_detached
 
     def _span(self, phase: str) -> AbstractContextManager[None]:
-        return self._span_timer.span(phase)
+        return self._span_timer.span(phase, self._data_axis if phase == COMM else "")
 
     def _forward(self, network: Network, *stream: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         with autocast(self._plan, self._device):

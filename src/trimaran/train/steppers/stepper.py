@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
+from trimaran.core.comm_axes import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.infer.next_token import CachedLogits
 from trimaran.nets import Network
@@ -21,7 +22,8 @@ from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
-from trimaran.train.metrics.gather_waits import GatherWaits, time_gathers
+from trimaran.train.metrics.gather_waits import time_gathers
+from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs, has_known_code
@@ -112,8 +114,8 @@ class PlainStepper:
         self._device = ranks.device
         self._loss_function = build_loss_function(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
-        self._waits = GatherWaits()
-        time_gathers(network.module, self._waits)
+        self._waits, self._data_axis = LapWaits(clock), data_axis(plan)
+        time_gathers(network.module, self._data_axis)
         self._reduced: ReducedStep | None = None
         trained = [each for each in network.module.parameters() if each.requires_grad]
         self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
@@ -149,20 +151,22 @@ class PlainStepper:
             self._graphs.assign_gradients()
         if self._buckets is not None:
             self._buckets.reduce()
+            self._clock.lap("comm", self._data_axis)
+        self._waits.begin()
         self._reduced = totals.reduce(total, parts, [self._network], squares=self._updater.measure_gradients())
-        self._clock.lap("comm")
+        self._waits.end("comm", WORLD)
         return self._reduced.numbers
 
     def _run(self, inputs: Inputs, totals: StepTotals) -> LossSums:
         """Compute the losses of a micro-batch, without their graph, and add up its gradients."""
-        self._waits.begin(self._clock)
+        self._waits.begin()
         losses, balance = self._forward(inputs)
-        self._waits.end(self._clock, "forward")
+        self._waits.end("forward")
         loss = (losses.total + balance) * self._loss_factor(totals)
-        self._clock.lap("comm")
-        end_lap_after_backward(loss, self._clock, self._waits)
+        self._clock.lap("comm", WORLD)
+        end_lap_after_backward(loss, self._waits)
         loss.backward()
-        self._clock.lap("comm")
+        self._clock.lap("comm", self._data_axis)
         return LossSums(losses.total.detach(), losses.parts)
 
     def _replay(self, graphs: MicroBatchGraphs, inputs: Inputs, totals: StepTotals) -> LossSums:
@@ -251,15 +255,15 @@ class PlainStepper:
         return self._loss_function(inputs)[0].total.double().reshape(1)
 
 
-def end_lap_after_backward(loss: Tensor, clock: StepClock, waits: GatherWaits) -> None:
+def end_lap_after_backward(loss: Tensor, waits: LapWaits) -> None:
     """End the lap `backward` when the backward of `loss` has computed its gradients; their reduction comes after it.
 
     Autograd runs the callbacks queued for the end of a backward in the order in which they were queued. The hook of the
     loss runs first, so its callback runs before those of DDP and FSDP, which wait for the reduction.
     """
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-    loss.register_hook(lambda _: queue_callback(partial(waits.end, clock, "backward")))
-    waits.begin(clock)
+    loss.register_hook(lambda _: queue_callback(partial(waits.end, "backward")))
+    waits.begin()
 
 
 def build_loss_function(objective: Objective, network: Network, plan: Plan) -> LossFunction:

@@ -113,7 +113,7 @@ class Updater:
             return dict
         self._clock.lap("optimizer")
         details = self.outer_step.after_update(self._step)
-        self._clock.lap("comm")
+        self._clock.lap("comm", "dp_replicate")
         return details
 
     def begin_step(self, step: int) -> None:

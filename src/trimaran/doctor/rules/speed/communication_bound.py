@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, Prediction, show_seconds
+from trimaran.core.comm_axes import WORLD, predicted_comm
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch, forecast, larger_micro_batch
 from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
@@ -31,12 +32,15 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
         return
     collectives = {name: each for name, each in (prediction.exposed if prediction else {}).items() if " on " in name}
     largest = max(collectives, key=lambda each: collectives[each], default="")
+    by_axis = predicted_comm(evidence.plan.model_copy(update={"prediction": prediction}))
+    most = max(measured.axes, key=measured.axes.__getitem__, default=WORLD)
+    where = f", mostly of {most}" if most != WORLD else ""
     excess = f", {measured.comm / expected:.1f} times the prediction" if slow and expected else ""
     yield Finding(
         code="F002",
         severity="warning",
         verdict=f"{measured.fraction('comm'):.0%} of a step is exposed communication: "
-        f"{show_seconds(measured.comm)} of {show_seconds(measured.step)}{excess}",
+        f"{show_seconds(measured.comm)} of {show_seconds(measured.step)}{where}{excess}",
         culprit=largest,
         evidence={
             "comm_share": round(measured.fraction("comm"), 4),
@@ -44,6 +48,8 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
             "predicted_comm_seconds": expected,
             "step_seconds": measured.step,
             "exposed": dict(prediction.exposed) if prediction else {},
+            "by_axis": dict(measured.axes),
+            "predicted_by_axis": by_axis,
         },
         patch=best.patch if best else {},
         fix=SLOW_NETWORK if slow else "",

@@ -1,0 +1,45 @@
+"""Times how long this rank waits in collectives inside layers, by the axis of the mesh that they are for."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+Span = Callable[[str], AbstractContextManager[None]]  # from an axis to the context manager that times a wait
+NO_SPAN = nullcontext()
+
+
+class AxisWaits:
+    """What times the waits of the running lap. Outside a step nothing does.
+
+    There is one for the process, because autograd functions and forward hooks have no other way to reach it: a rank
+    runs one step at a time.
+    """
+
+    __slots__ = ("_span",)
+
+    def __init__(self) -> None:
+        self._span: Span | None = None
+
+    def start(self, span: Span) -> None:
+        """Time waits with `span` from now on."""
+        self._span = span
+
+    def stop(self) -> None:
+        self._span = None
+
+    def span(self, axis: str) -> AbstractContextManager[None]:
+        """Return a context manager for a collective and the wait for it.
+
+        On a GPU the stream waits, between two marks on it; the host does not. Code that torch compiles must not call
+        it: marks are not part of a graph.
+        """
+        return NO_SPAN if self._span is None else self._span(axis)
+
+
+AXIS_WAITS = AxisWaits()
+
+
+def axis_span(axis: str) -> AbstractContextManager[None]:
+    """Return `AxisWaits.span`, or in code that is being compiled one that does nothing."""
+    return nullcontext() if torch.compiler.is_compiling() else AXIS_WAITS.span(axis)

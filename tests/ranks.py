@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
@@ -47,7 +47,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 process.join()
 
 
-def _collect(pipes: list[Connection], processes: list[Any], stacks: list[IO[bytes]], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], stacks: Sequence[IO[bytes]], timeout: float) -> list[Any]:
     answers: dict[int, Any] = {}
     while left := [pipe for rank, pipe in enumerate(pipes) if rank not in answers]:
         ready = wait(left, timeout)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def test_nothing_hides_the_last_reduction() -> None:
     assert found.exposed["gradients on InfiniBand"] == pytest.approx(alone, rel=0.01)
 
 
-def comm_of(**comm: Any) -> dict[str, float]:
+def comm_of(**comm: Any) -> Mapping[str, float]:
     wanted = {"mesh": {"dp_replicate": 64}, "comm": comm}
     return predicted(wanted, text="8x8xA100", preset="llama-2-7b", seq_len=256).exposed
 

@@ -425,7 +425,8 @@ class Space:
         pinned = self.pins.micro_batches
         if isinstance(pinned, tuple):
             return dp * micro_batch if not pinned else sum(pinned) if len(pinned) == dp else 0
-        return 0 if micro_batch == 1 < dp else dp * micro_batch  # measured speeds need rows to deal
+        is_dealt = min(dp, micro_batch) > 1 or self.question.cluster.world_size == 1
+        return dp * micro_batch if is_dealt else 0  # measured speeds need data ranks, and rows to deal
 
     def _is_useful(self, size: int, cp: int) -> bool:
         """Return whether such micro-batches of sequence parts can be the best.

@@ -276,6 +276,11 @@ class RunState:
         return next((event.data for event in reversed(self.events) if event.kind == "loss_bound"), {})
 
     @property
+    def measured_rows(self) -> dict[str, Any]:
+        """The rows of each data rank by its measured speed, as the last start dealt them; empty if none did."""
+        return next((event.data for event in reversed(self.events) if event.kind == "rows"), {})
+
+    @property
     def failure(self) -> Event | None:
         """The first error that a rank reported; a user's mistake comes before the faults that it causes."""
         return min(self.current_events("error"), key=lambda event: ("code" not in event.data, event.time), default=None)
@@ -408,6 +413,7 @@ class RunState:
             "comm_seconds": self.comm_seconds,
             "details": {name: value for name, value in self._shown_details.items() if name in DETAILS},
             "ranks": self.latest.get("ranks"),
+            "measured_rows": self.measured_rows or None,
             "memory": self.latest.get("memory"),
             "machines": list(self.samples.values()),
             "samples": [event.data for event in self.events_of_kind("sample")],

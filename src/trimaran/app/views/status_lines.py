@@ -10,6 +10,7 @@ from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.core import show_bytes, show_count, show_seconds
+from trimaran.core.plan import show_rows
 
 Tree = dict[str, Any]
 SEVERITY = {"fault": ("✗", RED), "warning": ("!", ORANGE), "note": ("i", SKY)}  # a sign each, not only a colour
@@ -63,6 +64,9 @@ def _ranks(state: RunState) -> Iterator[Text]:
              for name, (label, show) in SPREADS.items() if _is_spread(_tree(ranks.get(name)))]  # fmt: skip
     if parts:
         yield _line("ranks", Text("   ").join(parts))
+    rows = [each for each in _listed(state.measured_rows.get("micro_batches")) if isinstance(each, int)]
+    if rows:
+        yield _line("rows", Text(f"{show_rows(rows)} (data ranks x rows), by measured speed"))
     for each in _listed(ranks.get("outliers"))[:MAX_OUTLIERS]:
         if text := _outlier(_tree(each)):
             yield _line("", Text(text, style=ORANGE))

@@ -5,6 +5,7 @@ from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, outline_of, with_adapter
 from trimaran.models.hf_facts import HfFacts
 from trimaran.models.stages import Spec
+from trimaran.planner.comm_choices import choose_comm
 from trimaran.planner.legal import check_sequence
 from trimaran.planner.question import PlanAnswer, Question
 from trimaran.planner.rejections import shortages
@@ -32,7 +33,7 @@ def choose(
     if outline is None:
         return first_legal_plan(question)
     if found := best_plans(question).ranked:
-        return predicted(found[0].plan, question)
+        return predicted(choose_comm(found[0].plan, question).plan, question)
     raise no_fit_error(nothing_fits(question))
 
 

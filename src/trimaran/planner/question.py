@@ -88,6 +88,7 @@ class PlanAnswer:
     ranked: the best plan of each mesh; empty if nothing fits.
     ties: plans that the cost model cannot tell from the first by their step time, and why it was preferred.
     misses: plans that lost. If nothing fits, the first one is the plan with the least memory.
+    choices: communication settings of the first plan that differ from their defaults, each with the reason.
     missing_bytes, missing: what that plan lacks, of its device or else of its host; and both as text.
     smallest: the smallest cluster of such devices on which a plan fits; None if there is none.
     part: the cluster that the plans are for, if the goal leaves devices idle.
@@ -97,6 +98,7 @@ class PlanAnswer:
     ranked: tuple[Plan, ...]
     ties: tuple[NearMiss, ...] = ()
     misses: tuple[NearMiss, ...] = ()
+    choices: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     num_considered: int = 0

@@ -10,6 +10,7 @@ from trimaran.cost import predict
 from trimaran.hardware import Cluster
 from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.planner.branch_and_bound import TIE_RATIO, FoundPlan, is_legal, least_memory_plans, mesh_key_of
+from trimaran.planner.comm_choices import choose_comm
 from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.generic_rules import check_tower_names
 from trimaran.planner.hints import hints_for, memory_hints
@@ -53,13 +54,15 @@ def search(question: Question) -> PlanAnswer:
     if not found.ranked:
         return nothing_fits(question, found.num_considered)
     asked = replace(question, cluster=found.cluster)
-    ranked = tuple(predicted(each.plan, asked) for each in found.ranked[: question.max_plans])
+    choices = [choose_comm(each.plan, asked) for each in found.ranked[: question.max_plans]]
+    ranked = tuple(predicted(each.plan, asked) for each in choices)
     faster = [predicted(each.plan, asked) for each in found.faster]
     return PlanAnswer(
         question=question,
         ranked=ranked,
         ties=tuple(ties_of(ranked, faster)) if question.goal != "memory" else (),
         misses=near_misses(ranked, asked),
+        choices=choices[0].reasons,
         hints=() if found.cluster.groups else hints_for(ranked[0], asked),
         warnings=warnings_for(ranked[0], question, found.cluster),
         num_considered=found.num_considered,

@@ -158,6 +158,7 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "ranked": [_with_prediction(plan) for plan in answer.ranked[:top]],
         "ties": [_with_prediction(tie.plan) | {"why": tie.why} for tie in answer.ties],
         "misses": [_with_prediction(miss.plan) | {"why": miss.why} for miss in answer.misses],
+        "choices": list(answer.choices),
         "hints": list(answer.hints),
         "warnings": list(answer.warnings),
         "num_considered": answer.num_considered,

@@ -42,6 +42,7 @@ def show_report(report: PlanReport, console: Console, *, top: int) -> None:
     ties = [f"{_short(tie.plan)}, batch {_batch(tie.plan)}: {tie.why}" for tie in answer.ties]
     _show_list(console, "ties, which the error bar does not tell from the chosen plan", ties[:MAX_SHOWN_TIES])
     _show_list(console, "why others lost", lost[:MAX_SHOWN_MISSES])
+    _show_list(console, "communication settings that differ from the defaults", answer.choices)
     _show_list(console, "what would change the answer", answer.hints)
     for warning in answer.warnings:
         console.print(Text.assemble(("\nwarning  ", ORANGE), warning))

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from statistics import median
 
 from trimaran.core import Finding
-from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
+from trimaran.core.comm_axes import data_axis
+from trimaran.cost.collective import ring_of
+from trimaran.cost.comm_overlap import exposed_reduction
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import plural
 from trimaran.doctor.predicted_gain import forecast, with_measured_links
 from trimaran.doctor.step_breakdown import get_number, phase_seconds, steady_steps, step_breakdown
+from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE
 
-BUCKET_SIZES_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
 WIDTHS = {"none": 4, "fp16": 2, "bf16": 2}  # bytes that are sent for each value; other kinds are not plain all-reduces
-MEBIBYTE = 2**20
 MIN_GAIN_FRACTION = 0.05  # of a step
 MAX_BUSY_CORES_FRACTION = 0.8  # of a node's cores: below that some are idle
 MIN_EXPOSED_RATIO = 2.0  # of exposed communication now over that with the best size
@@ -39,11 +40,12 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
     ring = ring_of(question.cluster.levels, mesh.data, mesh.tp)
     num_bytes = WIDTHS[str(plan.comm.compression)] * question.job.outline.trained_parameters / (mesh.tp * mesh.pp)
     sizes = {*BUCKET_SIZES_MB, plan.comm.bucket_mb}
-    exposed = {size: _exposed(num_bytes, size * MEBIBYTE, ring, backward) for size in sizes}
+    exposed = {size: exposed_reduction(num_bytes, size * MEBIBYTE, ring, backward) for size in sizes}
     best = min(exposed, key=lambda size: (exposed[size], abs(size - 25)))
     now, then = exposed[plan.comm.bucket_mb], exposed[best]
-    # No more can be saved than the communication that was measured, whatever the model says.
-    saved = min(now - then, measured.comm * (1 - then / now)) if now else 0.0
+    # No more can be saved than the communication that was measured, of the data ranks alone where it is known.
+    waited = min(measured.comm, measured.axes.get(data_axis(plan), measured.comm))
+    saved = min(now - then, waited * (1 - then / now)) if now else 0.0
     if saved < MIN_GAIN_FRACTION * measured.step or now < MIN_EXPOSED_RATIO * then:
         return
     small = plan.comm.bucket_mb < best
@@ -57,7 +59,7 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
         evidence={
             "pieces": count,
             "gradient_bytes": num_bytes,
-            "comm_seconds": measured.comm,
+            "comm_seconds": waited,
             "exposed_now": now,
             "exposed_then": then,
         },
@@ -77,12 +79,3 @@ def _has_idle_cores(evidence: Evidence) -> bool:
 def _backward(evidence: Evidence) -> float:
     """Return how long backward of the last micro-batch takes, which can overlap with the all-reduce."""
     return median(phase_seconds(each, "backward") for each in steady_steps(evidence)) / evidence.plan.grad_accum
-
-
-def _exposed(num_bytes: float, size: float, ring: Ring, backward: float) -> float:
-    """Return how long the all-reduce continues after backward has ended."""
-    size = min(size, num_bytes)
-    count = math.ceil(num_bytes / size)
-    one = all_reduce_seconds(size, ring)
-    end = max(backward * size / num_bytes + count * one, backward + one)
-    return end - backward

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trimaran.core.async_sgd import AsyncSgd
 from trimaran.core.compression_settings import Compression, CompressionField, settings_of
 from trimaran.core.local_steps import LocalSteps, LocalStepsField
 from trimaran.core.prediction import Prediction
@@ -80,6 +81,7 @@ class Comm(BaseModel):
     sum their gradients during backward, bucket by bucket. Without it they do so after backward, which can then be a
     CUDA graph. The planner chooses, unless it is pinned. Tensor-parallel ranks gather the input of attention, of the
     feed-forward and of the head. With `regather` each saves only its own part of it, and gathers it again in backward.
+    `async_sgd` is for `engine: async` only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,6 +94,7 @@ class Comm(BaseModel):
     context: Literal["gather", "exchange"] = "gather"
     overlap: bool = True
     regather: bool = False
+    async_sgd: AsyncSgd = AsyncSgd()
 
     @property
     def local(self) -> LocalSteps:
@@ -126,7 +129,8 @@ class Plan(BaseModel):
     A recipe's `plan:` has this type, too: its `model_fields_set` are the fields that the user pinned, and the planner
     fills in the rest. `loss` says how head and loss are computed. `logits` keeps the full logits for backward, `fused`
     overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time. `cuda_graphs`
-    allows forward and backward to be replayed as CUDA graphs, see `captures_steps`.
+    allows forward and backward to be replayed as CUDA graphs, see `captures_steps`. With `engine: async` replicas do
+    not wait for each other: a parameter server applies their gradients as they arrive.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,13 +147,18 @@ class Plan(BaseModel):
     cuda_graphs: bool = True
     loss: Loss = "logits"
     comm: Comm = Comm()
-    engine: Literal["torch", "deepspeed"] = "torch"
+    engine: Literal["torch", "deepspeed", "async"] = "torch"
     towers: Annotated[dict[str, TowerPlan], Field(description="what single towers of a VLM do differently")] = {}
     prediction: Annotated[Prediction | None, Field(exclude=True)] = None
 
     @property
     def global_batch(self) -> int:
         return self.mesh.dp * self.micro_batch * self.grad_accum
+
+    @property
+    def sync_every(self) -> int:
+        """Steps from one at which all replicas hold the same weights to the next."""
+        return self.comm.async_sgd.pause_every if self.engine == "async" else self.comm.sync_every
 
     @property
     def splits_weights(self) -> bool:
@@ -180,7 +189,7 @@ class Plan(BaseModel):
         is_replicated = (
             self.mesh.world_size == self.mesh.dp_replicate and self.mesh.ep == 1 and {*shardings} == {"none"}
         )
-        is_plain = self.engine == "torch" and self.precision == "fp32" and not self.compile
+        is_plain = self.engine != "deepspeed" and self.precision == "fp32" and not self.compile
         return self.joins_projections or (is_replicated and is_plain and self.recompute not in RECOMPUTED_BY_OPERATOR)
 
     @property
@@ -234,4 +243,5 @@ class Plan(BaseModel):
         extras += ["gradients summed after backward"] if self.reduces_after_backward else []
         extras += ["compiled"] if self.compile else []
         extras += [self.engine] if self.engine != "torch" else []
+        extras += [f"staleness {self.comm.async_sgd.staleness}"] if self.engine == "async" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])

@@ -111,9 +111,7 @@ def build_async_stepper(  # noqa: PLR0913 - the parts of a step
     server = ShardServer(mine, [*held], updater, train, plan.mesh, divisor=divisor, group=updates)
     counter = None
     if rank == 0:
-        counter = BatchCounter(
-            num_workers=num_ranks, staleness=plan.comm.async_sgd.staleness, check=server.check
-        )
+        counter = BatchCounter(num_workers=num_ranks, staleness=plan.comm.async_sgd.staleness, check=server.check)
         server.on_version = counter.set_version
     return AsyncStepper(
         network,

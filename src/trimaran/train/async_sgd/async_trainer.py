@@ -62,7 +62,7 @@ class AsyncTrainer(Trainer):
         return min([train.steps, *((done // each + 1) * each for each in spacings if each)])
 
     def _run_segment(self, feed: BatchFeed, segment: int) -> int:
-        """Compute batches until the next pause; return its step. All updates before it are applied, and weights read."""
+        """Compute batches until the next pause; return its step, once all updates before it are applied."""
         while True:
             self._write_lines()
             pause = bool(self.stop) or self.workers.server.refusal is not None
@@ -105,16 +105,17 @@ class AsyncTrainer(Trainer):
         """Save and evaluate what is due after `done` steps; return how the loop exits, or None if it continues."""
         self._write_lines()
         steps, evaluate = self.recipe.train.steps, self.recipe.train.evaluate.every
-        asked = all_gather_int64(np.array([bool(self.stop), self.checkpointer.wants_save])).any(axis=0)
+        requests = all_gather_int64(np.array([bool(self.stop), self.checkpointer.wants_save]))
+        any_stops, any_saves = (bool(each) for each in requests.max(axis=0))
         refusal = self.workers.server.refusal
         if refusal is not None:
             return LoopExit(step=done, reason="numeric", refusal=refusal)
         if done == steps:
             return LoopExit(step=done, reason="done")
-        if asked[0]:
+        if any_stops:
             return LoopExit(step=done, reason="stop")
         every = self.recipe.checkpoint.every
-        is_turn = done % every == 0 if isinstance(every, int) and every else bool(asked[1])
+        is_turn = done % every == 0 if isinstance(every, int) and every else any_saves
         self.checkpointer.after_step(done, StepDecision(save=is_turn and every != "off"))
         self.checkpointer.wait_until_copied()
         self.clock.lap("checkpoint")

@@ -1,7 +1,7 @@
 """Hands out the batches of a run in order, so that no gradient becomes too stale; it lives on rank 0.
 
-A batch is one worker's part of a step: with n workers, step t is the batches t*n to t*n + n - 1, and an update is made of
-the gradients of any n of them, in the order of arrival. So a run has as many updates as synchronous training has steps.
+A batch is one worker's part of a step: with n workers, step t is the batches t*n to t*n + n - 1. An update is made of
+the gradients of any n batches, in the order of arrival. So a run has as many updates as synchronous training has steps.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""How workers reach the batch counter and the servers of all ranks: point-to-point messages of gloo, a thread for each peer.
+"""How workers reach the batch counter and the servers of all ranks: by point-to-point messages of gloo.
 
 Requests are answered by a thread for each other rank, so that a slow link holds up nobody else. A message is a row of
 numbers, and weights or gradients as a flat tensor. Nothing is pickled. A rank that dies closes its connections, which
@@ -106,7 +106,7 @@ class ServerConnections:
             each.wait()
 
     def pull(self, version: int) -> int:
-        """Fill the parameters with weights of at least `version` updates; return the lowest version among the servers."""
+        """Fill the parameters with weights of at least `version` updates; return the lowest version of any server."""
         requests = [self._send(each, Request.PULL, version) for each in self._others]
         answers = []
         for other in self._others:

@@ -53,7 +53,7 @@ class AppliedUpdate:
 
 
 class ShardServer:
-    """Holds rows of the weights in fp32 on the host, and updates them once the gradients of a global batch have arrived.
+    """Holds rows of the weights in fp32 on the host; updates them once the gradients of a global batch have arrived.
 
     Gradients of one update are summed in the order of their batches, whoever arrives first. The servers of all ranks
     update one after another the same updates: they sum their squared norms in `group`, so that all clip by the norm of
@@ -148,7 +148,7 @@ class ShardServer:
 
     @torch.no_grad()
     def _apply(self, pushed: Sequence[tuple[GradientFacts, Tensor]]) -> None:
-        """Apply one update. Only this thread changes the weights, and it does so under the lock: a pull is of one version."""
+        """Apply one update. The weights change under the lock, so that a pull is of one version."""
         batches = tuple(facts for facts, _ in pushed)
         tokens, total = max(1, sum(each.tokens for each in batches)), pushed[0][1]
         for _, gradients in pushed[1:]:

@@ -29,7 +29,7 @@ NUM_REPLY_FIELDS = 2
 TIMEOUT = timedelta(days=30)
 
 
-class Request(IntEnum):
+class ServerRequest(IntEnum):
     """What a worker asks of a rank; the first field of a request."""
 
     TAKE = 1  # segment, pause; answer: batch, version, or -1, step
@@ -77,7 +77,7 @@ class ServerConnections:
 
     def close(self) -> None:
         """End the threads, here and of this rank's worker on the others. Every rank must call it."""
-        for each in [self._send(each, Request.END) for each in self._others]:
+        for each in [self._send(each, ServerRequest.END) for each in self._others]:
             each.wait()
         for each in self._threads:
             each.join()
@@ -86,28 +86,28 @@ class ServerConnections:
         """See `BatchCounter.take`."""
         if self._counter is not None:
             return self._counter.take(self._rank, segment=segment, pause=pause)
-        number, other = self._ask(Request.TAKE, segment, pause)
+        number, other = self._ask(ServerRequest.TAKE, segment, pause)
         return Pause(other) if number < 0 else Batch(number, other)
 
     def finish(self) -> int:
         """See `BatchCounter.finish`."""
         if self._counter is not None:
             return self._counter.finish(self._rank)
-        return self._ask(Request.FINISH)[0]
+        return self._ask(ServerRequest.FINISH)[0]
 
     def push(self, facts: GradientFacts) -> None:
         """Send the gradients of the parameters to all servers."""
         fields = (facts.update, facts.batch, facts.worker, facts.version, facts.tokens, facts.loss, *facts.seconds)
         works, sent = [], [self._rows[each].flat_gradients() for each in self._others]
         for other, gradients in zip(self._others, sent, strict=True):
-            works += [self._send(other, Request.PUSH, *fields), self._isend(gradients, other, GRADIENTS)]
+            works += [self._send(other, ServerRequest.PUSH, *fields), self._isend(gradients, other, GRADIENTS)]
         self._server.push(facts, self._server.rows.flat_gradients())
         for each in works:
             each.wait()
 
     def pull(self, version: int) -> int:
         """Fill the parameters with weights of at least `version` updates; return the lowest version of any server."""
-        requests = [self._send(each, Request.PULL, version) for each in self._others]
+        requests = [self._send(each, ServerRequest.PULL, version) for each in self._others]
         answers = []
         for other in self._others:
             reply, values = torch.zeros(NUM_REPLY_FIELDS, dtype=torch.int64), torch.empty(self._rows[other].num_values)
@@ -124,7 +124,7 @@ class ServerConnections:
             each.wait()
         return lowest
 
-    def _ask(self, request: Request, *fields: float) -> tuple[int, int]:
+    def _ask(self, request: ServerRequest, *fields: float) -> tuple[int, int]:
         """Send a request to rank 0 and return its answer."""
         reply = torch.zeros(NUM_REPLY_FIELDS, dtype=torch.int64)
         sent = self._send(0, request, *fields)
@@ -133,7 +133,7 @@ class ServerConnections:
         first, second = reply.tolist()
         return first, second
 
-    def _send(self, rank: int, request: Request, *fields: float) -> "Sending":
+    def _send(self, rank: int, request: ServerRequest, *fields: float) -> "Sending":
         row = [float(request), *map(float, fields)]
         return self._isend(torch.tensor(row + [0.0] * (NUM_FIELDS - len(row)), dtype=torch.float64), rank, REQUEST)
 
@@ -150,25 +150,25 @@ class ServerConnections:
             while True:
                 dist.recv(row, src=worker, group=self._group, tag=REQUEST)
                 request, *fields = row.tolist()
-                if request == Request.END:
+                if request == ServerRequest.END:
                     return
-                self._answer_one(worker, Request(int(request)), fields)
+                self._answer_one(worker, ServerRequest(int(request)), fields)
         except BaseException as error:
             self._server.fail(error)
 
-    def _answer_one(self, worker: int, request: Request, fields: Sequence[float]) -> None:
-        if request == Request.PUSH:
+    def _answer_one(self, worker: int, request: ServerRequest, fields: Sequence[float]) -> None:
+        if request == ServerRequest.PUSH:
             gradients = torch.empty(self._server.rows.num_values)
             dist.recv(gradients, src=worker, group=self._group, tag=GRADIENTS)
             self._server.push(facts_of(fields), gradients)
             return
         values: Tensor | None = None
-        if request == Request.PULL:
+        if request == ServerRequest.PULL:
             version, values = self._server.pull(int(fields[0]))
             reply = version, 0
         else:
             assert self._counter is not None, "only rank 0 is asked for batches"
-            if request == Request.TAKE:
+            if request == ServerRequest.TAKE:
                 taken = self._counter.take(worker, segment=int(fields[0]), pause=bool(fields[1]))
                 reply = (taken.number, taken.version) if isinstance(taken, Batch) else (-1, taken.step)
             else:

@@ -38,7 +38,7 @@ def test_the_batch_is_the_sum_of_the_rows() -> None:
     ("fields", "message"),
     [
         ({"micro_batches": (1, 2, 3)}, "3 numbers, but there are 2 data ranks"),
-        ({"micro_batches": (1, 2), "engine": "deepspeed"}, "DeepSpeed gives every rank the same"),
+        ({"micro_batches": (1, 2), "engine": "deepspeed"}, "engine deepspeed gives every rank the same"),
         ({"micro_batches": (1, 2), "comm": {"local_steps": 4}}, "every replica counts as much"),
         ({"micro_batches": "measured", "micro_batch": 1}, "nothing to deal"),
         ({"micro_batches": "measured", "micro_batch": 4, "comm": {"compression": "int8"}}, "compression remembers"),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trimaran.core.async_sgd import AsyncSgd
 from trimaran.core.compression_settings import Compression, CompressionField, settings_of
 from trimaran.core.local_steps import LocalSteps, LocalStepsField
 from trimaran.core.prediction import Prediction
@@ -83,6 +84,7 @@ class Comm(BaseModel):
     sum their gradients during backward, bucket by bucket. Without it they do so after backward, which can then be a
     CUDA graph. The planner chooses, unless it is pinned. Tensor-parallel ranks gather the input of attention, of the
     feed-forward and of the head. With `regather` each saves only its own part of it, and gathers it again in backward.
+    `async_sgd` is for `engine: async` only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -95,6 +97,7 @@ class Comm(BaseModel):
     context: Literal["gather", "exchange"] = "gather"
     overlap: bool = True
     regather: bool = False
+    async_sgd: AsyncSgd = AsyncSgd()
 
     @property
     def local(self) -> LocalSteps:
@@ -129,7 +132,8 @@ class Plan(BaseModel):
     A recipe's `plan:` has this type, too: its `model_fields_set` are the fields that the user pinned, and the planner
     fills in the rest. `loss` says how head and loss are computed. `logits` keeps the full logits for backward, `fused`
     overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time. `cuda_graphs`
-    allows forward and backward to be replayed as CUDA graphs, see `captures_steps`.
+    allows forward and backward to be replayed as CUDA graphs, see `captures_steps`. With `engine: async` replicas do
+    not wait for each other: a parameter server applies their gradients as they arrive.
 
     `micro_batches` is for data ranks of unequal speed: the rows of a micro-batch of each, where `micro_batch` is then
     the most of them. With `measured` the ranks measure their speeds at start, and share as many rows as with
@@ -151,7 +155,7 @@ class Plan(BaseModel):
     cuda_graphs: bool = True
     loss: Loss = "logits"
     comm: Comm = Comm()
-    engine: Literal["torch", "deepspeed"] = "torch"
+    engine: Literal["torch", "deepspeed", "async"] = "torch"
     towers: Annotated[dict[str, TowerPlan], Field(description="what single towers of a VLM do differently")] = {}
     prediction: Annotated[Prediction | None, Field(exclude=True)] = None
 
@@ -176,6 +180,11 @@ class Plan(BaseModel):
     @property
     def global_batch(self) -> int:
         return self.rows_at_once * self.grad_accum
+
+    @property
+    def sync_every(self) -> int:
+        """Steps from one at which all replicas hold the same weights to the next."""
+        return self.comm.async_sgd.pause_every if self.engine == "async" else self.comm.sync_every
 
     @property
     def splits_weights(self) -> bool:
@@ -206,7 +215,7 @@ class Plan(BaseModel):
         is_replicated = (
             self.mesh.world_size == self.mesh.dp_replicate and self.mesh.ep == 1 and {*shardings} == {"none"}
         )
-        is_plain = self.engine == "torch" and self.precision == "fp32" and not self.compile
+        is_plain = self.engine != "deepspeed" and self.precision == "fp32" and not self.compile
         return self.joins_projections or (is_replicated and is_plain and self.recompute not in RECOMPUTED_BY_OPERATOR)
 
     @property
@@ -264,6 +273,7 @@ class Plan(BaseModel):
         extras += ["gradients summed after backward"] if self.reduces_after_backward else []
         extras += ["compiled"] if self.compile else []
         extras += [self.engine] if self.engine != "torch" else []
+        extras += [f"staleness {self.comm.async_sgd.staleness}"] if self.engine == "async" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])
 
 

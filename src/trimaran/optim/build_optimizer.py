@@ -32,8 +32,19 @@ def build_optimizer(
     names. `lower_halves` has the lower halves of split weights. fp32 weights with fp32 states on a CPU use torch's
     fused AdamW; everything else uses `LowMemoryAdamW`. A rank whose stages are all frozen gets one empty group.
     """
-    constants = train.optimizer
     names = {each: name for module in modules for name, each in module.named_parameters() if each.requires_grad}
+    return optimizer_of(names, train, plan, towers, lower_halves)
+
+
+def optimizer_of(
+    names: Mapping[nn.Parameter, str],
+    train: TrainSection,
+    plan: Plan,
+    towers: Mapping[str, str] = ONE_TOWER,
+    lower_halves: Mapping[nn.Parameter, Tensor] = NO_LOWER_HALVES,
+) -> Optimizer:
+    """Return the optimizer of `build_optimizer` for these parameters and their names."""
+    constants = train.optimizer
     groups = named_groups(names, train, towers)
     defaults = {
         "lr": train.lr,

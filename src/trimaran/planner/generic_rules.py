@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from trimaran.core import Plan, UserError
 from trimaran.core.deepspeed_config import check_deepspeed
 from trimaran.models import Opaque, Outline, OutlineLayer
+from trimaran.planner.async_rules import check_async
 from trimaran.planner.axis_rules import check_pipeline, takes_stages
 from trimaran.planner.degrees import degrees
 from trimaran.planner.legal import (
@@ -40,6 +41,7 @@ def check_without_trainer(plan: Plan, question: Question) -> None:
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
         check_deepspeed(plan, recipe.train)
+    check_async(plan, recipe)
     check_sharding(plan)
     check_comm(plan, recipe.train.steps)
     check_micro_batches(plan)

@@ -9,6 +9,7 @@ from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.hf_facts import HfFacts
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.stages import Spec
+from trimaran.planner.async_rules import check_async
 from trimaran.planner.axis_rules import check_axes, fills_pipeline, language_of
 from trimaran.planner.compression_rules import check_compression
 from trimaran.planner.degrees import divisors, either
@@ -37,6 +38,7 @@ def check_plan(
     check_mesh(plan, cluster)
     if plan.engine == "deepspeed":
         check_deepspeed(plan, recipe.train)
+    check_async(plan, recipe)
     check_sharding(plan)
     check_comm(plan, recipe.train.steps)
     check_micro_batches(plan)

@@ -94,6 +94,7 @@ def meshes(question: Question) -> list[Mesh]:
     sharding_pin = pins.sharding if "sharding" in pins.model_fields_set else "any"
     sharding_pin = "parameters" if sharding_pin == "any" and pins.offload == "parameters" else sharding_pin
     needs_replicas = pins.comm.compression != "none" or pins.comm.local.is_on or not pins.comm.overlap
+    needs_replicas |= pins.engine == "async"
     sharding_pin = "none" if sharding_pin == "any" and needs_replicas else sharding_pin
     inner = pins.mesh.tp * pins.mesh.pp * pins.mesh.cp
     if pinned.keys() & {"dp_replicate", "dp_shard"}:

@@ -202,7 +202,8 @@ class Space:
 
     def _free_shardings(self, dp: int, cp: int, replicated: tuple[str, ...]) -> Iterator[StateSharding]:
         replicas, shards = self.degree("dp_replicate"), self.degree("dp_shard")
-        for sharding in (self.pins.sharding,) if self.pinned("sharding") else SHARDINGS:
+        free = ("none",) if self.pins.engine == "async" else SHARDINGS
+        for sharding in (self.pins.sharding,) if self.pinned("sharding") else free:
             for dp_shard in divisors(dp, most=dp) if sharding != "none" else (1,):
                 if shards not in (None, dp_shard) or replicas not in (None, dp // dp_shard):
                     continue
@@ -282,10 +283,14 @@ class Space:
         return space
 
     def offloads(self) -> tuple[str, ...]:
-        """Return what may be offloaded to the host: nothing on a CPU, and no parameters beside 4-bit ones."""
+        """Return what may be offloaded to the host: nothing on a CPU or from asynchronous workers.
+
+        No parameters are beside 4-bit ones.
+        """
         if self.pinned("offload"):
             return (self.pins.offload,)
-        if self.question.cluster.device.kind != "cuda" or not self._may_offload:
+        on_gpu = self.question.cluster.device.kind == "cuda"
+        if not on_gpu or not self._may_offload or self.pins.engine == "async":
             return ("none",)
         return OFFLOADS[:-1] if self.has_packed_weights else OFFLOADS
 
@@ -344,11 +349,12 @@ class Space:
         """Return whether the planner may use an axis that is not pinned.
 
         Our trainer does not change the forward of a Hugging Face model, and applies tp only to known shapes. Compressed
-        gradients, local steps and gradients that are reduced after backward need full replicas. DeepSpeed only shards.
+        gradients, local steps, gradients that are reduced after backward and asynchronous training need full replicas.
+        DeepSpeed only shards.
         """
         question, comm = self.question, self.pins.comm
         needs_replicas = comm.compression != "none" or comm.local.is_on or not comm.overlap
-        if self.pins.engine == "deepspeed" or needs_replicas:
+        if self.pins.engine != "torch" or needs_replicas:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
             return False
@@ -521,14 +527,15 @@ class Space:
 def precision_of(question: Question, sharding: str) -> str:
     """Return the fastest precision that is safe by default: bf16 if the device has it, else fp16, else fp32.
 
-    DeepSpeed has neither without shards. fp16 may skip steps, so replicas with local steps would diverge.
+    DeepSpeed has neither without shards. fp16 may skip steps, so replicas with local steps would diverge, and the
+    workers of asynchronous training have no common loss scale.
     """
     pins, has = question.pins, question.cluster.device.peak_flops
     if pins.engine == "deepspeed" and sharding == "none":
         return "fp32"
     if "bf16" in has:
         return "bf16"
-    return "fp16" if "fp16" in has and not pins.comm.local.is_on else "fp32"
+    return "fp16" if "fp16" in has and not pins.comm.local.is_on and pins.engine != "async" else "fp32"
 
 
 def rounds_of(schedule: str, layers: int, pp: int) -> tuple[int, ...]:

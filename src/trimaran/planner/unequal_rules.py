@@ -14,7 +14,9 @@ def check_micro_batches(plan: Plan) -> None:
         raise _refusal(f"micro_batches has {len(rows)} numbers, but there are {dp} data ranks ({plan.mesh})",
                        f"give {dp} numbers, one for each, or leave it out")  # fmt: skip
     if plan.engine != "torch":
-        raise _refusal("DeepSpeed gives every rank the same number of rows", "set engine to torch, or leave it out")
+        raise _refusal(
+            f"engine {plan.engine} gives every rank the same number of rows", "set engine to torch, or leave it out"
+        )
     if plan.comm.local.is_on:
         raise _refusal("with local_steps every replica counts as much as any other, whatever its rows",
                        "leave out comm.local_steps, or micro_batches")  # fmt: skip

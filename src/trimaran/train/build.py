@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
-from trimaran.core import ModelSection, Plan, Recipe, TrainSection
-from trimaran.data.feed import BatchFeed, share_of
+from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
+from trimaran.data.data_kind import data_kind_of
+from trimaran.data.feed import BatchFeed, DataShare, share_of
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
@@ -42,6 +43,9 @@ from trimaran.run import Journal, RunDirectory
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.agreement import StopRequest
+from trimaran.train.async_sgd.async_recorder import AsyncRecorder
+from trimaran.train.async_sgd.async_stepper import AsyncStepper, build_async_stepper
+from trimaran.train.async_sgd.async_trainer import AsyncTrainer
 from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.checkpointing.training_state import TrainingState
@@ -60,7 +64,7 @@ from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
 from trimaran.train.measure_rows import MeasuredRank, with_measured_rows
 from trimaran.train.metrics.lap_waits import measured_axes
-from trimaran.train.metrics.meters import build_meters
+from trimaran.train.metrics.meters import MemoryMeter, build_meters
 from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.profiler import build_profiler
 from trimaran.train.metrics.step_clock import StartupTimer, StepClock
@@ -117,6 +121,8 @@ def build_worker_parts(
             measured = MeasuredRank(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
             plan = with_measured_rows(plan, measured, journal)
             training_data = load(share_of(plan, ranks.data_rank))
+        if plan.engine == "async":
+            training_data = share_batches(training_data, recipe, networks[0], share_of(plan, 0), cache=cache)
     timer.lap("data")
     trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop, base)
     timer.lap("optimizer")
@@ -156,23 +162,24 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
     evaluator = HoldoutEvaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper,
                                  objective=training_data.objective, journal=journal, device=rank_info.device,
                                  counts_samples=ranks.counts_samples, stop=stop, link=link)  # fmt: skip
-    return Trainer(
+    recorder = StepRecorder(
+        plan=plan,
+        meters=build_meters(recipe, plan, networks[0], rank_info.device),
+        journal=journal,
+        profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
+        compilations=Compilations(link, journal),
+        axes=measured_axes(plan, networks),
+        indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
+        connections=ConnectionWatch(journal) if link.store else None,
+    )
+    trainer = Trainer(
         recipe=recipe,
         device=rank_info.device,
         loader_from=loader_from,
         stepper=stepper,
         evaluator=evaluator,
         checkpointer=Checkpointer(run, rank_info, journal, link, state, data=training_data.digest, base=base),
-        recorder=StepRecorder(
-            plan=plan,
-            meters=build_meters(recipe, plan, networks[0], rank_info.device),
-            journal=journal,
-            profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
-            compilations=Compilations(link, journal),
-            axes=measured_axes(plan, networks),
-            indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
-            connections=ConnectionWatch(journal) if link.store else None,
-        ),
+        recorder=recorder,
         check=StepCheck(
             plan=plan,
             guard=guard,
@@ -186,6 +193,38 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
         stop=stop,
         read_delay=plan.comm.local.read_delay,
     )
+    if not isinstance(stepper, AsyncStepper):
+        return trainer
+    return _without_steps(trainer, stepper, lambda: training_data.training(guard.quarantine.ids))
+
+
+def _without_steps(trainer: Trainer, stepper: AsyncStepper, feed_from: Callable[[], BatchFeed]) -> AsyncTrainer:
+    """Return the trainer of asynchronous workers, with the parts of the usual one."""
+    recorder = trainer.recorder
+    lines = AsyncRecorder(
+        plan=recorder.plan,
+        journal=recorder.journal,
+        memory=MemoryMeter(trainer.device),
+        indexer=recorder.indexer,
+        compilations=recorder.compilations,
+    )
+    parts = {each.name: getattr(trainer, each.name) for each in fields(trainer)}
+    return AsyncTrainer(**parts, workers=stepper, feed_from=feed_from, lines=lines, rank=recorder.journal.rank)
+
+
+def share_batches(
+    training_data: TrainingData, recipe: Recipe, network: Network, share: DataShare, *, cache: Path
+) -> TrainingData:
+    """Return the training data for `engine: async`: batch n is rows n*b to n*b + b - 1 of the order, whoever takes it.
+
+    b are the rows of one worker's part of a step, so that the rows of a step are the same as in synchronous training.
+    Held-out data are split as usual.
+    """
+    if (kind := data_kind_of(recipe)) != "text":
+        raise UserError("P095", f"engine async trains on text, not on {kind}: it does not limit bad samples",
+                        where="plan.engine", fix="set plan.engine to torch")  # fmt: skip
+    any_worker = load_training_data(recipe, network, replace(share, rank=0, dp=1), cache=cache)
+    return replace(training_data, training=any_worker.training)
 
 
 def refuse_unsavable(recipe: Recipe, networks: tuple[Network, ...]) -> None:
@@ -427,6 +466,8 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
         stepper = build_deepspeed_stepper(network, train, plan, ranks, clock, guard)
         stepper.objective = objective or stepper.objective
         return stepper
+    if plan.engine == "async":
+        return build_async_stepper(network, train, plan, ranks, clock, guard, objective)
     low_halves = split_weights(networks, plan)
     optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers, low_halves)
     trained = trained_parameters(networks, plan)

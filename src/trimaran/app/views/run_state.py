@@ -39,6 +39,7 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     "router": lambda value: f"busiest expert {value['imbalance']:.2f} x the mean, {value['dropped']:.1%} dropped",
     "loss_scale": lambda value: f"{value:g}",
     "compression_error": lambda value: f"the sum of compressed gradients was {value:.2g} of its size off",
+    "async_sgd": lambda value: f"gradients {value['staleness']:.1f} updates stale, at most {value['max_staleness']}",
     "recompiles": lambda value: f"{value} after the first steps (see the `recompile` events)" if value else "",
     "towers": lambda value: "gradient norms " + _listed({name: each["grad_norm"] for name, each in value.items()}),
     "lrs": lambda value: _listed(value),

@@ -41,6 +41,7 @@ UNSUPPORTED_EVERYWHERE: Mapping[str, Takes] = {
     "towers": Takes(({},), "it treats all towers of a model alike"),
     "comm.compression": Takes(("none",), "compressed gradients need a hook in the user's code"),
     "comm.local_steps": Takes((1,), "local steps need a training loop of the user's own"),
+    "engine": Takes(("torch", "deepspeed"), "asynchronous training needs a parameter server"),
 }
 
 

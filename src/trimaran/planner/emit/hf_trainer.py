@@ -27,7 +27,7 @@ TAKES = {
 ON_CPU = {  # accelerate would silently ignore these
     "sharding": Takes(("none",), "on a CPU it only has replicas"),
     "precision": Takes(("fp32", "bf16"), "on a CPU it has no other"),
-    "engine": Takes(("torch",), "DeepSpeed needs GPUs here"),
+    "engine": Takes(("torch",), "DeepSpeed needs GPUs here, and there is no other engine"),
 }
 TEXT = '''"""Trains `MODEL` on the text in `DATA` with the arguments in {file}."""
 

@@ -25,7 +25,7 @@ from trimaran.planner.question import Question
 TOOL = "megatron"
 FILE = "pretrain.sh"
 TAKES = {
-    "engine": Takes(("torch",), "it has no DeepSpeed"),
+    "engine": Takes(("torch",), "it has an engine of its own"),
     "sharding": Takes(("none", "optimizer"), "its distributed optimizer shards only optimizer states"),
     "offload": Takes(("none", "optimizer"), "it offloads only the optimizer"),
 }

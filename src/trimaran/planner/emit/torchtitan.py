@@ -26,7 +26,7 @@ TOOL = "torchtitan"
 FILE, MODULE = "torchtitan.toml", "trimaran_model"
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
 TAKES = {
-    "engine": Takes(("torch",), "it has no DeepSpeed"),
+    "engine": Takes(("torch",), "it has an engine of its own"),
     "sharding": Takes(("none", "gradients", "parameters"), "FSDP2 always shards gradients"),
     "precision": Takes(("fp32", "bf16", "fp8"), "it has no loss scaling"),
     "offload": Takes(("none", "parameters"), "it only offloads parameters with their states"),

@@ -77,7 +77,7 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     called on all ranks if the copies in memory do not fit the new slots and are lost. Saves wait for `base`.
     """
     recipe = run.read_recipe()
-    section, stride = recipe.checkpoint, run.read_plan().comm.sync_every
+    section, stride = recipe.checkpoint, run.read_plan().sync_every
     rows = assign_rows(shards, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=all_gather_int64)
     share = build_share(shards, rows)
     copier = Copier(share)

@@ -59,7 +59,7 @@ class Checkpointer:
         """
         self._data, self._base = {"data": data} if data else {}, base
         self._run, self._rank_info, self._journal, self._link, self._state = run, rank_info, journal, link, state
-        self._recipe, self._stride = run.read_recipe(), run.read_plan().comm.sync_every
+        self._recipe, self._stride = run.read_recipe(), run.read_plan().sync_every
         self._num_rewinds = 0
         self._wants_save = False
         self._requested_step = self._durable_step = -1
@@ -178,6 +178,11 @@ class Checkpointer:
     def before_update(self) -> None:
         """Make the update wait for a copy in progress. Must be called before every update."""
         self._backend.copier.before_update()
+
+    def wait_until_copied(self) -> None:
+        """Return when no copy in memory reads the state any more, for updates that another thread will make."""
+        self._backend.copier.before_update()
+        self._backend.copier.wait()
 
     def after_step(self, step: int, decision: StepDecision) -> None:
         """Copy or save the state after `step` steps, if due. `decision` is what the ranks agreed on a step before."""

@@ -1,0 +1,208 @@
+"""Asynchronous workers and their parameter server: real ranks, from staleness 0 to a worker that is far behind."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import slow
+from tests.parity import assert_same_trajectory, plan_for, train_trajectory, trajectory_of
+from tests.ranks import run_ranks
+from trimaran.core import EXIT_AGAIN, EXIT_STUCK, Plan, Recipe
+from trimaran.data.feed import BatchFeed
+from trimaran.data.step_batch import StepBatch
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.async_sgd.async_stepper import AsyncStepper
+from trimaran.train.async_sgd.async_trainer import AsyncTrainer
+from trimaran.train.async_sgd.batch_counter import Batch
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.worker import run_worker
+
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+STALENESS = 4
+PATIENCE_SECONDS = 90.0
+
+
+def recipe_with(*, steps: int = 12, faults: dict[str, Any] | None = None, **train: Any) -> Recipe:
+    tree = {"steps": steps, "global_batch": 12, "lr": 3e-3, "seed": 3, "sample": {"tokens": 0},
+            "evaluate": {"batches": 1}, "schedule": {"warmup_steps": 2}}  # fmt: skip
+    model = {"preset": "tiny", "shape": SHAPE}
+    sections = {"model": model, "data": {"seq_len": 32}, "train": tree | train, "faults": faults or {}}
+    return Recipe.model_validate(sections | {"checkpoint": {"every": 0, "memory": 0}})
+
+
+def async_plan(recipe: Recipe, *, workers: int = 2, grad_accum: int = 1, **settings: int) -> Plan:
+    plan = plan_for(recipe, grad_accum=grad_accum, dp_replicate=workers)
+    return Plan.model_validate(plan.model_dump() | {"engine": "async", "comm": {"async_sgd": settings}})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+def plain_rank(path: Path, cache: Path) -> int:
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
+
+
+def start(folder: Path, recipe: Recipe, plan: Plan, rank: Callable[..., Any] = plain_rank) -> RunDirectory:
+    """Train in forked ranks, each of which runs `rank`, and return the run; it must end well."""
+    run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
+    codes = run_ranks(plan.mesh.world_size, rank, run.path, folder.parent / "cache")
+    assert codes == [0] * plan.mesh.world_size, run.events(0).read_text()
+    return run
+
+
+def lines_of(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("workers", "grad_accum"), [(2, 1), slow((2, 2)), slow((3, 1))])
+def test_without_staleness_it_is_synchronous_training(workers: int, grad_accum: int, folder: Path) -> None:
+    recipe = recipe_with()
+    synchronous = plan_for(recipe, grad_accum=grad_accum, dp_replicate=workers)
+    plan = async_plan(recipe, workers=workers, grad_accum=grad_accum, staleness=0, pause_every=5)
+    run = start(folder, recipe, plan)
+    assert_same_trajectory(trajectory_of(run), train_trajectory(recipe, synchronous, folder))
+    lines = lines_of(run)
+    assert all(line["async_sgd"]["max_staleness"] == 0 for line in lines)
+    assert all(line["tokens"] == 12 * 32 and line["samples"] == 12 for line in lines)
+    assert all(sum(line["phases"].values()) == pytest.approx(line["step_seconds"], abs=1e-4) for line in lines)
+
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    began = time.monotonic()
+    while not is_true():
+        assert time.monotonic() - began < PATIENCE_SECONDS, f"waited too long: {what}"
+        time.sleep(0.01)
+
+
+def one_worker_is_behind(path: Path, cache: Path) -> int:
+    """Run a rank. The first batch of rank 1 takes as long as rank 0 needs to get as far ahead as it may.
+
+    Each rank writes a file for each batch when it begins, with its samples, and another when it is done.
+    """
+    rank, notes = int(os.environ["RANK"]), path / "notes"
+    notes.mkdir(exist_ok=True)
+    compute, add = AsyncTrainer._compute, AsyncStepper.add_gradients
+
+    def noted(self: AsyncTrainer, feed: BatchFeed, taken: Batch) -> None:
+        compute(self, feed, taken)
+        (notes / f"done-{rank}-{taken.number}").touch()
+
+    def delayed(self: AsyncStepper, batch: StepBatch, report_progress: Callable[[], None]) -> torch.Tensor:
+        is_first = not any(notes.glob(f"begun-{rank}-*"))
+        (notes / f"begun-{rank}-{batch.step}").write_text(json.dumps(batch.sample_ids))
+        if is_first and rank == 0:
+            wait_until(lambda: any(notes.glob("begun-1-*")), "rank 1 begins, too, with the same weights")
+        if is_first and rank == 1:
+            most_ahead = 2 * STALENESS + 1  # with its own batch, these are STALENESS + 1 updates
+            wait_until(lambda: len([*notes.glob("done-0-*")]) == most_ahead, "rank 0 runs ahead")
+        return add(self, batch, report_progress)
+
+    AsyncTrainer._compute, AsyncStepper.add_gradients = noted, delayed  # this process is a rank of its own
+    return plain_rank(path, cache)
+
+
+def test_a_slow_worker_holds_up_nobody_before_the_bound_and_no_sample_is_lost(folder: Path) -> None:
+    recipe = recipe_with(steps=12)
+    run = start(folder, recipe, async_plan(recipe, staleness=STALENESS), one_worker_is_behind)
+    begun = [each.name.split("-") for each in (run.path / "notes").glob("begun-*")]
+    assert sorted(int(number) for _, _, number in begun) == [*range(24)], "each batch once, by either worker"
+    samples = [sample for each in (run.path / "notes").glob("begun-*") for sample in json.loads(each.read_text())]
+    assert len(samples) == len({*samples}) == 12 * 12
+    details = [line["async_sgd"] for line in lines_of(run)]
+    assert max(each["max_staleness"] for each in details) == STALENESS, "rank 0 got as far ahead as it may, and no more"
+    assert all(sum(each["batches"].values()) == 2 for each in details)
+    assert details[0]["batches"] == {"0": 2}, "the first update did not wait for rank 1"
+    assert [line["step"] for line in lines_of(run)] == [*range(1, 13)]
+
+
+def stopped_in_the_middle(path: Path, cache: Path) -> int:
+    """Run a rank that is asked to stop when it begins a batch of the sixth step or a later one."""
+    compute, step = AsyncTrainer._compute, PlainStepper.step
+
+    def stopping(self: AsyncTrainer, feed: BatchFeed, taken: Batch) -> None:
+        if taken.number >= 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        compute(self, feed, taken)
+
+    def stopping_step(self: Any, batch: StepBatch, **options: Any) -> torch.Tensor:
+        if batch.step >= 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, **options)
+
+    AsyncTrainer._compute, PlainStepper.step = stopping, stopping_step
+    return plain_rank(path, cache)
+
+
+def stopped_run(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
+    run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
+    assert run_ranks(2, stopped_in_the_middle, run.path, folder.parent / "cache") == [EXIT_AGAIN] * 2
+    (checkpoint,) = run.checkpoints.glob("step-*")
+    assert 6 <= int(checkpoint.name.removeprefix("step-")) < 12
+    return run
+
+
+def test_a_stopped_run_resumes_where_it_was(folder: Path) -> None:
+    recipe = recipe_with()
+    run = stopped_run(folder, recipe, async_plan(recipe, staleness=0))
+    assert run_ranks(2, plain_rank, run.path, folder.parent / "cache") == [0, 0]
+    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1, dp_replicate=2), folder)
+    assert_same_trajectory(trajectory_of(run), reference)
+
+
+@pytest.mark.parametrize("first", ["async", slow("torch")])
+def test_a_checkpoint_loads_under_the_other_engine(first: str, folder: Path) -> None:
+    recipe = recipe_with()
+    synchronous, plan = plan_for(recipe, grad_accum=1, dp_replicate=2), async_plan(recipe, staleness=0)
+    before, after = (plan, synchronous) if first == "async" else (synchronous, plan)
+    run = stopped_run(folder, recipe, before)
+    other = create_run(folder / "other", recipe, after)
+    shutil.copytree(run.checkpoints, other.checkpoints)
+    shutil.copy(run.metrics, other.metrics)
+    assert run_ranks(2, plain_rank, other.path, folder.parent / "cache") == [0, 0], other.events(0).read_text()
+    assert_same_trajectory(trajectory_of(other), train_trajectory(recipe, synchronous, folder))
+
+
+def one_gradient_is_not_finite(path: Path, cache: Path) -> int:
+    """Run a rank whose gradient is NaN in batch 9."""
+    add = AsyncStepper.add_gradients
+
+    def spoiled(self: AsyncStepper, batch: StepBatch, report_progress: Callable[[], None]) -> torch.Tensor:
+        loss = add(self, batch, report_progress)
+        if batch.step == 9:
+            first = next(self._network.module.parameters())
+            first.grad = torch.full_like(first, torch.nan)
+        return loss
+
+    AsyncStepper.add_gradients = spoiled
+    return plain_rank(path, cache)
+
+
+def test_an_update_that_is_not_finite_is_skipped_on_all_servers(folder: Path) -> None:
+    recipe = recipe_with(steps=8)
+    run = start(folder, recipe, async_plan(recipe, staleness=1), one_gradient_is_not_finite)
+    (skipped,) = [line["step"] for line in lines_of(run) if line.get("skipped")]
+    assert 5 <= skipped <= 6, "batch 9 is of the fifth step, and at most one update late"
+    assert all(torch.isfinite(each).all() for each in trajectory_of(run).weights.values())
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    (skip,) = [each for each in events if each["kind"] == "skip"]
+    assert len(skip["data"]["sample_ids"]) == 12
+
+
+@pytest.mark.slow
+def test_a_run_that_may_not_skip_stops_at_a_pause(folder: Path) -> None:
+    recipe = recipe_with(faults={"not_finite": "stop"})
+    run = create_run(folder / "0", recipe, async_plan(recipe, staleness=1))
+    codes = run_ranks(2, one_gradient_is_not_finite, run.path, folder.parent / "cache")
+    assert codes == [EXIT_STUCK] * 2

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 STEPS, SEEDS = 160, (0, 1, 2)
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}
 # By staleness: the most that the mean held-out loss may be above that of synchronous training; nats per byte.
-BOUNDS = {1: 0.35, 4: 0.45}
+BOUNDS = {1: 0.3, 4: 0.4}
 
 
 @cache

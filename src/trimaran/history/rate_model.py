@@ -155,7 +155,8 @@ def phases_of(time: StepTime) -> dict[str, float]:
 def telling_phases(measured: Mapping[str, float], plan: Plan, time: StepTime) -> dict[str, float]:
     """Return the measured phases of a step that say something about rates; `time` is the predicted step.
 
-    Communication inside layers, and waiting in a pipeline, are counted as other phases in a run than in a prediction.
+    Waiting in a pipeline is counted as another phase in a run than in a prediction, and so is communication inside
+    compiled layers and in older runs.
     """
     mesh = plan.mesh
     if mesh.tp * mesh.pp * mesh.cp * mesh.ep > 1 or plan.offload != "none" or plan.engine != "torch":

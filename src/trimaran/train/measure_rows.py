@@ -47,7 +47,7 @@ class RoundTime(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRank:
+class RankParts:
     """The parts of a rank that a measurement needs.
 
     `load` returns the data of a share. `report_progress` is called after each micro-batch.
@@ -59,7 +59,7 @@ class MeasuredRank:
     report_progress: Callable[[], None] = lambda: None
 
 
-def with_measured_rows(plan: Plan, rank: MeasuredRank, journal: Journal) -> Plan:
+def with_measured_rows(plan: Plan, rank: RankParts, journal: Journal) -> Plan:
     """Return the plan with the rows of each data rank, by the speeds that are measured now. Every rank must call it."""
     rounds: list[list[RoundTime]] = []
     rows = (plan.micro_batch,) * plan.mesh.dp
@@ -107,7 +107,7 @@ def _with_rows(plan: Plan, rows: tuple[int, ...]) -> Plan:
     return plan.model_copy(update={"micro_batches": rows, "micro_batch": max(rows)})
 
 
-def _measure_round(plan: Plan, rank: MeasuredRank) -> list[RoundTime]:
+def _measure_round(plan: Plan, rank: RankParts) -> list[RoundTime]:
     """Return what each data rank measured with these rows, the same on all ranks."""
     share = share_of(plan, rank.ranks.data_rank)
     data = rank.load(share)
@@ -128,7 +128,7 @@ def _measure_round(plan: Plan, rank: MeasuredRank) -> list[RoundTime]:
 class _Passes:
     """Forward and backward of the micro-batches of one step, again and again, without their gradients."""
 
-    def __init__(self, plan: Plan, rank: MeasuredRank, batch: StepBatch, objective: Objective) -> None:
+    def __init__(self, plan: Plan, rank: RankParts, batch: StepBatch, objective: Objective) -> None:
         self._plan, self._network, self._device, self._batch = plan, rank.network, rank.ranks.device, batch
         self._report_progress = rank.report_progress
         self._losses = build_loss_function(objective, rank.network, plan)

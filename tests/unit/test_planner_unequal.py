@@ -1,5 +1,6 @@
 """Plans for ranks and devices of unequal speed: their rules, their price, and what the planner chooses."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from trimaran.models import PRESETS, outline_of
 from trimaran.planner import Question, choose, search
 from trimaran.planner.emit import EMITTERS, emit
 from trimaran.planner.memory_ladder import next_rung
+from trimaran.planner.predict_bulk import answer_line
 from trimaran.planner.unequal_rules import check_micro_batches
 
 
@@ -198,3 +200,12 @@ def test_if_nothing_fits_on_several_kinds_the_answer_says_so() -> None:
     answer = search(question_for("llama-3-70b", "1xL4+1xA10", batch=8, seq_len=8192))
     assert not answer.ranked
     assert answer.missing
+
+
+def test_given_plans_with_unequal_rows_are_predicted_in_bulk() -> None:
+    line = {"id": "a", "model": {"preset": "llama-3.2-1b", "seq_len": 1024}, "cluster": "1xH100+1xL40S"}
+    rows = {"micro_batches": [3, 1], "global_batch": 16}
+    lines = [line | {"plan": rows}, line | {"id": "b", "plan": {"micro_batches": [1, 2, 3]}}]
+    good, bad = (answer_line(json.dumps(each).encode(), number) for number, each in enumerate(lines, 1))
+    assert good["fits"]
+    assert bad["error"]["code"] == "P024"

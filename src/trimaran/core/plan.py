@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -159,13 +159,13 @@ class Plan(BaseModel):
     towers: Annotated[dict[str, TowerPlan], Field(description="what single towers of a VLM do differently")] = {}
     prediction: Annotated[Prediction | None, Field(exclude=True)] = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_largest_micro_batch(cls, tree: Any) -> Any:
+    @model_validator(mode="after")
+    def _with_largest_micro_batch(self) -> Self:
         """Set `micro_batch` to the most rows of any rank: memory and time of a step follow from it."""
-        rows = tree.get("micro_batches") if isinstance(tree, dict) else None
-        is_given = isinstance(rows, list | tuple) and rows and all(type(each) is int for each in rows)
-        return tree | {"micro_batch": max(rows)} if is_given else tree
+        if self.rows_by_rank:
+            object.__setattr__(self, "micro_batch", max(self.rows_by_rank))  # the only change, before anyone sees it
+            self.model_fields_set.add("micro_batch")
+        return self
 
     @property
     def rows_by_rank(self) -> tuple[int, ...]:

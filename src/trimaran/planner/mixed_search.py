@@ -15,11 +15,12 @@ from trimaran.cost import predict
 from trimaran.cost.mixed_devices import StageLoad, rows_by_cost, stage_loads, with_rows
 from trimaran.hardware import refuse_mixed
 from trimaran.models.stages import stages_of_rank
-from trimaran.planner.branch_and_bound import FoundPlan, mesh_key_of
+from trimaran.planner.branch_and_bound import TIE_RATIO, FoundPlan, mesh_key_of, num_model_axes
 from trimaran.planner.degrees import divisors
 from trimaran.planner.generic_rules import check_question
 from trimaran.planner.legal import check_precision
 from trimaran.planner.question import Question
+from trimaran.planner.risk import OFFLOAD_RATIO
 from trimaran.planner.space import MAX_LAUNCH_BOUND_TOKENS, MAX_MICRO_BATCH
 
 NUM_STARTS = 8  # plans of each kind alone, each of another mesh
@@ -56,7 +57,22 @@ def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
                 best[key] = found
                 fastest = min(fastest, found.seconds)
     ranked = sorted(best.values(), key=lambda each: (each.seconds, mesh_key_of(each.plan)))
-    return MixedPlans(ranked[: question.max_plans], num_considered)
+    return MixedPlans(_chosen_first(ranked)[: question.max_plans], num_considered)
+
+
+def _chosen_first(ranked: list[FoundPlan]) -> list[FoundPlan]:
+    """Return the plans, fastest first, behind the chosen one: the simplest of those that tie with the fastest.
+
+    As on equal devices, a plan that offloads must be faster than all others by more than the error bar.
+    """
+    if not ranked:
+        return []
+    plain = [each for each in ranked if each.plan.offload == "none"]
+    fastest = plain[0] if plain and plain[0].seconds < OFFLOAD_RATIO * ranked[0].seconds else ranked[0]
+    tied = [each for each in ranked if fastest.seconds <= each.seconds <= TIE_RATIO * fastest.seconds]
+    same = [each for each in tied if each.plan.offload == fastest.plan.offload]
+    chosen = min(same, key=lambda each: (num_model_axes(mesh_key_of(each.plan)), each.seconds))
+    return [chosen, *(each for each in ranked if each is not chosen)]
 
 
 def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[FoundPlan], int]:

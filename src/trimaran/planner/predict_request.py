@@ -14,6 +14,7 @@ from trimaran.core.plan import Degree
 from trimaran.cost import Job, find_stack, with_16_bit_gradients, without_sequence_parallelism
 from trimaran.hardware import Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, Outline, OutlineLayer, Tower, outline_of, with_adapter
+from trimaran.planner.unequal_rules import check_micro_batches
 
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]
@@ -243,10 +244,14 @@ def plan_of(text: str, world_size: int, default_sharding: str = "none") -> tuple
     batch_per_rank = (asked or 0) // mesh.dp
     if asked and "micro_batch" not in fields:
         fields["micro_batch"] = max(1, batch_per_rank // fields["grad_accum"]) if "grad_accum" in fields else 1
-    if asked and "grad_accum" not in fields:
+    is_counted = "grad_accum" in fields
+    if asked and not is_counted:
         fields["grad_accum"] = max(1, batch_per_rank // fields["micro_batch"])
     fields = {"precision": "bf16"} | fields | {"mesh": mesh.model_dump()}
     plan = _read(Plan, json.dumps(fields), "plan", known=PLAN_FIELDS)
+    check_micro_batches(plan)
+    if asked and plan.rows_by_rank and not is_counted:
+        plan = plan.model_copy(update={"grad_accum": max(1, asked // plan.rows_at_once)})
     if asked in (None, plan.global_batch):
         return plan, ""
     made = f"{mesh.dp} data ranks x micro-batch {plan.micro_batch} x accumulation {plan.grad_accum}"

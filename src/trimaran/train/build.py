@@ -62,7 +62,7 @@ from trimaran.train.health.unused_parameters import watch_unused_parameters
 from trimaran.train.inputs.training_data import TrainingData, load_training_data
 from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
-from trimaran.train.measure_rows import MeasuredRank, with_measured_rows
+from trimaran.train.measure_rows import RankParts, with_measured_rows
 from trimaran.train.metrics.lap_waits import measured_axes
 from trimaran.train.metrics.meters import MemoryMeter, build_meters
 from trimaran.train.metrics.parameter_groups import build_group_meter
@@ -118,7 +118,7 @@ def build_worker_parts(
                        report_progress=report_progress)  # fmt: skip
         training_data = load(share_of(plan, ranks.data_rank))
         if plan.micro_batches == "measured" and plan.mesh.dp > 1:
-            measured = MeasuredRank(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
+            measured = RankParts(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
             plan = with_measured_rows(plan, measured, journal)
             training_data = load(share_of(plan, ranks.data_rank))
         if plan.engine == "async":

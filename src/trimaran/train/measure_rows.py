@@ -33,7 +33,7 @@ from trimaran.train.metrics.router_stats import routing_counts
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.stepper import build_loss_function, end_lap_after_backward
 
-MAX_ROUNDS = 2  # the first with equal rows; the second with those dealt after it, which may need other time per row
+MAX_ROUNDS = 2  # the first with equal rows; the second with those dealt after it, which take other time per row
 MEASURED_SECONDS = 2.0  # of each round. A CPU quota applies to periods of 0.1 s: a short measurement would not see it
 MAX_PASSES = 64
 MEMORY_FRACTION = 0.92  # of a GPU, that weights, states and activations may fill
@@ -49,7 +49,7 @@ class RoundTime(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRank:
+class RankParts:
     """The parts of a rank that a measurement needs.
 
     `load` returns the data of a share. `report_progress` is called after each micro-batch.
@@ -61,7 +61,7 @@ class MeasuredRank:
     report_progress: Callable[[], None] = lambda: None
 
 
-def with_measured_rows(plan: Plan, rank: MeasuredRank, journal: Journal) -> Plan:
+def with_measured_rows(plan: Plan, rank: RankParts, journal: Journal) -> Plan:
     """Return the plan with the rows of each data rank, by the speeds that are measured now. Every rank must call it."""
     rounds: list[list[RoundTime]] = []
     rows = (plan.micro_batch,) * plan.mesh.dp
@@ -96,17 +96,12 @@ def rows_by_speed(rounds: Sequence[Sequence[RoundTime]], total: int) -> tuple[in
 
 
 def seconds_of(measured: Sequence[RoundTime]) -> RowSeconds:
-    """Return the seconds that a rank takes for a number of rows: a line through what it measured.
+    """Return the seconds that a rank takes for a number of rows: in proportion, by all that it measured.
 
-    Through one point, or where the line would not rise or start below 0, the seconds are in proportion to the rows.
+    A line through two rounds would also show the time that does not depend on the rows. But two rounds often differ by
+    a row or two, and what disturbs one of them would decide the slope.
     """
-    first, last = measured[0], measured[-1]
-    per_row = last.seconds / last.rows
-    if first.rows != last.rows:
-        slope = (last.seconds - first.seconds) / (last.rows - first.rows)
-        fixed = last.seconds - slope * last.rows
-        if slope > 0 and fixed > 0:
-            return lambda rows: fixed + slope * rows
+    per_row = sum(each.seconds for each in measured) / sum(each.rows for each in measured)
     return lambda rows: per_row * rows
 
 
@@ -114,7 +109,7 @@ def _with_rows(plan: Plan, rows: tuple[int, ...]) -> Plan:
     return plan.model_copy(update={"micro_batches": rows, "micro_batch": max(rows)})
 
 
-def _measure_round(plan: Plan, rank: MeasuredRank) -> list[RoundTime]:
+def _measure_round(plan: Plan, rank: RankParts) -> list[RoundTime]:
     """Return what each data rank measured with these rows, the same on all ranks."""
     share = share_of(plan, rank.ranks.data_rank)
     data = rank.load(share)
@@ -135,7 +130,7 @@ def _measure_round(plan: Plan, rank: MeasuredRank) -> list[RoundTime]:
 class _Passes:
     """Forward and backward of the micro-batches of one step, again and again, without their gradients."""
 
-    def __init__(self, plan: Plan, rank: MeasuredRank, batch: StepBatch, objective: Objective) -> None:
+    def __init__(self, plan: Plan, rank: RankParts, batch: StepBatch, objective: Objective) -> None:
         self._plan, self._network, self._device, self._batch = plan, rank.network, rank.ranks.device, batch
         self._report_progress = rank.report_progress
         self._losses = build_loss_function(objective, rank.network, plan)
@@ -194,9 +189,13 @@ class _Passes:
         self._clear()
         prediction = self._plan.prediction
         states = sum(prediction.memory.get(term, 0) for term in ("masters", "optimizer")) if prediction else 0
-        fixed = before + gradients + states
         total = MEMORY_FRACTION * torch.cuda.get_device_properties(self._device).total_memory
-        return max(1, int((total - fixed) * rows / max(1, peak - before - gradients)))
+        return rows_in(total - before - gradients - states, rows, row_bytes=peak - before - gradients)
+
+
+def rows_in(free_bytes: float, rows: int, *, row_bytes: float) -> int:
+    """Return how many rows fit into `free_bytes`, if `rows` of them need `row_bytes`; at least 1."""
+    return max(1, int(free_bytes * rows / max(1.0, row_bytes)))
 
 
 def _num_bytes(gradient: Tensor) -> int:

@@ -3,10 +3,11 @@
 usage: python benchmarks/unequal.py [--rounds 3] [--steps 12] [--cores 0.6,0.3] [--preset tiny] [--json]
 
 Each rank has a CPU quota, by a cgroup (version 1 or 2) that the script makes and removes: it needs the right to do so.
-A round trains the same recipe four times: on each rank alone, on both with equal rows, and on both with
-`plan.micro_batches: measured`. A speed is the tokens of all steps after the first few over their seconds. The script
-prints each round and the median ratio to the sum of the speeds alone. The quotas should add up to less than the
-machine's free cores, so that other processes do not disturb the result; the load average is printed with each round.
+A round trains the same recipe four times: on each rank alone, both at the same time, then on both together with equal
+rows, and with `plan.micro_batches: measured`. A speed is the tokens of all steps after the first few over their
+seconds. The script prints each round and the median ratio to the sum of the speeds alone. The quotas should add up to
+less than the machine's free cores, so that other processes do not disturb the result; the load average is printed with
+each round.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,8 +127,10 @@ def rows_of(run: RunDirectory) -> list[int]:
 
 def measure_round(recipe: Recipe, folder: Path, fast: Path, slow: Path) -> dict[str, Any]:
     """Return the speeds of one round, in tokens per second, and their ratios to the sum of both ranks alone."""
-    alone = [speed_of(train(recipe, plan_for(1), folder / name, [quota])) for name, quota in
-             (("fast", fast), ("slow", slow))]  # fmt: skip
+    with ThreadPoolExecutor(2) as both_alone:  # at the same time, so that both have the same disturbances
+        jobs = [both_alone.submit(train, recipe, plan_for(1), folder / name, [quota]) for name, quota in
+                (("fast", fast), ("slow", slow))]  # fmt: skip
+    alone = [speed_of(job.result()) for job in jobs]
     equal = speed_of(train(recipe, plan_for(2), folder / "equal", [fast, slow]))
     run = train(recipe, plan_for(2, micro_batches="measured"), folder / "measured", [fast, slow])
     measured, both = speed_of(run), sum(alone)

@@ -191,7 +191,6 @@ def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
         link=link,
         reseed=reseed,
         stop=stop,
-        read_delay=plan.comm.local.read_delay,
     )
     if not isinstance(stepper, AsyncStepper):
         return trainer

@@ -35,7 +35,6 @@ class Trainer:
     stop: StopRequest
     link: SupervisorLink
     reseed: Callable[[int], None]
-    read_delay: int = 1  # after how many steps the numbers of a step are read
 
     def train(self, start: int = 0) -> LoopExit:
         """Train from step `start` until the recipe's last step, or until all ranks agree to stop or to rewind."""
@@ -66,7 +65,7 @@ class Trainer:
             # Local steps: save and stop only where replicas are in sync, because elsewhere their weights differ.
             in_sync = self.check.replicas_in_sync(done)
             # Read the numbers of steps before only now, so that the device never waits for the host.
-            decision = self._read(pending, loader, keep=0 if in_sync else self.read_delay - 1)
+            decision = self._read(pending, loader, keep=0 if in_sync else self.check.read_delay - 1)
             if in_sync:
                 decision = self.check.check_replicas(done, decision)
             loop_exit = loop_exit or decision.loop_exit

@@ -65,6 +65,11 @@ class StepCheck:
         """
         return step % self.plan.comm.sync_every == 0
 
+    @property
+    def read_delay(self) -> int:
+        """After how many steps the numbers of a step are read."""
+        return self.plan.comm.local.read_delay
+
     def check_replicas(self, step: int, decision: StepDecision) -> StepDecision:
         """Return `decision`, with a refusal if replicas differ after `step`; then also write a `differ` event."""
         difference = self.replica_check.check(step) if self.replica_check else None

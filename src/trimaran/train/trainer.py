@@ -73,18 +73,9 @@ class Trainer:
                 self.clock.lap("data")  # the host's work since the update counts as data, saved or not
                 self.checkpointer.after_step(done, decision)
                 self.clock.lap("checkpoint")
-            pending.append(
-                PendingStep(
-                    step=done,
-                    lr=lr,
-                    read_numbers=read_numbers,
-                    host_time=self.clock.host_time(),
-                    read_seconds=self.clock.end_step(),
-                    read_details=self.stepper.details(),
-                    loader_stats=loader.stats(),
-                    tokens=batch.num_valid,
-                )
-            )
+            pending.append(PendingStep(step=done, lr=lr, read_numbers=read_numbers, host_time=self.clock.host_time(),
+                                       read_seconds=self.clock.end_step(), read_details=self.stepper.details(),
+                                       loader_stats=loader.stats(), tokens=batch.num_valid))  # fmt: skip
             self.recorder.profiler.between_steps(done, requested=decision.profile)
             if loop_exit is None and every and done % every == 0 and done < steps:
                 with self.recorder.compilations.outside_steps(done):

@@ -70,8 +70,8 @@ FIELD_ALIASES = {
 def field_for(name: str, section: str = "") -> str:
     """Return the dotted field that a person meant by `name` in `section`; empty if there is no good guess.
 
-    In this order: a small typo in a field of the section, the name of another program, a field of that exact name in
-    another section, a larger typo.
+    In this order: the name of another program for a field of the section, a small typo in one of these, the name of
+    another program, a field of that exact name in another section, a larger typo.
     """
     plain = name.replace("-", "_").casefold()
     prefix = f"{section}." if section else ""
@@ -79,7 +79,7 @@ def field_for(name: str, section: str = "") -> str:
     same = sorted((each for each in all_fields() if each.rpartition(".")[2] == plain), key=lambda each: each.count("."))
     small_typo, typo = (closest(plain, siblings, cutoff=cutoff) for cutoff in (0.8, 0.6))
     known = _by_alias().get(plain) or next(iter(same), "")
-    if small_typo:
+    if small_typo and known.rpartition(".")[0] != section:
         return f"{prefix}{small_typo}"
     return known or (f"{prefix}{typo}" if typo else "")
 

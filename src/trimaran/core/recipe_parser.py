@@ -176,7 +176,8 @@ def _unknown_field(path: Path, places: Places) -> UserError:
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
     """Return `location` without the names of the union branches that pydantic tried."""
-    path = tuple(part for part in location if part not in ("Plan", "Compression", "LocalSteps", "literal['auto']"))
+    branches = ("function-after[_with_largest_micro_batch(), Plan]", "Compression", "LocalSteps", "literal['auto']")
+    path = tuple(part for part in location if part not in branches)
     while len(path) > 1 and not _reaches(tree, path):
         path = path[:-1]
     return path

@@ -21,7 +21,7 @@ MAX_SERIAL_HOPS = 16  # hops of an all-to-all that do not overlap
 MIN_GLOO_LATENCY_SECONDS, GLOO_GATHER_EFFICIENCY = 1e-4, 0.35
 # Between nodes, TCP reaches this fraction of a link, less headers, with any of Gloo's collectives. Each of its messages
 # takes a round trip, in an all-reduce too (`trimaran bench comm` on links of 100 Mbit/s and of 20 ms).
-GLOO_NETWORK_EFFICIENCY = 0.92
+GLOO_NETWORK_EFFICIENCY, MIN_GLOO_NETWORK_LATENCY_SECONDS = 0.92, 2.5e-4
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "send")
 
 
@@ -70,7 +70,7 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
     )
     if link is levels[0]:
         usual, tree, hop = _near_bandwidths(link), 0.0, 1.0
-    elif link.latency > MIN_GLOO_LATENCY_SECONDS:
+    elif link.latency > MIN_GLOO_NETWORK_LATENCY_SECONDS:
         usual, tree, hop, reduce_hop = (GLOO_NETWORK_EFFICIENCY * far,) * 4, 0.0, NETWORK_HOP_FACTOR, 1.0
     else:
         usual = (NETWORK_EFFICIENCY * far, NETWORK_GATHER_EFFICIENCY * far, one_card, one_card)

@@ -106,19 +106,23 @@ def check_comm(plan: Plan, steps: int) -> None:
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
-    precision = plan.precision
+    check_device_precision(plan.precision, cluster)
+    if plan.precision != "fp8" or spec is None:
+        return
+    if (language := language_of(spec)) is None:
+        raise UserError("P015", f"fp8 is for the matmuls of a language model, and {spec.name} has none",
+                        where="plan.precision", fix="use bf16")  # fmt: skip
+    check_fp8(plan, language)
+
+
+def check_device_precision(precision: str, cluster: Cluster) -> None:
+    """Raise unless all devices support the precision."""
     for device in cluster.devices:
         has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
         if precision not in has:
             works = either([each for each in PRECISIONS if each in has])
             raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
                             fix=f"use {works}, or leave it out")  # fmt: skip
-    if precision != "fp8" or spec is None:
-        return
-    if (language := language_of(spec)) is None:
-        raise UserError("P015", f"fp8 is for the matmuls of a language model, and {spec.name} has none",
-                        where="plan.precision", fix="use bf16")  # fmt: skip
-    check_fp8(plan, language)
 
 
 def check_fp8(plan: Plan, spec: ModelSpec) -> None:

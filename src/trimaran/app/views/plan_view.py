@@ -15,6 +15,7 @@ from trimaran.planner import explain
 
 BAR_CELLS = 28
 WIDE_COLUMNS = 110
+MIN_SHOWN_FRACTION = 0.001  # of the communication
 
 
 def show_plan(request: Request, console: Console) -> None:
@@ -92,7 +93,8 @@ def show_terms(plan: Plan, console: Console) -> None:
         if rows:
             console.print(Text(f"\n{title}", style="dim"))
             console.print(table)
-    waits = sorted(((seconds, what) for what, seconds in exposed.items() if seconds > 0), reverse=True)
+    least = MIN_SHOWN_FRACTION * sum(exposed.values())
+    waits = sorted(((seconds, what) for what, seconds in exposed.items() if seconds > least), reverse=True)
     if waits:
         parts = ", ".join(f"{what} {show_seconds(seconds)}" for seconds, what in waits)
         console.print(Text(f"comm is {parts}", style="dim"))
@@ -133,7 +135,7 @@ def _kind_text(kind: KindPrediction) -> str:
     layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
     busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
     memory = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
-    return f"{kind.ranks} x {kind.device}: {kind.rows} rows and {layers} each, {busy}, {memory}"
+    return f"{kind.ranks} x {kind.device}: {kind.rows} {'row' if kind.rows == 1 else 'rows'} and {layers} each, {busy}, {memory}"
 
 
 def _term_table() -> Table:

@@ -135,7 +135,8 @@ def _kind_text(kind: KindPrediction) -> str:
     layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
     busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
     memory = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
-    return f"{kind.ranks} x {kind.device}: {kind.rows} {'row' if kind.rows == 1 else 'rows'} and {layers} each, {busy}, {memory}"
+    rows = "1 row" if kind.rows == 1 else f"{kind.rows} rows"
+    return f"{kind.ranks} x {kind.device}: {rows} and {layers} each, {busy}, {memory}"
 
 
 def _term_table() -> Table:

@@ -1,6 +1,6 @@
 """Time to a held-out loss on slow links: synchronous training, compressed gradients, and fewer synchronisations.
 
-usage: python -m benchmarks.slow_links OUT.jsonl [--links LINK,…] [--methods METHOD,…] [--course 300] [--timed 20]
+usage: python -m benchmarks.slow_links OUT.jsonl [--links LINK,…] [--methods METHOD,…] [--course 300] [--timed 60]
        python -m benchmarks.slow_links OUT.jsonl --table
 
 Two nodes with one CPU rank each, in two network namespaces (needs root), train a decoder of 0.8 million parameters with
@@ -64,6 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd": {"compression": "powersgd"},
     "local-10": {"local_steps": 10},
     "local-10-int8": {"local_steps": {"steps": 10, "compression": "int8"}},
+    "local-30-int8": {"local_steps": {"steps": 30, "compression": "int8"}},
     "diloco-10": {"local_steps": {"steps": 10, "outer": NESTEROV}},
     "diloco-10-int8-overlap": {
         "local_steps": {"steps": 10, "outer": NESTEROV, "fragments": 2, "overlap_steps": 3, "compression": "int8"}
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--links", default=",".join(name for name in LINKS if name != "unlimited"))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--course", type=int, default=300, help="steps of a whole run; 0: none")
-    parser.add_argument("--timed", type=int, default=20, help="steps of a timed run; 0: none")
+    parser.add_argument("--timed", type=int, default=60, help="steps of a timed run; 0: none")
     parser.add_argument("--whole", choices=LINKS, help="also train whole runs on this link")
     parser.add_argument("--table", action="store_true", help="only print the table of what was measured")
     flags = parser.parse_args()

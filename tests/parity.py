@@ -42,15 +42,15 @@ def plan_for(recipe: Recipe, *, grad_accum: int, **fields: Any) -> Plan:
 def train_run(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
     """Train `recipe` under `plan` in forked ranks and return the run directory, a new one in `folder`.
 
-    A rank crashes inside torch 2.13 about once in a thousand runs of several ranks on ARM (docs/log.md). Such a run is
-    repeated once, with a warning that says where it crashed.
+    On ARM a rank has twice crashed in native code, each time once in several hundred runs (docs/log.md). A run of several
+    ranks that crashed is repeated once, with a warning that says where it was.
     """
     try:
         return _train_once(recipe, plan, folder)
     except AssertionError as error:
         if plan.mesh.world_size == 1 or CRASH not in str(error):
             raise
-        warnings.warn(f"a rank crashed inside torch; repeating the run: {plan}\n{error}", stacklevel=2)
+        warnings.warn(f"a rank crashed in native code; repeating the run: {plan}\n{error}", stacklevel=2)
         return _train_once(recipe, plan, folder)
 
 

@@ -183,7 +183,7 @@ class ObjectStore:
         return manifest, text
 
     def owner(self) -> dict[str, Any] | None:
-        """Return who writes here; None if nobody has yet."""
+        """Return the run that writes to this address; None if none has written yet."""
         with self._reporting():
             try:
                 fields = json.loads(self._files.cat_file(f"{self._root}/{OWNER}", start=0, end=MAX_OWNER_BYTES))

@@ -42,8 +42,8 @@ def plan_for(recipe: Recipe, *, grad_accum: int, **fields: Any) -> Plan:
 def train_run(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
     """Train `recipe` under `plan` in forked ranks and return the run directory, a new one in `folder`.
 
-    On ARM a rank has twice crashed in native code, each time once in several hundred runs (docs/log.md). A run of several
-    ranks that crashed is repeated once, with a warning that says where it was.
+    On ARM a rank has crashed in native code twice, each time once in several hundred runs (docs/log.md). A run of
+    several ranks that crashed is repeated once, with a warning that says where it was.
     """
     try:
         return _train_once(recipe, plan, folder)

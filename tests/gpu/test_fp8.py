@@ -1,4 +1,4 @@
-"""fp8 matmuls on a GPU: accuracy with and without the Triton kernels, and memory."""
+"""fp8 matmuls on a GPU: accuracy and memory."""
 
 import math
 from collections.abc import Iterator
@@ -13,16 +13,7 @@ from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast, fp8_linear
 from trimaran.parallel.fp8 import MIN_CAPABILITY, convert_linears
-from trimaran.parallel.fp8_linear import (
-    FORWARD_DTYPE,
-    GRADIENT_DTYPE,
-    Fp8Linear,
-    amax,
-    cast,
-    cast_both,
-    cast_transposed,
-    transposed,
-)
+from trimaran.parallel.fp8_linear import Fp8Linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +26,8 @@ FORWARD, BACKWARD = 0.042, 0.065  # see tests/unit/test_fp8.py
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, tied=False)
 
 
-@pytest.fixture(params=[False, True], ids=["compiler", "kernels"])
-def triton_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fp8_linear, "USE_TRITON_CASTS", request.param)
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -54,7 +44,7 @@ def relative_error(ours: Tensor | None, true: Tensor) -> float:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_three_matmuls_are_close_to_the_exact_ones(triton_casts: None, compiled: bool, dtype: torch.dtype) -> None:
+def test_all_three_matmuls_are_close_to_the_exact_ones(compiled: bool, dtype: torch.dtype) -> None:
     layer = nn.Linear(512, 768, device="cuda", dtype=dtype)
     layer.__class__ = Fp8Linear
     run = torch.compile(layer, fullgraph=True) if compiled else layer
@@ -70,25 +60,8 @@ def test_all_three_matmuls_are_close_to_the_exact_ones(triton_casts: None, compi
         assert layer.weight.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [FORWARD_DTYPE, GRADIENT_DTYPE], ids=str)
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(256, 512), (208, 48), (16, 16)], ids=str)
-def test_the_kernels_are_bitwise_equal_to_torch(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], source: torch.dtype, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(fp8_linear, "USE_TRITON_CASTS", True)
-    x = numbers(*shape, dtype=source)
-    amax_value = amax(x)
-    expected = cast(x, amax_value, dtype).view(torch.uint8)
-    plain, other = cast_both(x, amax_value, dtype)
-    assert torch.equal(plain.view(torch.uint8), expected)
-    for each in (other, cast_transposed(x, amax_value, dtype), transposed(plain)):
-        assert each.is_contiguous()
-        assert torch.equal(each.view(torch.uint8), expected.t())
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_nan_or_inf_is_never_hidden(triton_casts: None, bad: float) -> None:
+def test_a_nan_or_inf_is_never_hidden(bad: float) -> None:
     for spoilt in range(3):
         tensors = [numbers(64, 256), numbers(128, 256, seed=1), numbers(64, 128, seed=2)]
         tensors[spoilt][3, 5] = bad
@@ -120,7 +93,7 @@ def step(network: Network, tokens: Tensor) -> Tensor:
     return loss.detach()
 
 
-def test_compiled_blocks_use_less_memory_than_bf16_and_never_synchronize(triton_casts: None) -> None:
+def test_compiled_blocks_use_less_memory_than_bf16_and_never_synchronize() -> None:
     tokens = torch.randint(0, SPEC.vocab, (8, 2048), generator=torch.Generator().manual_seed(7)).cuda()
     peaks, losses, found = {}, {}, {}
     for name in ("bf16", "fp8"):

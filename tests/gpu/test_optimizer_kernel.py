@@ -162,6 +162,8 @@ def train_odd_shapes(states: str, *, halves: bool, in_fp32: bool, on_host: bool)
         optimizer.step()
         if step == 3:
             module.odd.data = module.odd.detach().clone()
+            if on_host:
+                optimizer.wait()  # the host reads what the device is still copying to it
             moments = optimizer.state[module.small]
             moments["exp_avg"] = moments["exp_avg"].clone()
     return module, optimizer

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from tests.matrix import write_documents
+from tests.nccl.course_rows import CourseRunner, course_rows
 from tests.nccl.faults import fault_rows, run_fault_rows
 from tests.nccl.mps import mps_server
 from tests.nccl.page import add_result, read_results, render_page
 from tests.nccl.parity_rows import ParityRunner, parity_rows
 from tests.nccl.resumes import resume_rows, run_resume_row
 
-SECTIONS = ("parity", "faults", "resume")
+SECTIONS = ("parity", "faults", "resume", "course")
 
 
 def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -37,7 +38,9 @@ def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
         "--variants", default="fp32,bf16,fp32-compiled,bf16-compiled", help="of the parity section (all)"
     )
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="gloo: on CPU ranks, to try it out")
-    parser.add_argument("--max-ranks", type=int, default=16, help="ranks that run at once in the parity section (16)")
+    parser.add_argument(
+        "--max-ranks", type=int, default=16, help="ranks that run at once in the sections parity and course (16)"
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="start no row after this time")
     parser.add_argument("--results", type=Path, default=Path("build/nccl.jsonl"), help="results so far, a line each")
     parser.add_argument("--folder", type=Path, help="where the run directories go (a temporary folder)")
@@ -48,7 +51,7 @@ def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def every_row() -> dict[str, list[Any]]:
     """Return the rows of each section. A row has a name and a number of ranks."""
-    return {"parity": parity_rows(), "faults": fault_rows(), "resume": resume_rows()}
+    return {"parity": parity_rows(), "faults": fault_rows(), "resume": resume_rows(), "course": course_rows()}
 
 
 def chosen_rows(flags: argparse.Namespace) -> dict[str, list[Any]]:
@@ -71,9 +74,10 @@ def run_rows(flags: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
         if time.monotonic() < until:
             yield run_resume_row(row, folder, flags.backend)
     yield from run_fault_rows(chosen.get("faults", []), folder, flags.backend, until)
-    if chosen.get("parity"):
-        with mps_server(folder) if flags.backend == "nccl" else nullcontext():
-            yield from ParityRunner(folder, flags.backend, flags.max_ranks, until).run(chosen["parity"])
+    for section, runner in (("course", CourseRunner), ("parity", ParityRunner)):
+        if chosen.get(section):
+            with mps_server(folder) if flags.backend == "nccl" else nullcontext():
+                yield from runner(folder, flags.backend, flags.max_ranks, until).run(chosen[section])
 
 
 def machine_facts(backend: str) -> dict[str, str]:
@@ -118,7 +122,9 @@ def main(flags: argparse.Namespace) -> int:
         for result in run_rows(flags, folder):
             add_result(flags.results, result)
             failed += not result["passed"]
-            shown = {key: result[key] for key in ("loss", "norm", "weights", "what") if key in result}
+            shown = {
+                key: result[key] for key in ("loss", "norm", "weights", "synchronous", "limit", "what") if key in result
+            }
             verdict = "pass" if result["passed"] else "FAIL"
             print(
                 verdict, result["name"], f"{result.get('seconds', 0):.1f} s", shown, result.get("error", ""), flush=True

@@ -40,13 +40,14 @@ def render_page(results: Sequence[Result], facts: Mapping[str, str], *, missing:
     summary = f"Of {len(results) + len(missing)} rows {num_passed} pass, {len(results) - num_passed} fail and "
     summary += f"{len(missing)} were not run."
     parts = [
-        "# Parity, faults and resumes over NCCL",
+        "# Parity, faults, resumes and courses over NCCL",
         f"`make nccl` writes this page on a machine with a GPU.\n{summary}\n{LAST_RESULT}",
         _table(["", ""], [[name, value] for name, value in facts.items()]),
         CANNOT_SHOW,
         _parity_section([each for each in results if each["section"] == "parity"]),
         _fault_section([each for each in results if each["section"] == "faults"]),
         _resume_section([each for each in results if each["section"] == "resume"]),
+        _course_section([each for each in results if each["section"] == "course"]),
         "\n".join(["## Not run", "", *(f"- {name}" for name in missing)]) if missing else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -106,6 +107,24 @@ Each run is interrupted and resumes from the named copy of its state; its final 
 without interruption, bit for bit."""
     cells = [[each["name"], each["plan"], str(each["ranks"]), each.get("what", ""), _verdict(each)] for each in rows]
     return f"{text}\n\n{_table(['from', 'plan', 'ranks', 'resumed', ''], cells)}"
+
+
+def _course_section(rows: Sequence[Result]) -> str:
+    if not rows:
+        return ""
+    text = """\
+## What changes the course of training
+
+Compression, local steps and stale gradients do not train the same trajectory.
+The columns are held-out losses after equal tokens, the means of three seeds, in nats per byte: of the method, of
+synchronous training, and the largest that is allowed."""
+    cells = [
+        [each["name"], str(each["ranks"])]
+        + [f"{each[name]:.4f}" if name in each else "-" for name in ("loss", "synchronous", "limit")]
+        + [_verdict(each)]
+        for each in rows
+    ]
+    return f"{text}\n\n{_table(['method', 'ranks', 'loss', 'synchronous', 'limit', ''], cells)}"
 
 
 def _verdict(row: Result) -> str:

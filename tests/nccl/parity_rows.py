@@ -107,7 +107,7 @@ class ParityRunner:
     def path(self, row: ParityRow) -> Path:
         return self.folder / "runs" / row.name
 
-    def _run_all(self, rows: Sequence[ParityRow]) -> Iterator[dict[str, Any]]:
+    def _run_all(self, rows: Sequence[Any]) -> Iterator[dict[str, Any]]:
         pending = list(rows)
         while pending or self._running:
             while pending and time.monotonic() < self.until:
@@ -123,10 +123,13 @@ class ParityRunner:
                 try:
                     yield pipe.recv()
                 except EOFError:
-                    yield _result(row, error="the process of this row died")
+                    yield self._died(row)
                 process.join()
 
-    def _start(self, row: ParityRow) -> None:
+    def _died(self, row: Any) -> dict[str, Any]:
+        return _result(row, error="the process of this row died")
+
+    def _start(self, row: Any) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(target=self._run_row, args=(row, theirs))
         process.start()
@@ -149,8 +152,8 @@ class ParityRunner:
     def _train(self, row: ParityRow) -> Trajectory:
         recipe = recipe_for(row.case.model, self.folder / "uneven.jsonl")
         run = create_run(self.path(row), recipe, row.plan)
-        worker = partial(_worker, run.path, self.folder / "cache", self.backend)
-        codes = run_ranks(row.ranks, worker, timeout=ROW_SECONDS)
+        rank = partial(worker, run.path, self.folder / "cache", self.backend)
+        codes = run_ranks(row.ranks, rank, timeout=ROW_SECONDS)
         assert codes == [0] * row.ranks, [
             run.events(rank).read_text()[-2000:] for rank, code in enumerate(codes) if code
         ]
@@ -163,7 +166,7 @@ def _result(row: ParityRow, **facts: Any) -> dict[str, Any]:
     return known | {"tolerance": row.tolerance, "passed": False} | facts
 
 
-def _worker(path: Path, cache: Path, backend: str) -> int:
+def worker(path: Path, cache: Path, backend: str) -> int:
     """Train one rank of a run; on its GPU or, with gloo, on the CPU."""
     os.environ[SHARE_GPUS] = "1"
     os.environ.update(shared_gpu_environment(os.environ, int(os.environ["RANK"])))

@@ -12,7 +12,6 @@ from trimaran.nets.local_shards import local_bias, local_for_compute
 
 # Forward operands need more precision (e4m3), gradients more range (e5m2).
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
-USE_TRITON_CASTS = False  # use `fp8_kernels` for transposed casts; else leave them to the compiler
 MIN_AMAX = 1e-30  # avoids a division by zero for a tensor of zeros
 
 
@@ -91,7 +90,7 @@ class Fp8Matmul(torch.autograd.Function):
         if rows8 is not None:
             for_weight = torch._scaled_mm(
                 gradient8_transposed,
-                transposed(rows8).t(),
+                rows8.t().contiguous().t(),
                 scale,
                 row_amax / _max_value(FORWARD_DTYPE),
                 out_dtype=ctx.weight_dtype,
@@ -117,31 +116,13 @@ def cast(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast_both(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `cast(x)` and its transpose, both contiguous."""
-    if USE_TRITON_CASTS and x.is_cuda:
-        return _kernels().cast_both(x, _max_value(dtype) / amax_value, dtype)
     plain = cast(x, amax_value, dtype)
     return plain, plain.t().contiguous()
 
 
 def cast_transposed(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the transpose of `cast(x)`, contiguous."""
-    if USE_TRITON_CASTS and x.is_cuda:
-        return _kernels().cast_transposed(x, _max_value(dtype) / amax_value, dtype)
     return cast(x, amax_value, dtype).t().contiguous()
-
-
-def transposed(x: Tensor) -> Tensor:
-    """Return the transposed matrix, contiguous."""
-    if USE_TRITON_CASTS and x.is_cuda:
-        return _kernels().transposed(x)
-    return x.t().contiguous()
-
-
-def _kernels() -> Any:
-    # Triton is installed only with GPU builds.
-    from trimaran.parallel import fp8_kernels  # noqa: PLC0415
-
-    return fp8_kernels
 
 
 def _max_value(dtype: torch.dtype) -> float:

@@ -14,6 +14,7 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
+from trimaran.train.metrics.host_copy import copy_to_host_async
 from trimaran.train.metrics.router_stats import router_details, routing_counts
 from trimaran.train.steppers.loss_parts import LossPartSums
 
@@ -36,7 +37,8 @@ class ReducedStep:
         """See `Stepper.numbers_later`."""
         if self.read_all is not None:
             return self.read_all
-        return torch.cat([self.numbers, norm.reshape(1), refused.reshape(1)]).to("cpu", non_blocking=True).tolist
+        read = copy_to_host_async(torch.cat([self.numbers, norm.reshape(1), refused.reshape(1)]))
+        return lambda: read().tolist()
 
 
 class StepTotals:

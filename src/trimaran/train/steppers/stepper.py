@@ -60,7 +60,7 @@ class Stepper(Protocol):
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
         """Return a function that returns the numbers of `step`, followed by what `update` returned, for all ranks.
 
-        Call it one step later, when they have been copied from the device.
+        It waits until they are copied from the device. Called one step later, it has nothing to wait for.
         """
         ...
 

@@ -1,9 +1,13 @@
-"""Shell completion."""
+"""Options of commands, and shell completion."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from trimaran.app.main import COMMANDS, _build_app
 from trimaran.app.request.options import complete_recipe, complete_run, complete_setting
 from trimaran.core import UserError, parse_recipe
 
@@ -33,3 +37,18 @@ def test_recipes_complete_through_folders(tmp_path: Path, monkeypatch: pytest.Mo
     assert complete_recipe("rec") == ["recipes/"]
     assert complete_recipe("recipes/") == ["recipes/a.yaml"]
     assert complete_run("") == []
+
+
+def options(command: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield the name and the metavar of every option of a command and its subcommands."""
+    yield from ((each.name, each.metavar) for each in command.params if each.param_type_name == "option")
+    for each in getattr(command, "commands", {}).values():
+        yield from options(each)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_placeholder_is_the_name_of_its_option(name: str) -> None:
+    """Typer 0.27 takes such a placeholder for the option itself: `--GOAL`, and no `--goal`."""
+    found = [*options(get_command(_build_app(name)))]
+    assert found
+    assert not [option for option, metavar in found if metavar and metavar.lower() == option]

@@ -84,7 +84,7 @@ def comm(  # noqa: PLR0913 - each option of a command is a parameter
     sizes: Annotated[
         str,
         typer.Option(
-            metavar="SIZES",
+            metavar="LIST",
             help="Message sizes: 1KiB,1MiB or 1KiB..64MiB*2. [default: 1KiB..16MiB, and 1KiB..256MiB between GPUs]",
         ),
     ] = "",

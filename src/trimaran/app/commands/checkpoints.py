@@ -199,7 +199,7 @@ def import_folder(
         Path, typer.Option(metavar="DIR", help="The run that resumes from it, or a new folder.",
                            autocompletion=complete_run)],
     recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="The recipe of a new run.", autocompletion=complete_recipe)
+        str | None, typer.Option(metavar="FILE", help="The recipe of a new run.", autocompletion=complete_recipe)
     ] = None,
     settings: Settings = None,
     step: Annotated[int | None, typer.Option(metavar="N", min=0, help="[default: the optimizer's]")] = None,

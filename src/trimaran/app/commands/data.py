@@ -23,7 +23,7 @@ Source = Literal["text", "jsonl", "datasets", "python-stdlib"]
 def pack_data(  # noqa: PLR0913 - each option of a command is a parameter
     source: Annotated[Source, typer.Option(help="The format of the data.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the shards.")],
-    path: Annotated[str | None, typer.Option(metavar="PATH", help="The file or folder to read.")] = None,
+    path: Annotated[str | None, typer.Option(metavar="FILE", help="The file or folder to read.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="A model folder or a tokenizers JSON file. [default: bytes]")
     ] = None,

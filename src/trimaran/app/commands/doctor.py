@@ -28,7 +28,7 @@ def doctor(  # noqa: PLR0913 - each option of a command is a parameter
     fabric: Annotated[
         str,
         typer.Option(
-            metavar="FABRIC",
+            metavar="NAME",
             help="Compare the environment with the preset of auto, infiniband, roce, efa, tcp or pcie. Nothing is set.",
             autocompletion=complete_fabric,
         ),

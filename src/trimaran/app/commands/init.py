@@ -22,7 +22,7 @@ ModelName = Annotated[
 DataName = Annotated[
     str | None, typer.Option("--data", metavar="PATH|NAME", help="A file, a folder, or a dataset on the Hub.")
 ]
-Split = Annotated[str, typer.Option(metavar="SPLIT", help="The split of a dataset on the Hub.")]
+Split = Annotated[str, typer.Option(metavar="NAME", help="The split of a dataset on the Hub.")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="A new file for the recipe. [default: MODEL-METHOD.yaml]")
 ]

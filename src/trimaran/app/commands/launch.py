@@ -33,7 +33,7 @@ Site = Annotated[
     ),
 ]
 Hosts = Annotated[
-    str, typer.Option(metavar="HOSTS", help="For ssh: a,b,c or the name of a hostfile.", show_default=False)
+    str, typer.Option(metavar="LIST", help="For ssh: a,b,c or the name of a hostfile.", show_default=False)
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files there. [default: RUN/launch]")]
 

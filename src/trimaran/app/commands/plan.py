@@ -41,7 +41,7 @@ Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per opti
 GoalName = Annotated[
     str,
     typer.Option(
-        metavar="GOAL", help="throughput, memory, cost, fewest-gpus or goodput.", autocompletion=complete_goal
+        metavar="NAME", help="throughput, memory, cost, fewest-gpus or goodput.", autocompletion=complete_goal
     ),
 ]
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many plans to show.")]
@@ -60,7 +60,7 @@ From = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
-Price = Annotated[float | None, typer.Option(metavar="PRICE", help="Price of a GPU hour: show what --tokens cost.")]
+Price = Annotated[float | None, typer.Option(metavar="USD", help="Price of a GPU hour: show what --tokens cost.")]
 Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
 AdapterName = Annotated[
     str | None,

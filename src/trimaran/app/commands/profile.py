@@ -31,7 +31,7 @@ POLL_SECONDS = 0.1
 def profile(
     run: RunName,
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=MAX_STEPS, help="How many steps.")] = 3,
-    ranks: Annotated[str, typer.Option(metavar="RANKS", help="The ranks: all, or a list such as 0,3.")] = "0",
+    ranks: Annotated[str, typer.Option(metavar="LIST", help="The ranks: all, or a list such as 0,3.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Show what uses the memory, instead of a trace.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the newest traces of all ranks into one file.")] = False,
     as_json: Json = False,

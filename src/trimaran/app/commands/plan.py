@@ -60,7 +60,7 @@ From = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
-Price = Annotated[float | None, typer.Option(metavar="USD", help="Price of a GPU hour: show what --tokens cost.")]
+Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Price of a GPU hour: show what --tokens cost.")]
 Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
 AdapterName = Annotated[
     str | None,

@@ -353,6 +353,19 @@ def test_a_start_waits_only_for_the_nodes_asked_for_and_a_node_that_leaves_count
     assert follower.end.code == 75
 
 
+@pytest.mark.usefixtures("quick")
+def test_ranks_are_numbered_by_switch(run: RunDirectory, channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMARAN_TOPOLOGY", "spine.leaf2")
+    group = node_group(run, channel, min_nodes=2)  # node a
+    monkeypatch.setenv("TRIMARAN_TOPOLOGY", "spine.leaf1")
+    follower = FollowerThread(run, FakeNode("b", 2))
+    nodes = group.wait_for_nodes()
+    assert nodes is not None
+    assert [node.name for node in nodes] == ["b", "a"]
+    follower.signals.stop_requested = follower.signals.kill_requested = True
+    follower.thread.join(WAIT_SECONDS)
+
+
 def test_too_few_nodes_give_none_after_the_wait(run: RunDirectory, channel: Channel) -> None:
     assert node_group(run, channel, min_nodes=2, wait_seconds=0.3).wait_for_nodes() is None
 

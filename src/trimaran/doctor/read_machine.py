@@ -32,6 +32,7 @@ from trimaran.doctor.nvidia_smi import (
 from trimaran.hardware import num_cores
 from trimaran.hardware.gpu_topology import PORT_RATE, parse_topology
 from trimaran.hardware.host_limits import cpu_quota
+from trimaran.hardware.numa import numa_node_of, numa_nodes, pci_device
 
 MAX_WRITE_BYTES = 1 << 26  # of the file that measures the disk's speed
 MAX_WRITE_SECONDS = 2.0
@@ -112,14 +113,13 @@ def read_interconnect(gpus: tuple[Gpu, ...], *, links: bool, sys: Path = Path("/
     """Return network cards and interfaces, and with `links` the driver's GPU topology."""
     topology = run_nvidia_smi(TOPOLOGY_MATRIX) if links and gpus else ""
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    nodes = {path.name[4:]: _cores(_read(path / "cpulist")) for path in sys.glob("devices/system/node/node[0-9]*")}
     return Interconnect(
         topology=parse_topology(topology) or [],
         peers=parse_peers(run_nvidia_smi(PEER_MATRIX)) if links and len(gpus) > 1 else [],
         gpu_nic_paths=parse_gpu_nic_paths(topology),
         nics=read_nics(sys),
-        gpu_numa=tuple(_numa(sys / "bus/pci/devices" / _sysfs_bus(gpu.bus)) for gpu in gpus if gpu.bus),
-        allowed_numa=frozenset(int(node) for node, cores in nodes.items() if cores & own),
+        gpu_numa=tuple(numa_node_of(pci_device(gpu.bus, sys)) for gpu in gpus if gpu.bus),
+        allowed_numa=frozenset(node for node, cores in numa_nodes(sys).items() if cores & own),
         interfaces=frozenset(path.name for path in sys.glob("class/net/*")),
     )
 
@@ -130,14 +130,14 @@ def read_nics(sys: Path = Path("/sys")) -> tuple[Nic, ...]:
     for port in sorted(sys.glob("class/infiniband/*/ports/*")):
         rate, card = PORT_RATE.match(_read(port / "rate")), port.parents[1]
         fabric.append(Nic(name=card.name, kind="infiniband", is_up="ACTIVE" in _read(port / "state"),
-                          gigabits=float(rate[1]) if rate else 0.0, numa=_numa(card / "device")))  # fmt: skip
+                          gigabits=float(rate[1]) if rate else 0.0, numa=numa_node_of(card / "device")))  # fmt: skip
     cards = []
     for card in sorted(sys.glob("class/net/*")):
         if (card / "device").exists():
             speed = _read(card / "speed")
             cards.append(Nic(name=card.name, kind="ethernet", is_up=_read(card / "operstate") == "up",
                              gigabits=int(speed) / 1000 if speed.isdigit() else 0.0,
-                             numa=_numa(card / "device")))  # fmt: skip
+                             numa=numa_node_of(card / "device")))  # fmt: skip
     return (*fabric, *cards)
 
 
@@ -231,25 +231,6 @@ def _free_processes() -> int | None:
         with contextlib.suppress(psutil.Error):
             running += process.num_threads() if process.uids().real == user else 0
     return max(0, limit - running)
-
-
-def _numa(device: Path) -> int:
-    text = _read(device / "numa_node")
-    return int(text) if re.fullmatch(r"-?\d+", text) else -1
-
-
-def _sysfs_bus(bus: str) -> str:
-    """Return nvidia-smi's `00000000:01:00.0` as sysfs spells it: `0000:01:00.0`."""
-    return bus[-12:].lower()
-
-
-def _cores(text: str) -> set[int]:
-    found: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        with contextlib.suppress(ValueError):
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
 
 
 def _read(path: Path) -> str:

@@ -1,6 +1,7 @@
 """A node that follows a coordinator: what its supervisor does while another node coordinates the run."""
 
 import logging
+import os
 import platform
 import secrets
 import threading
@@ -15,6 +16,7 @@ from trimaran.launch.file_stream import FileSender
 from trimaran.launch.head_client import write_run_files
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node import AttemptSpec
+from trimaran.launch.node_order import read_switches
 from trimaran.launch.remote_node import record_of_event, record_of_heartbeat
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
@@ -140,8 +142,9 @@ class Follower:
         self.run, self.node, self.holder = agent.run, agent.node, holder
         self._token, self._channel, self._files = agent.token, agent.channel, files
         self._coordinator = CoordinatorClient(holder.address, self._token, self.node.name)
+        about: Record = {"num_ranks": self.node.num_ranks, "time": time.time(), "host": platform.node()}
         error = {"unfit": unfit.as_dict()} if unfit else {}
-        self._coordinator.send(num_ranks=self.node.num_ranks, time=time.time(), host=platform.node(), **error)
+        self._coordinator.send(**about, switches=read_switches(os.environ), **error)
         self._refusal: UserError | None = None
         self._ranks_running, self._stop_sent = False, False
         self._heartbeats_due = self._lease_due = 0.0

@@ -1,12 +1,14 @@
 """The node group of a run on several machines, as its coordinator sees it: which nodes are connected."""
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 
 from trimaran.core import EXIT_USER, Plan, UserError
 from trimaran.launch.node import Node
 from trimaran.launch.node_agent import NodeAgent
+from trimaran.launch.node_order import order_nodes, read_switches
 from trimaran.launch.note_bad_nodes import note_unfit_node
 from trimaran.launch.remote_node import RemoteNode
 from trimaran.launch.signals import Signals
@@ -41,12 +43,13 @@ class RemoteNodeGroup:
         self._agent, self._lease, self._signals, self._formed = agent, lease, signals, formed
         self._own_disk = agent.node_options.own_disk
         self._remote: dict[str, RemoteNode] = {}
+        self._switches = {agent.node.name: read_switches(os.environ)}  # above each node
         self._turned_away: set[str] = set()
         self._num_skewed = 0
         self._num_before = 0  # nodes of the last start
 
     def wait_for_nodes(self) -> list[Node] | None:
-        """Return the nodes that are present, sorted by name, once they are enough; None if too few come.
+        """Return the nodes that are present, in the order of their ranks, once they are enough; None if too few come.
 
         At first it waits for those of a start; later for as many as there were, but the allowed minimum is enough after
         a short time to regroup. Raises if the run has not begun and cannot work on one of them, once all nodes of a
@@ -134,6 +137,7 @@ class RemoteNodeGroup:
                     self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk
                 )
                 self._remote[name].host = str(hello.get("host", name))
+                self._switches[name] = tuple(map(str, hello.get("switches", ())))
                 self._report_skew(name, hello)
                 self._note_unfit(name, hello)
         for name in [each for each, node in self._remote.items() if node.lost]:
@@ -142,8 +146,9 @@ class RemoteNodeGroup:
         present += [node for node in self._remote.values() if not node.lost and not node.leaving]
         fit = [node for node in present if node.name not in self._unfit and node.name not in self._turned_away]
         # Without a shared disk rank 0, which writes the metrics and the model, is on this node.
-        is_first = self._agent.node if self._own_disk else None
-        return sorted(fit, key=lambda node: (node is not is_first, node.name))[: self._agent.node_options.nodes]
+        first = self._agent.node.name if self._own_disk else ""
+        order = order_nodes({node.name: self._switches[node.name] for node in fit}, first=first)
+        return sorted(fit, key=lambda node: order.index(node.name))[: self._agent.node_options.nodes]
 
     def _note_unfit(self, name: str, hello: Record) -> None:
         """Record that the run cannot work on a node. If the run has already started, the node is turned away."""

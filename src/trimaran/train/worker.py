@@ -34,6 +34,7 @@ from trimaran.train.build import WorkerParts, build_worker_parts
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
+from trimaran.train.process.bind_cores import bind_cores
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
 from trimaran.train.process.rank_info import RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
@@ -136,11 +137,12 @@ def _train_rank(
 ) -> tuple[int, dict[str, str]]:
     """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
     started, timer = time.monotonic(), StartupTimer()
+    bound = bind_cores(rank_info.device) if rank_info.binds_cores else {}
     if not dist.is_initialized():
         join_process_group(rank_info, link)
     timer.lap("join")
     here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
-    here |= {"fork_server": link.note} if link.note else {}
+    here |= bound | ({"fork_server": link.note} if link.note else {})
     journal.event("start", world_size=rank_info.world_size, version=__version__, **here)
     parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, stop=stop)
     timer.lap("build")

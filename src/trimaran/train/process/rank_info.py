@@ -16,13 +16,14 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """This process's ranks and world sizes, and its device."""
+    """This process's ranks and world sizes, its device, and whether it may bind itself to the cores near that."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     local_world_size: int = 1
+    binds_cores: bool = True
 
 
 def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> RankInfo:
@@ -42,6 +43,7 @@ def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> R
         local_rank=local_rank,
         device=device,
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        binds_cores=environment.get("TRIMARAN_BIND_CORES") != "0",
     )
 
 

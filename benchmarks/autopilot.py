@@ -132,9 +132,9 @@ def main() -> None:
             if flags.json:
                 print(json.dumps(result), flush=True)
                 continue
-            print(f"{case}: start {result['start_ms']:.0f} ms, best {result['best_ms']:.0f} ({', '.join(result['best'])}), "
-                  f"end {result['end_ms']:.0f}, reached {result['reached']:.2f}, settled after "
-                  f"{result['settled']:.0%}, load {result['load']:.1f}", flush=True)  # fmt: skip
+            times = ", ".join(f"{part} {result[f'{part}_ms']:.0f}" for part in ("start", "best", "end"))
+            print(f"{case}: {times} ms; reached {result['reached']:.2f}, settled after {result['settled']:.0%}, "
+                  f"load {result['load']:.1f}; best: {' '.join(result['best'])}", flush=True)  # fmt: skip
             print("\n".join(f"  {each}" for each in result["decisions"]), flush=True)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 from typing import Annotated, Literal, Self
 
@@ -73,6 +74,12 @@ class Pipeline(BaseModel):
     stages: Annotated[tuple[Annotated[int, Field(le=65536)], ...], Field(max_length=65536)] = ()
 
 
+@cache
+def _local_steps(steps: int) -> LocalSteps:
+    """Return local steps with default options. The planner asks for them for every plan that it prices."""
+    return LocalSteps.model_construct(steps=steps)
+
+
 class Comm(BaseModel):
     """How gradients, weights, keys and inputs are communicated.
 
@@ -102,8 +109,7 @@ class Comm(BaseModel):
     @property
     def local(self) -> LocalSteps:
         """`local_steps` with all its options; a number alone averages weights every so many steps."""
-        steps = self.local_steps
-        return steps if isinstance(steps, LocalSteps) else LocalSteps.model_construct(steps=steps)
+        return self.local_steps if isinstance(self.local_steps, LocalSteps) else _local_steps(self.local_steps)
 
     @property
     def sync_every(self) -> int:

@@ -21,7 +21,7 @@ from trimaran.planner.least_memory import (
     least_memory_plan,
     smallest_cluster,
 )
-from trimaran.planner.legal import check_device_precision
+from trimaran.planner.legal import check_precision
 from trimaran.planner.mixed_search import find_mixed_plans
 from trimaran.planner.question import NO_BYTES, NearMiss, PlanAnswer, Question
 from trimaran.planner.rejections import near_misses, shortages, too_big, warnings_for
@@ -76,7 +76,7 @@ def best_plans(question: Question) -> SearchResult:
     check_tower_names(question.pins, question)  # no plan would pass with an unknown tower
     refuse_adapter(question.recipe.model, question.pins, question.spec)
     if "precision" in question.pins.model_fields_set:
-        check_device_precision(question.pins.precision, question.cluster)  # before a search in which nothing passes
+        check_precision(question.pins, question.spec, question.cluster)  # before a search in which nothing passes
     if question.cluster.groups:
         ranked, num = find_mixed_plans(question, _plans_of_one_kind)
         return SearchResult(ranked, question.cluster, num)

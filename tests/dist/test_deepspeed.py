@@ -94,7 +94,7 @@ def event_data(run: RunDirectory, kind: str) -> dict[str, Any]:
         ("none", "none", "none"),
         ("optimizer", "none", "none"),
         ("gradients", "none", "none"),
-        ("parameters", "none", "none"),
+        slow(("parameters", "none", "none")),
         slow(("parameters", "none", "full")),
         ("gradients", "optimizer", "none"),
         ("parameters", "parameters", "none"),

@@ -106,7 +106,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["weights", "config"])
 @pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 2}, slow({"dp_shard": 4}), {"tp": 2}, slow({"dp_shard": 2, "tp": 2})], ids=str
+    "mesh", [{"dp_shard": 2}, slow({"dp_shard": 4}), slow({"tp": 2}), slow({"dp_shard": 2, "tp": 2})], ids=str
 )
 def test_no_rank_ever_holds_the_full_model(deep: Path, kind: str, mesh: dict[str, int]) -> None:
     num_bytes = (deep / "weights" / "model.safetensors").stat().st_size

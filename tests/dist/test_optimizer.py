@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.cases import quick_or_slow
+from tests.cases import quick_or_slow, slow
 from tests.parity import TOLERANCE, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
@@ -75,7 +75,7 @@ def test_every_plan_rounds_the_same(states: str, folder: Path) -> None:
             assert (trajectory.weights[name] - theirs).norm() <= 1e-3 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("states", ["fp32", *LOW_PRECISION])
+@pytest.mark.parametrize("states", [slow("fp32"), *LOW_PRECISION])
 def test_states_on_the_host_give_bitwise_equal_weights(states: str, folder: Path) -> None:
     recipe = recipe_for(states, steps=5)
     plan = plan_for(recipe, grad_accum=1, dp_shard=2)

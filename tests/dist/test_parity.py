@@ -33,7 +33,7 @@ PLANS = {
     "fsdp-4": {"dp_shard": 4},
     "hsdp-2x2": {"dp_replicate": 2, "dp_shard": 2},
 }
-QUICK = {("one-process", 4), ("ddp-2", 1), ("ddp-4", 4), ("reduced-after-2", 4), ("fsdp-2", 4)}
+QUICK = {("one-process", 4), ("ddp-2", 1), ("reduced-after-2", 4), ("fsdp-2", 4)}
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
@@ -107,7 +107,7 @@ def test_every_plan_trains_the_same_trajectory(workspace: Path, name: str, grad_
     assert trajectory.losses[-1] < 0.8 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("name", [slow("ddp-2"), slow("fsdp-2")])  # the matrix has quick ones
 def test_mixtures_of_experts_train_the_same_trajectory(workspace: Path, name: str) -> None:
     # 10 steps, as in the matrix. After 20, with the BLAS of some builds of torch, one expert is off by 2.3e-5: probably
     # because AdamW scales up the gradients of a seldom chosen expert, and with them what rounding left of them.

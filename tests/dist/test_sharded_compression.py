@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from tests.parity import plan_for
 from tests.resume import SEGMENT_STEPS, TrainedSegment, recipe_for, train_segment
 
@@ -32,7 +33,7 @@ def test_sharded_gradients_can_be_compressed_and_a_resume_is_exact(name: str) ->
     again.assert_same_end(replace(full, losses=full.losses[SEGMENT_STEPS:]))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["bf16", slow("fp16")])
 def test_sharded_gradients_can_be_sent_in_16_bits(kind: str) -> None:
     exact, ours = train("none", "hsdp"), train(kind, "hsdp")
     assert exact.losses != ours.losses

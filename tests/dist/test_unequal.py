@@ -113,7 +113,7 @@ def measured_worker(path: Path, cache: Path, slow_rank: int, seconds: float) -> 
     return run_worker(RunDirectory(path), info, cache=cache)
 
 
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_shard": 2}], ids=["ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("degrees", [slow({"dp_replicate": 2}), {"dp_shard": 2}], ids=["ddp-2", "fsdp-2"])
 def test_measured_rows_follow_the_speed_and_train_exactly_as_given_rows(
     workspace: Path, degrees: dict[str, int]
 ) -> None:

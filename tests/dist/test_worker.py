@@ -106,7 +106,7 @@ def test_evaluation_and_samples_do_not_change_the_trajectory(folder: Path, field
 
 
 @pytest.mark.parametrize(("precision", "prompt"), [("fp32", "def f"), ("bf16", "")])
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("degrees", [slow({"dp_replicate": 2}), {"dp_shard": 2}])
 def test_all_ranks_generate_the_sample_together(
     folder: Path, degrees: dict[str, int], precision: str, prompt: str
 ) -> None:

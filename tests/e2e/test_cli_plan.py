@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from tests.e2e.test_cli_start import complete
 from trimaran.app.main import main
 from trimaran.core import Plan, Prediction
@@ -65,7 +66,7 @@ def test_a_bare_model_gets_a_default_length_and_a_batch_that_splits(capsys: pyte
     assert answer(["plan", "tiny", "--cluster", "2xcpu"], capsys)["seq_len"] == 2048
 
 
-@pytest.mark.parametrize("named", ["folder", "folder/config.json"])
+@pytest.mark.parametrize("named", ["folder", slow("folder/config.json")])
 def test_a_model_on_disk_is_planned_like_its_preset(
     named: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

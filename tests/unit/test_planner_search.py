@@ -248,6 +248,7 @@ def test_missing_memory_is_reported_for_device_and_host() -> None:
     assert answer.misses[0].why == f"{over} over, {host} over on the host"
 
 
+@pytest.mark.slow
 def test_each_ranked_mesh_is_about_as_fast_as_when_it_is_pinned() -> None:
     question = question_for(PRESETS["llama-3-70b"], "8x8xH100", batch=512, seq_len=4096)
     first, *others = search(question).ranked

@@ -34,8 +34,8 @@ class AsyncTrainer(Trainer):
     rank: int
     batches_done: int = 0
 
-    def train(self, start: int = 0) -> LoopExit:
-        """See `Trainer.train`."""
+    def train(self, start: int = 0, *, pause_after: int | None = None) -> LoopExit:
+        """See `Trainer.train`. It does not pause."""
         if start < self.recipe.train.steps and FlagAllReduce(bool(self.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         feed, workers = self.feed_from(), self.workers

@@ -6,6 +6,7 @@ steps later if replicas train alone.
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -114,3 +115,14 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequests:
+    """What people and programs ask of a running run: to stop, and to change its plan.
+
+    `change` says after a step whether this rank asks for another plan, see `train/change`.
+    """
+
+    stop: StopRequest
+    change: Callable[[int], bool] = lambda step: False

@@ -1,7 +1,5 @@
 """Builds the parts of a worker from the recipe and the plan: networks, data, stepper, trainer."""
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,8 +15,6 @@ from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare, share_of
 from trimaran.data.loader import Loader
-from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.hf_facts import refuse_seq_len
@@ -42,7 +38,7 @@ from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.telemetry.step_index import StepIndexer
-from trimaran.train.agreement import StopRequest
+from trimaran.train.agreement import RunRequests, StopRequest
 from trimaran.train.async_sgd.async_recorder import AsyncRecorder
 from trimaran.train.async_sgd.async_stepper import AsyncStepper, build_async_stepper
 from trimaran.train.async_sgd.async_trainer import AsyncTrainer
@@ -59,6 +55,7 @@ from trimaran.train.health.replica_check import ReplicaCheck
 from trimaran.train.health.shard_check import ShardCheck
 from trimaran.train.health.step_check import StepCheck
 from trimaran.train.health.unused_parameters import watch_unused_parameters
+from trimaran.train.inputs.rank_loader import build_loader
 from trimaran.train.inputs.training_data import TrainingData, load_training_data
 from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
@@ -251,8 +248,7 @@ def connect_trainer(context: RankContext, parts: StepParts, before: Trainer | No
         clock=parts.clock,
         link=link,
         reseed=reseed,
-        stop=context.stop,
-        change_requested=context.change_requested,
+        requests=RunRequests(stop=context.stop, change=context.change_requested),
     )
 
 
@@ -508,37 +504,6 @@ def build_guard(recipe: Recipe, plan: Plan, run: RunDirectory) -> Guard:
         quarantine=broadcast_quarantine(run.quarantine),
         bad_samples=BadSampleCount(recipe.data.samples.max_bad),
     )
-
-
-def build_loader(recipe: Recipe, rank_info: RankInfo, feed: Callable[[], BatchFeed], start: int) -> Loader:
-    """Return a loader of the batches from step `start` on. `feed` is called now, because the quarantine may change."""
-    return Loader(
-        feed(),
-        start_step=start,
-        steps=recipe.train.steps,
-        workers=recipe.data.workers,
-        timeout_seconds=recipe.data.timeout_seconds,
-        limits=rank_loader_limits(rank_info),
-    )
-
-
-def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimits:
-    """Return this rank's fraction of the cores and the free memory of the machine, or of its container.
-
-    One core is left for the rank itself, which computes on it or launches its device's kernels from it.
-    """
-    ranks = max(1, rank_info.local_world_size)
-    return LoaderLimits(
-        cores=max(0, _allowed_cores(cgroup) // ranks - 1),
-        free_bytes=free_bytes(cgroup) // ranks,
-        pin_memory=rank_info.device.type == "cuda",
-    )
-
-
-def _allowed_cores(cgroup: Path) -> int:
-    allowed = len(os.sched_getaffinity(0))
-    quota = cpu_quota(cgroup)
-    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))
 
 
 def build_torch_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:

@@ -9,7 +9,7 @@ import torch
 from trimaran.core import Recipe
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
-from trimaran.train.agreement import FlagAllReduce, LoopExit, StepDecision, StopRequest
+from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepDecision
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.step_check import StepCheck
@@ -32,17 +32,16 @@ class Trainer:
     recorder: StepRecorder
     check: StepCheck
     clock: StepClock
-    stop: StopRequest
+    requests: RunRequests
     link: SupervisorLink
     reseed: Callable[[int], None]
-    change_requested: Callable[[int], bool] = lambda step: False
 
     def train(self, start: int = 0, *, pause_after: int | None = None) -> LoopExit:
         """Train from step `start` until the recipe's last step, or until all ranks agree to stop, rewind or change.
 
         `pause_after`: also return once this many steps are done and replicas are in sync.
         """
-        if start < self.recipe.train.steps and FlagAllReduce(bool(self.stop)).wait():
+        if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         with self.loader_from(start) as loader, self.recorder.profiler.active(start):
             return self._run_steps(loader, start, pause_after or self.recipe.train.steps)
@@ -96,8 +95,8 @@ class Trainer:
 
     def _requests(self, done: int) -> tuple[int, ...]:
         """Return what this rank requests of all ranks, in the order of RANK_REQUESTS, and then its measurements."""
-        requests = bool(self.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
-        return *requests, self.change_requested(done), *self.recorder.meters.rank_counts
+        requests = bool(self.requests.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
+        return *requests, self.requests.change(done), *self.recorder.meters.rank_counts
 
     def _read(self, pending: deque[PendingStep], loader: Loader, *, keep: int = 0) -> StepDecision:
         """Record finished steps, all but the last `keep`, and return the decision that follows from them.

@@ -171,7 +171,10 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     copies = parts.trainer.checkpointer.copy_memory
     journal.event("ready", step=start, seconds=time.monotonic() - started, phases=phases, copies=copies)
     change_file.drop("the ranks were started again before this change was made")
-    parts, loop_exit = _run_loop(parts, change_file, start)
+    changer = PlanChanger(parts, change_file)
+    del parts  # a change of the plan frees them
+    loop_exit = _run_loop(changer, change_file, start)
+    parts = changer.parts
     trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
     if loop_exit.reason == "rewind":
         return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
@@ -200,25 +203,23 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     return EXIT_DONE, not_done
 
 
-def _run_loop(parts: WorkerParts, change_file: ChangeFile, start: int) -> tuple[WorkerParts, LoopExit]:
-    """Train from step `start` on, through rewinds and changes of the plan.
+def _run_loop(changer: PlanChanger, change_file: ChangeFile, start: int) -> LoopExit:
+    """Train from step `start` on, through rewinds and changes of the plan, and return the last exit.
 
-    Returns the last parts and exit: that of a rewind only if there is no state to rewind to.
+    It is that of a rewind only if there is no state to rewind to.
     """
-    changer, journal = PlanChanger(parts.context, change_file), parts.context.journal
+    journal = changer.parts.context.journal
     while True:
-        checkpointer = parts.trainer.checkpointer
-        change_file.watch(checkpointer)
-        loop_exit = parts.trainer.train(start)
+        change_file.watch(changer.parts.trainer.checkpointer)
+        loop_exit = changer.parts.trainer.train(start)
         if loop_exit.reason == "change":
-            parts, loop_exit = changer.apply(parts, loop_exit.step)
-            checkpointer = parts.trainer.checkpointer
+            loop_exit = changer.apply(loop_exit.step)
         if loop_exit.reason not in ("rewind", "pause"):
-            return parts, loop_exit
+            return loop_exit
         start = loop_exit.step
         if loop_exit.reason == "rewind":
-            if (restored := checkpointer.rewind(loop_exit)) is None:
-                return parts, loop_exit
+            if (restored := changer.parts.trainer.checkpointer.rewind(loop_exit)) is None:
+                return loop_exit
             start = restored
             journal.event("rewind", step=loop_exit.step, to_step=start)
             journal.resume(start)

@@ -31,7 +31,8 @@ from trimaran.train.change.rebuild import (
     FailedChangeError,
     change_in_place,
     clear_gradients,
-    collect_garbage,
+    forget_compiled,
+    free_earlier_parts,
     rebuild,
     release_state,
 )
@@ -53,56 +54,74 @@ class FirstStep:
 
 
 class PlanChanger:
-    """Applies changes on one rank. Every rank has one, and calls `apply` after the same step."""
+    """The parts of a rank, and how they change. Every rank has one, and calls `apply` after the same step.
 
-    def __init__(self, context: RankContext, file: ChangeFile) -> None:
-        self._file, self._run, self._info, self._link = file, context.run, context.rank_info, context.link
-        link = context.link
+    `parts` are the current ones. Nobody else may keep them: they must be freed when others replace them.
+    """
+
+    def __init__(self, parts: WorkerParts, file: ChangeFile) -> None:
+        self.parts, self._file = parts, file
+        self._run, self._info, self._link = parts.context.run, parts.context.rank_info, parts.context.link
         shared: Any = dist.distributed_c10d._get_default_store()
-        self._store = TorchStore(supervisor_store(link) if link.store else shared)
+        self._store = TorchStore(supervisor_store(self._link) if self._link.store else shared)
         self._number = 0  # of changes that this process tried
 
-    def apply(self, parts: WorkerParts, step: int) -> tuple[WorkerParts, LoopExit]:
-        """Change the plan after `step` steps and train the next step. Returns the parts to go on with.
+    def apply(self, step: int) -> LoopExit:
+        """Change the plan after `step` steps, train the next step, and return how that one ended: as a rule a `pause`.
 
-        The loop exit is that of the next step under the new plan, a `pause` as a rule; if the change failed, it is a
-        `pause` at `step` with parts of the old plan.
+        If the change fails, `parts` are of the old plan, with the state after `step`, and the exit is a `pause` there.
         """
         began, self._number = time.monotonic(), self._number + 1
         self._file.step = step
-        context, link = parts.context, self._link
-        checked = self._file.take()
+        checked, old = self._file.take(), self.parts
         change = change_from_dict(broadcast_json(checked.as_dict() if checked else None))
-        new_context = replace(context, recipe=change.recipe, plan=change.plan)
-        groups = {*known_groups()}
-        progress = parts.trainer.checkpointer.state.progress()
-        shard_check = parts.trainer.check.guard.shard_check
-        with link.section("restore", step):
-            parts.trainer.checkpointer.copy_before_change(step)
-            try:
-                new = self._build(new_context, parts, progress, step, in_place=change.in_place)
-            except FailedChangeError as error:
-                parts.trainer.check.guard.shard_check = shard_check
-                self._keep_old(parts, groups)
-                self._answer(change, "failed", began, error=error)
-                return parts, LoopExit(reason="pause", step=step)
-            parts.trainer.checkpointer.wait_until_copied()
-            if not change.in_place:
-                release_state(parts)
-                collect_garbage(compiled=context.plan.compile or change.plan.compile)
+        context = replace(old.context, recipe=change.recipe, plan=change.plan)
+        groups, progress = {*known_groups()}, old.trainer.checkpointer.state.progress()
+        with self._link.section("restore", step):
+            new = self._build_or_keep(context, change, progress, step)
+        if isinstance(new, FailedChangeError):
+            destroy_groups(known_groups().keys() - groups)
+            self._answer(change, "failed", began, error=new)
+            return LoopExit(reason="pause", step=step)
         first_began, num_updates = time.monotonic(), new.trainer.checkpointer.num_updates
         first = self._try_step(new, step)
         began += time.monotonic() - first_began  # a step is not a part of the pause
-        with link.section("restore", step + 1):
+        with self._link.section("restore", step + 1):
             failed = self._agree_on_step(first, new.trainer.checkpointer.num_updates - num_updates)
-            if failed is not None:
-                old = self._undo(context, new, parts, groups, progress, step)
-                self._answer(change, "failed", began, error=failed)
-                return old, LoopExit(reason="pause", step=step)
-            assert first.loop_exit is not None
-            self._commit(change, new, parts, first.loop_exit, step, groups)
-            self._answer(change, "applied", began)
-        return new, first.loop_exit
+            if failed is None:
+                assert first.loop_exit is not None
+                self._commit(change, new, first.loop_exit, step)
+                loop_exit = first.loop_exit
+            else:
+                groups = {*known_groups()}
+                self._undo(new, progress, step)
+                loop_exit = LoopExit(reason="pause", step=step)
+            del old, new, first
+            if failed is not None or not change.in_place:
+                free_earlier_parts()
+                destroy_groups(groups)
+            self._answer(change, "applied" if failed is None else "failed", began, error=failed)
+        return loop_exit
+
+    def _build_or_keep(
+        self, context: RankContext, change: CheckedChange, progress: dict[str, Any], step: int
+    ) -> WorkerParts | FailedChangeError:
+        """Return the parts of the new plan, whose memory alone is left, or why they cannot be built."""
+        old, is_compiled = self.parts, self.parts.context.plan.compile or change.plan.compile
+        shard_check = old.trainer.check.guard.shard_check
+        old.trainer.checkpointer.copy_before_change(step)
+        try:
+            new = self._build(context, old, progress, step, in_place=change.in_place)
+        except FailedChangeError as error:
+            old.trainer.check.guard.shard_check = shard_check
+            old.trainer.recorder.profiler.follow(old.networks)
+            free_earlier_parts()
+            return error
+        old.trainer.checkpointer.wait_until_copied()
+        if not change.in_place:
+            release_state(old)
+            forget_compiled(is_compiled)
+        return new
 
     def _build(
         self, context: RankContext, parts: WorkerParts, progress: dict[str, Any], step: int, *, in_place: bool
@@ -167,49 +186,25 @@ class PlanChanger:
             raise RuntimeError(f"the first step under a new plan failed, and only a restart undoes it: {why}")
         return FailedChangeError(why)
 
-    def _keep_old(self, parts: WorkerParts, groups: set[str]) -> None:
-        """Go on with the old parts, which the failed build has not touched but for what parts share."""
-        parts.trainer.recorder.profiler.follow(parts.networks)
-        collect_garbage(compiled=False)
-        destroy_groups(known_groups().keys() - groups)
-
-    def _undo(
-        self,
-        context: RankContext,
-        new: WorkerParts,
-        before: WorkerParts,
-        groups: set[str],
-        progress: dict[str, Any],
-        step: int,
-    ) -> WorkerParts:
-        """Return parts of the old plan with the state that `new` still holds after its failed step."""
+    def _undo(self, new: WorkerParts, progress: dict[str, Any], step: int) -> None:
+        """Build parts of the old plan, and hand them the state that `new` still holds after its failed step."""
+        old, self.parts = self.parts, new
         clear_gradients(new)
-        collect_garbage(compiled=True)
-        failed = {*known_groups()}
-        old = rebuild(context, new, progress, step, self._agree)
+        forget_compiled(new.context.plan.compile)
+        again = rebuild(old.context, new, progress, step, self._agree)
         release_state(new)
-        old.trainer.checkpointer.take_over(before.trainer.checkpointer, step, copied_step=step)
-        collect_garbage(compiled=True)
-        destroy_groups(failed | groups)
-        return old
+        again.trainer.checkpointer.take_over(old.trainer.checkpointer, step, copied_step=step)
+        self.parts = again
 
-    def _commit(
-        self,
-        change: CheckedChange,
-        new: WorkerParts,
-        old: WorkerParts,
-        loop_exit: LoopExit,
-        step: int,
-        groups: set[str],
-    ) -> None:
+    def _commit(self, change: CheckedChange, new: WorkerParts, loop_exit: LoopExit, step: int) -> None:
         """Make the new plan that of the run: in its directory, and for the checkpoints."""
+        old, self.parts = self.parts, new
         if self._info.rank == 0 or (self._link.own_disk and self._info.local_rank == 0):
             replace_recipe(self._run, change.recipe)
             replace_plan(self._run, change.plan)
         done = loop_exit.step if loop_exit.reason != "rewind" else step + 1
         if not change.in_place:
             new.trainer.checkpointer.take_over(old.trainer.checkpointer, done, copied_step=step)
-            destroy_groups(groups)
         elif change.recipe.checkpoint != old.context.recipe.checkpoint:
             new.trainer.checkpointer.change_section(change.recipe, done)
 

@@ -145,13 +145,16 @@ def release_state(parts: WorkerParts) -> None:
             storage.resize_(0)
 
 
-def collect_garbage(*, compiled: bool) -> None:
-    """Free modules of an earlier plan, which refer to each other, and give their memory back to the device.
-
-    `compiled`: also what was compiled for them. Torch limits how often one function is compiled.
-    """
-    if compiled and "torch._dynamo" in sys.modules:
+def forget_compiled(is_compiled: bool) -> None:
+    """Free what was compiled for earlier parts, if anything was: torch limits how often one function is compiled."""
+    if is_compiled and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def free_earlier_parts() -> None:
+    """Free the modules of parts that nobody uses any more. They refer to each other: only a collection finds them."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

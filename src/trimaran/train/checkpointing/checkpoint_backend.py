@@ -88,8 +88,7 @@ def build_backend(
     that these replace, if there are any.
     """
     run, rank_info, link, rank_layout = inputs.run, inputs.rank_info, inputs.link, inputs.rank_layout
-    recipe, rank_memory = inputs.recipe, inputs.rank_memory
-    section, stride = recipe.checkpoint, inputs.plan.sync_every
+    section, rank_memory = inputs.recipe.checkpoint, inputs.rank_memory
     rows = assign_rows(shards, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=all_gather_int64)
     share = build_share(shards, rows)
     copier = Copier(share)
@@ -100,7 +99,7 @@ def build_backend(
     sender = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank
     num_bytes, items_bytes = (int(max(each[rank_layout.rank], each[sender])) for each in sizes.T)
     # Without a supervisor copies do not outlive their rank, but a rewind can use them.
-    wants_copies = bool(link.rank_memories) or recipe.faults.not_finite == "rewind"
+    wants_copies = bool(link.rank_memories) or inputs.recipe.faults.not_finite == "rewind"
     budget = choose_budget(
         section,
         rank_layout,
@@ -120,11 +119,11 @@ def build_backend(
         items_bytes=items_bytes,
         allocate=not on_gpu or budget.peer_slots > 0,
     )
-    log.info("checkpoints: %s in each of %d slots of memory", show_bytes(num_bytes), slot_pool.budget.num_slots)
+    log.info("checkpoints: %s in each of %d slots", show_bytes(num_bytes), slot_pool.budget.num_slots)
     if on_gpu and slot_pool.budget.num_slots:
         copier = DeviceCopier(share, rank_memory, rank_info.device)
     guess = SaveCost(stall=Seconds(num_bytes / COPY_BYTES_PER_SECOND), write=Seconds(num_bytes / DISK_BYTES_PER_SECOND))
-    save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=stride)
+    save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=inputs.plan.sync_every)
     peer_copies = PeerCopies(rank_layout, slot_pool.peer_slots, copier.wait) if slot_pool.peer_slots else None
     return CheckpointBackend(
         slot_pool=slot_pool,

@@ -2,22 +2,18 @@
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from trimaran.checkpoint.copier import Copier
 from trimaran.checkpoint.find_copies import CopyFinder
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, exchange_rank_layout
-from trimaran.checkpoint.saver import Saver, SaveRequest, SaveResult
-from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_of, step_path, without_manifest
+from trimaran.checkpoint.saver import Saver, SaveRequest
+from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_path
 from trimaran.checkpoint.store_client import START_RETRY_SECONDS, StoreClient
 from trimaran.checkpoint.store_fetch import StoreFetcher
 from trimaran.checkpoint.store_uploads import UploadResult, wait_for_uploads
@@ -36,6 +32,7 @@ from trimaran.train.checkpointing.save_interval import (
     SaveSchedule,
     max_repeated_steps,
 )
+from trimaran.train.checkpointing.save_requests import event_fields, refuse_without_manifest, request_from_file
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -70,8 +67,7 @@ class Checkpointer:
         self._recipe, self._plan = settings or (run.read_recipe(), run.read_plan())
         self._stride = self._plan.sync_every
         self._has_begun = False
-        self.num_updates = 0
-        """How often `before_update` was called."""
+        self.num_updates = 0  # how often `before_update` was called
         self._num_rewinds = 0
         self._wants_save = False
         self._requested_step = self._durable_step = -1
@@ -190,15 +186,15 @@ class Checkpointer:
         self._has_begun = False
 
     def change_section(self, recipe: Recipe, step: int) -> None:
-        """Save and copy as often as `recipe` says from `step` on. The plan stays, and so does the memory for copies."""
-        self._recipe = recipe
-        backend, section = self._backend, recipe.checkpoint
-        save_schedule = SaveSchedule(
-            section, world_size=self._rank_layout.world_size, guess=backend.save_schedule.cost, stride=self._stride
-        )
-        save_schedule.begin()
-        self._backend = replace(backend, save_schedule=save_schedule)
-        self._begin_copies(step)
+        """Save and copy as often as `recipe` says from `step` on. The plan stays."""
+        before, self._recipe = self._recipe.checkpoint, recipe
+        if (recipe.checkpoint.memory == 0) == (before.memory == 0):
+            cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
+            schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
+            self._backend = replace(self._backend, save_schedule=schedule)
+            self._begin_copies(step)
+            return
+        self.take_over(self, step, copied_step=step)  # with or without memory for copies
 
     def _open_store(self) -> StoreFetcher:
         url, own_disk = self._recipe.checkpoint.store, bool(self._link.own_disk)
@@ -397,22 +393,15 @@ class Checkpointer:
         return restored
 
     def _log_resume(self, restored: RestoredState, began: float) -> None:
-        refused = restored.refused + self._refuse_without_manifest() if self._rank_layout.rank == 0 else []
+        refused = (
+            restored.refused + refuse_without_manifest(self._run.checkpoints) if self._rank_layout.rank == 0 else []
+        )
         if self._rank_layout.rank == 0 and (restored.tier or refused):
             fields = {"tier": restored.tier, "from_step": restored.step, "refused": refused}
             self._journal.event("resume", step=restored.step, seconds=time.monotonic() - began, **fields)
         if restored.store_failed and self._rank_layout.rank == 0:
             url = self._recipe.checkpoint.store
             self._log_upload(UploadResult(step=restored.step, url=url, failed=restored.store_failed))
-
-    def _refuse_without_manifest(self) -> list[dict[str, Any]]:
-        """Rename what is named like a checkpoint but has no manifest, and return what was renamed."""
-        refused, why = [], "there is no manifest in it"
-        with suppress(OSError):  # on a read-only disk it does no harm
-            for path in without_manifest(self._run.checkpoints):
-                refuse(path, why)
-                refused.append({"tier": "disk", "step": step_of(path), "why": why})
-        return refused
 
     def _save_before_discard(self, restored: RestoredState, saver: Saver, copier: Copier) -> None:
         """Write a state to disk that exists only in memory which is about to be split into other slots.
@@ -582,21 +571,11 @@ class Checkpointer:
 
     def _request_from_file(self, step: int, copier: Copier) -> SaveRequest:
         """Return a request whose memory is a file on the disk, since there is no slot."""
-        began = time.perf_counter()
-        try:
-            self._run.checkpoints.mkdir(exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._run.checkpoints) as file:
-                rank_memory = RankMemory(file.fileno())
-                rank_memory.create_slots(1, num_bytes=copier.share.num_bytes, items_bytes=len(copier.items))
-            self._state.gather()
-            metadata = CopyMetadata(
-                step=step, incarnation=(0, 0), rank=self._rank_layout.rank, world_size=self._rank_layout.world_size
-            )
-            copier.copy(rank_memory.slots[0], metadata, self._state.shards())
-        except OSError as error:
-            return SaveRequest(step=step, share=copier.share, memory=torch.empty(0), failure=str(error))
-        memory, stall = rank_memory.slots[0].data[: copier.share.num_bytes], time.perf_counter() - began
-        return SaveRequest(step=step, share=copier.share, memory=memory, progress=self._progress(), stall_seconds=stall)
+        self._state.gather()
+        metadata = CopyMetadata(
+            step=step, incarnation=(0, 0), rank=self._rank_layout.rank, world_size=self._rank_layout.world_size
+        )
+        return request_from_file(self._run.checkpoints, copier, metadata, self._state.shards(), self._progress())
 
     def _log_results(self) -> None:
         """Record the saves that ended since the last call, and log them on rank 0."""
@@ -611,7 +590,7 @@ class Checkpointer:
                 self._backend.save_schedule.record_cost(cost)
             if self._rank_layout.rank == 0:
                 num_skipped = self._backend.save_schedule.num_skipped
-                self._journal.event("checkpoint", step=result.step, **_event_fields(result), skipped=num_skipped)
+                self._journal.event("checkpoint", step=result.step, **event_fields(result), skipped=num_skipped)
         for each in self._backend.saver.uploads.results() if self._backend.saver.uploads else ():
             self._log_upload(each)
 
@@ -619,15 +598,3 @@ class Checkpointer:
         if result.failed:
             log.warning("step %d is not in the store %s: %s", result.step, result.url, result.failed)
         self._journal.event("upload", step=result.step, **result.as_dict())
-
-
-def _event_fields(result: SaveResult) -> dict[str, Any]:
-    fields = {
-        "path": result.path,
-        "seconds": result.seconds,
-        "stall_seconds": result.stall_seconds,
-        "bytes": result.bytes,
-        "written_bytes": result.written_bytes,
-        "saved_bytes": result.saved_bytes,
-    }
-    return fields | ({"failed": result.failed} if result.failed else {})

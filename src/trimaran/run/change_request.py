@@ -74,3 +74,10 @@ def next_change_id(run: RunDirectory, pending: ChangeRequest | None = None) -> i
     known = [event["data"].get("id") for event in change_answers(run)]
     known += [pending.id] if pending is not None else []
     return 1 + max((each for each in known if isinstance(each, int)), default=0)
+
+
+def withdraw_change_request(run: RunDirectory, request: ChangeRequest) -> None:
+    """Remove the request if it is still pending. The ranks may have read it already, and answer it then."""
+    pending = read_change_request(run)
+    if pending is not None and pending.id == request.id:
+        run.change_request.unlink(missing_ok=True)

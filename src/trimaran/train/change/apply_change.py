@@ -173,9 +173,10 @@ class PlanChanger:
         try:
             texts = self._store.wait_get(keys, FAILED_SECONDS if first.error else DONE_SECONDS)
         except TimeoutError:
-            if first.error is not None:
-                raise first.error from None
-            raise
+            if first.error is None:
+                raise
+            why = f"the first step under a new plan failed here alone: {_short(first.error)}"
+            raise RuntimeError(why) from first.error
         rows = [json.loads(text) for text in texts]
         failed = [rank for rank, row in enumerate(rows) if row["error"]]
         if not failed:

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"core", "hardware", "models", "run", "nets", "parallel"},
     "optim": {"core", "models", "nets", "parallel", "checkpoint"},
     "infer": {"core", "models", "run", "nets", "parallel", "data"},
-    "train": {"core", "hardware", "models", "cost", *RUN, *WORKER} - {"train"},
+    "train": {"core", "hardware", "models", "cost", "planner", *RUN, *WORKER} - {"train"},
     "loop": {"core", "run", *WORKER},
     "probe": {"core"},
     "history": {*PLANNING, *RUN},

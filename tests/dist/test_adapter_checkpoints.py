@@ -23,7 +23,7 @@ from trimaran.checkpoint.manifest import read_manifest
 from trimaran.checkpoint.step_dirs import step_path
 from trimaran.core import AdapterSection, ModelSection, Plan, Recipe, UserError
 from trimaran.infer.adapted_network import fill_from_peft, load_adapted
-from trimaran.launch.replace_plan import replace_plan, replace_recipe
+from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.models import spec_of
 from trimaran.nets import network_of
 from trimaran.nets.initialise import initialise

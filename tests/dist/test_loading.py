@@ -24,6 +24,7 @@ from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.sequences import Sequences, TokenSample
 from trimaran.run import RunDirectory
 from trimaran.train import build
+from trimaran.train.inputs import rank_loader
 from trimaran.train.inputs import vision_features
 from trimaran.train.metrics.step_recorder import loader_wait
 from trimaran.train.process.rank_info import read_rank_info
@@ -102,7 +103,7 @@ def train_with_slow_samples(path: Path) -> int:
 
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
     limits = LoaderLimits(cores=2, free_bytes=1 << 30)
-    build.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
+    rank_loader.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
     return work(path)
 
 

@@ -16,9 +16,9 @@ from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import difference, draw, line
 from trimaran.app.views.summary import explain_failure, next_commands, summarise
 from trimaran.core import AdapterSection, UserError
-from trimaran.launch.replace_plan import replace_recipe
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.attempts import AttemptLog
+from trimaran.run.replace_plan import replace_recipe
 
 
 def state_of(run: RunDirectory) -> RunState:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trimaran.data.loader_tuner import EXTRA_BATCHES_AHEAD, LoaderLimits, LoaderSetting, LoaderTuner, LoaderWindow
-from trimaran.train.build import rank_loader_limits
+from trimaran.train.inputs.rank_loader import rank_loader_limits
 from trimaran.train.process.rank_info import RankInfo
 
 LIMITS = LoaderLimits(cores=8, free_bytes=64 << 30, pin_memory=True)

@@ -19,11 +19,11 @@ from trimaran.history.measured_plan import measured_plans, pins_of
 from trimaran.history.measured_run import RankStart, plans_in_force, read_measured_run
 from trimaran.history.run_index import find_runs, index_path, open_index, stamp_of
 from trimaran.history.steady_steps import steady_steps
-from trimaran.launch.replace_plan import replace_plan
 from trimaran.launch.targets.job_records import state_folder, write_record
 from trimaran.launch.targets.target import JobRecord
 from trimaran.planner.search import predicted
 from trimaran.run import RunDirectory
+from trimaran.run.replace_plan import replace_plan
 from trimaran.telemetry.step_lines import StepLine
 
 EIGHT = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_replicate=8))

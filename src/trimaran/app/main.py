@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": "Launch a run over SSH, on Slurm, Kubernetes, Ray or here.",
     "jobs": "List launched jobs; show, stop, resume or follow one.",
     "resume": "Resume a run from its newest checkpoint.",
+    "replan": "Change the plan of a running run, without a stop.",
     "plan": "Find the best parallel plan, and what it costs.",
     "predict": "Score many given plans: does it fit, how fast is it.",
     "simulate": "Simulate a job for weeks: failures, spares, goodput.",

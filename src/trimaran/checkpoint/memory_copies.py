@@ -132,12 +132,12 @@ class RankMemory:
     def create_slots(self, num_slots: int, *, num_bytes: int, items_bytes: int, allocate: bool = True) -> bool:
         """Split the memory into slots for shares of up to `num_bytes`; return whether its contents are still there.
 
-        They are if the layout is the same as before. The memory is allocated now, so that a lack of it is an OSError;
-        without `allocate` the caller must call `allocate`.
+        They are if the slots were large enough already. The memory is allocated now, so that a lack of it is an
+        OSError; without `allocate` the caller must call `allocate`.
         """
-        layout = _layout(num_slots, num_bytes, items_bytes)
-        if layout == self._layout:
+        if self.has_layout(num_slots, num_bytes=num_bytes, items_bytes=items_bytes):
             return True
+        layout = _layout(num_slots, num_bytes, items_bytes)
         self.slots, self._layout = (), (0, 0, 0)
         os.ftruncate(self.fd, 0)
         size = PAGE_BYTES + num_slots * (layout[1] + layout[2])
@@ -151,7 +151,10 @@ class RankMemory:
 
     def has_layout(self, num_slots: int, *, num_bytes: int, items_bytes: int) -> bool:
         """Return whether `create_slots` would leave the contents as they are."""
-        return self._layout == _layout(num_slots, num_bytes, items_bytes)
+        count, *sizes = _layout(num_slots, num_bytes, items_bytes)
+        return self._layout[0] == count and all(
+            has >= needs for has, needs in zip(self._layout[1:], sizes, strict=True)
+        )
 
     def allocate(self, should_continue: Callable[[], bool] = lambda: True) -> None:
         """Allocate the memory, at about 6 GB a second; a lack of it is an OSError.

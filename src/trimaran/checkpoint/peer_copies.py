@@ -51,7 +51,7 @@ class PeerCopies:
         self._failure: BaseException | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._queue: SimpleQueue[tuple[MemorySlot, float]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[MemorySlot, float] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="trimaran-peer", daemon=True).start()
 
     @property
@@ -89,9 +89,13 @@ class PeerCopies:
         if self._failure is not None:
             raise self._failure
 
+    def close(self) -> None:
+        """End the thread. No round may follow."""
+        self._queue.put(None)
+
     def _work(self) -> None:
-        while True:
-            slot, step_seconds = self._queue.get()
+        while (task := self._queue.get()) is not None:
+            slot, step_seconds = task
             try:
                 self._wait_committed()
                 self._round(slot, step_seconds)

@@ -127,7 +127,7 @@ class Saver:
         """Distinguishes the drafts of this attempt from others; hexadecimal, equal on all ranks."""
         self._previous: Path | None = None
         self._report_parser, self._layout_sent = WriteReportParser(), False
-        self._requests: SimpleQueue[SaveRequest] = SimpleQueue()
+        self._requests: SimpleQueue[SaveRequest | None] = SimpleQueue()
         self._results: SimpleQueue[SaveResult] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -179,9 +179,12 @@ class Saver:
             found.append(self._results.get())
         return found
 
+    def close(self) -> None:
+        """End the thread. No save may follow."""
+        self._requests.put(None)
+
     def _work(self) -> None:
-        while True:
-            request = self._requests.get()
+        while (request := self._requests.get()) is not None:
             self._count += 1
             self._results.put(self._save(request))
             self._idle.set()

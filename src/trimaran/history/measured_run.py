@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def _read_recipe(run: RunDirectory) -> Recipe:
 
 def _measured(run: RunDirectory, recipe: Recipe, plans: Sequence[Plan]) -> MeasuredRun:
     events = [each for each in JsonlFollower(run.events(0)).new() if "time" in each]
-    starts = [start for each in events if (start := _start_of(each))]
+    starts = _starts(events)
     if not starts:
         raise UnusableRunError("its events do not say that ranks have started")
     used = plans_in_force(run, plans, starts)
@@ -115,8 +115,9 @@ def _measured(run: RunDirectory, recipe: Recipe, plans: Sequence[Plan]) -> Measu
 def plans_in_force(run: RunDirectory, plans: Sequence[Plan], starts: Sequence[RankStart]) -> list[int | None]:
     """Return which of `plans`, in their order, each start of the ranks ran; None where that cannot be told.
 
-    A plan is replaced while no rank runs, and its old file is written then. If the times of the files were lost in a
-    copy, a start ran the only plan with its number of ranks, and the last one the last plan.
+    A plan is replaced while no rank runs, or before the answer to a change, and its old file is written then. If the
+    times of the files were lost in a copy, a start ran the only plan with its number of ranks, and the last one the
+    last plan.
     """
     ends = [file.stat().st_mtime for file in run.earlier_plans()][: len(plans) - 1]
     by_time: list[int | None] = [sum(end <= start.time for end in ends) for start in starts]
@@ -129,6 +130,17 @@ def plans_in_force(run: RunDirectory, plans: Sequence[Plan], starts: Sequence[Ra
     if sizes[-1] == starts[-1].world_size:
         found[-1] = len(plans) - 1
     return found
+
+
+def _starts(events: Sequence[dict[str, Any]]) -> list[RankStart]:
+    """Return the starts of the ranks. Ranks that change their plan while they run start again, for our purpose."""
+    starts: list[RankStart] = []
+    for event in events:
+        if start := _start_of(event):
+            starts.append(start)
+        elif event.get("kind") == "change" and event.get("data", {}).get("status") == "applied" and starts:
+            starts.append(replace(starts[-1], time=event["time"]))
+    return starts
 
 
 def _start_of(event: dict[str, Any]) -> RankStart | None:

@@ -35,6 +35,7 @@ class Deadlines:
         self._queued: dict[int, float] = {}
         self._core_wait = 0.0  # seconds of waiting for a core, of the rank that waited longest in each interval
         self._core_wait_at: dict[int, float] = {}  # the same when a rank last made progress
+        self._is_changed = False  # the plan may have changed since the last steps
         self._pauses: deque[float] = deque(maxlen=MAX_PAUSES)  # when the supervisor resumed polling after a pause
 
     def start(self) -> None:
@@ -88,6 +89,12 @@ class Deadlines:
     def _learn(self, rank: int, before: Heartbeat | None, after: Heartbeat) -> None:
         if before is not None and after.entered <= before.entered:
             return
+        if after.section == "restore" and self._steps:
+            self._is_changed = True
+        if before is not None and before.section == "first" and self._is_changed:
+            self._is_changed = False
+            self._steps.clear()  # steps of the new plan may take longer by any factor
+            self._steps.append(after.entered - before.entered)
         if before is not None and before.section in LEARNT_SECTIONS:
             seconds = after.entered - before.entered
             self._longest[before.section] = max(seconds, self._longest.get(before.section, 0.0))

@@ -26,17 +26,27 @@ class NetworkCheck:
     """Reads the step metrics of one attempt on several nodes, and files one incident if the network is below plan."""
 
     def __init__(self, run: RunDirectory, log: IncidentLog, watch: AttemptWatch) -> None:
-        self._log, self._watch = log, watch
+        self._run, self._log, self._watch = run, log, watch
         self._lines = JsonlFollower(run.metrics, backlog=0)
-        prediction = run.read_plan().prediction
-        self._expected = prediction.time.get("comm", 0.0) if prediction else 0.0
         self._comm: deque[float] = deque(maxlen=NUM_STEPS)
         self._steps: deque[float] = deque(maxlen=NUM_STEPS)
-        self._done = len(watch.nodes) < 2 or prediction is None
+        self._num_changes = 0
+        self._read_plan()
+        self._done = len(watch.nodes) < 2 or run.read_plan().prediction is None
+
+    def _read_plan(self) -> None:
+        """Start over with the prediction of the run's plan."""
+        prediction = self._run.read_plan().prediction
+        self._expected = prediction.time.get("comm", 0.0) if prediction else 0.0
+        self._comm.clear()
+        self._steps.clear()
 
     def poll(self) -> None:
         if self._done:
             return
+        if len(changes := self._watch.of_kind("change")) > self._num_changes:
+            self._num_changes = len(changes)
+            self._read_plan()
         for step in self._lines.new():
             self._comm.append(step["phases"].get("comm", 0.0))
             self._steps.append(step["step_seconds"])

@@ -8,9 +8,9 @@ from trimaran.core import Incident, Plan, Recipe
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.node import AttemptSpec, Node
 from trimaran.launch.policy import PolicyDecision, RecoveryOptions
-from trimaran.launch.replace_plan import replace_plan
 from trimaran.launch.replan import full_size, less_memory, resized, smaller_sizes, with_prediction
 from trimaran.run import RunDirectory, append_line
+from trimaran.run.replace_plan import replace_plan
 
 log = logging.getLogger(__name__)
 

@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 from trimaran.core import Comm, Mesh, Plan, Recipe, UserError
-from trimaran.hardware import Cluster, calibration_folder, parse_cluster
+from trimaran.hardware import Cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.models.hf_facts import HfFacts, cached_facts
-from trimaran.planner import Question, check_plan, choose
+from trimaran.planner import Question, choose, started_run
 from trimaran.planner.memory_ladder import next_rung
-from trimaran.planner.search import predicted
 
 # Fields that change the results of training, not only how they are computed. They stay as they were.
 FIXED_FIELDS = ("precision", "engine", "comm")
@@ -27,16 +25,12 @@ def less_memory(plan: Plan, recipe: Recipe) -> tuple[Plan, str] | None:
 
 def question_of(recipe: Recipe, world_size: int) -> Question:
     """Return what the planner needs to predict plans of the recipe on `world_size` ranks."""
-    spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
-    cluster, facts = cluster_of(recipe, world_size), cached_facts(recipe.model, os.environ)
-    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1, facts=facts)
+    return started_run.question_of(recipe, world_size, os.environ)
 
 
 def with_prediction(plan: Plan, recipe: Recipe) -> Plan:
     """Return `plan` with its prediction, if the model's outline is known. Raises if the plan is not valid."""
-    question = question_of(recipe, plan.mesh.world_size)
-    check_plan(plan, recipe, question.spec, question.cluster)
-    return plan if question.outline is None else predicted(plan, question)
+    return started_run.with_prediction(plan, recipe, os.environ)
 
 
 def smaller_sizes(plan: Plan, recipe: Recipe) -> range:
@@ -96,24 +90,9 @@ def _same_results(pins: Comm, comm: Comm) -> Comm:
 
 def full_size(recipe: Recipe) -> int:
     """Return the number of ranks of the recipe's full cluster."""
-    return _full_cluster(recipe).world_size
+    return started_run.full_cluster(recipe, os.environ).world_size
 
 
 def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
     """Return the part of the recipe's cluster that `world_size` ranks use."""
-    cluster = _full_cluster(recipe)
-    if cluster.world_size == world_size:
-        return cluster
-    if cluster.device.kind == "cpu" and cluster.num_nodes == 1:
-        return parse_cluster(f"{world_size}xcpu", calibrations=calibration_folder(os.environ))
-    per_node = min(world_size, cluster.devices_per_node)
-    if world_size % per_node:
-        raise UserError("C003", f"{world_size} devices do not fill equal nodes of {per_node}", where="faults.ranks",
-                        fix=f"use multiples of {per_node}")  # fmt: skip
-    # Of several kinds of devices it is not known which are left: the plan is for the one with the least memory.
-    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node, groups=())
-
-
-def _full_cluster(recipe: Recipe) -> Cluster:
-    visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
-    return parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)
+    return started_run.cluster_of(recipe, world_size, os.environ)

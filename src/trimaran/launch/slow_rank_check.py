@@ -41,6 +41,8 @@ class StepDurations:
             return  # between two steps, or a part of one
         if heartbeat.section != "step":
             self._passed.clear()
+            if heartbeat.section in ("restore", "first"):  # the plan may have changed, and with it the time of a step
+                self.baseline = None
         elif not self._passed or heartbeat.step > self._passed[-1][0]:
             self._passed.append((heartbeat.step, heartbeat.entered))
             mean = self._mean(BASELINE_STEPS)

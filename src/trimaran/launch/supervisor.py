@@ -23,7 +23,7 @@ from trimaran.launch.next_attempt import (
 )
 from trimaran.launch.node import Node, on_all_nodes
 from trimaran.launch.note_bad_nodes import note_lost_nodes
-from trimaran.launch.policy import EXIT_FAULT, Cycle, decide
+from trimaran.launch.policy import EXIT_FAULT, Cycle, PolicyDecision, decide
 from trimaran.launch.rank_events import RankEventIncidents
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
@@ -322,6 +322,9 @@ class Supervisor:
         cycle = Cycle(incident=incident, new_steps=new_steps)
         options = recovery_options(self.run, self.recipe)
         decision = decide([*self.history, cycle], self.recipe.faults, options)
+        if incident.cause == "oom" and self.recipe.faults.restart and self.run.change_request.exists():
+            # A plan that was being tried ran out of memory. The run still has the one before; its ranks drop the other.
+            decision = PolicyDecision(action="restarted", why="with the plan before the change that was being made")
         # Steps that an open incident cost are lost to this one too, and no state is discarded before it is copied.
         bounds = [each.incident.cost for each in self._open_incidents]
         cost = {key: max(each.get(key, 0.0) for each in (incident.cost, *bounds)) for key in MAX_COSTS}

@@ -49,7 +49,7 @@ def open_hf_model(
         raise WeightsNeededError(problem)
     if problem:
         log.warning("every rank loads the full model %s before it is sharded: %s", path, problem)
-        return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), _materialise
+        return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), materialise
     if has_weights:
         module.eval()  # as transformers returns a loaded model
         return module, lambda sharded, device: _read(sharded, device, folder, sources, report_progress)
@@ -79,7 +79,7 @@ def _read(
     sources: list[WeightSource],
     report_progress: Callable[[], None],
 ) -> None:
-    _materialise(module, device)
+    materialise(module, device)
     if device.type != "meta":  # where it is only checked, and `find_weight_sources` has done that
         read_weights(module, folder, sources, report_progress)
 
@@ -89,7 +89,7 @@ def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Modul
 
     On the meta device, only check that it initialises every weight.
     """
-    _materialise(module, device)
+    materialise(module, device)
     targets = loadable_weights(module)
     if device.type == "meta":
         _check_initialisation(unsharded, targets)
@@ -180,7 +180,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.to("meta") if isinstance(tensor, nn.Parameter) else tensor
 
 
-def _materialise(module: nn.Module, device: torch.device) -> None:
+def materialise(module: nn.Module, device: torch.device) -> None:
     """Move host tensors to the device, and allocate meta tensors there. Tied weights stay tied.
 
     Tensors that a plan has already put on a device stay there: with offloaded parameters, the buffers.

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute, debug  # private in torch: caches
 
 from trimaran.core import Mesh
 
@@ -109,3 +110,9 @@ def build_mesh(mesh: Mesh, *, device_type: str) -> RankMesh:
         experts=view(expert_replicate=outer, expert_shard=inner // mesh.ep, ep=mesh.ep),
         world=world,
     )
+
+
+def forget_meshes() -> None:
+    """Clear torch's caches of what it knows about DTensors: two meshes of the same ranks are equal, as cache keys."""
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()

@@ -67,6 +67,11 @@ class RunDirectory:
         return self.path / "stop"
 
     @property
+    def change_request(self) -> Path:
+        """A file that asks the ranks to go on with another plan; see `change_request.py`."""
+        return self.path / "change.json"
+
+    @property
     def model(self) -> Path:
         """The trained weights as Hugging Face safetensors."""
         return self.path / "model"

@@ -31,7 +31,8 @@ def main() -> int:
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.update(compile_cache(os.environ))
-    return run_worker(open_run(_RUN), read_rank_info(os.environ), cache=cache_folder(os.environ))
+    rank_info, cache = read_rank_info(os.environ), cache_folder(os.environ)
+    return run_worker(open_run(_RUN), rank_info, cache=cache, environment=os.environ)
 
 
 if __name__ == "__main__":

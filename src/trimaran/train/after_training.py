@@ -95,11 +95,13 @@ def _write_sample(parts: WorkerParts, journal: Journal, step: int) -> str:
     """Generate a text sample, or answers to held-out questions; rank 0 writes the events. Returns why not, or ""."""
     trainer, data = parts.trainer, parts.training_data
     assert data.tokenizer is not None
-    if FlagAllReduce(bool(trainer.stop)).wait():
+    if FlagAllReduce(bool(trainer.requests.stop)).wait():
         return STOPPED
     trainer.stepper.set_training(False)
     with trainer.link.section("sampling", step) as report_progress:
-        limit = TokenLimit(trainer.recipe.train.sample.seconds, trainer.stop, report_progress, rank=journal.rank)
+        limit = TokenLimit(
+            trainer.recipe.train.sample.seconds, trainer.requests.stop, report_progress, rank=journal.rank
+        )
         if "answers" in data.objective.score_names:
             assert data.holdout is not None
             _write_answers(parts, data.holdout, data.tokenizer, journal, limit, step)

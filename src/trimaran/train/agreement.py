@@ -6,6 +6,7 @@ steps later if replicas train alone.
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from trimaran.train.health.guard import RefusedStep
 
-RankRequest = Literal["stop", "save", "profile"]
-RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile")
+RankRequest = Literal["stop", "save", "profile", "change"]
+RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile", "change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class StepDecision:
     stop: bool = False
     save: bool = False
     profile: bool = False
+    change: bool = False
     bad_data: bool = False
     refusal: RefusedStep | None = None
 
@@ -41,6 +43,7 @@ class StepDecision:
             stop=self.stop or later.stop,
             save=self.save or later.save,
             profile=self.profile or later.profile,
+            change=self.change or later.change,
             bad_data=self.bad_data or later.bad_data,
             refusal=next((each for each in refusals if each.action != "skip"), refusals[0] if refusals else None),
         )
@@ -55,7 +58,9 @@ class StepDecision:
                 return LoopExit(step=self.refusal.step, reason="numeric", refusal=self.refusal)
         if self.bad_data:
             return LoopExit(reason="data")
-        return LoopExit(reason="stop") if self.stop else None
+        if self.stop:
+            return LoopExit(reason="stop")
+        return LoopExit(reason="change") if self.change else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +68,11 @@ class LoopExit:
     """Why the training loop returned, and after how many steps (`step`).
 
     `rewind`: restore the state of `step` or of an earlier step and train again; `refusal` says why. `numeric`: a loss
-    or a gradient was bad and the run cannot continue. `data`: too many samples were bad.
+    or a gradient was bad and the run cannot continue. `data`: too many samples were bad. `change`: another plan was
+    requested, see `train/change`. `pause`: the steps that `Trainer.train` was asked for are done, but not all steps.
     """
 
-    reason: Literal["done", "stop", "rewind", "numeric", "data"]
+    reason: Literal["done", "stop", "rewind", "numeric", "data", "change", "pause"]
     step: int = 0
     refusal: RefusedStep | None = None
 
@@ -109,3 +115,14 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequests:
+    """What people and programs ask of a running run: to stop, and to change its plan.
+
+    `change` says after a step whether this rank asks for another plan, see `train/change`.
+    """
+
+    stop: StopRequest
+    change: Callable[[int], bool] = lambda step: False

@@ -1,9 +1,7 @@
 """Builds the parts of a worker from the recipe and the plan: networks, data, stepper, trainer."""
 
-import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare, share_of
 from trimaran.data.loader import Loader
-from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.hf_facts import refuse_seq_len
@@ -42,7 +38,7 @@ from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.telemetry.step_index import StepIndexer
-from trimaran.train.agreement import StopRequest
+from trimaran.train.agreement import RunRequests, StopRequest
 from trimaran.train.async_sgd.async_recorder import AsyncRecorder
 from trimaran.train.async_sgd.async_stepper import AsyncStepper, build_async_stepper
 from trimaran.train.async_sgd.async_trainer import AsyncTrainer
@@ -59,6 +55,7 @@ from trimaran.train.health.replica_check import ReplicaCheck
 from trimaran.train.health.shard_check import ShardCheck
 from trimaran.train.health.step_check import StepCheck
 from trimaran.train.health.unused_parameters import watch_unused_parameters
+from trimaran.train.inputs.rank_loader import build_loader
 from trimaran.train.inputs.training_data import TrainingData, load_training_data
 from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
@@ -79,10 +76,30 @@ from trimaran.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What the parts of a rank are built from. Another plan of the same run has the same rest.
+
+    `change_requested` says after a step whether this rank asks for another plan, see `train/change`.
+    """
+
+    run: RunDirectory
+    rank_info: RankInfo
+    journal: Journal
+    cache: Path
+    recipe: Recipe
+    plan: Plan
+    link: SupervisorLink = NO_SUPERVISOR
+    stop: StopRequest = field(default_factory=StopRequest)
+    change_requested: Callable[[int], bool] = lambda step: False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
     """The parts of a worker: its networks, its data, and the trainer that connects them."""
 
+    context: RankContext
     networks: tuple[Network, ...]
+    ranks: RankMesh
     stages: StageMap
     training_data: TrainingData
     trainer: Trainer
@@ -90,7 +107,7 @@ class WorkerParts:
     base: AdapterBase | None = None
 
 
-def build_worker_parts(
+def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
     run: RunDirectory,
     rank_info: RankInfo,
     journal: Journal,
@@ -98,10 +115,21 @@ def build_worker_parts(
     cache: Path,
     link: SupervisorLink = NO_SUPERVISOR,
     stop: StopRequest | None = None,
+    change_requested: Callable[[int], bool] = lambda step: False,
 ) -> WorkerParts:
     """Return the parts of one rank of `run`. The process group must be initialised."""
     recipe, plan, timer = run.read_recipe(), run.read_plan(), StartupTimer()
-    stop = StopRequest() if stop is None else stop
+    context = RankContext(
+        run=run,
+        rank_info=rank_info,
+        journal=journal,
+        cache=cache,
+        recipe=recipe,
+        plan=plan,
+        link=link,
+        stop=StopRequest() if stop is None else stop,
+        change_requested=change_requested,
+    )
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     with closed_listeners():
@@ -112,22 +140,14 @@ def build_worker_parts(
     base = AdapterBase(hashing, partial(reload_base, networks, recipe, plan, rank_info)) if hashing else None
     refuse_unsavable(recipe, networks)
     timer.lap("network")
-    with link.section("prepare") as report_progress:
-        features = partial(build_feature_cache, recipe, plan, rank_info, report_progress=report_progress)
-        load = partial(load_training_data, recipe, networks[0], cache=cache, cache_features=features,
-                       report_progress=report_progress)  # fmt: skip
-        training_data = load(share_of(plan, ranks.data_rank))
-        if plan.micro_batches == "measured" and plan.mesh.dp > 1:
-            measured = RankParts(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
-            plan = with_measured_rows(plan, measured, journal)
-            training_data = load(share_of(plan, ranks.data_rank))
-        if plan.engine == "async":
-            training_data = share_batches(training_data, recipe, networks[0], share_of(plan, 0), cache=cache)
+    training_data = load_data(context, ranks, networks)
     timer.lap("data")
-    trainer = _build_trainer(run, rank_info, ranks, networks, training_data, journal, link, stop, base)
+    trainer = build_trainer(context, ranks, networks, training_data, base)
     timer.lap("optimizer")
     return WorkerParts(
+        context=context,
         networks=networks,
+        ranks=ranks,
         stages=map_stages(plan, ranks),
         training_data=training_data,
         trainer=trainer,
@@ -136,65 +156,122 @@ def build_worker_parts(
     )
 
 
-def _build_trainer(  # noqa: PLR0913 - what all parts of the trainer share
-    run: RunDirectory,
-    rank_info: RankInfo,
+def load_data(context: RankContext, ranks: RankMesh, networks: tuple[Network, ...]) -> TrainingData:
+    """Return the data of this rank, prepared first if necessary."""
+    recipe, plan, rank_info, cache = context.recipe, context.plan, context.rank_info, context.cache
+    with context.link.section("prepare") as report_progress:
+        features = partial(build_feature_cache, recipe, plan, rank_info, report_progress=report_progress)
+        load = partial(load_training_data, recipe, networks[0], cache=cache, cache_features=features,
+                       report_progress=report_progress)  # fmt: skip
+        training_data = load(share_of(plan, ranks.data_rank))
+        if plan.micro_batches == "measured" and plan.mesh.dp > 1:
+            measured = RankParts(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
+            plan = with_measured_rows(plan, measured, context.journal)
+            training_data = load(share_of(plan, ranks.data_rank))
+        if plan.engine == "async":
+            training_data = share_batches(training_data, recipe, networks[0], share_of(plan, 0), cache=cache)
+    return training_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The parts that compute, check and save the steps of one plan."""
+
+    networks: tuple[Network, ...]
+    ranks: RankMesh
+    training_data: TrainingData
+    stepper: Stepper
+    guard: Guard
+    clock: StepClock
+    checkpointer: Checkpointer
+    replica_check: ReplicaCheck | None
+
+
+def build_trainer(
+    context: RankContext,
     ranks: RankMesh,
     networks: tuple[Network, ...],
     training_data: TrainingData,
-    journal: Journal,
-    link: SupervisorLink,
-    stop: StopRequest,
     base: AdapterBase | None = None,
+    before: Trainer | None = None,
 ) -> Trainer:
-    """Return the trainer with its stepper, evaluator, checkpointer, recorder and checks."""
-    recipe, plan = run.read_recipe(), run.read_plan()
-    clock, guard = StepClock(rank_info.device), build_guard(recipe, plan, run)
+    """Return the trainer with its stepper, evaluator, checkpointer, recorder and checks.
+
+    `before` is the trainer of another plan, which this one replaces: what does not depend on the plan stays.
+    """
+    recipe, plan, rank_info, link = context.recipe, context.plan, context.rank_info, context.link
+    clock = before.clock if before else StepClock(rank_info.device)
+    guard = before.check.guard if before else build_guard(recipe, plan, context.run)
     every = recipe.telemetry.details_every
     stepper = build_stepper(
         networks, recipe.train, plan, ranks, clock, guard, training_data.objective, groups_every=every
     )
     state = stepper.state(recipe.train, without_base=base is not None)
     stepper.set_training(True)  # transformers loads models in eval mode
-    replica_check = build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None
-    loader_from = partial(build_loader, recipe, rank_info, lambda: training_data.training(guard.quarantine.ids))
-    reseed = partial(ranks.reseed, recipe.train.seed)
-    evaluator = HoldoutEvaluator(recipe=recipe, feed=training_data.holdout, stepper=stepper,
-                                 objective=training_data.objective, journal=journal, device=rank_info.device,
-                                 counts_samples=ranks.counts_samples, stop=stop, link=link)  # fmt: skip
-    recorder = StepRecorder(
-        plan=plan,
-        meters=build_meters(recipe, plan, networks[0], rank_info.device),
-        journal=journal,
-        profiler=build_profiler(run, journal, clock, networks, rank_info.device, link),
-        compilations=Compilations(link, journal),
-        axes=measured_axes(plan, networks),
-        indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
-        connections=ConnectionWatch(journal) if link.store else None,
-    )
-    trainer = Trainer(
-        recipe=recipe,
-        device=rank_info.device,
-        loader_from=loader_from,
+    checkpointer = Checkpointer(context.run, rank_info, context.journal, link, state, data=training_data.digest,
+                                base=base, settings=(recipe, plan))  # fmt: skip
+    parts = StepParts(
+        networks=networks,
+        ranks=ranks,
+        training_data=training_data,
         stepper=stepper,
-        evaluator=evaluator,
-        checkpointer=Checkpointer(run, rank_info, journal, link, state, data=training_data.digest, base=base),
-        recorder=recorder,
-        check=StepCheck(
-            plan=plan,
-            guard=guard,
-            journal=journal,
-            replica_check=replica_check,
-            search=_build_nonfinite_search(networks, stepper, loader_from, reseed, ranks, clock, link),
-        ),
+        guard=guard,
         clock=clock,
-        link=link,
-        reseed=reseed,
-        stop=stop,
+        checkpointer=checkpointer,
+        replica_check=build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None,
     )
+    trainer = connect_trainer(context, parts, before)
     if not isinstance(stepper, AsyncStepper):
         return trainer
     return _without_steps(trainer, stepper, lambda: training_data.training(guard.quarantine.ids))
+
+
+def connect_trainer(context: RankContext, parts: StepParts, before: Trainer | None = None) -> Trainer:
+    """Return the trainer of these parts, with an evaluator, a recorder and a check; see `build_trainer`."""
+    recipe, plan, rank_info, link = context.recipe, context.plan, context.rank_info, context.link
+    guard, ranks, training_data, journal = parts.guard, parts.ranks, parts.training_data, context.journal
+    loader_from = partial(build_loader, recipe, rank_info, lambda: training_data.training(guard.quarantine.ids))
+    reseed = partial(ranks.reseed, recipe.train.seed)
+    evaluator = HoldoutEvaluator(recipe=recipe, feed=training_data.holdout, stepper=parts.stepper,
+                                 objective=training_data.objective, journal=journal, device=rank_info.device,
+                                 counts_samples=ranks.counts_samples, stop=context.stop, link=link)  # fmt: skip
+    search = _build_nonfinite_search(parts.networks, parts.stepper, loader_from, reseed, ranks, parts.clock, link)
+    return Trainer(
+        recipe=recipe,
+        device=rank_info.device,
+        loader_from=loader_from,
+        stepper=parts.stepper,
+        evaluator=evaluator,
+        checkpointer=parts.checkpointer,
+        recorder=_build_recorder(context, parts, before.recorder if before else None),
+        check=StepCheck(plan=plan, guard=guard, journal=journal, replica_check=parts.replica_check, search=search),
+        clock=parts.clock,
+        link=link,
+        reseed=reseed,
+        requests=RunRequests(stop=context.stop, change=context.change_requested),
+    )
+
+
+def _build_recorder(context: RankContext, parts: StepParts, before: StepRecorder | None) -> StepRecorder:
+    """Return the recorder of a plan. What does not depend on the plan stays that of the recorder `before`."""
+    recipe, plan, rank_info, journal = context.recipe, context.plan, context.rank_info, context.journal
+    meters = build_meters(recipe, plan, parts.networks[0], rank_info.device)
+    axes = measured_axes(plan, parts.networks)
+    if before is not None:
+        before.profiler.follow(parts.networks)
+        before.compilations.restart()
+        return replace(before, plan=plan, meters=meters, axes=axes)
+    run, link = context.run, context.link
+    return StepRecorder(
+        plan=plan,
+        meters=meters,
+        journal=journal,
+        profiler=build_profiler(run, journal, parts.clock, parts.networks, rank_info.device, link),
+        compilations=Compilations(link, journal),
+        axes=axes,
+        indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
+        connections=ConnectionWatch(journal) if link.store else None,
+    )
 
 
 def _without_steps(trainer: Trainer, stepper: AsyncStepper, feed_from: Callable[[], BatchFeed]) -> AsyncTrainer:
@@ -248,6 +325,26 @@ def build_networks(
     for _, fill in stages:
         fill(_init_device(plan, rank_info))
     return tuple(network for network, _ in stages)
+
+
+def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
+    """Return the same as `build_networks`, with memory for the weights but without their values.
+
+    A frozen base in 4 bits gets its values: they are packed by shard, so another plan has other bytes.
+    """
+    device, adapter = _init_device(plan, rank_info), recipe.model.adapter
+    networks = []
+    for network, fill in shard_networks(recipe, plan, ranks):
+        if adapter is not None and adapter.base == "4bit":
+            fill(device)
+        elif recipe.model.family == "hf":
+            from trimaran.nets.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
+
+            materialise(network.module, device)
+        else:
+            network.module.to_empty(device=device)
+        networks.append(network)
+    return tuple(networks)
 
 
 def shard_networks(
@@ -409,37 +506,6 @@ def build_guard(recipe: Recipe, plan: Plan, run: RunDirectory) -> Guard:
     )
 
 
-def build_loader(recipe: Recipe, rank_info: RankInfo, feed: Callable[[], BatchFeed], start: int) -> Loader:
-    """Return a loader of the batches from step `start` on. `feed` is called now, because the quarantine may change."""
-    return Loader(
-        feed(),
-        start_step=start,
-        steps=recipe.train.steps,
-        workers=recipe.data.workers,
-        timeout_seconds=recipe.data.timeout_seconds,
-        limits=rank_loader_limits(rank_info),
-    )
-
-
-def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimits:
-    """Return this rank's fraction of the cores and the free memory of the machine, or of its container.
-
-    One core is left for the rank itself, which computes on it or launches its device's kernels from it.
-    """
-    ranks = max(1, rank_info.local_world_size)
-    return LoaderLimits(
-        cores=max(0, _allowed_cores(cgroup) // ranks - 1),
-        free_bytes=free_bytes(cgroup) // ranks,
-        pin_memory=rank_info.device.type == "cuda",
-    )
-
-
-def _allowed_cores(cgroup: Path) -> int:
-    allowed = len(os.sched_getaffinity(0))
-    quota = cpu_quota(cgroup)
-    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))
-
-
 def build_torch_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
     """Return the loss scale of the torch engine; None with DeepSpeed, which has its own."""
     return build_loss_scale(plan, train) if plan.engine == "torch" else None
@@ -484,6 +550,18 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
     if updater.compressor is not None:
         updater.compressor.state.seed = train.seed
     updater.unused = watch_unused_parameters(optimizer, networks)
+    return connect_stepper(networks, plan, ranks, updater, clock, objective)
+
+
+def connect_stepper(
+    networks: tuple[Network, ...],
+    plan: Plan,
+    ranks: RankMesh,
+    updater: Updater,
+    clock: StepClock,
+    objective: Objective | None = None,
+) -> PlainStepper | PipelineStepper:
+    """Return the stepper of the torch engine, for an optimizer that exists."""
     if plan.mesh.pp > 1:
         return PipelineStepper(networks, plan, ranks, updater, clock, objective)
-    return PlainStepper(network, plan, ranks, updater, clock, objective)
+    return PlainStepper(networks[0], plan, ranks, updater, clock, objective)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-# Private in torch: caches, and the stand-in for a process group, whose import registers the backend.
-from torch.distributed.tensor import _redistribute, debug
+# Private in torch: the stand-in for a process group, whose import registers the backend.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trimaran.core import Plan, Recipe
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
+from trimaran.parallel.mesh import forget_meshes
 from trimaran.train.build import build_networks
 from trimaran.train.process.rank_info import RankInfo
 
@@ -51,13 +51,7 @@ def fake_rank(plan: Plan, rank: int, device: torch.device, *, backend: str = "fa
         yield FakeRank(info, replace(ranks, without_device=on_meta))
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Clear torch's caches of what it knows about DTensors: meshes of two ranks of a plan are equal, as cache keys."""
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+        forget_meshes()
 
 
 def build_fake_rank(recipe: Recipe, plan: Plan, fake: FakeRank) -> tuple[Network, ...]:

@@ -9,7 +9,7 @@ import torch
 from trimaran.core import Recipe
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
-from trimaran.train.agreement import FlagAllReduce, LoopExit, StepDecision, StopRequest
+from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepDecision
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.step_check import StepCheck
@@ -32,18 +32,21 @@ class Trainer:
     recorder: StepRecorder
     check: StepCheck
     clock: StepClock
-    stop: StopRequest
+    requests: RunRequests
     link: SupervisorLink
     reseed: Callable[[int], None]
 
-    def train(self, start: int = 0) -> LoopExit:
-        """Train from step `start` until the recipe's last step, or until all ranks agree to stop or to rewind."""
-        if start < self.recipe.train.steps and FlagAllReduce(bool(self.stop)).wait():
+    def train(self, start: int = 0, *, pause_after: int | None = None) -> LoopExit:
+        """Train from step `start` until the recipe's last step, or until all ranks agree to stop, rewind or change.
+
+        `pause_after`: also return once this many steps are done and replicas are in sync.
+        """
+        if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         with self.loader_from(start) as loader, self.recorder.profiler.active(start):
-            return self._run_steps(loader, start)
+            return self._run_steps(loader, start, pause_after or self.recipe.train.steps)
 
-    def _run_steps(self, loader: Loader, done: int) -> LoopExit:
+    def _run_steps(self, loader: Loader, done: int, pause_after: int) -> LoopExit:
         pending: deque[PendingStep] = deque()
         loop_exit: LoopExit | None = None
         every, steps, start = self.recipe.train.evaluate.every, self.recipe.train.steps, done
@@ -54,7 +57,7 @@ class Trainer:
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
-            self.stepper.step(batch, requests=self._requests())
+            self.stepper.step(batch, requests=self._requests(batch.step))
             lr = learning_rate(batch.step, self.recipe.train)
             self.checkpointer.before_update()
             self.clock.lap("checkpoint")
@@ -69,7 +72,8 @@ class Trainer:
             if in_sync:
                 decision = self.check.check_replicas(done, decision)
             loop_exit = loop_exit or decision.loop_exit
-            if in_sync and loop_exit is None:
+            goes_on = loop_exit is None or loop_exit.reason == "change"
+            if in_sync and goes_on:
                 self.clock.lap("data")  # the host's work since the update counts as data, saved or not
                 self.checkpointer.after_step(done, decision)
                 self.clock.lap("checkpoint")
@@ -77,20 +81,22 @@ class Trainer:
                                        read_seconds=self.clock.end_step(), read_details=self.stepper.details(),
                                        loader_stats=loader.stats(), tokens=batch.num_valid))  # fmt: skip
             self.recorder.profiler.between_steps(done, requested=decision.profile)
-            if loop_exit is None and every and done % every == 0 and done < steps:
+            if goes_on and every and done % every == 0 and done < steps:
                 with self.recorder.compilations.outside_steps(done):
-                    loop_exit = LoopExit(reason="stop") if self.evaluator.run(step=done) else None
+                    loop_exit = LoopExit(reason="stop") if self.evaluator.run(step=done) else loop_exit
                 self.clock.restart()
+            if loop_exit is None and done >= pause_after and done < steps:
+                loop_exit = LoopExit(reason="pause")
             if loop_exit is not None and (in_sync or loop_exit.reason == "rewind"):
                 break
             self.link.report_section("data", done)
         self.link.report_section("finish", done)
         return self._finish(self._read_last(pending, loader, loop_exit), done)
 
-    def _requests(self) -> tuple[int, ...]:
+    def _requests(self, done: int) -> tuple[int, ...]:
         """Return what this rank requests of all ranks, in the order of RANK_REQUESTS, and then its measurements."""
-        requests = bool(self.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
-        return *requests, *self.recorder.meters.rank_counts
+        requests = bool(self.requests.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
+        return *requests, self.requests.change(done), *self.recorder.meters.rank_counts
 
     def _read(self, pending: deque[PendingStep], loader: Loader, *, keep: int = 0) -> StepDecision:
         """Record finished steps, all but the last `keep`, and return the decision that follows from them.
@@ -110,11 +116,12 @@ class Trainer:
         if loop_exit is not None and loop_exit.reason == "rewind":
             return loop_exit
         last = self._read(pending, loader).loop_exit
-        return loop_exit or last
+        goes_on = loop_exit is not None and loop_exit.reason in ("change", "pause")
+        return (last or loop_exit) if goes_on else (loop_exit or last)
 
     def _finish(self, loop_exit: LoopExit | None, done: int) -> LoopExit:
         """Return why the loop ended after `done` steps. For a rewind, quarantine the samples that caused it."""
-        if loop_exit is None or (loop_exit.reason == "stop" and done == self.recipe.train.steps):
+        if loop_exit is None or (loop_exit.reason in ("stop", "change") and done == self.recipe.train.steps):
             return LoopExit(step=done, reason="done")
         if loop_exit.reason != "rewind":
             return replace(loop_exit, step=done)

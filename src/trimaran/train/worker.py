@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from trimaran.run.reserve import fill_reserve, remove_reserve
 from trimaran.train.after_training import evaluate_and_sample, planned_parts
 from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts, build_worker_parts
+from trimaran.train.change.apply_change import PlanChanger
+from trimaran.train.change.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
@@ -43,14 +45,25 @@ from trimaran.train.process.torchrun_preflight import check_machines
 log = logging.getLogger(__name__)
 
 
-def run_worker(run: RunDirectory, rank_info: RankInfo, *, cache: Path, link: SupervisorLink = NO_SUPERVISOR) -> int:
-    """Train one rank of `run` and return its exit code. Every exit writes an event."""
+def run_worker(
+    run: RunDirectory,
+    rank_info: RankInfo,
+    *,
+    cache: Path,
+    link: SupervisorLink = NO_SUPERVISOR,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Train one rank of `run` and return its exit code. Every exit writes an event.
+
+    `environment` is that of the process, for the planner if another plan is requested while the run runs.
+    """
     started = time.time()
     stop = StopRequest(run.stop_request if rank_info.rank == 0 else None)
     stop.listen()  # first of all: a stop may be requested while the parts are built
     with Journal(run, rank_info.rank, attempt=link.attempt) as journal, HeartbeatThread(run, rank_info.rank, link):
+        change_file = ChangeFile(run, journal, environment or {})
         try:
-            code, not_done = _train_rank(run, rank_info, journal, cache, link, stop)
+            code, not_done = _train_rank(run, rank_info, journal, cache, link, stop, change_file)
         except UserError as error:
             journal.event("error", **error.as_dict())
             return EXIT_USER
@@ -132,8 +145,14 @@ def _error_cause(error: Exception) -> dict[str, Any]:
     return {"cause": "data", "sample_ids": error.sample_ids} if isinstance(error, LoaderFault) else {}
 
 
-def _train_rank(
-    run: RunDirectory, rank_info: RankInfo, journal: Journal, cache: Path, link: SupervisorLink, stop: StopRequest
+def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
+    run: RunDirectory,
+    rank_info: RankInfo,
+    journal: Journal,
+    cache: Path,
+    link: SupervisorLink,
+    stop: StopRequest,
+    change_file: ChangeFile,
 ) -> tuple[int, dict[str, str]]:
     """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
     started, timer = time.monotonic(), StartupTimer()
@@ -144,22 +163,24 @@ def _train_rank(
     here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
     here |= bound | ({"fork_server": link.note} if link.note else {})
     journal.event("start", world_size=rank_info.world_size, version=__version__, **here)
-    parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, stop=stop)
+    parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, stop=stop,
+                               change_requested=change_file.is_requested)  # fmt: skip
     timer.lap("build")
-    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
-    start = checkpointer.resume()
+    start = parts.trainer.checkpointer.resume()
     journal.resume(start)
     timer.lap("keep")
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
-    journal.event(
-        "ready", step=start, seconds=time.monotonic() - started, phases=phases, copies=checkpointer.copy_memory
-    )
-    while (loop_exit := trainer.train(start)).reason == "rewind":
-        if (restored := checkpointer.rewind(loop_exit)) is None:
-            return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
-        start = restored
-        journal.event("rewind", step=loop_exit.step, to_step=start)
-        journal.resume(start)
+    copies = parts.trainer.checkpointer.copy_memory
+    journal.event("ready", step=start, seconds=time.monotonic() - started, phases=phases, copies=copies)
+    change_file.drop("the ranks were started again before this change was made")
+    changer = PlanChanger(parts, change_file)
+    del parts  # a change of the plan frees them
+    loop_exit = _run_loop(changer, change_file, start)
+    parts = changer.parts
+    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
+    if loop_exit.reason == "rewind":
+        return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
+    change_file.drop("the run has ended", status="refused")
     link.report_section("finish", loop_exit.step)
     not_saved = _save_last_checkpoint(parts, run, journal, rank_info, loop_exit) if loop_exit.weights_are_valid else ""
     if loop_exit.reason != "done":
@@ -182,6 +203,28 @@ def _train_rank(
     facts |= {"not_done": not_done} if not_done else {}
     journal.event("done", step=loop_exit.step, steps=loop_exit.step, **facts)
     return EXIT_DONE, not_done
+
+
+def _run_loop(changer: PlanChanger, change_file: ChangeFile, start: int) -> LoopExit:
+    """Train from step `start` on, through rewinds and changes of the plan, and return the last exit.
+
+    It is that of a rewind only if there is no state to rewind to.
+    """
+    journal = changer.parts.context.journal
+    while True:
+        change_file.watch(changer.parts.trainer.checkpointer)
+        loop_exit = changer.parts.trainer.train(start)
+        if loop_exit.reason == "change":
+            loop_exit = changer.apply(loop_exit.step)
+        if loop_exit.reason not in ("rewind", "pause"):
+            return loop_exit
+        start = loop_exit.step
+        if loop_exit.reason == "rewind":
+            if (restored := changer.parts.trainer.checkpointer.rewind(loop_exit)) is None:
+                return loop_exit
+            start = restored
+            journal.event("rewind", step=loop_exit.step, to_step=start)
+            journal.resume(start)
 
 
 def _save_last_checkpoint(

@@ -48,10 +48,17 @@ def header(facts: Tree) -> Html:
         ("peak memory of a rank", show_bytes(measured["peak_bytes"]) if measured else ""),
         ("goodput", f"{facts['goodput']:.1%}" if facts["goodput"] is not None else ""),
         ("restarts", str(facts["restarts"]) if facts["restarts"] else ""),
+        ("changes of the plan", _changes(facts["changes"])),
     ]
     shown = [tag("div", {"class": "tile first" if "→" in value else "tile"}, tag("b", None, value),
                  tag("span", None, name)) for name, value in tiles if value]  # fmt: skip
     return tag("header", None, title, *lines, tag("div", {"class": "tiles"}, *shown))
+
+
+def _changes(changes: Sequence[Tree]) -> str:
+    """Return how many changes of the running run were applied, and how long training paused for them."""
+    pauses = [each.get("pause_seconds") or 0.0 for each in changes if each.get("status") == "applied"]
+    return f"{len(pauses)}, paused for {show_seconds(sum(pauses))}" if pauses else ""
 
 
 def headline(facts: Tree) -> str:

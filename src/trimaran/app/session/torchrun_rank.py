@@ -24,12 +24,12 @@ from trimaran.app.views.live import print_plain
 from trimaran.app.views.run_state import RunState
 from trimaran.core import EXIT_DONE, Recipe
 from trimaran.data import cache_folder
-from trimaran.launch.replace_plan import replace_plan, replace_recipe
 from trimaran.launch.sidecar_process import SidecarProcess
 from trimaran.models import model_folder
 from trimaran.run import RunDirectory, create_run, holds_run, open_run, writing
 from trimaran.run.compile_cache import compile_cache
 from trimaran.run.process_control import raise_soft_limits, set_process_name
+from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.train.process.rank_info import RankInfo, read_rank_info
 from trimaran.train.worker import open_torchrun_run, run_worker
 
@@ -103,7 +103,7 @@ def _run_rank(
 
     try:
         with open_torchrun_run(rank_info, make_and_show, check=check_machine) as (run, link), _sidecar(run, rank_info):
-            code = run_worker(run, rank_info, cache=cache_folder(os.environ), link=link)
+            code = run_worker(run, rank_info, cache=cache_folder(os.environ), link=link, environment=os.environ)
     except dist.DistError as error:
         print(
             f"rank {rank_info.rank} lost the connection to the other ranks before training began "

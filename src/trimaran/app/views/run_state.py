@@ -185,6 +185,8 @@ class RunState:
 
     def _add_event(self, event: Event) -> None:
         self.events.append(event)
+        if event.kind == "change" and event.data.get("status") == "applied":
+            self._read_plan()
         if event.kind == "start":
             self._current[event.rank] = []
         self._current.setdefault(event.rank, []).append(event)
@@ -282,6 +284,11 @@ class RunState:
         return next((event.data for event in reversed(self.events) if event.kind == "rows"), {})
 
     @property
+    def last_change(self) -> Event | None:
+        """The answer to the last request to change the plan of the running run; None without any."""
+        return next((event for event in reversed(self.events) if event.kind == "change"), None)
+
+    @property
     def failure(self) -> Event | None:
         """The first error that a rank reported; a user's mistake comes before the faults that it causes."""
         return min(self.current_events("error"), key=lambda event: ("code" not in event.data, event.time), default=None)
@@ -336,7 +343,10 @@ class RunState:
 
     @property
     def _warm_steps(self) -> list[StepMetrics]:
-        """The latest steps without the first of the run."""
+        """The latest steps without the first of the run, and only those after the last change of its plan."""
+        changes = [event.step for event in self.events_of_kind("change") if event.data.get("status") == "applied"]
+        if changes and self.step > changes[-1] + 1:
+            return [step for step in self.steps if step.step > changes[-1] + 1]
         return self.steps[1:] if self.steps[:1] == [self.history.first] else self.steps
 
     @property
@@ -421,6 +431,7 @@ class RunState:
             "error": failure.data | {"rank": failure.rank} if failure else None,
             "attempts": len(self.attempts.attempts),
             "restarts": self.restarts,
+            "changes": [event.data | {"step": event.step} for event in self.events_of_kind("change")],
             "loss_bound": self.loss_bound or None,
             "goodput": ledger.goodput if ledger else None,
             "ledger": ledger.as_dict() if ledger else None,

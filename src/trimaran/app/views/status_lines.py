@@ -28,7 +28,7 @@ POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU
 def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
     """Return the lines, the most important first; without data there is no line."""
     found = [*_findings(poller), *_ledger(state)] if poller else []
-    return [*found, *_incidents(state), *_ranks(state), *_memory(state), *_machines(state)]
+    return [*found, *_incidents(state), *_change(state), *_ranks(state), *_memory(state), *_machines(state)]
 
 
 def finding_lines(found: RunFinding) -> list[Text]:
@@ -55,6 +55,19 @@ def _incidents(state: RunState) -> Iterator[Text]:
         count = f"{len(found)} so far"
         restarts = f", {state.restarts} restart{'' if state.restarts == 1 else 's'}" if state.restarts else ""
         yield _line("incident", Text(f"{count}{restarts}; last: {last.id} {last.cause}: {last.what}", style=ORANGE))
+
+
+def _change(state: RunState) -> Iterator[Text]:
+    """Yield what became of the last change of the plan."""
+    if (event := state.last_change) is None:
+        return
+    fields = ", ".join(f"{name}={value}" for name, value in _tree(event.data.get("patch")).items())
+    text, seconds = f"{event.data.get('status')} after step {event.step}: {fields}", event.data.get("pause_seconds")
+    if event.data.get("status") == "applied" and isinstance(seconds, int | float):
+        yield _line("change", Text(f"{text}; paused for {show_seconds(seconds)}"))
+    else:
+        why = _tree(event.data.get("error")).get("what", "")
+        yield _line("change", Text(f"{text}; {why}", style=ORANGE))
 
 
 def _ranks(state: RunState) -> Iterator[Text]:

@@ -34,9 +34,9 @@ class AsyncTrainer(Trainer):
     rank: int
     batches_done: int = 0
 
-    def train(self, start: int = 0) -> LoopExit:
-        """See `Trainer.train`."""
-        if start < self.recipe.train.steps and FlagAllReduce(bool(self.stop)).wait():
+    def train(self, start: int = 0, *, pause_after: int | None = None) -> LoopExit:
+        """See `Trainer.train`. It does not pause."""
+        if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         feed, workers = self.feed_from(), self.workers
         workers.server.samples_of = lambda number: feed.samples(number, [0])
@@ -65,7 +65,7 @@ class AsyncTrainer(Trainer):
         """Compute batches until the next pause; return its step, once all updates before it are applied."""
         while True:
             self._write_lines()
-            pause = bool(self.stop) or self.workers.server.refusal is not None
+            pause = bool(self.requests.stop) or self.workers.server.refusal is not None
             taken = self.workers.connections.take(segment=segment, pause=pause)
             if isinstance(taken, Pause):
                 self.workers.connections.pull(taken.step)
@@ -105,7 +105,7 @@ class AsyncTrainer(Trainer):
         """Save and evaluate what is due after `done` steps; return how the loop exits, or None if it continues."""
         self._write_lines()
         steps, evaluate = self.recipe.train.steps, self.recipe.train.evaluate.every
-        requests = all_gather_int64(np.array([bool(self.stop), self.checkpointer.wants_save]))
+        requests = all_gather_int64(np.array([bool(self.requests.stop), self.checkpointer.wants_save]))
         any_stops, any_saves = (bool(each) for each in requests.max(axis=0))
         refusal = self.workers.server.refusal
         if refusal is not None:

@@ -29,7 +29,7 @@ from trimaran.checkpoint.store_client import UPLOAD_NICENESS, StoreClient
 from trimaran.checkpoint.store_fetch import run_identity
 from trimaran.checkpoint.store_uploads import StoreUploads
 from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import Seconds, UserError, show_bytes
+from trimaran.core import Plan, Recipe, Seconds, UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.run import RunDirectory
@@ -59,25 +59,36 @@ class CheckpointBackend:
     save_schedule: SaveSchedule
 
 
-def build_backend(  # noqa: PLR0913 - what the parts share
-    run: RunDirectory,
-    rank_info: RankInfo,
-    link: SupervisorLink,
-    rank_layout: RankLayout,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInputs:
+    """What the parts are built from. Saves wait for `base`."""
+
+    run: RunDirectory
+    rank_info: RankInfo
+    link: SupervisorLink
+    rank_layout: RankLayout
+    rank_memory: RankMemory
+    recipe: Recipe
+    plan: Plan
+    base: BaseHashing | None = None
+
+
+def build_backend(
+    inputs: BackendInputs,
     shards: Sequence[TensorShard],
-    rank_memory: RankMemory,
     before_discard: Callable[[Saver, Copier], None] = lambda saver, copier: None,
     *,
     is_restart: bool = False,
-    base: BaseHashing | None = None,
+    uploads: StoreUploads | None = None,
 ) -> CheckpointBackend:
     """Return the parts for this rank's shards. Every rank must call it, after all have restored their state.
 
     A restart is not refused if the disk has no room for a checkpoint: the next save reports that. `before_discard` is
-    called on all ranks if the copies in memory do not fit the new slots and are lost. Saves wait for `base`.
+    called on all ranks if the copies in memory do not fit the new slots and are lost. `uploads`: those of the parts
+    that these replace, if there are any.
     """
-    recipe = run.read_recipe()
-    section, stride = recipe.checkpoint, run.read_plan().sync_every
+    run, rank_info, link, rank_layout = inputs.run, inputs.rank_info, inputs.link, inputs.rank_layout
+    section, rank_memory = inputs.recipe.checkpoint, inputs.rank_memory
     rows = assign_rows(shards, rank=rank_layout.rank, world_size=rank_layout.world_size, gather=all_gather_int64)
     share = build_share(shards, rows)
     copier = Copier(share)
@@ -88,7 +99,7 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     sender = rank_layout.rank - rank_layout.local_size if can_pair(rank_layout) else rank_layout.rank
     num_bytes, items_bytes = (int(max(each[rank_layout.rank], each[sender])) for each in sizes.T)
     # Without a supervisor copies do not outlive their rank, but a rewind can use them.
-    wants_copies = bool(link.rank_memories) or recipe.faults.not_finite == "rewind"
+    wants_copies = bool(link.rank_memories) or inputs.recipe.faults.not_finite == "rewind"
     budget = choose_budget(
         section,
         rank_layout,
@@ -96,7 +107,7 @@ def build_backend(  # noqa: PLR0913 - what the parts share
         rank_memory_bytes=rank_memory.allocated_bytes,
         has_rank_memory=wants_copies,
     )
-    saver = _build_saver(run, link, rank_layout, base)
+    saver = _build_saver(inputs, uploads)
     if not all_true(rank_memory.has_layout(budget.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)):
         before_discard(saver, copier)
     # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
@@ -108,11 +119,11 @@ def build_backend(  # noqa: PLR0913 - what the parts share
         items_bytes=items_bytes,
         allocate=not on_gpu or budget.peer_slots > 0,
     )
-    log.info("checkpoints: %s in each of %d slots of memory", show_bytes(num_bytes), slot_pool.budget.num_slots)
+    log.info("checkpoints: %s in each of %d slots", show_bytes(num_bytes), slot_pool.budget.num_slots)
     if on_gpu and slot_pool.budget.num_slots:
         copier = DeviceCopier(share, rank_memory, rank_info.device)
     guess = SaveCost(stall=Seconds(num_bytes / COPY_BYTES_PER_SECOND), write=Seconds(num_bytes / DISK_BYTES_PER_SECOND))
-    save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=stride)
+    save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=inputs.plan.sync_every)
     peer_copies = PeerCopies(rank_layout, slot_pool.peer_slots, copier.wait) if slot_pool.peer_slots else None
     return CheckpointBackend(
         slot_pool=slot_pool,
@@ -123,9 +134,10 @@ def build_backend(  # noqa: PLR0913 - what the parts share
     )
 
 
-def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayout, base: BaseHashing | None) -> Saver:
+def _build_saver(inputs: BackendInputs, uploads: StoreUploads | None) -> Saver:
+    run, link, rank_layout, base = inputs.run, inputs.link, inputs.rank_layout, inputs.base
     folder, disk = run.checkpoints, DurableDisk()
-    recipe, plan = run.read_recipe(), run.read_plan().model_dump(mode="json", exclude={"prediction"})
+    recipe, plan = inputs.recipe, inputs.plan.model_dump(mode="json", exclude={"prediction"})
     text = read_regular_text(run.recipe)
     term = link.term or newest_term(run)  # under an outside launcher there is no lease
 
@@ -140,8 +152,8 @@ def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayou
     shared: Any = dist.distributed_c10d._get_default_store()
     store = supervisor_store(link) if link.store else shared.clone()
     nonce, last = broadcast_json([secrets.token_hex(4), newest_step(folder)])
-    messages, uploads = TorchStore(store), None
-    if recipe.checkpoint.store and rank_layout.rank == rank_layout.node:
+    messages, is_first = TorchStore(store), uploads is None
+    if is_first and recipe.checkpoint.store and rank_layout.rank == rank_layout.node:
         client = StoreClient(recipe.checkpoint.store, descriptors=store_descriptors(run), niceness=UPLOAD_NICENESS)
         same = {"own_disk": link.own_disk, "owner": store_owner(run), "nonce": nonce}
         uploads = StoreUploads(folder, rank_layout, messages, client, recipe.checkpoint, **same)
@@ -160,7 +172,7 @@ def _build_saver(run: RunDirectory, link: SupervisorLink, rank_layout: RankLayou
             remove_drafts(folder, disk)
     saver.nonce = nonce
     saver.begin(last)
-    if uploads is not None and last is not None:
+    if uploads is not None and is_first and last is not None:
         uploads.start(last)  # if the last attempt ended before it was in the store
     return saver
 

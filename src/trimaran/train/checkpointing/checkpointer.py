@@ -2,34 +2,37 @@
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from trimaran.checkpoint.copier import Copier
 from trimaran.checkpoint.find_copies import CopyFinder
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, exchange_rank_layout
-from trimaran.checkpoint.saver import Saver, SaveRequest, SaveResult
-from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_of, step_path, without_manifest
+from trimaran.checkpoint.saver import Saver, SaveRequest
+from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_path
 from trimaran.checkpoint.store_client import START_RETRY_SECONDS, StoreClient
 from trimaran.checkpoint.store_fetch import StoreFetcher
 from trimaran.checkpoint.store_uploads import UploadResult, wait_for_uploads
 from trimaran.checkpoint.tensor_shards import CheckpointState
-from trimaran.core import Seconds, UserError
+from trimaran.core import Plan, Recipe, Seconds, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import Journal, RunDirectory, last_step
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.base_hashing import AdapterBase
-from trimaran.train.checkpointing.checkpoint_backend import build_backend, store_descriptors, store_owner
+from trimaran.train.checkpointing.checkpoint_backend import BackendInputs, build_backend, store_descriptors, store_owner
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
-from trimaran.train.checkpointing.save_interval import CopySchedule, LossBound, SaveCost, max_repeated_steps
+from trimaran.train.checkpointing.save_interval import (
+    CopySchedule,
+    LossBound,
+    SaveCost,
+    SaveSchedule,
+    max_repeated_steps,
+)
+from trimaran.train.checkpointing.save_requests import event_fields, refuse_without_manifest, request_from_file
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -52,14 +55,19 @@ class Checkpointer:
         *,
         data: str = "",
         base: AdapterBase | None = None,
+        settings: tuple[Recipe, Plan] | None = None,
     ) -> None:
         """`data` is the digest of the training data, `base` is that of an adapter.
 
-        A state is restored only with the same data and the same base.
+        A state is restored only with the same data and the same base. `settings`: the recipe and the plan of `state`,
+        if they are not yet those in the run directory. Nothing is saved before `resume` or `take_over`.
         """
         self._data, self._base = {"data": data} if data else {}, base
         self._run, self._rank_info, self._journal, self._link, self._state = run, rank_info, journal, link, state
-        self._recipe, self._stride = run.read_recipe(), run.read_plan().sync_every
+        self._recipe, self._plan = settings or (run.read_recipe(), run.read_plan())
+        self._stride = self._plan.sync_every
+        self._has_begun = False
+        self.num_updates = 0  # how often `before_update` was called
         self._num_rewinds = 0
         self._wants_save = False
         self._requested_step = self._durable_step = -1
@@ -85,39 +93,108 @@ class Checkpointer:
         # Without a supervisor, no other rank can read this one's memory, as if each rank were a node.
         alone = RankLayout(rank=self._rank_info.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
-        hashing = self._base.hashing if self._base else None
-        self._restorer = Restorer(
-            self._state,
-            self._run.checkpoints,
-            self._memory_layout,
-            self._recipe,
-            **self._data,
-            base=hashing,
-            own_disk=bool(self._link.own_disk),
-            open_store=self._open_store if self._recipe.checkpoint.store else None,
-        )
+        self._restorer = self._build_restorer()
         with self._link.section("restore") as report_progress:
             restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
         self._restorer.base = None  # the base of this process stays the same
         self._log_resume(restored, began)
         if restored.tier is None:
             refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
-        rank_memory = self._rank_memories[self._link.local_rank if self._link.rank_memories else 0]
         self._backend = build_backend(
-            self._run,
-            self._rank_info,
-            self._link,
-            self._rank_layout,
+            self._backend_inputs(),
             self._state.shards(),
-            rank_memory,
             before_discard=partial(self._save_before_discard, restored),
             is_restart=restored.tier == "memory",
-            base=hashing,
         )
         # Whether all ranks know if there is memory for copies.
         self._slots_decided = not self._backend.copier.allocates_in_background
         self._begin(restored)
         return restored.step
+
+    def _build_restorer(self) -> Restorer:
+        return Restorer(
+            self._state,
+            self._run.checkpoints,
+            self._memory_layout,
+            self._recipe,
+            **self._data,
+            base=self._base.hashing if self._base else None,
+            own_disk=bool(self._link.own_disk),
+            open_store=self._open_store if self._recipe.checkpoint.store else None,
+        )
+
+    def _backend_inputs(self) -> BackendInputs:
+        return BackendInputs(
+            run=self._run,
+            rank_info=self._rank_info,
+            link=self._link,
+            rank_layout=self._rank_layout,
+            rank_memory=self._rank_memories[self._link.local_rank if self._link.rank_memories else 0],
+            recipe=self._recipe,
+            plan=self._plan,
+            base=self._base.hashing if self._base else None,
+        )
+
+    @property
+    def state(self) -> CheckpointState:
+        """The state that is saved."""
+        return self._state
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written to disk."""
+        return self._has_begun and self._backend.saver.busy
+
+    def copy_before_change(self, step: int) -> None:
+        """Copy the state to memory, if there is memory for copies: a crash during a change of the plan loses no step.
+
+        The copy may go on after this returns, until `wait_until_copied`.
+        """
+        pool = self._backend.slot_pool
+        if pool.budget.keeps_copies and self._has_slots() and not all_true(pool.slot_of(step) is not None):
+            self._copy(step)
+
+    def take_over(self, old: "Checkpointer", step: int, *, copied_step: int) -> None:
+        """Save the state from `step` on in place of `old`, whose plan was replaced in the same processes.
+
+        What `old` copied to memory after `copied_step` stays there until the first new copy, if the new share fits into
+        the same slots; if not, it is lost before the new copy is made.
+        """
+        old.close(step)
+        self._rank_layout, self._memory_layout = old._rank_layout, old._memory_layout
+        self._rank_memories, self._num_rewinds = old._rank_memories, old._num_rewinds
+        self._requested_step, self._durable_step = old._requested_step, old._durable_step
+        self._totals, self._bound = old._totals, old._bound
+        self._restorer = self._build_restorer()
+        self._restorer.base = None
+        self._backend = build_backend(
+            self._backend_inputs(), self._state.shards(), is_restart=True, uploads=old._backend.saver.uploads
+        )
+        self._slots_decided = not self._backend.copier.allocates_in_background
+        incarnation = (self._link.attempt, self._num_rewinds)
+        self._begin(RestoredState(step=step, incarnation=incarnation, tier="memory"), copied_step=copied_step)
+
+    def close(self, step: int) -> None:
+        """End the threads that copy and save, when they are done. Another checkpointer takes over."""
+        self._wait_until_saved(step)
+        self._backend.copier.wait()
+        self._log_results()
+        self._backend.copier.release()
+        self._backend.saver.close()
+        if self._backend.peer_copies is not None:
+            self._backend.peer_copies.close()
+        self._has_begun = False
+
+    def change_section(self, recipe: Recipe, step: int) -> None:
+        """Save and copy as often as `recipe` says from `step` on. The plan stays."""
+        before, self._recipe = self._recipe.checkpoint, recipe
+        if (recipe.checkpoint.memory == 0) == (before.memory == 0):
+            cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
+            schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
+            self._backend = replace(self._backend, save_schedule=schedule)
+            self._begin_copies(step)
+            return
+        self.take_over(self, step, copied_step=step)  # with or without memory for copies
 
     def _open_store(self) -> StoreFetcher:
         url, own_disk = self._recipe.checkpoint.store, bool(self._link.own_disk)
@@ -177,7 +254,9 @@ class Checkpointer:
 
     def before_update(self) -> None:
         """Make the update wait for a copy in progress. Must be called before every update."""
-        self._backend.copier.before_update()
+        self.num_updates += 1
+        if self._has_begun:
+            self._backend.copier.before_update()
 
     def wait_until_copied(self) -> None:
         """Return when no copy in memory reads the state any more, for updates that another thread will make."""
@@ -186,6 +265,8 @@ class Checkpointer:
 
     def after_step(self, step: int, decision: StepDecision) -> None:
         """Copy or save the state after `step` steps, if due. `decision` is what the ranks agreed on a step before."""
+        if not self._has_begun:
+            return
         entered = time.perf_counter()
         self._step_seconds = (entered - self._returned_at) / self._stride
         self._time_copies()
@@ -312,22 +393,15 @@ class Checkpointer:
         return restored
 
     def _log_resume(self, restored: RestoredState, began: float) -> None:
-        refused = restored.refused + self._refuse_without_manifest() if self._rank_layout.rank == 0 else []
+        refused = (
+            restored.refused + refuse_without_manifest(self._run.checkpoints) if self._rank_layout.rank == 0 else []
+        )
         if self._rank_layout.rank == 0 and (restored.tier or refused):
             fields = {"tier": restored.tier, "from_step": restored.step, "refused": refused}
             self._journal.event("resume", step=restored.step, seconds=time.monotonic() - began, **fields)
         if restored.store_failed and self._rank_layout.rank == 0:
             url = self._recipe.checkpoint.store
             self._log_upload(UploadResult(step=restored.step, url=url, failed=restored.store_failed))
-
-    def _refuse_without_manifest(self) -> list[dict[str, Any]]:
-        """Rename what is named like a checkpoint but has no manifest, and return what was renamed."""
-        refused, why = [], "there is no manifest in it"
-        with suppress(OSError):  # on a read-only disk it does no harm
-            for path in without_manifest(self._run.checkpoints):
-                refuse(path, why)
-                refused.append({"tier": "disk", "step": step_of(path), "why": why})
-        return refused
 
     def _save_before_discard(self, restored: RestoredState, saver: Saver, copier: Copier) -> None:
         """Write a state to disk that exists only in memory which is about to be split into other slots.
@@ -343,26 +417,22 @@ class Checkpointer:
             saver.start(self._request_from_file(restored.step, copier))
             saver.wait()
 
-    def _begin(self, restored: RestoredState) -> None:
-        """Start to save and copy from the restored state on."""
+    def _begin(self, restored: RestoredState, *, copied_step: int | None = None) -> None:
+        """Start to save and copy from the restored state on. Copies of `copied_step` stay until they are replaced."""
         slot_pool = self._backend.slot_pool
         if self._backend.peer_copies is not None:
             self._backend.peer_copies.begin(restored.step)
-        slot_pool.clear_except(restored.incarnation, restored.step, self._backend.copier.share)
-        keeps_copies = slot_pool.budget.keeps_copies
-        section = self._recipe.checkpoint
-        self._copy_schedule = CopySchedule(
-            section.memory if keeps_copies else 0,
-            all_gather_int64 if self._rank_layout.world_size > 1 else lambda numbers: numbers[None],
-            lost_seconds=Seconds(section.lost_seconds),
-            num_slots=slot_pool.budget.own_slots,
-            stride=self._stride,
-        )
-        self._copy_schedule.begin(restored.step)
+        kept = restored.step if copied_step is None else copied_step
+        slot_pool.clear_except(restored.incarnation, kept, self._backend.copier.share)
+        self._has_begun = True
+        self._begin_copies(restored.step)
         self._backend.copier.prepare(slot_pool.own_slots, self._state.shards())
         # Copy at once, so that a kill now loses nothing. All ranks copy or none does, so that their counts stay equal.
+        # After a change of the plan, training does not wait for memory that is still being allocated.
+        is_change = copied_step is not None
         if (
-            keeps_copies
+            slot_pool.budget.keeps_copies
+            and not (is_change and not self._slots_decided)
             and not self._can_delay_copy(restored)
             and not all_true(slot_pool.slot_of(restored.step) is not None)
         ):
@@ -374,6 +444,18 @@ class Checkpointer:
         save_schedule.begin()
         self._wants_save = self._rank_layout.rank == 0 and save_schedule.wants(restored.step, busy=False)
         self._returned_at = time.perf_counter()
+
+    def _begin_copies(self, step: int) -> None:
+        """Start to copy to memory from `step` on, as often as the recipe says."""
+        budget, section = self._backend.slot_pool.budget, self._recipe.checkpoint
+        self._copy_schedule = CopySchedule(
+            section.memory if budget.keeps_copies else 0,
+            all_gather_int64 if self._rank_layout.world_size > 1 else lambda numbers: numbers[None],
+            lost_seconds=Seconds(section.lost_seconds),
+            num_slots=budget.own_slots,
+            stride=self._stride,
+        )
+        self._copy_schedule.begin(step)
 
     def _release_old_memories(self) -> None:
         """Free the memory of ranks that no longer exist, once the state that it may hold is in memory elsewhere."""
@@ -489,21 +571,11 @@ class Checkpointer:
 
     def _request_from_file(self, step: int, copier: Copier) -> SaveRequest:
         """Return a request whose memory is a file on the disk, since there is no slot."""
-        began = time.perf_counter()
-        try:
-            self._run.checkpoints.mkdir(exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._run.checkpoints) as file:
-                rank_memory = RankMemory(file.fileno())
-                rank_memory.create_slots(1, num_bytes=copier.share.num_bytes, items_bytes=len(copier.items))
-            self._state.gather()
-            metadata = CopyMetadata(
-                step=step, incarnation=(0, 0), rank=self._rank_layout.rank, world_size=self._rank_layout.world_size
-            )
-            copier.copy(rank_memory.slots[0], metadata, self._state.shards())
-        except OSError as error:
-            return SaveRequest(step=step, share=copier.share, memory=torch.empty(0), failure=str(error))
-        memory, stall = rank_memory.slots[0].data[: copier.share.num_bytes], time.perf_counter() - began
-        return SaveRequest(step=step, share=copier.share, memory=memory, progress=self._progress(), stall_seconds=stall)
+        self._state.gather()
+        metadata = CopyMetadata(
+            step=step, incarnation=(0, 0), rank=self._rank_layout.rank, world_size=self._rank_layout.world_size
+        )
+        return request_from_file(self._run.checkpoints, copier, metadata, self._state.shards(), self._progress())
 
     def _log_results(self) -> None:
         """Record the saves that ended since the last call, and log them on rank 0."""
@@ -518,7 +590,7 @@ class Checkpointer:
                 self._backend.save_schedule.record_cost(cost)
             if self._rank_layout.rank == 0:
                 num_skipped = self._backend.save_schedule.num_skipped
-                self._journal.event("checkpoint", step=result.step, **_event_fields(result), skipped=num_skipped)
+                self._journal.event("checkpoint", step=result.step, **event_fields(result), skipped=num_skipped)
         for each in self._backend.saver.uploads.results() if self._backend.saver.uploads else ():
             self._log_upload(each)
 
@@ -526,15 +598,3 @@ class Checkpointer:
         if result.failed:
             log.warning("step %d is not in the store %s: %s", result.step, result.url, result.failed)
         self._journal.event("upload", step=result.step, **result.as_dict())
-
-
-def _event_fields(result: SaveResult) -> dict[str, Any]:
-    fields = {
-        "path": result.path,
-        "seconds": result.seconds,
-        "stall_seconds": result.stall_seconds,
-        "bytes": result.bytes,
-        "written_bytes": result.written_bytes,
-        "saved_bytes": result.saved_bytes,
-    }
-    return fields | ({"failed": result.failed} if result.failed else {})

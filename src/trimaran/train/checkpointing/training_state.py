@@ -80,8 +80,12 @@ class TrainingState:
 
     def checked_shards(self) -> list[TensorShard]:
         """Return `shards` and the base of an adapter: what must not change unless an update changes it."""
+        return [*self.shards(), *self.base_shards()]
+
+    def base_shards(self) -> list[TensorShard]:
+        """Return what this rank holds of the base of an adapter, which is not saved."""
         base = [(f"model/{name}", each) for name, each in self._base if local_part(each).numel()]
-        return [*self.shards(), *(local_shard(key, each, frozen=True) for key, each in base)]
+        return [local_shard(key, each, frozen=True) for key, each in base]
 
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
         seen = self._keys.index_seen(index)

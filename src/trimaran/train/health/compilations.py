@@ -59,6 +59,10 @@ class Compilations:
             self._late_by_step = {step: _newest(new)}  # taken before the next step ends
         self._step = step
 
+    def restart(self) -> None:
+        """Start the warm-up again with the next step: the plan has changed, and with it what is compiled."""
+        self._step = -1
+
     @contextmanager
     def outside_steps(self, step: int) -> Iterator[None]:
         """After `step`, count what is compiled inside the `with` block without assigning it to a step."""

@@ -43,7 +43,12 @@ class StepCheck:
                 self.journal.event("skip", **refusal.as_dict(), **origin)
         bad_data = self.guard.bad_samples.too_many(record.rows)
         return StepDecision(
-            stop=record.stop, save=record.save, profile=record.profile, bad_data=bad_data, refusal=refusal
+            stop=record.stop,
+            save=record.save,
+            profile=record.profile,
+            change=record.change,
+            bad_data=bad_data,
+            refusal=refusal,
         )
 
     def _report_changed_memory(self, refusal: RefusedStep) -> None:

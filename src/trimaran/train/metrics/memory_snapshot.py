@@ -33,7 +33,7 @@ class MemorySnapshotter:
     """Reports what holds memory on this rank. `history`: the CUDA allocator always records its allocations."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, *, history: bool = False) -> None:
-        self.device, self._modules, self._history = device, tuple(modules), history
+        self.device, self.modules, self._history = device, tuple(modules), history
         self._tracker: StepMemoryTracker | None = None
         if history and device.type == "cuda":
             _record_allocation_history(True)
@@ -42,7 +42,7 @@ class MemorySnapshotter:
         """Track memory that lives only within a step: gradients, activations and, on CUDA, all allocations."""
         if self.device.type == "cuda" and not self._history:
             _record_allocation_history(True)
-        self._tracker = StepMemoryTracker(self._modules)
+        self._tracker = StepMemoryTracker(self.modules)
 
     def end(self, path: Path, *, step: int) -> None:
         """Write a snapshot with what was tracked since `begin`."""
@@ -65,7 +65,7 @@ class MemorySnapshotter:
 
     def describe(self, within: "StepMemoryTracker | None" = None) -> dict[str, Any]:
         """Return what holds this rank's memory: now and, with a tracker, `within` the tracked step."""
-        owners = [*{each.address: each for each in find_owners(self._modules, self.device)}.values()]
+        owners = [*{each.address: each for each in find_owners(self.modules, self.device)}.values()]
         tree: dict[str, Any] = {"device": str(self.device), "history": self._history or within is not None}
         if self.device.type == "cuda":
             index = torch.cuda.current_device() if self.device.index is None else self.device.index

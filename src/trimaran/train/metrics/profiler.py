@@ -75,6 +75,10 @@ class Profiler:
         """The current step."""
         return self._step
 
+    def follow(self, networks: Sequence[Network]) -> None:
+        """Record these networks from now on: the plan has changed."""
+        self._snapshotter.modules = tuple(each.module for each in networks)
+
     @property
     def is_requested(self) -> bool:
         """Whether the request file exists. Only rank 0 checks."""

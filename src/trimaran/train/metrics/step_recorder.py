@@ -41,14 +41,15 @@ class PendingStep:
 class StepRecord:
     """The numbers of a step on the host, the same on every rank.
 
-    `stop`, `save` and `profile`: whether any rank requested it. `loss_scaled`: the step used a loss scale. `rows`: the
-    loader's counts, summed over all ranks.
+    `stop`, `save`, `profile` and `change`: whether any rank requested it. `loss_scaled`: the step used a loss scale.
+    `rows`: the loader's counts, summed over all ranks.
     """
 
     numbers: StepNumbers
     stop: bool
     save: bool
     profile: bool
+    change: bool
     loss_scaled: bool
     rows: Mapping[str, float]
 
@@ -87,7 +88,7 @@ class StepRecorder:
         """Write the metrics line of the step and return its numbers."""
         measured, waits = pending.read_seconds()  # waits for the device, so the numbers are copied
         phases = dict.fromkeys(PHASES, 0.0) | {name: round(each, SECONDS_DECIMALS) for name, each in measured.items()}
-        loss, tokens, stop, save, profile, *others, norm, refused = pending.read_numbers()
+        loss, tokens, stop, save, profile, change, *others, norm, refused = pending.read_numbers()
         *rank_sums, batches_differ = others[: -self.plan.mesh.world_size]
         bad, details = others[-self.plan.mesh.world_size :], pending.read_details()
         numbers = StepNumbers(
@@ -119,6 +120,7 @@ class StepRecorder:
             stop=stop > 0,
             save=save > 0,
             profile=profile > 0,
+            change=change > 0,
             loss_scaled="loss_scale" in details,
             rows=rows,
         )

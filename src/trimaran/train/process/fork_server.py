@@ -201,7 +201,7 @@ def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
     if plugin := os.environ.get(PLUGIN):
         import_module(plugin)
     rank_info, link = read_rank_info(os.environ), read_supervisor_link(os.environ)
-    return run_worker(open_run(run), rank_info, cache=cache_folder(os.environ), link=link)
+    return run_worker(open_run(run), rank_info, cache=cache_folder(os.environ), link=link, environment=os.environ)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -57,7 +57,7 @@ class PipelineStepper:
         objective: Objective | None = None,
     ) -> None:
         self._objective = objective or LanguageObjective()
-        self._networks, self._plan, self._ranks, self._updater, self._clock = networks, plan, ranks, updater, clock
+        self._networks, self._plan, self._ranks, self.updater, self._clock = networks, plan, ranks, updater, clock
         self._stages = map_stages(plan, ranks)
         self._facts = gather_stage_facts(networks, self._stages, ranks.device)
         self._device, kind = ranks.device, ranks.device.type
@@ -77,8 +77,8 @@ class PipelineStepper:
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. Time between the computations of a schedule counts as waiting for other stages."""
-        totals = self._updater.begin_totals(batch, requests)
-        self._scale = self._updater.scale * self._plan.mesh.data / totals.num_valid()
+        totals = self.updater.begin_totals(batch, requests)
+        self._scale = self.updater.scale * self._plan.mesh.data / totals.num_valid()
         self._loss_sum = torch.zeros((), device=self._device)
         self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks)
         indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
@@ -91,15 +91,18 @@ class PipelineStepper:
         sum_tied_gradients(self._networks, self._stages, self._facts)
         self._clock.lap("comm", "pp")
         self._waits.begin()
-        squares = self._updater.measure_gradients()
+        squares = self.updater.measure_gradients()
         self._reduced = totals.reduce(self._loss_sum, self._parts, self._networks, squares=squares)
         self._waits.end("comm", WORLD)
         return self._reduced.numbers
 
+    def release_graphs(self) -> None:
+        """Do nothing: a pipeline has no CUDA graphs."""
+
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         assert self._reduced is not None, "an update follows a step"
         assert self._reduced.squares is not None
-        return self._updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        return self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
         assert self._reduced is not None
@@ -109,7 +112,7 @@ class PipelineStepper:
         """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline."""
         span_timer, wait_seconds = self._span_timer, self._wait_seconds
         assert self._reduced is not None
-        update_details, step_details = self._updater.details(), self._reduced.details
+        update_details, step_details = self.updater.details(), self._reduced.details
 
         def read() -> dict[str, Any]:
             busy = span_timer.outer_seconds(("forward", "backward"))
@@ -160,7 +163,7 @@ class PipelineStepper:
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
         modules = [network.module for network in self._networks]
-        return self._updater.state(modules, train, self._plan, without_base=without_base)
+        return self.updater.state(modules, train, self._plan, without_base=without_base)
 
     def _schedule(self, inputs: Inputs) -> Schedule:
         """Return the schedule for micro-batches with the shapes of `inputs`."""

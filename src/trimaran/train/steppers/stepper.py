@@ -109,7 +109,7 @@ class PlainStepper:
         clock: StepClock,
         objective: Objective | None = None,
     ) -> None:
-        self._network, self._plan, self._ranks, self._updater, self._clock = network, plan, ranks, updater, clock
+        self._network, self._plan, self._ranks, self.updater, self._clock = network, plan, ranks, updater, clock
         self._objective = objective or LanguageObjective()
         self._device = ranks.device
         self._loss_function = build_loss_function(self._objective, network, plan)
@@ -132,10 +132,10 @@ class PlainStepper:
         The gradient reduction averages over the data ranks, so each rank's loss is multiplied by their number. What
         remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
-        totals = self._updater.begin_totals(batch, requests)  # overlaps the first forward
+        totals = self.updater.begin_totals(batch, requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
         graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
-        self._updater.begin_step(batch.step)
+        self.updater.begin_step(batch.step)
         if self._buckets is not None:
             self._buckets.begin_step()
         for index in range(self._plan.grad_accum):
@@ -153,7 +153,7 @@ class PlainStepper:
             self._buckets.reduce()
             self._clock.lap("comm", self._data_axis)
         self._waits.begin()
-        self._reduced = totals.reduce(total, parts, [self._network], squares=self._updater.measure_gradients())
+        self._reduced = totals.reduce(total, parts, [self._network], squares=self.updater.measure_gradients())
         self._waits.end("comm", WORLD)
         return self._reduced.numbers
 
@@ -180,12 +180,12 @@ class PlainStepper:
 
     def _loss_factor(self, totals: StepTotals) -> Tensor:
         """Return what the summed loss of a micro-batch is multiplied by, for the mean over the global batch."""
-        return self._updater.scale * self._plan.mesh.data / totals.num_valid()
+        return self.updater.scale * self._plan.mesh.data / totals.num_valid()
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         assert self._reduced is not None, "an update follows a step"
         assert self._reduced.squares is not None
-        return self._updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        return self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
         assert self._reduced is not None
@@ -204,11 +204,16 @@ class PlainStepper:
             losses, balance = self._forward(batch.micro(index))
             ((losses.total + balance) * (self._plan.mesh.data / max(1, batch.num_valid))).backward()
             yield
-        self._updater.clear_gradients()
+        self.updater.clear_gradients()
+
+    def release_graphs(self) -> None:
+        """Free the CUDA graphs: another stepper uses the same network from now on."""
+        if self._graphs is not None:
+            self._graphs.release()
 
     def details(self) -> DetailsReader:
         assert self._reduced is not None
-        update_details, step_details = self._updater.details(), self._reduced.details
+        update_details, step_details = self.updater.details(), self._reduced.details
         return lambda: update_details() | step_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
@@ -243,7 +248,7 @@ class PlainStepper:
         self._network.module.train(training)
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
-        return self._updater.state([self._network.module], train, self._plan, without_base=without_base)
+        return self.updater.state([self._network.module], train, self._plan, without_base=without_base)
 
     def _forward(self, inputs: Inputs) -> tuple[LossSums, Tensor]:
         with autocast(self._plan, self._device):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from trimaran.core import Plan, Recipe, dump_recipe
 from trimaran.core.regular_files import read_regular_bytes
-from trimaran.run import RunDirectory, dump_plan
 from trimaran.run.reserve import write_with_reserve
+from trimaran.run.run_directory import RunDirectory, dump_plan
 
 
 def replace_plan(run: RunDirectory, plan: Plan) -> None:

@@ -1,0 +1,188 @@
+"""The plan and the recipe that a patch of a running run asks for, and whether the run may go on with them."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
+from trimaran.planner.started_run import with_prediction
+
+CHANGEABLE_FIELDS = ("data.workers", "checkpoint.every", "checkpoint.memory", "checkpoint.lost_seconds")
+"""Fields outside of the plan that may change while the run runs. All are applied in place."""
+IN_PLACE_FIELDS = ("micro_batch", "micro_batches", "grad_accum")
+"""Fields of the plan that neither the networks, nor the optimizer, nor the process groups depend on."""
+SAME_RESULTS = "precision", "engine", "comm.compression", "comm.local_steps", "comm.async_sgd"
+"""Fields of the plan that change the results of training, not only how they are computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedRun:
+    """What a running run goes on with. `how`: whether networks, optimizer and process groups stay."""
+
+    recipe: Recipe
+    plan: Plan
+    how: Literal["in place", "rebuilt"]
+
+
+def change_run(recipe: Recipe, plan: Plan, patch: Mapping[str, Any], environment: Mapping[str, str]) -> ChangedRun:
+    """Return what `patch` makes of a run; raise UserError if the run cannot go on with that.
+
+    What follows from the patched fields follows them: data ranks fill the mesh, and micro-batch and accumulation give
+    the same global batch. The other fields stay as they are.
+    """
+    new, pins = apply_patch(recipe, plan, patch)
+    refuse_other_results(plan, new)
+    new = with_prediction(new, recipe, environment)
+    changed = {name for name in Plan.model_fields if name != "prediction" and getattr(plan, name) != getattr(new, name)}
+    in_place = changed <= {*IN_PLACE_FIELDS} and not (plan.splits_weights and "grad_accum" in changed)
+    return ChangedRun(recipe=pins, plan=new, how="in place" if in_place else "rebuilt")
+
+
+def patch_between(old: Plan, new: Plan) -> dict[str, Any]:
+    """Return the patch that makes `new` of `old`: every field that differs, by its dotted name."""
+    before, after = (dict(_leaves(each.model_dump(mode="json"), "plan")) for each in (old, new))
+    return {name: value for name, value in after.items() if before.get(name) != value}
+
+
+def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[Plan, Recipe]:
+    """Return the patched plan, complete, and the recipe with the patched fields. Raises for fields that must stay."""
+    for name in patch:
+        if not name.startswith("plan.") and name not in CHANGEABLE_FIELDS:
+            fields = ", ".join(("plan.*", *CHANGEABLE_FIELDS))
+            raise UserError("S040", f"{name} cannot change while the run runs", where=name,
+                            fix=f"these fields can: {fields}; stop and resume the run to change others")  # fmt: skip
+    full = recipe.model_copy(update={"plan": Plan.model_validate(plan.model_dump())})  # every field of it is set
+    pairs = [f"{name}={json.dumps(value)}" for name, value in patch.items()]
+    patched = parse_recipe(dump_recipe(full), name="recipe.yaml", overrides=pairs)
+    assert isinstance(patched.plan, Plan)
+    new = _completed(patched.plan, plan, recipe.train.global_batch, patch.keys())
+    pins = recipe.plan
+    if isinstance(pins, Plan):
+        pins = pins.model_copy(update={name: getattr(new, name) for name in pins.model_fields_set - {"prediction"}})
+    return new, patched.model_copy(update={"plan": pins})
+
+
+def refuse_other_results(old: Plan, new: Plan) -> None:
+    """Raise UserError unless a run may go on with `new` in the same processes and with the same results."""
+    for name in SAME_RESULTS:
+        before, after = (_field(each, name) for each in (old, new))
+        if before != after:
+            raise UserError("S040", f"plan.{name} changes the results: it is {before} in this run, not {after}",
+                            where=f"plan.{name}", fix="leave it as it is, or start another run")  # fmt: skip
+    if old.engine != "torch":
+        raise UserError("S040", f"a run with engine {old.engine} cannot change its plan while it runs",
+                        where="plan.engine", fix="stop and resume it: `trimaran resume RUN --set ...`")  # fmt: skip
+    if "measured" in (old.micro_batches, new.micro_batches):
+        raise UserError("S040", "rows by measured speed are measured at the start of the ranks only",
+                        where="plan.micro_batches", fix="stop and resume the run: `trimaran resume RUN`")  # fmt: skip
+    if old.mesh.world_size != new.mesh.world_size:
+        raise UserError("S043", f"the mesh ({new.mesh}) has {new.mesh.world_size} ranks, the run has "
+                        f"{old.mesh.world_size}", where="plan.mesh",
+                        fix="keep the product of the degrees, or ask for another number: "
+                        "`trimaran replan RUN --ranks N`")  # fmt: skip
+    if old.global_batch != new.global_batch:
+        raise UserError("S041", f"the global batch of this run is {old.global_batch}, {new.mesh.dp} data ranks x "
+                        f"micro_batch {new.micro_batch} x grad_accum {new.grad_accum} is {new.global_batch}",
+                        where="plan.micro_batch, plan.grad_accum",
+                        fix="set only one of them: the other one follows")  # fmt: skip
+    is_split_alike = (old.mesh, old.sharding, old.towers) == (new.mesh, new.sharding, new.towers)
+    if old.comm.compression != "none" and not is_split_alike:
+        raise UserError("S040", "with compressed gradients the results depend on the mesh and on the sharding",
+                        where="plan.mesh", fix="leave them as they are")  # fmt: skip
+    if old.comm.sync_every > 1 and old.mesh.dp_replicate != new.mesh.dp_replicate:
+        raise UserError("S040", "with local steps the results depend on the number of replicas",
+                        where="plan.mesh.dp_replicate", fix="leave it as it is")  # fmt: skip
+
+
+class _Patched:
+    """The names of the patched fields."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = [name.removeprefix("plan.") for name in names]
+
+    def has(self, field: str) -> bool:
+        """Return whether the patch sets this field of the plan, all of its section or some of its parts."""
+        return any(f"{each}.".startswith(f"{field}.") or f"{field}.".startswith(f"{each}.") for each in self._names)
+
+
+def _completed(new: Plan, old: Plan, global_batch: int, names: Collection[str]) -> Plan:
+    """Return the plan with what follows from the patched fields."""
+    patched = _Patched(names)
+    mesh = _completed_mesh(new, old, patched)
+    fields: dict[str, Any] = {"mesh": mesh}
+    if not patched.has("sharding") and (new.sharding == "none") != (mesh.shards == 1) and new.offload != "parameters":
+        must_shard = new.sharding == "none" and mesh.dp_shard > 1
+        fields["sharding"] = "parameters" if must_shard else new.sharding if mesh.shards > 1 else "none"
+    if not patched.has("pipeline.stages") and mesh.pp != old.mesh.pp:
+        fields["pipeline"] = new.pipeline.model_copy(update={"stages": ()})
+    if not patched.has("loss") and mesh.tp * mesh.pp > 1:
+        fields["loss"] = "logits"
+    if not patched.has("comm.overlap") and mesh.world_size != mesh.dp_replicate:
+        fields["comm"] = new.comm.model_copy(update={"overlap": True})
+    if not patched.has("micro_batches") and mesh.dp != old.mesh.dp and new.rows_by_rank:
+        fields["micro_batches"] = ()
+    completed = new.model_copy(update=fields)
+    if completed.global_batch == global_batch or global_batch % mesh.dp or completed.rows_by_rank:
+        return completed
+    return completed.model_copy(update=_batch_fields(completed, global_batch // mesh.dp, patched))
+
+
+def _batch_fields(plan: Plan, batch: int, patched: _Patched) -> dict[str, int]:
+    """Return micro-batch and accumulation for `batch` rows of a data rank; nothing if the patch sets both."""
+    if patched.has("micro_batch") and patched.has("grad_accum"):
+        return {}
+    if patched.has("grad_accum"):
+        return {} if batch % plan.grad_accum else {"micro_batch": batch // plan.grad_accum}
+    rows = plan.micro_batch
+    if not patched.has("micro_batch"):  # the most rows that are not more than before and fill the pipeline
+        fits = (each for each in range(min(rows, batch), 0, -1) if batch % each == 0)
+        rows = next((each for each in fits if plan.mesh.pp == 1 or batch // each >= plan.num_stages), 1)
+    return {"micro_batch": rows, "grad_accum": max(1, batch // rows)}
+
+
+def _completed_mesh(new: Plan, old: Plan, patched: _Patched) -> Mesh:
+    """Return the mesh with as many data ranks as the other axes leave."""
+    has_replicas, has_shards = (patched.has(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard"))
+    if not has_replicas and not has_shards:
+        return _with_data_ranks(new, old, patched.has("sharding"))
+    if has_replicas and has_shards:
+        return new.mesh
+    axis = "dp_replicate" if has_shards else "dp_shard"
+    degree, rest = divmod(old.mesh.world_size, new.mesh.world_size // getattr(new.mesh, axis))
+    return new.mesh if rest or not degree else new.mesh.model_copy(update={axis: degree})
+
+
+def _with_data_ranks(new: Plan, old: Plan, sharding_is_set: bool) -> Mesh:
+    """Return the mesh with as many data ranks as the other axes leave, sharded as before or as the patch says."""
+    mesh, world_size = new.mesh, old.mesh.world_size
+    inner = mesh.tp * mesh.pp * mesh.cp
+    if world_size % inner:
+        return mesh
+    data, sharded = world_size // inner, old.mesh.dp_shard > 1
+    if sharding_is_set:
+        sharded = new.sharding != "none" and (mesh.cp == 1 or old.mesh.dp_shard > 1)
+    replicas = math.gcd(mesh.dp_replicate, data) if sharded and old.mesh.dp_shard > 1 else 1
+    update = (
+        {"dp_replicate": replicas, "dp_shard": data // replicas} if sharded else {"dp_replicate": data, "dp_shard": 1}
+    )
+    return mesh.model_copy(update=update)
+
+
+def _field(plan: Plan, name: str) -> Any:
+    value: Any = plan
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    """Return the fields of the tree by their dotted names; options that are mappings of their own stay whole."""
+    found: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        if isinstance(value, dict) and name in ("mesh", "pipeline", "comm"):
+            found += _leaves(value, f"{prefix}.{name}")
+        else:
+            found.append((f"{prefix}.{name}", value))
+    return found

@@ -1,0 +1,1 @@
+"""Changes the plan of a running run, in its own processes."""

@@ -1,0 +1,160 @@
+"""Builds the parts of another plan beside those of the current one, and hands the state over to them."""
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.checkpoint.hand_over import HeldState, hand_over
+from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
+from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.core import UserError
+from trimaran.parallel import build_mesh
+from trimaran.parallel.axes.pp import map_stages
+from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.train.build import (
+    RankContext,
+    StepParts,
+    WorkerParts,
+    build_empty_networks,
+    build_trainer,
+    connect_stepper,
+    connect_trainer,
+    load_data,
+    reload_base,
+)
+from trimaran.train.checkpointing.base_hashing import AdapterBase
+from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
+from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.steppers.pipeline_stepper import PipelineStepper
+from trimaran.train.steppers.stepper import PlainStepper
+
+
+class FailedChangeError(Exception):
+    """The change failed on some rank, and all ranks know. The text says where and why."""
+
+
+Agree = Callable[[Callable[[], Any]], Any]
+"""Calls a function that uses no collectives, and raises on all ranks if it raised on one."""
+
+
+def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> WorkerParts:
+    """Return the parts of a plan that differs in micro-batch and accumulation only, or of other settings of the loader.
+
+    Networks, optimizer, process groups and checkpointer stay. The data, the stepper and what reports steps are new.
+    """
+    old, networks, ranks = parts.trainer, parts.networks, parts.ranks
+    assert isinstance(old.stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
+    training_data = agree(lambda: load_data(context, ranks, networks))
+    old.stepper.release_graphs()
+    stepper = connect_stepper(networks, context.plan, ranks, old.stepper.updater, old.clock, training_data.objective)
+    step_parts = StepParts(
+        networks=networks,
+        ranks=ranks,
+        training_data=training_data,
+        stepper=stepper,
+        guard=old.check.guard,
+        clock=old.clock,
+        checkpointer=old.checkpointer,
+        replica_check=old.check.replica_check,
+    )
+    trainer = connect_trainer(context, step_parts, old)
+    stages = map_stages(context.plan, ranks)
+    return replace(parts, context=context, trainer=trainer, training_data=training_data, stages=stages)
+
+
+def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> WorkerParts:
+    """Return the parts of the plan in `context`, with the state that `old` holds. `old` stays as it is.
+
+    Until `release_state(old)` a rank holds both states, and two buffers of the exchange, but no gradients and no
+    activations. Networks get memory without values: nothing is read from disk, and nothing is drawn.
+    """
+    recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
+    with closed_listeners():
+        ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
+    networks = agree(lambda: build_empty_networks(recipe, plan, rank_info, ranks))
+    training_data = agree(lambda: load_data(context, ranks, networks))
+    base = None
+    if old.base is not None:
+        base = AdapterBase(old.base.hashing, partial(reload_base, networks, recipe, plan, rank_info))
+    trainer = agree(lambda: build_trainer(context, ranks, networks, training_data, base, old.trainer))
+    parts = WorkerParts(
+        context=context,
+        networks=networks,
+        ranks=ranks,
+        stages=map_stages(plan, ranks),
+        training_data=training_data,
+        trainer=trainer,
+        seconds={},
+        base=base,
+    )
+    _fill(parts, old, progress, step, agree)
+    return parts
+
+
+def _fill(new: WorkerParts, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> None:
+    state, with_base = new.trainer.checkpointer.state, _hands_base_over(new)
+    held = HeldState(state_shards(old, with_base=_hands_base_over(old)), step=step)
+
+    def targets() -> list[TensorShard]:
+        base = state.base_shards() if with_base and isinstance(state, TrainingState) else []
+        shards = [*state.shards_from(held.index), *base]
+        match_shards(shards, held)  # raises here, where all ranks agree on it
+        return shards
+
+    shards: Sequence[TensorShard] = agree(targets)
+    hand_over(held, shards, new.trainer.device)
+    try:
+        refuse_unused_tensors(shards, held, gather=all_gather_int64, allowed=MAY_BE_UNUSED)
+    except UserError as error:  # the same on all ranks
+        raise FailedChangeError(f"{error.code}: {error.what}") from None
+    state.restore(progress)
+
+
+def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorShard]:
+    """Return what this rank holds of the state, up to date, and of an adapter's base."""
+    state = parts.trainer.checkpointer.state
+    state.gather()
+    base = state.base_shards() if with_base and isinstance(state, TrainingState) else []
+    return [*state.shards(), *base]
+
+
+def _hands_base_over(parts: WorkerParts) -> bool:
+    """Whether the base of an adapter is handed over. One in 4 bits is read again, see `build_empty_networks`."""
+    adapter = parts.trainer.recipe.model.adapter
+    return parts.base is not None and adapter is not None and adapter.base != "4bit"
+
+
+def clear_gradients(parts: WorkerParts) -> None:
+    """Free the gradients, for example those of a step that failed."""
+    for network in parts.networks:
+        network.module.zero_grad(set_to_none=True)
+
+
+def release_state(parts: WorkerParts) -> None:
+    """Free the memory of weights and optimizer states now, whoever still refers to their tensors."""
+    clear_gradients(parts)
+    for shard in state_shards(parts):
+        if isinstance(shard.tensor, Tensor) and (storage := shard.tensor.untyped_storage()).resizable():
+            storage.resize_(0)
+
+
+def forget_compiled(is_compiled: bool) -> None:
+    """Free what was compiled for earlier parts, if anything was: torch limits how often one function is compiled."""
+    if is_compiled and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def free_earlier_parts() -> None:
+    """Free the modules of parts that nobody uses any more. They refer to each other: only a collection finds them."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

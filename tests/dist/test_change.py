@@ -1,0 +1,185 @@
+"""A running run changes its plan in its own processes: the state is handed over bit for bit, or the old plan is back."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.changes import MIXTURE, ChangedTraining, change_recipe, train_with_changes
+from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
+from trimaran.train.change import apply_change, rebuild
+from trimaran.train.steppers.stepper import PlainStepper
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changes")
+
+
+@pytest.fixture(scope="module")
+def unchanged(folder: Path) -> Trajectory:
+    """The trajectory of the dense recipe on one rank."""
+    recipe = change_recipe(steps=STEPS)
+    return train_trajectory(recipe, plan_for(recipe, grad_accum=2), folder)
+
+
+def assert_applied(trained: ChangedTraining, number: int) -> None:
+    assert [each["status"] for each in trained.answers] == ["applied"] * number, trained.answers
+    assert len(trained.hand_overs) == number
+    for each in trained.hand_overs:
+        each.assert_equal()
+
+
+def test_a_run_goes_through_all_kinds_of_plans_on_two_ranks(folder: Path, unchanged: Trajectory) -> None:
+    recipe = change_recipe(steps=STEPS)
+    changes = {
+        1: {"plan.micro_batch": 2},
+        4: {"plan.sharding": "parameters"},
+        7: {"plan.mesh.tp": 2},
+        10: {"plan.mesh.pp": 2, "plan.mesh.tp": 1},
+        13: {"plan.mesh.pp": 1, "plan.mesh.dp_replicate": 2, "plan.recompute": "full"},
+        16: {"plan.sharding": "optimizer", "plan.recompute": "none"},
+    }
+    trained = train_with_changes(recipe, plan_for(recipe, dp_replicate=2, grad_accum=2), folder, changes)
+    assert_applied(trained, len(changes))
+    assert [each["how"] for each in trained.answers] == ["in place"] + ["rebuilt"] * 5
+    assert all(each["pause_seconds"] > 0 for each in trained.answers)
+    assert_same_trajectory(trajectory_of(trained.run), unchanged)
+    plan = trained.run.read_plan()
+    assert (plan.mesh.dp_shard, plan.sharding, plan.micro_batch, plan.grad_accum) == (2, "optimizer", 2, 4)
+    assert plan.prediction is not None
+    assert len(trained.run.earlier_plans()) == len(changes)
+    for rank in trained.leftovers:
+        assert len({*rank["groups"]}) == 1, "each plan has as many process groups, and those of earlier ones are gone"
+        assert max(rank["threads"]) <= min(rank["threads"]) + 1
+
+
+def test_changes_back_and_forth_leave_nothing_behind(folder: Path) -> None:
+    recipe = change_recipe(steps=16)
+    there, back = {"plan.mesh": {"dp_shard": 2}}, {"plan.mesh": {"dp_replicate": 2}}
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    trained = train_with_changes(recipe, plan, folder, {1: there, 4: back, 7: there, 10: back})
+    assert_applied(trained, 4)
+    for rank in trained.leftovers:
+        assert rank["groups"][0] == rank["groups"][2]
+        assert abs(rank["descriptors"][3] - rank["descriptors"][1]) <= 4, rank
+        assert rank["threads"][3] == rank["threads"][1]
+
+
+FOUR_RANKS: dict[str, tuple[dict[str, int], list[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "dense": (
+        {"dp_replicate": 2, "dp_shard": 2},
+        [
+            {"plan.mesh.tp": 2},
+            {"plan.mesh": {"dp_shard": 2, "pp": 2}, "plan.sharding": "gradients"},
+            {"plan.mesh": {"dp_shard": 2, "cp": 2}, "plan.sharding": "parameters"},
+            {"plan.mesh": {"tp": 2, "pp": 2}, "plan.pipeline.schedule": "interleaved"},
+            {"plan.mesh": {"dp_replicate": 4}},
+        ],
+        {},
+    ),
+    "mixture": (
+        {"dp_shard": 4},
+        [
+            {"plan.mesh.ep": 2},
+            {"plan.mesh": {"dp_shard": 2, "tp": 2, "ep": 2}},
+            {"plan.mesh": {"dp_replicate": 4, "ep": 4}},
+        ],
+        MIXTURE,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FOUR_RANKS)
+def test_a_run_goes_through_products_of_axes_on_four_ranks(folder: Path, model: str) -> None:
+    mesh, patches, shape = FOUR_RANKS[model]
+    recipe = change_recipe(steps=3 * len(patches) + 3, shape=shape)
+    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=2), folder)
+    changes = {3 * number + 1: patch for number, patch in enumerate(patches)}
+    trained = train_with_changes(recipe, plan_for(recipe, grad_accum=2, **mesh), folder, changes)
+    assert_applied(trained, len(changes))
+    assert_same_trajectory(trajectory_of(trained.run), reference)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_bf16_and_an_adapter_survive_changes(folder: Path) -> None:
+    model = {"adapter": {"kind": "lora", "rank": 4}}
+    recipe = change_recipe(steps=12, model={"preset": "tiny"} | model)
+    changes = {1: {"plan.mesh": {"dp_shard": 2}}, 4: {"plan.compile": True}, 7: {"plan.mesh": {"tp": 2}}}
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2, precision="bf16")
+    trained = train_with_changes(recipe, plan, folder, changes)
+    assert_applied(trained, len(changes))
+
+
+def break_build_on_rank_1() -> None:
+    build = rebuild.build_empty_networks
+
+    def broken(*args: Any) -> Any:
+        networks = build(*args)
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory for the new networks")
+        return networks
+
+    rebuild.build_empty_networks = broken  # pyrefly: ignore[bad-assignment]
+
+
+def break_first_step() -> None:
+    try_step = apply_change.PlanChanger._try_step
+
+    def broken(self: Any, parts: Any, step: int) -> Any:
+        stepper = parts.trainer.stepper
+        assert isinstance(stepper, PlainStepper)
+        stepper._loss_function = out_of_memory
+        return try_step(self, parts, step)
+
+    apply_change.PlanChanger._try_step = broken  # type: ignore[method-assign]
+
+
+def out_of_memory(*args: Any) -> Any:
+    raise RuntimeError("CUDA out of memory: tried to allocate 2 TiB")
+
+
+@pytest.mark.parametrize(
+    ("inject", "patch", "why"),
+    [
+        (break_build_on_rank_1, {"plan.sharding": "parameters"}, "rank 1: MemoryError: no memory"),
+        (break_first_step, {"plan.sharding": "parameters"}, "RuntimeError: CUDA out of memory"),
+        (break_first_step, {"plan.micro_batch": 8}, "RuntimeError: CUDA out of memory"),
+    ],
+    ids=["build", "first-step", "first-step-in-place"],
+)
+def test_a_change_that_fails_is_undone(
+    folder: Path, unchanged: Trajectory, inject: Any, patch: dict[str, Any], why: str
+) -> None:
+    recipe = change_recipe(steps=STEPS)
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    trained = train_with_changes(recipe, plan, folder, {4: patch}, inject=inject)
+    (answer,) = trained.answers
+    assert answer["status"] == "failed"
+    assert why in answer["error"]["what"]
+    assert_same_trajectory(trajectory_of(trained.run), unchanged)
+    assert trained.run.read_plan() == plan
+    assert trained.run.earlier_plans() == []
+
+
+def test_a_request_that_is_not_valid_is_refused_and_the_run_goes_on(folder: Path, unchanged: Trajectory) -> None:
+    recipe = change_recipe(steps=STEPS)
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    changes = {
+        2: {"plan.precision": "bf16"},
+        4: {"plan.micro_batch": 8, "plan.grad_accum": 8},
+        6: {"train.lr": 0.5},
+        8: {"plan.mesh.tp": 4},
+        10: {"plan.micro_batch": 4},
+    }
+    trained = train_with_changes(recipe, plan, folder, changes)
+    assert [each["status"] for each in trained.answers] == ["refused"] * 5
+    assert [each["error"]["code"] for each in trained.answers] == ["S040", "S041", "S040", "S043", "S040"]
+    assert [each["id"] for each in trained.answers] == [1, 2, 3, 4, 5]
+    assert trained.hand_overs == []
+    assert_same_trajectory(trajectory_of(trained.run), unchanged)

@@ -1,0 +1,96 @@
+"""Changes of the plan of a run under its supervisor: asked for by a person, and with faults in the middle of one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.harness import Supervised, lines, wait_for
+from trimaran.app.main import main
+from trimaran.core import Plan, Recipe, UserError
+from trimaran.run import create_run
+from trimaran.run.change_request import change_answers, read_change_request, write_change_request
+
+PATCH = {"plan.mesh": {"dp_shard": 2}}
+
+
+def answers(supervised: Supervised) -> list[dict[str, Any]]:
+    return [event["data"] for event in change_answers(supervised.run)]
+
+
+def assert_every_step_once(supervised: Supervised, steps: int) -> None:
+    assert [line["step"] for line in lines(supervised.run.metrics)] == list(range(1, steps + 1))
+
+
+FAULTS = ["kill-step", *(pytest.param(each, marks=pytest.mark.slow) for each in ("kill-build", "oom-step"))]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_dies_in_a_change_restarts_the_old_plan_and_loses_nothing(tmp_path: Path, fault: str) -> None:
+    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.change_plugin", "TRIMARAN_TEST_CHANGE": fault}
+    with Supervised.start(tmp_path / "run", "train.steps=40", pause=0.05, extra=extra) as supervised:
+        plan = supervised.run.read_plan()
+        wait_for(lambda: supervised.step() >= 4)
+        write_change_request(supervised.run, PATCH)
+        assert supervised.process.wait(120) == 0
+        (answer,) = answers(supervised)
+        assert (answer["status"], answer["patch"]) == ("failed", PATCH)
+        assert supervised.run.read_plan() == plan
+        assert supervised.run.earlier_plans() == []
+        assert not supervised.run.change_request.exists()
+        (incident,) = supervised.faults
+        assert incident.action == "restarted"
+        assert incident.cost["lost_steps"] == 0
+        assert_every_step_once(supervised, 40)
+
+
+def test_a_person_changes_the_plan_of_a_running_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    with Supervised.start(path, "train.steps=400", pause=0.05) as supervised:
+        wait_for(lambda: supervised.step() >= 3)
+        assert main(["replan", str(path), "--set", "plan.micro_batch=2", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["status"], answer["how"], answer["id"]) == ("applied", "in place", 1)
+        assert answer["patch"] == {"plan.micro_batch": 2, "plan.grad_accum": 2}
+        assert answer["new"]["step_seconds"] > 0
+        assert main(["replan", str(path), "--set", "plan.sharding=parameters"]) == 0
+        shown = capsys.readouterr().out
+        assert "rebuilt; training paused for" in shown
+        assert "predicted:" in shown
+        assert supervised.run.read_plan().mesh.dp_shard == 2
+        assert main(["watch", str(path), "--json"]) == 0
+        assert [each["id"] for each in json.loads(capsys.readouterr().out)["changes"]] == [1, 2]
+        for settings, code in (
+            (["plan.precision=bf16"], "S040"),
+            (["plan.micro_batch=3", "plan.grad_accum=3"], "S041"),
+            (["plan.mesh.tp=4"], "S043"),
+            (["plan.nothing=1"], "R011"),
+            (["micro_batch"], "R010"),
+        ):
+            options = [word for each in settings for word in ("--set", each)]
+            assert main(["replan", str(path), *options, "--json"]) == 2
+            assert json.loads(capsys.readouterr().out)["error"]["code"] == code
+        assert main(["replan", str(path), "--set", "plan.sharding=parameters", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["status"] == "unchanged"
+        assert main(["replan", str(path), "--ranks", "3", "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["code"] == "S043"
+        supervised.run.stop_request.touch()
+        assert supervised.process.wait(60) == 75
+    assert len(answers(supervised)) == 2
+    assert not supervised.faults or {each.cause for each in supervised.faults} == {"preempted"}
+    assert main(["replan", str(path), "--set", "plan.micro_batch=4", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "S045"
+
+
+def test_a_person_replaces_a_request_of_the_autopilot_and_not_the_other_way_round(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", Recipe(), Plan())
+    assert write_change_request(run, {"data.workers": 1}, by="autopilot", reason="slow data").id == 1
+    assert write_change_request(run, {"data.workers": 2}).id == 2
+    pending = read_change_request(run)
+    assert pending is not None
+    assert (pending.id, pending.by, pending.patch) == (2, "user", {"data.workers": 2})
+    for by in ("autopilot", "user"):
+        with pytest.raises(UserError) as caught:
+            write_change_request(run, {"data.workers": 3}, by=by)
+        assert caught.value.code == "S042"

@@ -95,6 +95,21 @@ class RunDirectory:
         return self.path / "resize"
 
     @property
+    def change_request(self) -> Path:
+        """A file that asks the ranks to change plan or loader at the next step that all agree on."""
+        return self.path / "change.json"
+
+    @property
+    def decisions(self) -> Path:
+        """The decisions of the autopilot, one JSON line for each state of one; see `autopilot/decision_ledger.py`."""
+        return self.path / "decisions.jsonl"
+
+    @property
+    def autopilot_off(self) -> Path:
+        """A file that stops the autopilot of the run."""
+        return self.path / "autopilot-off"
+
+    @property
     def quarantine(self) -> Path:
         """The samples that are left out: JSON lines with `sample`, `reason`, `step`."""
         return self.path / "quarantine.jsonl"

@@ -70,13 +70,15 @@ class Scenario:
     pauses: dict[bool, float]
     refused: set[tuple[int, int]] = field(default_factory=set)
     failing: set[tuple[int, int]] = field(default_factory=set)
+    times: dict[Point, float] = field(default_factory=dict)
 
     def time_of(self, point: Point) -> float:
         """Return the logarithm of the step time at a point, relative to nothing in particular."""
-        total = sum(knob.time[index] for knob, index in zip(self.knobs, point, strict=True))
-        return total + sum(
-            size for (a, i, b, j), size in self.interactions.items() if point[a] == i and point[b] == j
-        )
+        if point not in self.times:
+            total = sum(knob.time[index] for knob, index in zip(self.knobs, point, strict=True))
+            cells = self.interactions.items()
+            self.times[point] = total + sum(size for (a, i, b, j), size in cells if point[a] == i and point[b] == j)
+        return self.times[point]
 
     def memory_of(self, point: Point) -> float:
         return math.exp(sum(knob.memory[index] for knob, index in zip(self.knobs, point, strict=True)))
@@ -242,7 +244,7 @@ class SimulatedRun:
                 gain=(gain := self._predicted_gain(number, index, point)),
                 uncertainty=max(0.05, 0.5 * abs(gain)),
                 reason=f"{scenario.knobs[number].name} should be {scenario.knobs[number].values[index]}",
-                peak_ratio=scenario.memory_of(point) / scenario.memory_of(self.point) * self._lie(number, index)[1],
+                peak_ratio=(scenario.memory_of(point) / scenario.memory_of(self.point)) ** self._lie(number, index)[1],
             )
             for number, index, point in scenario.neighbours(self.point)
         ]
@@ -251,7 +253,7 @@ class SimulatedRun:
         """Return by what factor predictions for a value are off: of the gain, and of the peak memory."""
         if (number, index) not in self.lies:
             size = math.log(self.scenario.lie)
-            self.lies[number, index] = (math.exp(self.rng.uniform(-size, size)), math.exp(self.rng.gauss(0, 0.03)))
+            self.lies[number, index] = (math.exp(self.rng.uniform(-size, size)), math.exp(self.rng.gauss(0, 0.1)))
         return self.lies[number, index]
 
     def _predicted_gain(self, number: int, index: int, point: Point) -> float:

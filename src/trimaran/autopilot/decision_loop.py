@@ -5,9 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.policy import MemoryUse, Situation, advise, cost_of, decide
+from trimaran.autopilot.policy import MemoryUse, Situation, advise, baseline_steps_needed, cost_of, decide
 from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal
-from trimaran.autopilot.trial import MAX_BASELINE_STEPS, AppliedChange, StepSample, TrialRecord, next_move
+from trimaran.autopilot.trial import (
+    MAX_BASELINE_STEPS,
+    AppliedChange,
+    StepSample,
+    TrialRecord,
+    max_trial_steps,
+    next_move,
+)
 from trimaran.autopilot.verdict import Baseline, baseline_of, compare
 from trimaran.core import AutopilotSection, Decision, DecisionOutcome
 
@@ -228,6 +235,9 @@ class DecisionLoop:
         if chosen is None:
             self._due, self._recheck = self.step + self._recheck, min(2 * self._recheck, MAX_RECHECK_STEPS)
             return
+        if acts and not chosen.saves_memory and (more := baseline_steps_needed(chosen, situation) - len(steps)) > 0:
+            self._due = self.step + more
+            return
         decision = self._decision(chosen, situation, now)
         if acts:
             self._changes, self._recheck = [], FIRST_RECHECK_STEPS
@@ -276,12 +286,13 @@ class DecisionLoop:
         return facts.total_steps - self.step < 2 * UNSETTLED_STEPS
 
     def _record(self, trial: Decision, facts: RunFacts | None = None) -> TrialRecord:
-        total = (facts.total_steps if facts else self.step) * trial.baseline.get("step_seconds", 0.0)
-        left = self.section.budget * total - self.spent_seconds
+        steps = facts.total_steps if facts else self.step
+        left = self.section.budget * steps * trial.baseline.get("step_seconds", 0.0) - self.spent_seconds
         return TrialRecord(
             samples=[each for each in self._samples if each.step not in self._left_out and each.step >= self._since],
             changes=self._changes,
             expected_gain=trial.expected.get("gain", 0.0),
+            max_steps=max_trial_steps(steps - trial.step),
             allowance=max(0.0, left) / 2 if facts else math.inf,  # going back costs as much again
             saves_memory="peak_bytes" in trial.expected,
             counts_checkpoints=any(each in CHECKPOINT_FIELDS for each in trial.patch),

@@ -8,12 +8,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
 from trimaran.autopilot.proposal import Proposal, changes_course, is_changeable, is_pinned
-from trimaran.autopilot.trial import LOOK_CONFIDENCE, MAX_WINDOW_STEPS, MIN_HARM_STEPS, SETTLE_STEPS_AFTER_REBUILD
+from trimaran.autopilot.trial import LOOK_CONFIDENCE, MIN_HARM_STEPS, SETTLE_STEPS_AFTER_REBUILD, max_trial_steps
 from trimaran.autopilot.verdict import Baseline, smallest_gain_to_show, steps_to_show
 from trimaran.core import Decision
 
@@ -25,7 +25,7 @@ GROWING_MEMORY_FRACTION = 0.85  # of a device: a peak that will reach the limit 
 GROWTH_HORIZON_STEPS = 500
 MAX_LOSS_FRACTION = 0.5  # of a step, that a change for the worse costs while it is noticed
 PAUSE_SECONDS = {True: 0.2, False: 5.0}  # of a change in place, and of one that rebuilds; until some were measured
-MAX_STEPS_LEFT_FRACTION = 0.25  # of the steps that are left, for one trial
+MIN_CHANGED_FRACTION = 0.03  # of a step, by which it is longer now than it was with a change that was rolled back
 MAX_TRIES = 2  # of one change, under different plans
 MIN_DRIFT_TO_RETURN = 0.15  # of a step by which it changed since a decision, to reconsider what that decision left
 MIN_ADVISED_GAIN = 0.05
@@ -130,16 +130,25 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
     The gain is taken as normally distributed. Only gains that a trial can show are kept, so only those count.
     """
     before, seconds = situation.baseline, situation.baseline.step_seconds
-    most = min(MAX_WINDOW_STEPS, MAX_STEPS_LEFT_FRACTION * situation.steps_left)
-    shown = max(MIN_GAIN, smallest_gain_to_show(before, most, confidence=LOOK_CONFIDENCE))
+    most = max_trial_steps(situation.steps_left)
+    # More steps before the change can be measured first, at no cost.
+    measured = replace(before, steps=max(before.steps, most))
+    shown = max(MIN_GAIN, smallest_gain_to_show(measured, most, confidence=LOOK_CONFIDENCE))
     kept_gain, kept_chance = _gain_above(shown, proposal)
-    window = min(most, steps_to_show(max(proposal.gain, shown), before, confidence=LOOK_CONFIDENCE))
+    window = min(most, steps_to_show(max(proposal.gain, shown), measured, confidence=LOOK_CONFIDENCE))
     pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
     loss = _loss(proposal) * (window + settle) * seconds
     cost = pause * (2 - kept_chance) + loss
     saved = kept_gain * seconds * max(0.0, situation.steps_left - window - settle)
     worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds
     return PricedProposal(proposal=proposal, value=saved - cost, worst_cost=worst)
+
+
+def baseline_steps_needed(proposal: Proposal, situation: Situation) -> int:
+    """Return how many steps before the change a trial of it needs, as many as with it; at most a trial's maximum."""
+    most, endless = max_trial_steps(situation.steps_left), replace(situation.baseline, steps=10**9)
+    alone = steps_to_show(max(proposal.gain, 2 * MIN_GAIN), endless, confidence=LOOK_CONFIDENCE)
+    return math.ceil(min(2 * alone, most))
 
 
 def _gain_above(least: float, proposal: Proposal) -> tuple[float, float]:
@@ -192,6 +201,8 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     if old.outcome in ("failed", "refused"):
         return "it failed before" if further or _contains(proposal.patch, old.patch) else None
     if old.outcome == "rolled-back" and old.measured is not None:
+        if _was_better(old, situation):
+            return None
         return "it did not help before" if further or (same and is_same_plan) else None
     if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
         may_return = _has_drifted(old, situation) and not _num_returns(proposal, situation.decisions)
@@ -220,6 +231,15 @@ def _num_returns(proposal: Proposal, decisions: Sequence[Decision]) -> int:
         for index, later in enumerate(kept)
         for earlier in kept[:index]
     )
+
+
+def _was_better(old: Decision, situation: Situation) -> bool:
+    """Return whether steps were clearly shorter with a change that was rolled back than they are without it now.
+
+    Then the machine became slower during the trial, and the change was blamed for it.
+    """
+    then = (old.measured or {}).get("step_seconds", math.inf)
+    return situation.baseline.step_seconds > (1 + MIN_CHANGED_FRACTION) * then
 
 
 def _has_drifted(old: Decision, situation: Situation) -> bool:

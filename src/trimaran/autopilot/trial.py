@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal
 
 from trimaran.autopilot.verdict import Baseline, Comparison, StepWindow, baseline_of, compare, steps_to_show
@@ -20,9 +20,10 @@ MAX_LOOKS = 3  # each shares the remaining probability of an error
 LOOK_CONFIDENCE = 1 - (1 - CONFIDENCE) / MAX_LOOKS
 HARM_CONFIDENCE = 0.99  # that steps are longer, to roll back before the window is complete
 MIN_WINDOW_STEPS = 6
-MAX_WINDOW_STEPS = 160  # with the change, at the last look
+MAX_WINDOW_STEPS = 320  # with the change, at the last look
+MAX_STEPS_LEFT_FRACTION = 0.25  # of the steps that are left, for one trial
 MIN_HARM_STEPS = 4
-MAX_BASELINE_STEPS = 200  # before the change
+MAX_BASELINE_STEPS = 320  # before the change
 SETTLE_STEPS = 3  # after a change in place that are left out: caches, the loader's queue
 SETTLE_STEPS_AFTER_REBUILD = 5  # first allocations, compilation
 MAX_PAUSE_STEPS_TO_ALTERNATE = 2.0  # steps that a change may cost, to take it back and apply it again in a trial
@@ -57,13 +58,15 @@ class AppliedChange:
 class TrialRecord:
     """The steps and changes of one trial, oldest first. There is at least one step before the first change.
 
-    `expected_gain` is what the trial looks for. `allowance` is how many seconds it may cost. `saves_memory`: it is
-    judged by the peak memory and not by time. `counts_checkpoints`: steps are measured with their checkpoints.
+    `expected_gain` is what the trial looks for, with at most `max_steps` steps with the change. `allowance` is how many
+    seconds it may cost. `saves_memory`: it is judged by the peak memory and not by time. `counts_checkpoints`: steps
+    are measured with their checkpoints.
     """
 
     samples: Sequence[StepSample]
     changes: Sequence[AppliedChange]
     expected_gain: float
+    max_steps: int = MAX_WINDOW_STEPS
     allowance: float = math.inf
     saves_memory: bool = False
     counts_checkpoints: bool = False
@@ -157,7 +160,7 @@ def _alternate(trial: TrialRecord) -> Move:
 def _look_once(trial: TrialRecord) -> Move:
     """Return what follows from the last look that is due. Steps after it do not count, so polling often is no harm."""
     window = window_steps(trial)
-    looks = sorted({min(window * 2**look, MAX_WINDOW_STEPS) for look in range(MAX_LOOKS)})
+    looks = sorted({min(window * 2**look, trial.max_steps) for look in range(MAX_LOOKS)})
     due = [each for each in looks if each <= trial.num_after]
     if not due:
         return "wait"
@@ -180,7 +183,12 @@ def window_steps(trial: TrialRecord) -> int:
     parts = 2 if alternates(trial) else 1
     gain = max(trial.expected_gain, 2 * MIN_USEFUL_GAIN)
     needed = steps_to_show(gain, trial.baseline, confidence=LOOK_CONFIDENCE) / parts
-    return int(min(max(MIN_WINDOW_STEPS, math.ceil(min(needed, MAX_WINDOW_STEPS))), MAX_WINDOW_STEPS // (2 * parts)))
+    return max(MIN_WINDOW_STEPS, math.ceil(min(needed, trial.max_steps / (2 * parts))))
+
+
+def max_trial_steps(steps_left: float) -> int:
+    """Return how many steps with a change a trial may take."""
+    return max(MIN_WINDOW_STEPS, int(min(MAX_WINDOW_STEPS, MAX_STEPS_LEFT_FRACTION * steps_left)))
 
 
 def alternates(trial: TrialRecord) -> bool:
@@ -193,7 +201,8 @@ def _harms(trial: TrialRecord) -> bool:
     """Return whether the change is surely for the worse, or has cost all that it may."""
     if trial.lost_seconds > trial.allowance:
         return True
-    if trial.num_after < MIN_HARM_STEPS:
+    after = [each for window in trial.windows if window.is_after for each in window.seconds]
+    if len(after) < MIN_HARM_STEPS or median(after) <= trial.baseline.step_seconds:
         return False
     comparison = compare(trial.windows)
     return comparison is not None and comparison.confidence < 1 - HARM_CONFIDENCE

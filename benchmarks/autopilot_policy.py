@@ -25,6 +25,7 @@ from trimaran.core import AutopilotSection
 
 BUDGET = 0.03
 WANTED_FRACTION = 0.97  # of the best reachable throughput
+SAMPLED_STEPS = 60  # before the policy looks again; the steps of a run at rest before that are skipped
 Point = tuple[int, ...]  # an index into the values of each knob
 
 
@@ -183,12 +184,14 @@ class SimulatedRun:
 
     def run(self) -> Outcome:
         scenario, loop = self.scenario, self.loop
-        poll_every = max(1, round(1.0 / scenario.step_seconds))
+        poll_every = max(3, round(1.0 / scenario.step_seconds))
         while self.step < scenario.steps:
-            if loop.trial is None and loop._due - self.step > 260:
-                self._skip(min(loop._due - 260, scenario.steps) - self.step)
+            if loop.trial is None and loop.due - self.step > SAMPLED_STEPS:
+                self._skip(min(loop.due - SAMPLED_STEPS, scenario.steps) - self.step)
             for _ in range(min(poll_every, scenario.steps - self.step)):
                 self._train_step()
+            if loop.trial is None and not loop.is_due():
+                continue
             kept = sum(each.outcome == "kept" for each in loop.decisions.values())
             output = loop.poll(self._facts(), now=self.seconds, propose=lambda _: self._propose())
             if output.request is not None:

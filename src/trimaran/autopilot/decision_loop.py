@@ -20,7 +20,7 @@ from trimaran.core import AutopilotSection, Decision, DecisionOutcome
 
 MIN_BASELINE_STEPS = 24  # under the present plan, before anything is decided
 MAX_KEPT_STEPS = 1200
-FIRST_RECHECK_STEPS, MAX_RECHECK_STEPS = 50, 1600  # from one look without a decision to the next; doubled each time
+FIRST_RECHECK_STEPS, MAX_RECHECK_STEPS = 100, 1600  # from one look without a decision to the next; doubled each time
 UNSETTLED_STEPS = 5  # after a start or a change that nobody measures
 
 
@@ -83,7 +83,7 @@ class DecisionLoop:
         self._changes: list[AppliedChange] = []  # of the trial
         self._since = 0  # the first step that counts for the present plan's baseline
         self._pauses: dict[bool, list[float]] = {True: [], False: []}
-        self._due, self._recheck = 0, FIRST_RECHECK_STEPS
+        self.due, self._recheck = 0, FIRST_RECHECK_STEPS
         self._output = Output()
 
     @property
@@ -193,7 +193,7 @@ class DecisionLoop:
         if self.trial is not None:
             if self.pending is None:
                 self._continue(self.trial, facts, now)
-        elif self.section.mode != "off" and self.step >= self._due:
+        elif self.section.mode != "off" and self.step >= self.due:
             self._decide(facts, now, propose)
         output, self._output = self._output, Output()
         return output
@@ -209,7 +209,8 @@ class DecisionLoop:
 
     def is_due(self) -> bool:
         """Whether the next `poll` may decide something."""
-        return self.trial is None and self.step >= self._due and len(self._baseline_steps()) >= MIN_BASELINE_STEPS
+        has_steps = len(self._samples) >= MIN_BASELINE_STEPS and self.step >= self._since + MIN_BASELINE_STEPS - 1
+        return self.trial is None and self.step >= self.due and has_steps
 
     def _decide(self, facts: RunFacts, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> None:
         steps = self._baseline_steps()
@@ -233,10 +234,10 @@ class DecisionLoop:
         acts = self.section.mode == "act"
         chosen = decide(situation) if acts else advise(situation)
         if chosen is None:
-            self._due, self._recheck = self.step + self._recheck, min(2 * self._recheck, MAX_RECHECK_STEPS)
+            self.due, self._recheck = self.step + self._recheck, min(2 * self._recheck, MAX_RECHECK_STEPS)
             return
         if acts and not chosen.saves_memory and (more := baseline_steps_needed(chosen, situation) - len(steps)) > 0:
-            self._due = self.step + more
+            self.due = self.step + more
             return
         decision = self._decision(chosen, situation, now)
         if acts:
@@ -319,7 +320,7 @@ class DecisionLoop:
     def _forget_trial(self, last_change: int) -> None:
         """Measure the present plan from now on: from the last change, without the first steps after it."""
         self._since, self._changes = max(self._since, last_change + UNSETTLED_STEPS + 1), []
-        self._due = 0
+        self.due = 0
 
     def _request(self, trial: Decision, patch: Patch, outcome: DecisionOutcome | None, reason: str) -> None:
         self.last_request += 1

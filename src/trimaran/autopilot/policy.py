@@ -4,7 +4,6 @@ Every proposal is priced: what it should gain over the steps that are left, time
 less what the trial costs. The best one is tried if it pays and if the budget for trials allows its worst case.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -268,7 +267,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _key(patch: Mapping[str, Any]) -> str:
-    return json.dumps(patch, sort_keys=True)
+    return repr(sorted(patch.items()))
 
 
 def kind_of(patch: Iterable[str]) -> str:

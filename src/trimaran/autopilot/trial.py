@@ -23,6 +23,7 @@ MIN_WINDOW_STEPS = 6
 MAX_WINDOW_STEPS = 320  # with the change, at the last look
 MAX_STEPS_LEFT_FRACTION = 0.25  # of the steps that are left, for one trial
 MIN_HARM_STEPS = 4
+HARM_LOOKS = (4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40, 52, 64, 80, 104, 128, 160, 208, 256)  # steps of a window
 MAX_BASELINE_STEPS = 320  # before the change
 SETTLE_STEPS = 3  # after a change in place that are left out: caches, the loader's queue
 SETTLE_STEPS_AFTER_REBUILD = 5  # first allocations, compilation
@@ -101,7 +102,7 @@ class TrialRecord:
         return [each for each in self.samples if begin < each.step <= end]
 
     def _window(self, is_after: bool, samples: Sequence[StepSample]) -> StepWindow:
-        return StepWindow(is_after, [each.step for each in samples], [self.seconds(each) for each in samples])
+        return StepWindow(is_after, tuple(each.step for each in samples), tuple(self.seconds(each) for each in samples))
 
     @property
     def num_after(self) -> int:
@@ -165,7 +166,7 @@ def _look_once(trial: TrialRecord) -> Move:
     if not due:
         return "wait"
     *before, last = trial.windows
-    verdict = _verdict(compare([*before, StepWindow(last.is_after, last.steps[: due[-1]], last.seconds[: due[-1]])]))
+    verdict = _verdict(compare([*before, last.first(due[-1])]))
     return "roll back" if verdict == "wait" and due[-1] == looks[-1] else verdict
 
 
@@ -204,7 +205,9 @@ def _harms(trial: TrialRecord) -> bool:
     after = [each for window in trial.windows if window.is_after for each in window.seconds]
     if len(after) < MIN_HARM_STEPS or median(after) <= trial.baseline.step_seconds:
         return False
-    comparison = compare(trial.windows)
+    *before, last = trial.windows
+    count = max((each for each in HARM_LOOKS if each <= len(last.seconds)), default=0)
+    comparison = compare([*before, last.first(count)])
     return comparison is not None and comparison.confidence < 1 - HARM_CONFIDENCE
 
 

@@ -8,7 +8,9 @@ change. Everything is a pure function of step times.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, median
+from functools import lru_cache
+from operator import mul
+from statistics import NormalDist, median
 
 NORMAL = NormalDist()
 MAX_DEVIATIONS = 3.0  # of a step from the median of its side, in robust standard deviations; further ones are clipped
@@ -25,8 +27,12 @@ class StepWindow:
     """Step numbers and seconds of consecutive steps under one plan: the old one, or the changed one (`is_after`)."""
 
     is_after: bool
-    steps: Sequence[int]
-    seconds: Sequence[float]
+    steps: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def first(self, count: int) -> "StepWindow":
+        """Return the window of the first `count` steps."""
+        return StepWindow(self.is_after, self.steps[:count], self.seconds[:count])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +70,15 @@ class Baseline:
 
 def baseline_of(seconds: Sequence[float]) -> Baseline:
     """Return what is typical of these steps. `seconds` must not be empty."""
+    return _baseline_of(tuple(seconds))
+
+
+@lru_cache(maxsize=8)  # that of a trial stays the same until its end
+def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
     logs = _clipped([math.log(each) for each in seconds])
-    middle = fmean(logs)
+    middle = sum(logs) / len(logs)
     residuals = [each - middle for each in logs]
-    spread = math.sqrt(sum(each * each for each in residuals) / max(1, len(logs) - 1))
+    spread = math.sqrt(_dot(residuals, residuals) / max(1, len(logs) - 1))
     return Baseline(
         step_seconds=median(seconds),
         spread=max(MIN_SPREAD, spread),
@@ -82,6 +93,11 @@ def compare(windows: Sequence[StepWindow]) -> Comparison | None:
     The drift of step times is fitted together with the change if the windows alternate, or if the steps before the
     change already drift.
     """
+    return _compare(tuple(windows))
+
+
+@lru_cache(maxsize=8)  # a trial that waits for its next look asks for the same comparison again and again
+def _compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
     sides = {side: [each for window in windows if window.is_after == side for each in window.seconds]
              for side in (False, True)}  # fmt: skip
     if min(map(len, sides.values())) < 2:
@@ -131,8 +147,8 @@ def _regress(
     if times is not None:
         trend = _centred([each for window in times for each in window])
         values, effect = _without(values, trend), _without(effect, trend)
-    size = sum(each * each for each in effect)
-    shorter = sum(a * b for a, b in zip(values, effect, strict=True)) / size
+    size = _dot(effect, effect)
+    shorter = _dot(values, effect) / size
     residuals = [value - shorter * each for value, each in zip(values, effect, strict=True)]
     split, start = [], 0
     for window in logs:
@@ -141,7 +157,7 @@ def _regress(
     inflation = _inflation(split)
     parameters = 2 if times is None else 3
     degrees = max(1.0, len(values) / inflation - parameters)
-    variance = sum(each * each for each in residuals) / max(1, len(values) - parameters)
+    variance = _dot(residuals, residuals) / max(1, len(values) - parameters)
     error = math.sqrt(max(variance, MIN_SPREAD**2) * inflation / size)
     return shorter, error, degrees
 
@@ -161,13 +177,13 @@ def _inflation(windows: Sequence[Sequence[float]]) -> float:
     to the first that is not correlated. Outliers among slow noise make the first too small.
     """
     count = sum(map(len, windows))
-    square = sum(each * each for window in windows for each in window)
+    square = sum(_dot(window, window) for window in windows)
     if count < 4 or not square:
         return 1.0
     total, first = 0.0, 0.0
     for lag in range(1, min(MAX_LAG, count // 4) + 1):
         pairs = sum(max(0, len(window) - lag) for window in windows)
-        product = sum(a * b for window in windows for a, b in zip(window, window[lag:], strict=False))
+        product = sum(_dot(window, window[lag:]) for window in windows)
         found = product / square * count / pairs if pairs else 0.0
         found += (1 + 3 * max(0.0, found)) / count  # estimates from few residuals are too small
         first = first or min(max(0.0, found), MAX_AUTOCORRELATION)
@@ -188,15 +204,20 @@ def _limits(logs: Sequence[float]) -> tuple[float, float]:
     return middle - MAX_DEVIATIONS * deviation, middle + MAX_DEVIATIONS * deviation
 
 
+def _dot(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the sum of the products, up to the end of the shorter sequence."""
+    return sum(map(mul, values, others))
+
+
 def _centred(values: Sequence[float]) -> list[float]:
-    middle = fmean(values)
+    middle = sum(values) / len(values)
     return [each - middle for each in values]
 
 
 def _without(values: Sequence[float], trend: Sequence[float]) -> list[float]:
     """Return what is left of `values` when the part along `trend` is taken out; both are centred."""
-    size = sum(each * each for each in trend)
-    slope = sum(a * b for a, b in zip(values, trend, strict=True)) / size if size else 0.0
+    size = _dot(trend, trend)
+    slope = _dot(values, trend) / size if size else 0.0
     return [value - slope * each for value, each in zip(values, trend, strict=True)]
 
 

@@ -40,7 +40,7 @@ class ChangeAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRequest:
-    """A request that the ranks have not answered. `is_last`: the trial ends with it, as `outcome`."""
+    """A request that the ranks have not answered. With `outcome`, the trial ends with it."""
 
     id: int
     patch: Patch
@@ -122,57 +122,71 @@ class DecisionLoop:
     def add_answer(self, answer: ChangeAnswer) -> None:
         """Add an answer of the ranks to a request, of the autopilot or of a user."""
         self.last_request = max(self.last_request, answer.id)
+        trial, pending = self.trial, self.pending
         if answer.by == "user":
             if answer.status == "applied":
                 self._user_changed(answer)
-            return
-        trial, pending = self.trial, self.pending
-        if trial is None or answer.patch not in (trial.patch, trial.undo):
-            return
-        self.pending = None
-        if answer.status != "applied":
-            self._not_applied(trial, answer, pending)
-            return
+        elif trial is None or answer.step < trial.step or answer.patch not in (trial.patch, trial.undo):
+            if answer.status == "applied":  # of an earlier trial, read again after a restart of the controller
+                self._since = max(self._since, answer.step + UNSETTLED_STEPS + 1)
+        else:
+            self.pending = None
+            if answer.status == "applied":
+                self._applied(trial, answer, pending)
+            else:
+                self._not_applied(trial, answer)
+
+    def _applied(self, trial: Decision, answer: ChangeAnswer, pending: PendingRequest | None) -> None:
         is_after = answer.patch == trial.patch
         self._pauses[answer.in_place].append(answer.pause_seconds)
-        self._changes.append(
-            AppliedChange(
-                step=answer.step, is_after=is_after, pause_seconds=answer.pause_seconds, in_place=answer.in_place
-            )
+        change = AppliedChange(
+            step=answer.step, is_after=is_after, pause_seconds=answer.pause_seconds, in_place=answer.in_place
         )
-        if pending is not None and pending.outcome is not None:
-            self._end(trial, pending.outcome)
+        self._changes.append(change)
+        if not is_after and (outcome := pending.outcome if pending else "rolled-back" if trial.measured else None):
+            self._end(trial, outcome)
 
-    def _not_applied(self, trial: Decision, answer: ChangeAnswer, pending: PendingRequest | None) -> None:
+    def _not_applied(self, trial: Decision, answer: ChangeAnswer) -> None:
         """End a trial whose request was refused or failed. The ranks are back on the plan that they had."""
         if not self._changes:
-            self._pauses[answer.in_place] += [answer.pause_seconds] if answer.status == "failed" else []
+            if answer.status == "failed":
+                self._pauses[answer.in_place].append(answer.pause_seconds)
             why = f"{trial.reason}; {answer.status}: {answer.error}" if answer.error else trial.reason
             measured = {"pause_seconds": answer.pause_seconds} if answer.pause_seconds else None
-            self._write(replace(trial, outcome=answer.status, reason=why, measured=measured))  # type: ignore[arg-type]
+            outcome: DecisionOutcome = "refused" if answer.status == "refused" else "failed"
+            self._write(replace(trial, outcome=outcome, reason=why, measured=measured))
             self._forget_trial(answer.step)
-        elif self._changes[-1].is_after:
-            # The old plan cannot be restored: what runs now is what was tried, and it is measured no further.
-            self._end(trial, "kept")
         else:
-            self._end(trial, "rolled-back")
+            # If the old plan cannot be restored, what was tried goes on, and is measured no further.
+            self._end(trial, "kept" if self._changes[-1].is_after else "rolled-back")
 
     def _user_changed(self, answer: ChangeAnswer) -> None:
         """A person's change wins: it ends the trial as it stands, and its fields stay as the person set them."""
         self.pins += [each for each in answer.patch if each not in self.pins]
-        undone = [
-            each
-            for each in self.decisions.values()
-            if each.outcome == "kept" and each.undo and all(answer.patch.get(k) == v for k, v in each.undo.items())
-        ]
-        if undone:
-            self._write(replace(undone[-1], outcome="undone", by="user"))
-        if (trial := self.trial) is not None:
+        for each in reversed(self.decisions.values()):
+            restored = each.undo and all(answer.patch.get(name) == value for name, value in each.undo.items())
+            if each.outcome == "kept" and restored and answer.step >= each.step:
+                self._write(replace(each, outcome="undone", by="user"))
+                break
+        trial = self.trial
+        if trial is not None and answer.step >= trial.step:
             is_after = bool(self._changes) and self._changes[-1].is_after
             why = f"{trial.reason}; not measured to the end: a person changed the run"
             self._write(replace(trial, outcome="kept" if is_after else "rolled-back", reason=why, measured=None))
-        self.pending = None
-        self._forget_trial(answer.step)
+            self.pending = None
+        if self.trial is None:
+            self._forget_trial(answer.step)
+
+    def resume_trial(self, pending: PendingRequest | None) -> None:
+        """Go on with the trial that an earlier controller left; `pending` is its request if it is not answered yet."""
+        trial = self.trial
+        if trial is None:
+            return
+        if pending is not None:
+            outcome: DecisionOutcome | None = "rolled-back" if pending.patch == trial.undo else None
+            self.pending = replace(pending, outcome=outcome)
+        elif not self._changes or trial.measured is not None:
+            self.abandon_request("the autopilot was started again before the ranks had answered")
 
     def abandon_request(self, why: str) -> None:
         """The ranks will not answer the request: it was replaced or lost. The trial ends as it stands."""
@@ -182,8 +196,7 @@ class DecisionLoop:
         if self._changes and self._changes[-1].is_after:
             self._request(trial, trial.undo, "rolled-back", f"take back: {why}")
             return
-        outcome: DecisionOutcome = "rolled-back" if self._changes else "failed"
-        self._write(replace(trial, outcome=outcome, reason=f"{trial.reason}; {why}"))
+        self._write(replace(trial, outcome="rolled-back", reason=f"{trial.reason}; {why}"))
         self._forget_trial(self.step)
 
     # What to do
@@ -193,7 +206,7 @@ class DecisionLoop:
         if self.trial is not None:
             if self.pending is None:
                 self._continue(self.trial, facts, now)
-        elif self.section.mode != "off" and self.step >= self.due:
+        elif self.section.mode != "off" and self.is_due():
             self._decide(facts, now, propose)
         output, self._output = self._output, Output()
         return output
@@ -300,22 +313,24 @@ class DecisionLoop:
         )
 
     def _end(self, trial: Decision, outcome: DecisionOutcome) -> None:
-        record = self._record(trial)
-        comparison = compare(record.windows) if record.before and self._changes else None
-        measured = None
-        if comparison is not None:
-            measured = {
-                "step_seconds": comparison.step_seconds,
-                "gain": comparison.gain,
-                "confidence": comparison.confidence,
-                "steps": comparison.steps,
-                "pause_seconds": record.pause_seconds,
-            }
-        elif self._changes and record.before:
-            lost = sum(each.pause_seconds for each in self._changes)
-            measured = {"pause_seconds": max(lost, record.lost_seconds)}
-        self._write(replace(self.decisions[trial.id], outcome=outcome, measured=measured))
+        self._write(replace(self.decisions[trial.id], outcome=outcome, measured=self._measured(trial)))
         self._forget_trial(self._changes[-1].step if self._changes else self.step)
+
+    def _measured(self, trial: Decision) -> dict[str, float] | None:
+        """Return what the trial has measured so far."""
+        record = self._record(trial)
+        if not record.before or not self._changes:
+            return trial.measured
+        comparison = compare(record.windows)
+        if comparison is None:
+            return {"pause_seconds": record.lost_seconds}
+        return {
+            "step_seconds": comparison.step_seconds,
+            "gain": comparison.gain,
+            "confidence": comparison.confidence,
+            "steps": comparison.steps,
+            "pause_seconds": record.pause_seconds,
+        }
 
     def _forget_trial(self, last_change: int) -> None:
         """Measure the present plan from now on: from the last change, without the first steps after it."""
@@ -326,7 +341,8 @@ class DecisionLoop:
         self.last_request += 1
         self.pending = PendingRequest(id=self.last_request, patch=patch, reason=reason, outcome=outcome)
         self._output.request = self.pending
-        self._write(replace(trial, request=self.last_request))
+        measured = self._measured(trial) or {} if outcome is not None else None  # how a restarted controller knows
+        self._write(replace(trial, request=self.last_request, measured=measured))
 
     def _write(self, decision: Decision) -> None:
         self.decisions[decision.id] = decision

@@ -199,7 +199,7 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     further = is_same_plan and _goes_further(proposal, old, situation)
     if old.outcome in ("failed", "refused"):
         return "it failed before" if further or _contains(proposal.patch, old.patch) else None
-    if old.outcome == "rolled-back" and old.measured is not None:
+    if old.outcome == "rolled-back" and old.measured:
         if _was_better(old, situation):
             return None
         return "it did not help before" if further or (same and is_same_plan) else None
@@ -211,8 +211,8 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
 
 
 def _tried_enough(decisions: Sequence[Decision]) -> set[str]:
-    """Return the patches that were tried and rolled back under several plans."""
-    tries = Counter(_key(each.patch) for each in decisions if each.outcome == "rolled-back" and each.measured)
+    """Return the patches that were tried and rolled back several times, under other plans or without an answer."""
+    tries = Counter(_key(each.patch) for each in decisions if each.outcome == "rolled-back")
     return {patch for patch, count in tries.items() if count >= MAX_TRIES}
 
 
@@ -278,7 +278,7 @@ def kind_of(patch: Iterable[str]) -> str:
 def cost_of(decision: Decision) -> float:
     """Return the seconds that a decision's trial cost: pauses, and steps that were longer than before."""
     measured, before = decision.measured, decision.baseline.get("step_seconds", 0.0)
-    if measured is None:
+    if not measured:
         return 0.0
     longer = measured.get("steps", 0.0) * (measured.get("step_seconds", before) - before)
     lost = longer if decision.outcome != "kept" and math.isfinite(longer) else 0.0

@@ -67,6 +67,11 @@ class RunDirectory:
         return self.path / "stop"
 
     @property
+    def change_request(self) -> Path:
+        """A file that asks the ranks to go on with another plan; see `change_request.py`."""
+        return self.path / "change.json"
+
+    @property
     def model(self) -> Path:
         """The trained weights as Hugging Face safetensors."""
         return self.path / "model"
@@ -93,11 +98,6 @@ class RunDirectory:
     def resize_request(self) -> Path:
         """A file that asks for another number of ranks, which it contains."""
         return self.path / "resize"
-
-    @property
-    def change_request(self) -> Path:
-        """A file that asks the ranks to change plan or loader at the next step that all agree on."""
-        return self.path / "change.json"
 
     @property
     def decisions(self) -> Path:

@@ -18,9 +18,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, PendingRequest, RunFacts
+from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, PendingRequest, RunSettings
 from trimaran.autopilot.proposal import Proposal
-from trimaran.autopilot.trial import StepSample
+from trimaran.autopilot.trial import TimedStep
 from trimaran.core import AutopilotSection
 
 BUDGET = 0.03
@@ -222,7 +222,7 @@ class SimulatedRun:
         self.seconds += mean
         self.plain_seconds += self._mean_seconds(scenario.start)
         peak = scenario.memory_of(self.point)
-        self.loop.add_step(StepSample(self.step, measured, measured, peak))
+        self.loop.add_step(TimedStep(self.step, measured, measured, peak))
 
     def _skip(self, steps: int) -> None:
         """Train steps that nobody looks at."""
@@ -232,10 +232,10 @@ class SimulatedRun:
             self.plain_seconds += part * self._mean_seconds(self.scenario.start)
             self.step += part
 
-    def _facts(self) -> RunFacts:
+    def _facts(self) -> RunSettings:
         knobs = self.scenario.knobs
         settings = {knob.name: knob.values[index] for knob, index in zip(knobs, self.point, strict=True)}
-        return RunFacts(total_steps=self.scenario.steps, settings=settings, memory_limit=self.scenario.memory_limit)
+        return RunSettings(total_steps=self.scenario.steps, settings=settings, memory_limit=self.scenario.memory_limit)
 
     def _propose(self) -> list[Proposal]:
         """Return every change of a single field, with a gain and a peak that the cost model gets wrong."""

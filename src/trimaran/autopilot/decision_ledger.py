@@ -1,4 +1,4 @@
-"""The decisions of a run on disk: `decisions.jsonl`, one line for each state of a decision; the last of an id counts."""
+"""The decisions of a run on disk: a line of `decisions.jsonl` for each state of one; the last of an id counts."""
 
 import json
 from collections.abc import Mapping
@@ -55,12 +55,13 @@ def parse_decision(line: bytes | str) -> Decision | None:
         return None
     if not isinstance(tree, dict) or not tree.keys() >= _NEEDED or not _has_types(tree):
         return None
-    texts = {name: str(tree.get(name) or "") for name in ("finding", "reason")}
+    texts: dict[str, Any] = {name: str(tree.get(name) or "") for name in ("finding", "reason")}
     numbers = {name: _numbers(tree.get(name)) for name in ("expected", "baseline")}
     measured = None if tree.get("measured") is None else _numbers(tree["measured"])
     by = "user" if tree.get("by") == "user" else "autopilot"
-    known = {name: tree[name] for name in _FIELDS & tree.keys()}
-    return Decision(**known | texts | numbers | {"measured": measured, "by": by})
+    known: dict[str, Any] = {name: tree[name] for name in _FIELDS & tree.keys()}
+    known.update(texts, **numbers, measured=measured, by=by)
+    return Decision(**known)
 
 
 def _has_types(tree: Mapping[str, Any]) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.policy import MemoryUse, Situation, advise, baseline_steps_needed, cost_of, decide
+from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, cost_of, decide
 from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal
 from trimaran.autopilot.trial import (
     MAX_BASELINE_STEPS,
     AppliedChange,
-    StepSample,
+    TimedStep,
     TrialRecord,
     max_trial_steps,
     next_move,
@@ -57,7 +57,7 @@ class Output:
 
 
 @dataclass(slots=True, kw_only=True)
-class RunFacts:
+class RunSettings:
     """What the loop must know about a run when it decides. `settings` are the present values of changeable fields."""
 
     total_steps: int
@@ -78,7 +78,7 @@ class DecisionLoop:
         self.pins: list[str] = list(section.keep)
         self.pending: PendingRequest | None = None
         self.last_request = max((each.request for each in self.decisions.values()), default=0)
-        self._samples: list[StepSample] = []
+        self._samples: list[TimedStep] = []
         self._left_out: set[int] = set()
         self._changes: list[AppliedChange] = []  # of the trial
         self._since = 0  # the first step that counts for the present plan's baseline
@@ -101,7 +101,7 @@ class DecisionLoop:
 
     # What happened
 
-    def add_step(self, sample: StepSample) -> None:
+    def add_step(self, sample: TimedStep) -> None:
         """Add a finished step. A step that was trained again replaces the earlier one and all after it."""
         while self._samples and self._samples[-1].step >= sample.step:
             self._samples.pop()
@@ -111,6 +111,8 @@ class DecisionLoop:
     def leave_out(self, steps: Iterable[int]) -> None:
         """Leave steps out of all comparisons, such as the first ones after a restart or one with a profile."""
         self._left_out.update(steps)
+        if self._samples and len(self._left_out) > MAX_KEPT_STEPS:
+            self._left_out = {each for each in self._left_out if each >= self._samples[0].step}
 
     def restarted(self, step: int) -> None:
         """The ranks start again after `step`. A change that was being tried may be the cause: it is taken back."""
@@ -201,13 +203,17 @@ class DecisionLoop:
 
     # What to do
 
-    def poll(self, facts: RunFacts, *, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> Output:
+    def poll(self, facts: RunSettings, *, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> Output:
         """Return what is to be written now. `propose` is called only if a decision is due, because it is expensive."""
         if self.trial is not None:
             if self.pending is None:
                 self._continue(self.trial, facts, now)
         elif self.section.mode != "off" and self.is_due():
             self._decide(facts, now, propose)
+        return self.take_output()
+
+    def take_output(self) -> Output:
+        """Return what is to be written now, without deciding anything new."""
         output, self._output = self._output, Output()
         return output
 
@@ -225,7 +231,7 @@ class DecisionLoop:
         has_steps = len(self._samples) >= MIN_BASELINE_STEPS and self.step >= self._since + MIN_BASELINE_STEPS - 1
         return self.trial is None and self.step >= self.due and has_steps
 
-    def _decide(self, facts: RunFacts, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> None:
+    def _decide(self, facts: RunSettings, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> None:
         steps = self._baseline_steps()
         if len(steps) < MIN_BASELINE_STEPS:
             return
@@ -281,7 +287,7 @@ class DecisionLoop:
             outcome="trying" if self.section.mode == "act" else "advised",
         )
 
-    def _continue(self, trial: Decision, facts: RunFacts, now: float) -> None:
+    def _continue(self, trial: Decision, facts: RunSettings, now: float) -> None:
         record = self._record(trial, facts)
         move = next_move(record) if record.before or not self._changes else "roll back"
         if move == "apply" and not self._changes and self._is_too_late(trial, facts):
@@ -296,10 +302,10 @@ class DecisionLoop:
         elif move == "roll back":
             self._request(trial, trial.undo, "rolled-back", f"take back: {_why_rolled_back(record)}")
 
-    def _is_too_late(self, trial: Decision, facts: RunFacts) -> bool:
+    def _is_too_late(self, trial: Decision, facts: RunSettings) -> bool:
         return facts.total_steps - self.step < 2 * UNSETTLED_STEPS
 
-    def _record(self, trial: Decision, facts: RunFacts | None = None) -> TrialRecord:
+    def _record(self, trial: Decision, facts: RunSettings | None = None) -> TrialRecord:
         steps = facts.total_steps if facts else self.step
         left = self.section.budget * steps * trial.baseline.get("step_seconds", 0.0) - self.spent_seconds
         return TrialRecord(
@@ -348,18 +354,18 @@ class DecisionLoop:
         self.decisions[decision.id] = decision
         self._output.decisions.append(decision)
 
-    def _baseline_steps(self) -> list[StepSample]:
+    def _baseline_steps(self) -> list[TimedStep]:
         steps = [each for each in self._samples if each.step >= self._since and each.step not in self._left_out]
         return steps[-MAX_BASELINE_STEPS:]
 
 
-def _memory_use(steps: Sequence[StepSample], limit: float | None) -> MemoryUse | None:
+def _memory_use(steps: Sequence[TimedStep], limit: float | None) -> MemoryTrend | None:
     """Return the peak of recent steps and its growth per step; None if the limit is not known."""
     if not limit or not steps:
         return None
     half = len(steps) // 2
     earlier, later = (max((each.peak_bytes for each in part), default=0.0) for part in (steps[:half], steps[half:]))
-    return MemoryUse(peak=max(earlier, later), growth=max(0.0, later - earlier) / max(1, half), limit=limit)
+    return MemoryTrend(peak=max(earlier, later), growth=max(0.0, later - earlier) / max(1, half), limit=limit)
 
 
 def _why_rolled_back(trial: TrialRecord) -> str:

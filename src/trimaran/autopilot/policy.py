@@ -32,7 +32,7 @@ MAX_ADVISED = 5  # decisions that wait for a person
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
+class MemoryTrend:
     """The peak memory of the recent steps, its growth per step, and the memory of the device; all in bytes."""
 
     peak: float
@@ -66,7 +66,7 @@ class Situation:
     decisions: Sequence[Decision] = ()
     pins: Sequence[str] = ()
     may_change_course: bool = False
-    memory: MemoryUse | None = None
+    memory: MemoryTrend | None = None
     pause_seconds: Mapping[bool, float] = field(default_factory=dict)
 
     def pause_of(self, proposal: Proposal) -> float:

@@ -82,6 +82,15 @@ def undo_of(patch: Mapping[str, Any], settings: Mapping[str, Any]) -> Patch | No
     return {field: settings[field] for field in patch}
 
 
+def describe(patch: Mapping[str, Any], undo: Mapping[str, Any]) -> str:
+    """Return a patch as text, such as `micro_batch 1 -> 4, grad_accum 8 -> 2`."""
+    return ", ".join(
+        f"{name.removeprefix('plan.')} {undo.get(name)} -> {value}"
+        for name, value in patch.items()
+        if undo.get(name) != value
+    )
+
+
 def _value(tree: Mapping[str, Any], field: str) -> Any:
     here: Any = tree
     for key in field.split("."):

@@ -32,7 +32,7 @@ MIN_USEFUL_GAIN = 0.01  # of a step: a change that cannot gain this much is roll
 
 
 @dataclass(frozen=True, slots=True)
-class StepSample:
+class TimedStep:
     """One step: its seconds without and with what the checkpointer added, and the peak memory."""
 
     step: int
@@ -64,7 +64,7 @@ class TrialRecord:
     are measured with their checkpoints.
     """
 
-    samples: Sequence[StepSample]
+    samples: Sequence[TimedStep]
     changes: Sequence[AppliedChange]
     expected_gain: float
     max_steps: int = MAX_WINDOW_STEPS
@@ -72,11 +72,11 @@ class TrialRecord:
     saves_memory: bool = False
     counts_checkpoints: bool = False
 
-    def seconds(self, sample: StepSample) -> float:
+    def seconds(self, sample: TimedStep) -> float:
         return sample.seconds_with_checkpoint if self.counts_checkpoints else sample.seconds
 
     @cached_property
-    def before(self) -> list[StepSample]:
+    def before(self) -> list[TimedStep]:
         """The steps before the first change."""
         end = self.changes[0].step if self.changes else math.inf
         return [each for each in self.samples if each.step <= end][-MAX_BASELINE_STEPS:]
@@ -94,14 +94,14 @@ class TrialRecord:
         ]
         return [self._window(False, self.before), *after]
 
-    def after_change(self, index: int, *, settled: bool) -> list[StepSample]:
+    def after_change(self, index: int, *, settled: bool) -> list[TimedStep]:
         """Return the steps between a change and the next one; if `settled`, without the first ones."""
         change = self.changes[index]
         begin = change.step + (change.settle_steps if settled else 0)
         end = self.changes[index + 1].step if index + 1 < len(self.changes) else math.inf
         return [each for each in self.samples if begin < each.step <= end]
 
-    def _window(self, is_after: bool, samples: Sequence[StepSample]) -> StepWindow:
+    def _window(self, is_after: bool, samples: Sequence[TimedStep]) -> StepWindow:
         return StepWindow(is_after, tuple(each.step for each in samples), tuple(self.seconds(each) for each in samples))
 
     @property

@@ -34,7 +34,7 @@ from trimaran.planner import search
 from trimaran.planner.comm_choices import BUCKET_SIZES_MB
 from trimaran.planner.memory_ladder import RECOMPUTE_ORDER, plan_with
 
-MIN_UNCERTAINTY = 0.03  # of a step: how far the cost model is off even where it predicts no change
+MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
 RELATIVE_UNCERTAINTY = 0.5  # of a predicted gain
 # Findings about memory, not about speed: their patch is taken if memory runs out, whatever it costs in time.
 MEMORY_CODES = ("F061", "F062", "F060")

@@ -36,20 +36,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": {*PLANNING, *RUN},
     "launch": {*PLANNING, *RUN},
     "doctor": {*PLANNING, *RUN},
+    "autopilot": {*PLANNING, *RUN, "launch", "doctor"},
     "drill": {"core", "run", "checkpoint"},
     "rehearse": {*PLANNING, "run", *WORKER, "launch"},
-    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "history", "doctor", "drill", "rehearse"},
+    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "history", "doctor", "autopilot", "drill", "rehearse"},
 }
 # Which package may start which as a command, `python -m trimaran.x.y`. Commands separate what imports must not join:
 # the supervisor and its ranks, the doctor and a probe that may crash.
 MAY_START: dict[str, set[str]] = {
-    "launch": {"launch", "train", "doctor", "telemetry", "app"},  # app: torchrun's command in a script that it writes
+    "launch": {"launch", "train", "doctor", "telemetry", "autopilot", "app"},  # app: torchrun, in a script it writes
     "doctor": {"probe"},
     "checkpoint": {"checkpoint"},  # the process that talks to an object store, beside a training loop
     "rehearse": {"rehearse"},  # one rank, which may run out of memory
     "app": {"probe", "train", "app"},  # train: what it can do with a model; app: the torchrun command that it prints
 }
-TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "drill"}
+TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "autopilot", "drill"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 PACKAGED = [path for path in FILES if path.parent != SRC]
 MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")

@@ -32,6 +32,7 @@ COMMANDS = {
     "report": "Write one HTML page about a run, to keep or to send.",
     "profile": "Trace steps of a live run, or show what uses its memory.",
     "incidents": "Show what went wrong in a run, and what was done.",
+    "decisions": "Show what the autopilot changed, and what it gained.",
     "drill": "Inject a fault into a run; is it named and survived?",
     "checkpoints": "List checkpoints of a run; verify, compare, prune, import.",
     "export": "Convert a checkpoint to a Hugging Face or DCP folder.",

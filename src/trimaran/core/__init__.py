@@ -1,5 +1,6 @@
 """Values that cross process boundaries: recipe, plan, events, units and errors. Only `regular_files` opens files."""
 
+from trimaran.core.autopilot_section import AutopilotSection
 from trimaran.core.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
@@ -9,7 +10,7 @@ from trimaran.core.errors import (
     did_you_mean,
 )
 from trimaran.core.event import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, Event, EventKind, StepMetrics
-from trimaran.core.finding import Decision, Finding
+from trimaran.core.finding import Decision, DecisionOutcome, Finding
 from trimaran.core.image_rules import ImageRules, RowCost, RowSizes
 from trimaran.core.incident import Action, Cause, Incident
 from trimaran.core.plan import AXES, Comm, Mesh, Pipeline, Plan
@@ -42,12 +43,14 @@ __all__ = [
     "SLOW_DETAILS",
     "Action",
     "AdapterSection",
+    "AutopilotSection",
     "Bytes",
     "Cause",
     "CheckpointSection",
     "Comm",
     "DataSection",
     "Decision",
+    "DecisionOutcome",
     "Event",
     "EventKind",
     "FaultsSection",

@@ -31,12 +31,34 @@ class Finding:
         return asdict(self)
 
 
+DecisionOutcome = Literal["advised", "trying", "kept", "rolled-back", "refused", "failed", "undone"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One change that the autopilot made at `step`, why, and whether it was kept. `effect` is measured."""
+    """One change of a running run: why, what was expected, what was measured; a line of `decisions.jsonl`.
 
+    `step` is the last step before it. `finding` is the code of the doctor's finding, empty if there was none. `reason`
+    is one sentence. `undo` is the patch that takes `patch` back. `expected` has the fraction of a step that the change
+    should save (`gain`), how uncertain that is (`uncertainty`) and the resulting `step_seconds`; of a change that saves
+    memory also `peak_bytes`. `baseline` is the step before the change: `step_seconds`, its relative `spread` and the
+    number of `steps`. `measured` has `step_seconds`, `gain`, `confidence` (that steps are shorter), `steps` and
+    `pause_seconds`; None if nothing was measured. `request` is the last request about it, see `change.json`.
+    """
+
+    id: int
+    time: float
     step: int
     finding: str
+    reason: str
     patch: dict[str, Any]
-    outcome: Literal["pending", "kept", "rolled-back"] = "pending"
-    effect: dict[str, float] = field(default_factory=dict)
+    undo: dict[str, Any]
+    expected: dict[str, float] = field(default_factory=dict)
+    baseline: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] | None = None
+    outcome: DecisionOutcome = "trying"
+    by: Literal["autopilot", "user"] = "autopilot"
+    request: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -3,8 +3,9 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from trimaran.core.autopilot_section import AutopilotMode, AutopilotSection, section_of_mode
 from trimaran.core.plan import BatchSize, Plan
 
 MAX_COUNT = 10**12  # of steps and the like: far above what a run can reach, and exact in JSON and in a float
@@ -440,3 +441,6 @@ class Recipe(BaseModel):
     telemetry: TelemetrySection = TelemetrySection()
     cluster: Annotated[FilePath, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
     plan: Literal["auto"] | Plan = "auto"
+    autopilot: Annotated[
+        AutopilotSection, BeforeValidator(section_of_mode, json_schema_input_type=AutopilotMode | AutopilotSection)
+    ] = AutopilotSection()

@@ -21,6 +21,7 @@ CHANGEABLE_FIELDS = (
     "checkpoint",
     "faults",
     "telemetry",
+    "autopilot",
 )
 """How long, where and how to train. Any other field changes the model, the data or the optimizer: another run."""
 

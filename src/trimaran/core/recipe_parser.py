@@ -7,6 +7,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from trimaran.core.autopilot_section import section_of_mode
 from trimaran.core.errors import UserError, collected, raise_together
 from trimaran.core.field_aliases import field_for, section_model
 from trimaran.core.parse_text import TextError, compose_yaml, load_yaml
@@ -129,6 +130,8 @@ def _override(tree: dict[str, Any], pair: str) -> Path:
         below = here.get(key)
         if below is None or below == "auto":
             below = {}
+        if here is tree and key == "autopilot":
+            below = section_of_mode(below)
         if not isinstance(below, dict):
             raise UserError("R010", f"{key} is {_shortened(repr(below))}, which has no fields", where=f"--set {path}",
                             fix="set the entire section, or name a field of it")  # fmt: skip

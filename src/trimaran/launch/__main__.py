@@ -32,6 +32,7 @@ from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError  # noqa
 from trimaran.core.regular_files import append_regular_file  # noqa: E402
 from trimaran.hardware import Cluster  # noqa: E402
 from trimaran.hub.restore_files import restore_missing_files  # noqa: E402
+from trimaran.launch.autopilot_process import autopilot_process  # noqa: E402
 from trimaran.launch.head_client import HeadClient, create_as_head_has_it  # noqa: E402
 from trimaran.launch.local import worker_environment  # noqa: E402
 from trimaran.launch.local_node import LocalNode  # noqa: E402
@@ -43,8 +44,8 @@ from trimaran.launch.node_options import (  # noqa: E402
     parse_node_options,
     with_own_address,
 )
-from trimaran.launch.policy import EXIT_FAULT  # noqa: E402
 from trimaran.launch.preflight_process import PreflightProcess  # noqa: E402
+from trimaran.launch.recovery_policy import EXIT_FAULT  # noqa: E402
 from trimaran.launch.replan import cluster_of  # noqa: E402
 from trimaran.launch.run_token import given_token, keep_token, needed_token  # noqa: E402
 from trimaran.launch.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
@@ -91,8 +92,11 @@ def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
         options: dict[str, Any] = {"check": not flags.no_check, "fork_server": fork_server}
         restore_missing_files(held.run.read_recipe())
         with report_lost_directory(held):
+            if node_options is None and flags.error_descriptor is not None:
+                return run_on_this_machine(held, signals, **options)  # its autopilot is in the process that shows it
             if node_options is None:
-                return run_on_this_machine(held, signals, **options)
+                with autopilot_process(held.run, os.environ):
+                    return run_on_this_machine(held, signals, **options)
             return run_on_several_nodes(held, with_own_address(node_options, held.run), signals, **options)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -9,12 +9,14 @@ The others get recipe and plan from it and send it what their ranks write (`head
 """
 
 import logging
+import os
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_USER, Action, Cause, Incident, UserError
+from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.launch.file_stream import FileSender
 from trimaran.launch.follower import CoordinatorWatch, Follower, FollowerEnd
 from trimaran.launch.fork_server_process import ForkServerProcess
@@ -130,7 +132,7 @@ class Participant:
             return None
         log.info("coordinating with term %d at %s", lease.term, lease.holder.address)
         nodes = RemoteNodeGroup(self._agent, lease, self._signals, formed=self._formed, unfit=self._unfit)
-        with lease:
+        with lease, autopilot_process(self._agent.run, os.environ):
             run, incident = self._agent.run, self._take_over()
             if self._agent.is_head:
                 self._agent.channel.operations[OPERATION] = partial(answer_nodes, run, lease.holder)

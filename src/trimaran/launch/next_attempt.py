@@ -7,7 +7,7 @@ from typing import Protocol
 from trimaran.core import Incident, Plan, Recipe
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.node import AttemptSpec, Node
-from trimaran.launch.policy import PolicyDecision, RecoveryOptions
+from trimaran.launch.recovery_policy import PolicyDecision, RecoveryOptions
 from trimaran.launch.replan import full_size, less_memory, resized, smaller_sizes, with_prediction
 from trimaran.run import RunDirectory, append_line
 from trimaran.run.replace_plan import replace_plan

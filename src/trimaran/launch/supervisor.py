@@ -23,8 +23,8 @@ from trimaran.launch.next_attempt import (
 )
 from trimaran.launch.node import Node, on_all_nodes
 from trimaran.launch.note_bad_nodes import note_lost_nodes
-from trimaran.launch.policy import EXIT_FAULT, Cycle, PolicyDecision, decide
 from trimaran.launch.rank_events import RankEventIncidents
+from trimaran.launch.recovery_policy import EXIT_FAULT, Cycle, PolicyDecision, decide
 from trimaran.launch.show_ranks import show_ranks
 from trimaran.launch.signals import Signals
 from trimaran.launch.slow_rank_check import SlowRankCheck

@@ -100,6 +100,16 @@ class RunDirectory:
         return self.path / "resize"
 
     @property
+    def decisions(self) -> Path:
+        """The decisions of the autopilot, one JSON line for each state of one; see `autopilot/decision_ledger.py`."""
+        return self.path / "decisions.jsonl"
+
+    @property
+    def autopilot_off(self) -> Path:
+        """A file that stops the autopilot of the run."""
+        return self.path / "autopilot-off"
+
+    @property
     def quarantine(self) -> Path:
         """The samples that are left out: JSON lines with `sample`, `reason`, `step`."""
         return self.path / "quarantine.jsonl"

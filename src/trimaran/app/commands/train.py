@@ -11,7 +11,7 @@ import typer
 
 from trimaran.app.commands.plan import plan_as_dict
 from trimaran.app.request.hub_files import has_hub_data, with_local_files
-from trimaran.app.request.options import RUNS, Json, NoCheck, RecipeFile, Settings, Warm
+from trimaran.app.request.options import RUNS, Json, NoCheck, RecipeFile, Settings, Warm, complete_autopilot
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.request.request import (
     Request,
@@ -38,6 +38,17 @@ ProfileRanks = Annotated[
 ]
 
 
+Autopilot = Annotated[
+    str,
+    typer.Option(
+        metavar="MODE",
+        help="Change the plan while it runs: act; only advise; off. [default: as in the recipe]",
+        show_default=False,
+        autocompletion=complete_autopilot,
+    ),
+]
+
+
 def train(  # noqa: PLR0913 - each option of a command is a parameter
     recipe: RecipeFile = None,
     run_dir: NewFolder = None,
@@ -51,6 +62,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     profile: ProfileSteps = "",
     profile_ranks: ProfileRanks = "",
     warm: Warm = False,
+    autopilot: Autopilot = "",
 ) -> int:
     """Train a model: plan, start the ranks, show the run live.
 
@@ -69,10 +81,12 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     trimaran train recipes/stdlib-tiny.yaml --set train.steps=300 --run-dir runs/longer
     trimaran train --profile 10:13
     trimaran train --warm
+    trimaran train recipes/stdlib-tiny.yaml --autopilot act
     torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
     """
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     overrides = (settings or []) + profile_settings(profile, profile_ranks)
+    overrides += [f"autopilot.mode={autopilot}"] if autopilot else []
     request = resolve(recipe, overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_missing_sinks(request.recipe.telemetry)
     refuse_bad_profile(request)

@@ -11,6 +11,7 @@ from trimaran.app.report.curves import curves_of, groups_of, number, phases_of, 
 from trimaran.app.report.detailed_steps import detailed_steps
 from trimaran.app.report.machines import machines_of
 from trimaran.app.request.options import path_argument, program_name
+from trimaran.app.views.decisions_view import last_decision_text
 from trimaran.app.views.run_findings import read_findings
 from trimaran.app.views.run_state import RunState
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
@@ -55,6 +56,7 @@ def facts_of(run: RunDirectory) -> Tree:
         "checkpoints": [row.as_dict() for row in list_checkpoints(run.checkpoints)],
         "findings": [each.as_dict() for each in findings],
         "doctor_trouble": trouble,
+        "last_decision": last_decision_text(state.decisions[-1]) if state.decisions else "",
         "machines_over_time": machines_of(run),
     }
     answer = strict(state.as_dict() | facts)

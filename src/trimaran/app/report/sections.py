@@ -82,6 +82,15 @@ def findings(facts: Tree) -> Html:
     return tag("section", None, tag("h2", None, "Findings"), *map(_finding, facts["findings"]))
 
 
+def last_decision(facts: Tree) -> Html:
+    """Return the autopilot's last decision, and where the others are; nothing if it decided nothing."""
+    if not facts["last_decision"]:
+        return Html("")
+    kept = sum(each["outcome"] == "kept" for each in facts["decisions"])
+    text = f"{kept} of {len(facts['decisions'])} decisions were kept. Decision {facts['last_decision']}."
+    return tag("section", None, tag("h2", None, "Autopilot"), tag("p", None, text))
+
+
 def _finding(each: Tree) -> Html:
     """Return a finding as a card. Only its heading is bold: what follows may hold messages and source lines."""
     title, detail = split_verdict(each["verdict"])

@@ -47,6 +47,11 @@ def complete_cluster(incomplete: str) -> list[str]:
     return [*_starting(["auto"], incomplete), *devices, *_files(incomplete, YAML)]
 
 
+def complete_autopilot(incomplete: str) -> list[str]:
+    """Return the modes of the autopilot that complete `incomplete`."""
+    return _starting(["act", "advise", "off"], incomplete)
+
+
 def complete_goal(incomplete: str) -> list[str]:
     """Return the goals that complete `incomplete`."""
     from trimaran.planner import GOALS

@@ -15,7 +15,7 @@ from trimaran.app.views.live import follow, print_plain
 from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
-from trimaran.launch.policy import EXIT_FAULT
+from trimaran.launch.recovery_policy import EXIT_FAULT
 from trimaran.launch.targets.target import JobRecord, JobState, Target
 from trimaran.run import RunDirectory, open_run
 from trimaran.run.attempts import read_attempts

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import typer
 
 from trimaran.core import EXIT_DONE, UserError
-from trimaran.launch.policy import EXIT_FAULT
+from trimaran.launch.recovery_policy import EXIT_FAULT
 from trimaran.run import RunDirectory, holds_run
 from trimaran.run.held_directory import HeldDirectory
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.request.request import Request
+from trimaran.app.session.autopilot_thread import AutopilotThread
 from trimaran.app.session.dry_run import refuse_before_start
 from trimaran.app.session.moved_directory import MovedDirectoryNotice, end_deleted, is_deleted, moved_run
 from trimaran.app.session.prepare_data import prepare_data
@@ -81,7 +82,7 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
     moved = MovedDirectoryNotice(held, lambda text: print_plain(console, text))
     paused = PausedSupervisorNotice(ranks, lambda text: print_plain(console, text))
     show_ranks = ShowRanksSignal(ranks, lambda text: print_plain(console, text))
-    with show_ranks, StopSignals(ranks, lambda text: print_plain(console, text)) as stop:
+    with show_ranks, AutopilotThread(run), StopSignals(ranks, lambda text: print_plain(console, text)) as stop:
 
         def has_ended() -> bool:
             stop.handle()

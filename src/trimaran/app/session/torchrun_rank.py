@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from trimaran.app.views.live import print_plain
 from trimaran.app.views.run_state import RunState
 from trimaran.core import EXIT_DONE, Recipe
 from trimaran.data import cache_folder
+from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.launch.sidecar_process import SidecarProcess
 from trimaran.models import model_folder
 from trimaran.run import RunDirectory, create_run, holds_run, open_run, writing
@@ -124,7 +125,8 @@ def _sidecar(run: RunDirectory, rank_info: RankInfo) -> Iterator[None]:
     line = SidecarProcess(run, os.environ, above=os.getppid())
     line.start(int(os.environ.get("GROUP_RANK", rank_info.rank // rank_info.local_world_size)))
     try:
-        yield
+        with autopilot_process(run, os.environ) if rank_info.rank == 0 else nullcontext():
+            yield
     finally:
         line.end()
 

@@ -15,7 +15,18 @@ import psutil
 
 from trimaran.app.views.logs import LogFollower, LogLine
 from trimaran.app.views.step_history import StepHistory
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, SLOW_DETAILS, Event, Incident, StepMetrics, show_count
+from trimaran.autopilot.decision_ledger import DecisionReader
+from trimaran.core import (
+    EXIT_AGAIN,
+    EXIT_DONE,
+    PHASES,
+    SLOW_DETAILS,
+    Decision,
+    Event,
+    Incident,
+    StepMetrics,
+    show_count,
+)
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.journal import LineFollower
@@ -113,6 +124,7 @@ class RunState:
         self._sample_followers: dict[str, JsonlFollower] = {}
         self._ledger_reader = LedgerReader(run, num_lines=MEASURED_STEPS)
         self._last_lines: LineFollower | None = None
+        self._decision_reader = DecisionReader(run)
         self._incidents: tuple[tuple[int, int, int] | None, list[Incident]] | None = None
         self._forget_steps()
         self._event_followers: dict[int, JsonlFollower] = {}
@@ -262,6 +274,12 @@ class RunState:
         if self._incidents is None or self._incidents[0] != version:
             self._incidents = version, read_incidents(self.run)
         return self._incidents[1]
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The decisions of the autopilot so far, each in its latest state."""
+        self._decision_reader.new()
+        return list(self._decision_reader.decisions.values())
 
     @property
     def ledger(self) -> Ledger | None:
@@ -425,6 +443,7 @@ class RunState:
             "details": {name: value for name, value in self._shown_details.items() if name in DETAILS},
             "ranks": self.latest.get("ranks"),
             "measured_rows": self.measured_rows or None,
+            "decisions": [each.as_dict() for each in self.decisions],
             "memory": self.latest.get("memory"),
             "machines": list(self.samples.values()),
             "samples": [event.data for event in self.events_of_kind("sample")],

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 from rich.text import Text
 
+from trimaran.app.views.decisions_view import last_decision_text
 from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
@@ -28,7 +29,8 @@ POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU
 def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
     """Return the lines, the most important first; without data there is no line."""
     found = [*_findings(poller), *_ledger(state)] if poller else []
-    return [*found, *_incidents(state), *_change(state), *_ranks(state), *_memory(state), *_machines(state)]
+    found += [*_decisions(state), *_incidents(state), *_change(state)]
+    return [*found, *_ranks(state), *_memory(state), *_machines(state)]
 
 
 def finding_lines(found: RunFinding) -> list[Text]:
@@ -47,6 +49,13 @@ def _findings(poller: FindingsPoller) -> Iterator[Text]:
         yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), each.finding.verdict))
     if poller.error:
         yield _line("doctor", Text(poller.error, style=ORANGE))
+
+
+def _decisions(state: RunState) -> Iterator[Text]:
+    if decisions := state.decisions:
+        last = max(decisions, key=lambda each: each.id)
+        kept = sum(each.outcome == "kept" for each in decisions)
+        yield _line("autopilot", Text(f"{kept} of {len(decisions)} kept; last: {last_decision_text(last)}"))
 
 
 def _incidents(state: RunState) -> Iterator[Text]:

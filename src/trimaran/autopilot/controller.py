@@ -1,0 +1,286 @@
+"""The autopilot of one run: follows its files, asks the policy, requests changes, and records what became of them.
+
+It only reads and writes files of the run directory. The ranks answer its requests with `change` events.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimaran.autopilot.decision_ledger import DecisionLedger, read_decisions
+from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
+from trimaran.autopilot.neighbours import proposals_of
+from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
+from trimaran.autopilot.proposal import Proposal, settings_of
+from trimaran.autopilot.trial import TimedStep
+from trimaran.autopilot.verdict import Baseline
+from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_fd
+from trimaran.doctor.diagnose import diagnose
+from trimaran.doctor.evidence import Evidence, read_evidence
+from trimaran.doctor.step_breakdown import get_number
+from trimaran.run import JsonlFollower, RunDirectory, read_incidents
+from trimaran.run.attempts import Attempts
+from trimaran.run.change_request import read_change_request, write_change_request
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+BACKLOG_BYTES = 2 << 20  # of metrics and of events that a controller reads when it starts
+ANSWER_SECONDS = 900.0  # after which a request that the ranks do not answer is withdrawn
+LOST_POLLS = 5  # polls without an answer after the request's file is gone
+# Of a core, for diagnoses. An advising autopilot must not disturb the run; one that acts pays for itself.
+MAX_CPU_FRACTION = {"advise": 0.001, "act": 0.02}
+OPEN_ACTIONS = ("restarted", "replanned", "resized", "rewound")  # of incidents whose cost is known once they are over
+LEFT_OUT_AFTER = {"evaluation": 1, "profile": 1, "recompile": 1, "started": 5, "resume": 5, "loader": 1}  # steps
+
+
+class Controller:
+    """The autopilot of one run, from its first step to its last. `poll` reads what is new and acts on it."""
+
+    def __init__(self, run: RunDirectory, *, calibrations: Path | None = None) -> None:
+        self.run, self._calibrations = run, calibrations
+        self.recipe, self.plan = run.read_recipe(), run.read_plan()
+        self.loop = DecisionLoop(self.recipe.autopilot, read_decisions(run))
+        self._ledger = DecisionLedger(run)
+        self._metrics = JsonlFollower(run.metrics, backlog=BACKLOG_BYTES)
+        self._events = JsonlFollower(run.events(0), backlog=BACKLOG_BYTES)
+        self._attempts = Attempts(run)
+        self._memory_limit: float | None = None
+        self._requested_at, self._lost_polls = 0.0, 0
+        self._diagnose_due = 0.0
+        self._searched: set[str] = set()  # plans for which another layout was searched
+        self._incidents_version: tuple[int, int] | None = None
+        self._has_open_incident = False
+        self._read(first=True)
+        self._resume()
+
+    def poll(self) -> None:
+        """Read what is new, and write decisions and a request if there are any."""
+        self._read(first=False)
+        loop = self.loop
+        if self._is_off():
+            loop.take_back_trial("the autopilot was switched off")
+            self._write(loop.take_output())
+            return
+        if loop.pending is not None:
+            self._check_pending(loop.pending)
+        pending = read_change_request(self.run) if self.run.change_request.exists() else None
+        if self._has_open_incident or (pending is not None and pending.by == "user"):
+            self._write(loop.take_output())
+            return
+        if loop.trial is None and (not loop.is_due() or time.monotonic() < self._diagnose_due):
+            self._write(loop.take_output())
+            return
+        facts = RunSettings(
+            total_steps=self.recipe.train.steps, settings=self._settings(), memory_limit=self._memory_limit
+        )
+        self._write(loop.poll(facts, now=time.time(), propose=self._propose))
+
+    # Reading
+
+    def _read(self, *, first: bool) -> None:
+        restarted = self._attempts.refresh()
+        for line in self._metrics.new():
+            if (sample := read_sample(line)) is not None:
+                self.loop.add_step(sample)
+                self._read_memory(line)
+        for event in self._events.new():
+            self._read_event(event)
+        if restarted and not first:
+            self.loop.restarted(self.loop.step)
+            self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
+        self._read_incidents()
+
+    def _read_memory(self, line: Mapping[str, Any]) -> None:
+        if get_number(dict(line), "memory", "reserved") is not None:  # only the CUDA allocator reports it
+            self._memory_limit = get_number(dict(line), "memory", "total") or self._memory_limit
+
+    def _read_event(self, event: Mapping[str, Any]) -> None:
+        kind, step = event.get("kind"), int(event.get("step") or 0)
+        if kind == "change" and (answer := read_answer(event)) is not None:
+            self.loop.add_answer(answer)
+        elif kind in LEFT_OUT_AFTER:
+            self.loop.leave_out(range(step, step + LEFT_OUT_AFTER[kind] + 1))
+
+    def _read_incidents(self) -> None:
+        """Note whether an incident is open; its file is read only if it has changed."""
+        try:
+            status = self.run.incidents.stat()
+            version = (status.st_size, status.st_mtime_ns)
+        except OSError:
+            return
+        if version != self._incidents_version:
+            self._incidents_version = version
+            self._has_open_incident = any(
+                each.action is None or (each.action in OPEN_ACTIONS and "seconds_to_recover" not in each.cost)
+                for each in read_incidents(self.run)[-1:]
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the present values of the fields that can change; the ranks replace both files after a change."""
+        self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
+        return settings_of(self.plan, self.recipe)
+
+    def _is_off(self) -> bool:
+        return self.run.autopilot_off.exists()
+
+    # Acting
+
+    def _propose(self, baseline: Baseline) -> Sequence[Proposal]:
+        """Diagnose the steps under the present plan. Expensive, so it is not done again for a while."""
+        began = time.thread_time()
+        evidence = self._evidence(baseline)
+        limit, peak = self._memory_limit, max((each.get("peak_bytes") or 0 for each in evidence.steps), default=0)
+        is_near = limit is not None and peak > GROWING_MEMORY_FRACTION * limit
+        is_new = str(self.plan) not in self._searched
+        self._searched.add(str(self.plan))
+        found = proposals_of(evidence, diagnose(evidence), peak_is_near=is_near, whole_layout=is_new)
+        took = time.thread_time() - began
+        mode = self.recipe.autopilot.mode
+        if mode in MAX_CPU_FRACTION and self.loop.trial is None:
+            self._diagnose_due = time.monotonic() + took / MAX_CPU_FRACTION[mode]
+        return found
+
+    def _evidence(self, baseline: Baseline) -> Evidence:
+        """Return the evidence of the steps that `baseline` is made of."""
+        evidence = read_evidence(self.run, calibrations=self._calibrations)
+        return replace(evidence, steps=evidence.steps[-baseline.steps :])
+
+    def _write(self, output: Output) -> None:
+        for decision in output.decisions:
+            self._ledger.write(decision)
+            log.info("decision %d: %s: %s", decision.id, decision.outcome, decision.reason)
+        if output.request is not None:
+            self._request(output.request)
+
+    def _request(self, pending: PendingRequest) -> None:
+        try:
+            request = write_change_request(self.run, pending.patch, by="autopilot", reason=pending.reason)
+        except UserError as error:
+            log.warning("the change cannot be requested: %s", error.what)
+            self.loop.abandon_request("a person asked for another change")
+            self._write(self.loop.take_output())
+            return
+        if self.loop.pending is not None:
+            self.loop.pending = replace(self.loop.pending, id=request.id)
+        self._requested_at, self._lost_polls = time.monotonic(), 0
+
+    def _check_pending(self, pending: PendingRequest) -> None:
+        """Give up a request that was replaced, lost, or not answered for long."""
+        found = read_change_request(self.run)
+        if found is None or found.id != pending.id:
+            self._lost_polls += 1
+            if self._lost_polls >= LOST_POLLS:
+                self.loop.abandon_request("the ranks did not answer the request")
+        elif time.monotonic() - self._requested_at > ANSWER_SECONDS:
+            self.run.change_request.unlink(missing_ok=True)
+            self.loop.abandon_request(f"the ranks did not answer for {ANSWER_SECONDS:.0f} s")
+
+    def _resume(self) -> None:
+        """Go on with the trial of an earlier controller of this run."""
+        trial, request = self.loop.trial, read_change_request(self.run)
+        if trial is None:
+            return
+        is_ours = request is not None and request.by == "autopilot" and request.id == trial.request
+        pending = None
+        if request is not None and is_ours:
+            pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
+            self._requested_at = time.monotonic()
+        self.loop.resume_trial(pending)
+
+
+def read_sample(line: Mapping[str, Any]) -> TimedStep | None:
+    """Return the step of a line of the metrics; None if it has no time."""
+    step, seconds = line.get("step"), get_number(dict(line), "step_seconds")
+    if not isinstance(step, int) or not seconds:
+        return None
+    checkpoint = get_number(dict(line), "phases", "checkpoint") or 0.0
+    ranks = get_number(dict(line), "ranks", "peak_bytes", "max") or 0.0
+    peak = max(ranks, get_number(dict(line), "peak_bytes") or 0.0)
+    return TimedStep(step, seconds - checkpoint, seconds, peak) if seconds > checkpoint else None
+
+
+def read_answer(event: Mapping[str, Any]) -> ChangeAnswer | None:
+    """Return the answer in a `change` event; None if it is damaged."""
+    data = event.get("data")
+    if not isinstance(data, dict) or data.get("status") not in ("applied", "refused", "failed"):
+        return None
+    number, patch, error = data.get("id"), data.get("patch"), data.get("error")
+    if not isinstance(number, int) or not isinstance(patch, dict):
+        return None
+    return ChangeAnswer(
+        id=number,
+        step=int(event.get("step") or 0),
+        status=data["status"],
+        patch=patch,
+        by="user" if data.get("by") == "user" else "autopilot",
+        in_place=data.get("how") == "in place",
+        pause_seconds=get_number(data, "pause_seconds") or 0.0,
+        error=str(error.get("what") or "") if isinstance(error, dict) else "",
+    )
+
+
+@contextmanager
+def only_controller(run: RunDirectory) -> Iterator[bool]:
+    """Yield whether this process is the only autopilot of the run; it stays so until the end."""
+    fd = open_regular_fd(run.path / "autopilot.lock", os.O_CREAT | os.O_RDWR, mode=0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_only = True
+    except BlockingIOError:
+        is_only = False
+    except OSError:
+        is_only = True  # a network disk without locks
+    try:
+        yield is_only
+    finally:
+        os.close(fd)
+
+
+def control(run: RunDirectory, stop: threading.Event, *, calibrations: Path | None = None) -> None:
+    """Run the autopilot of a run until `stop` is set. It never raises: a run works without its autopilot."""
+    try:
+        if run.read_recipe().autopilot.mode == "off":
+            return
+        while not stop.is_set():
+            with only_controller(run) as is_only:
+                if is_only:
+                    _control(run, stop, calibrations)
+            stop.wait(10 * POLL_SECONDS)  # another controller may end before the run does
+    except Exception:
+        log.exception("the autopilot has ended; the run continues without it")
+
+
+def _control(run: RunDirectory, stop: threading.Event, calibrations: Path | None) -> None:
+    controller = Controller(run, calibrations=calibrations)
+    while not stop.wait(POLL_SECONDS):
+        with contextlib.suppress(UserError):  # the recipe or the plan is being replaced
+            controller.poll()
+
+
+class ControllerThread:
+    """Runs the autopilot of a run in a thread of this process, between `start` and `end`."""
+
+    def __init__(self, run: RunDirectory, *, calibrations: Path | None = None) -> None:
+        self._stop = threading.Event()
+        options: dict[str, Any] = {"calibrations": calibrations}
+        self._thread = threading.Thread(
+            target=control, args=(run, self._stop), kwargs=options, name="autopilot", daemon=True
+        )
+
+    def __enter__(self) -> "ControllerThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5.0)

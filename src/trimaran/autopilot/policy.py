@@ -1,0 +1,288 @@
+"""Which change to try next: facts in, one decision or none out. A pure function.
+
+Every proposal is priced: what it should gain over the steps that are left, times the chance that a trial can show it,
+less what the trial costs. The best one is tried if it pays and if the budget for trials allows its worst case.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import Any
+
+from trimaran.autopilot.proposal import Proposal, changes_course, is_changeable, is_pinned
+from trimaran.autopilot.trial import LOOK_CONFIDENCE, MIN_HARM_STEPS, SETTLE_STEPS_AFTER_REBUILD, max_trial_steps
+from trimaran.autopilot.verdict import Baseline, smallest_gain_to_show, steps_to_show
+from trimaran.core import Decision
+
+NORMAL = NormalDist()
+MIN_GAIN = 0.01  # of a step, below which nothing is tried
+MAX_MEMORY_FRACTION = 0.92  # of a device that a changed plan may need, by its measured peak
+TIGHT_MEMORY_FRACTION = 0.95  # of a device: a growing peak may run out of memory at any step
+GROWING_MEMORY_FRACTION = 0.85  # of a device: a peak that will reach the limit at its present growth is acted on
+GROWTH_HORIZON_STEPS = 500
+MAX_LOSS_FRACTION = 0.5  # of a step, that a change for the worse costs while it is noticed
+PAUSE_SECONDS = {True: 0.2, False: 5.0}  # of a change in place, and of one that rebuilds; until some were measured
+MIN_CHANGED_FRACTION = 0.03  # of a step, by which it is longer now than it was with a change that was rolled back
+MAX_TRIES = 2  # of one change, under different plans
+MIN_DRIFT_TO_RETURN = 0.15  # of a step by which it changed since a decision, to reconsider what that decision left
+MIN_ADVISED_GAIN = 0.05
+MAX_ADVISED = 5  # decisions that wait for a person
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTrend:
+    """The peak memory of the recent steps, its growth per step, and the memory of the device; all in bytes."""
+
+    peak: float
+    growth: float
+    limit: float
+
+    @property
+    def is_running_out(self) -> bool:
+        later = self.peak + GROWTH_HORIZON_STEPS * self.growth
+        is_near = self.peak > TIGHT_MEMORY_FRACTION * self.limit
+        return self.growth > 0 and (
+            is_near or (self.peak > GROWING_MEMORY_FRACTION * self.limit and later > self.limit)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What the policy knows about a run at one step.
+
+    `settings` are the present values of the fields that can change. `decisions` are those so far, in order. `pins` are
+    fields that must stay. `budget_seconds` is what all trials of the run may cost together. `pause_seconds` is the
+    measured pause of changes, by whether they are in place.
+    """
+
+    step: int
+    steps_left: int
+    baseline: Baseline
+    settings: Mapping[str, Any]
+    proposals: Sequence[Proposal]
+    budget_seconds: float
+    decisions: Sequence[Decision] = ()
+    pins: Sequence[str] = ()
+    may_change_course: bool = False
+    memory: MemoryTrend | None = None
+    pause_seconds: Mapping[bool, float] = field(default_factory=dict)
+
+    def pause_of(self, proposal: Proposal) -> float:
+        return self.pause_seconds.get(proposal.is_in_place, PAUSE_SECONDS[proposal.is_in_place])
+
+    @property
+    def spent_seconds(self) -> float:
+        return sum(map(cost_of, self.decisions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedProposal:
+    """A proposal with the seconds that it should save over the rest of the run, less what trying it costs."""
+
+    proposal: Proposal
+    value: float
+    worst_cost: float
+
+
+def decide(situation: Situation) -> Proposal | None:
+    """Return the change to try now; None if none is worth it.
+
+    A run that is about to run out of memory gets the cheapest change that saves some, whatever it costs in time.
+    """
+    allowed = [each for each in situation.proposals if why_not(each, situation) is None]
+    saving = [each for each in allowed if each.saves_memory]
+    if situation.memory is not None and situation.memory.is_running_out and saving:
+        return max(saving, key=lambda each: each.gain)
+    left = situation.budget_seconds - situation.spent_seconds
+    priced = [price(each, situation) for each in allowed if not each.saves_memory]
+    paying = [each for each in priced if each.value > 0 and each.worst_cost <= left]
+    best = max(paying, key=lambda each: each.value, default=None)
+    return best.proposal if best else None
+
+
+def advise(situation: Situation) -> Proposal | None:
+    """Return the change to advise a person to make; None if none is predicted to gain enough, or was advised before.
+
+    Unlike `decide` it does not explore: nobody measures what was only advised.
+    """
+    waiting = [each for each in situation.decisions if each.outcome == "advised"]
+    known = {kind_of(each.patch) for each in waiting}
+    allowed = [
+        each
+        for each in situation.proposals
+        if (each.saves_memory or each.gain >= MIN_ADVISED_GAIN)
+        and kind_of(each.patch) not in known
+        and why_not(each, situation) is None
+    ]
+    is_running_out = situation.memory is not None and situation.memory.is_running_out
+    if len(waiting) >= MAX_ADVISED:
+        return None
+    chosen = [each for each in allowed if each.saves_memory == is_running_out]
+    return max(chosen, key=lambda each: each.gain, default=None)
+
+
+def price(proposal: Proposal, situation: Situation) -> PricedProposal:
+    """Return what a trial of the proposal should bring, in seconds.
+
+    The gain is taken as normally distributed. Only gains that a trial can show are kept, so only those count.
+    """
+    before, seconds = situation.baseline, situation.baseline.step_seconds
+    most = max_trial_steps(situation.steps_left)
+    # More steps before the change can be measured first, at no cost.
+    measured = replace(before, steps=max(before.steps, most))
+    shown = max(MIN_GAIN, smallest_gain_to_show(measured, most, confidence=LOOK_CONFIDENCE))
+    kept_gain, kept_chance = _gain_above(shown, proposal)
+    window = min(most, steps_to_show(max(proposal.gain, shown), measured, confidence=LOOK_CONFIDENCE))
+    pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
+    loss = _loss(proposal) * (window + settle) * seconds
+    cost = pause * (2 - kept_chance) + loss
+    saved = kept_gain * seconds * max(0.0, situation.steps_left - window - settle)
+    worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds
+    return PricedProposal(proposal=proposal, value=saved - cost, worst_cost=worst)
+
+
+def baseline_steps_needed(proposal: Proposal, situation: Situation) -> int:
+    """Return how many steps before the change a trial of it needs, as many as with it; at most a trial's maximum."""
+    most, endless = max_trial_steps(situation.steps_left), replace(situation.baseline, steps=10**9)
+    alone = steps_to_show(max(proposal.gain, 2 * MIN_GAIN), endless, confidence=LOOK_CONFIDENCE)
+    return math.ceil(min(2 * alone, most))
+
+
+def _gain_above(least: float, proposal: Proposal) -> tuple[float, float]:
+    """Return the expected gain where only gains above `least` count, and the probability of one."""
+    mean, deviation = proposal.gain, max(1e-6, proposal.uncertainty)
+    scaled = (mean - least) / deviation
+    chance = NORMAL.cdf(scaled)
+    return max(0.0, mean * chance + deviation * NORMAL.pdf(scaled)), chance
+
+
+def _loss(proposal: Proposal) -> float:
+    """Return the expected fraction of a step that is lost while a change for the worse is tried."""
+    mean, deviation = -proposal.gain, max(1e-6, proposal.uncertainty)
+    return max(0.0, mean * NORMAL.cdf(mean / deviation) + deviation * NORMAL.pdf(mean / deviation))
+
+
+def why_not(proposal: Proposal, situation: Situation) -> str | None:
+    """Return why a proposal must not be tried; None if it may be."""
+    fields = [each for each in proposal.patch if situation.settings.get(each) != proposal.patch[each]]
+    if not fields:
+        return "nothing would change"
+    if not all(map(is_changeable, proposal.patch)):
+        return "a running run cannot change this"
+    if any(is_pinned(each, situation.pins) for each in fields):
+        return "a field is pinned"
+    if changes_course(fields) and not situation.may_change_course:
+        return "it would change the results of training"
+    memory = situation.memory
+    grows = memory is not None and proposal.peak_ratio > 1
+    if grows and memory.peak * proposal.peak_ratio > MAX_MEMORY_FRACTION * memory.limit:
+        return "it would not fit"
+    return _why_not_again(proposal, situation)
+
+
+def _why_not_again(proposal: Proposal, situation: Situation) -> str | None:
+    """Return why the decisions so far forbid the proposal; None if they do not."""
+    if _key(proposal.patch) in _tried_enough(situation.decisions):
+        return "it did not help before"
+    for index, old in enumerate(situation.decisions):
+        is_same_plan = not any(each.outcome in ("kept", "undone") for each in situation.decisions[index + 1 :])
+        if why := _why_not_after(old, proposal, situation, is_same_plan=is_same_plan):
+            return why
+    return None
+
+
+def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, is_same_plan: bool) -> str | None:
+    """Return why one earlier decision forbids the proposal; `is_same_plan`: the plan has not changed since."""
+    same = _key(old.patch) == _key(proposal.patch)
+    further = is_same_plan and _goes_further(proposal, old, situation)
+    if old.outcome in ("failed", "refused"):
+        return "it failed before" if further or _contains(proposal.patch, old.patch) else None
+    if old.outcome == "rolled-back" and old.measured:
+        if _was_better(old, situation):
+            return None
+        return "it did not help before" if further or (same and is_same_plan) else None
+    if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
+        may_return = _has_drifted(old, situation) and not _num_returns(proposal, situation.decisions)
+        return None if may_return else "it would take back a change that was kept"
+    forbidden = {"undone": "a person took it back", "advised": "it was advised before"}
+    return forbidden.get(old.outcome) if same else None
+
+
+def _tried_enough(decisions: Sequence[Decision]) -> set[str]:
+    """Return the patches that were tried and rolled back several times, under other plans or without an answer."""
+    tries = Counter(_key(each.patch) for each in decisions if each.outcome == "rolled-back")
+    return {patch for patch, count in tries.items() if count >= MAX_TRIES}
+
+
+def _returns(proposal: Proposal, old: Decision) -> bool:
+    """Return whether the proposal sets a field back to the value that an earlier decision took it from."""
+    return any(old.undo.get(each, _MISSING) == value and old.patch.get(each) != value
+               for each, value in proposal.patch.items())  # fmt: skip
+
+
+def _num_returns(proposal: Proposal, decisions: Sequence[Decision]) -> int:
+    """Return how often a kept decision already set one of the fields back to an earlier value."""
+    kept = [each for each in decisions if each.outcome == "kept"]
+    return sum(
+        any(name in proposal.patch and earlier.undo.get(name, _MISSING) == value for name, value in later.patch.items())
+        for index, later in enumerate(kept)
+        for earlier in kept[:index]
+    )
+
+
+def _was_better(old: Decision, situation: Situation) -> bool:
+    """Return whether steps were clearly shorter with a change that was rolled back than they are without it now.
+
+    Then the machine became slower during the trial, and the change was blamed for it.
+    """
+    then = (old.measured or {}).get("step_seconds", math.inf)
+    return situation.baseline.step_seconds > (1 + MIN_CHANGED_FRACTION) * then
+
+
+def _has_drifted(old: Decision, situation: Situation) -> bool:
+    """Return whether steps have become clearly longer since a decision was kept: its reasons may be gone."""
+    after = (old.measured or {}).get("step_seconds", 0.0)
+    return bool(after) and situation.baseline.step_seconds > (1 + MIN_DRIFT_TO_RETURN) * after
+
+
+def _goes_further(proposal: Proposal, old: Decision, situation: Situation) -> bool:
+    """Return whether the proposal moves one number further in the direction in which a decision failed."""
+    for name, value in old.patch.items():
+        now, new = situation.settings.get(name), proposal.patch.get(name)
+        if name == "plan.grad_accum" or not _is_number(value) or not _is_number(now) or not _is_number(new):
+            continue
+        if now < value <= new or new <= value < now:
+            return True
+    return False
+
+
+def _contains(patch: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    return all(patch.get(name, _MISSING) == value for name, value in part.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _key(patch: Mapping[str, Any]) -> str:
+    return repr(sorted(patch.items()))
+
+
+def kind_of(patch: Iterable[str]) -> str:
+    """Return the fields of a patch as one word for what it is about, such as `plan.recompute`."""
+    return "+".join(sorted(each for each in patch if each != "plan.grad_accum"))
+
+
+def cost_of(decision: Decision) -> float:
+    """Return the seconds that a decision's trial cost: pauses, and steps that were longer than before."""
+    measured, before = decision.measured, decision.baseline.get("step_seconds", 0.0)
+    if not measured:
+        return 0.0
+    longer = measured.get("steps", 0.0) * (measured.get("step_seconds", before) - before)
+    lost = longer if decision.outcome != "kept" and math.isfinite(longer) else 0.0
+    return measured.get("pause_seconds", 0.0) + max(0.0, lost)
+
+
+_MISSING = object()

@@ -1,0 +1,105 @@
+"""A change that could be made to a running run, what it should gain, and what trying it costs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.core import Plan, Recipe
+from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
+
+Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
+# Fields that change the results of training, not only how they are computed.
+COURSE_FIELDS = (
+    "plan.precision",
+    "plan.comm.compression",
+    "plan.comm.local_steps",
+    "plan.comm.async_sgd",
+    "plan.engine",
+)
+# Fields that ranks change without building the network again.
+FIELDS_IN_PLACE = (
+    "plan.micro_batch", "plan.grad_accum", "plan.recompute", "plan.comm.bucket_mb", "plan.comm.prefetch",
+    *OTHER_CHANGEABLE_FIELDS,
+)  # fmt: skip
+CHECKPOINT_FIELDS = ("checkpoint.every", "checkpoint.memory", "checkpoint.asynchronous")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """One change: `patch`, and `undo`, the patch that takes it back.
+
+    `gain` is the fraction of a step that it should save, `uncertainty` the standard deviation of that. `reason` is one
+    sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
+    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time.
+    """
+
+    patch: Patch
+    undo: Patch
+    gain: float
+    uncertainty: float
+    reason: str
+    finding: str = ""
+    peak_ratio: float = 1.0
+    saves_memory: bool = False
+
+    @property
+    def is_in_place(self) -> bool:
+        return all(field in FIELDS_IN_PLACE for field in self.patch)
+
+
+def is_changeable(field: str) -> bool:
+    """Return whether a running run can change the field at all."""
+    return field.startswith("plan.") or field in OTHER_CHANGEABLE_FIELDS
+
+
+def changes_course(patch: Iterable[str]) -> bool:
+    return any(field == each or field.startswith(f"{each}.") for field in patch for each in COURSE_FIELDS)
+
+
+def is_pinned(field: str, pins: Iterable[str]) -> bool:
+    """Return whether a pin such as `mesh`, `plan.mesh` or `plan.mesh.tp` covers the field.
+
+    Micro-batch and accumulation change together, so a pin of one covers both.
+    """
+    names = {field, field.replace("grad_accum", "micro_batch"), field.replace("micro_batch", "grad_accum")}
+    full = [pin for each in pins for pin in (each, f"plan.{each}")]
+    return any(
+        name == pin or name.startswith(f"{pin}.") or pin.startswith(f"{name}.") for name in names for pin in full
+    )
+
+
+def settings_of(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Return the present values of the fields that can change, by dotted name."""
+    tree = recipe.model_dump(mode="json", include={"data", "checkpoint"})
+    others = {field: _value(tree, field) for field in OTHER_CHANGEABLE_FIELDS}
+    return dict(_leaves(plan.model_dump(mode="json"), "plan.")) | others
+
+
+def undo_of(patch: Mapping[str, Any], settings: Mapping[str, Any]) -> Patch | None:
+    """Return the patch that restores the present values; None if a field has none."""
+    if any(field not in settings for field in patch):
+        return None
+    return {field: settings[field] for field in patch}
+
+
+def describe(patch: Mapping[str, Any], undo: Mapping[str, Any]) -> str:
+    """Return a patch as text, such as `micro_batch 1 -> 4, grad_accum 8 -> 2`."""
+    return ", ".join(
+        f"{name.removeprefix('plan.')} {undo.get(name)} -> {value}"
+        for name, value in patch.items()
+        if undo.get(name) != value
+    )
+
+
+def _value(tree: Mapping[str, Any], field: str) -> Any:
+    here: Any = tree
+    for key in field.split("."):
+        here = here[key]
+    return here
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")

@@ -1,0 +1,219 @@
+"""What to do next in a trial of a change: wait for more steps, take it back for a while, keep it, or roll it back.
+
+A trial is a pure function of its decision, the steps and the changes so far. A controller that starts again in the
+middle of a trial reads the same files and continues it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+from typing import Literal
+
+from trimaran.autopilot.verdict import Baseline, Comparison, StepWindow, baseline_of, compare, steps_to_show
+
+Move = Literal["wait", "apply", "undo", "keep", "roll back"]
+
+CONFIDENCE = 0.95  # one-sided, that steps are shorter, over all looks at a trial together
+MAX_LOOKS = 3  # each shares the remaining probability of an error
+LOOK_CONFIDENCE = 1 - (1 - CONFIDENCE) / MAX_LOOKS
+HARM_CONFIDENCE = 0.99  # that steps are longer, to roll back before the window is complete
+MIN_WINDOW_STEPS = 6
+MAX_WINDOW_STEPS = 320  # with the change, at the last look
+MAX_STEPS_LEFT_FRACTION = 0.25  # of the steps that are left, for one trial
+MIN_HARM_STEPS = 4
+HARM_LOOKS = (4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40, 52, 64, 80, 104, 128, 160, 208, 256)  # steps of a window
+MAX_BASELINE_STEPS = 320  # before the change
+SETTLE_STEPS = 3  # after a change in place that are left out: caches, the loader's queue
+SETTLE_STEPS_AFTER_REBUILD = 5  # first allocations, compilation
+MAX_PAUSE_STEPS_TO_ALTERNATE = 2.0  # steps that a change may cost, to take it back and apply it again in a trial
+MIN_USEFUL_GAIN = 0.01  # of a step: a change that cannot gain this much is rolled back early
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One step: its seconds without and with what the checkpointer added, and the peak memory."""
+
+    step: int
+    seconds: float
+    seconds_with_checkpoint: float
+    peak_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedChange:
+    """A change that the ranks made after `step`: to the tried plan (`is_after`) or back from it."""
+
+    step: int
+    is_after: bool
+    pause_seconds: float = 0.0
+    in_place: bool = False
+
+    @property
+    def settle_steps(self) -> int:
+        return SETTLE_STEPS if self.in_place else SETTLE_STEPS_AFTER_REBUILD
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """The steps and changes of one trial, oldest first. There is at least one step before the first change.
+
+    `expected_gain` is what the trial looks for, with at most `max_steps` steps with the change. `allowance` is how many
+    seconds it may cost. `saves_memory`: it is judged by the peak memory and not by time. `counts_checkpoints`: steps
+    are measured with their checkpoints.
+    """
+
+    samples: Sequence[TimedStep]
+    changes: Sequence[AppliedChange]
+    expected_gain: float
+    max_steps: int = MAX_WINDOW_STEPS
+    allowance: float = math.inf
+    saves_memory: bool = False
+    counts_checkpoints: bool = False
+
+    def seconds(self, sample: TimedStep) -> float:
+        return sample.seconds_with_checkpoint if self.counts_checkpoints else sample.seconds
+
+    @cached_property
+    def before(self) -> list[TimedStep]:
+        """The steps before the first change."""
+        end = self.changes[0].step if self.changes else math.inf
+        return [each for each in self.samples if each.step <= end][-MAX_BASELINE_STEPS:]
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        return baseline_of([self.seconds(each) for each in self.before])
+
+    @cached_property
+    def windows(self) -> list[StepWindow]:
+        """The steps before the first change, and those after each one, without the first steps after it."""
+        after = [
+            self._window(change.is_after, self.after_change(index, settled=True))
+            for index, change in enumerate(self.changes)
+        ]
+        return [self._window(False, self.before), *after]
+
+    def after_change(self, index: int, *, settled: bool) -> list[TimedStep]:
+        """Return the steps between a change and the next one; if `settled`, without the first ones."""
+        change = self.changes[index]
+        begin = change.step + (change.settle_steps if settled else 0)
+        end = self.changes[index + 1].step if index + 1 < len(self.changes) else math.inf
+        return [each for each in self.samples if begin < each.step <= end]
+
+    def _window(self, is_after: bool, samples: Sequence[TimedStep]) -> StepWindow:
+        return StepWindow(is_after, tuple(each.step for each in samples), tuple(self.seconds(each) for each in samples))
+
+    @property
+    def num_after(self) -> int:
+        """How many steps with the change count."""
+        return sum(len(each.seconds) for each in self.windows if each.is_after)
+
+    @cached_property
+    def pause_seconds(self) -> float:
+        """The pauses of all changes, and by how much the first steps after them exceeded a usual one."""
+        usual, total = self.baseline.step_seconds, sum(each.pause_seconds for each in self.changes)
+        for index, change in enumerate(self.changes):
+            unsettled = self.after_change(index, settled=False)
+            first = [self.seconds(each) - usual for each in unsettled if each.step <= change.step + change.settle_steps]
+            total += max(0.0, sum(first))
+        return total
+
+    @property
+    def lost_seconds(self) -> float:
+        """What the trial has cost so far: pauses, and longer steps."""
+        usual = self.baseline.step_seconds
+        longer = sum(each - usual for window in self.windows if window.is_after for each in window.seconds)
+        return self.pause_seconds + max(0.0, longer)
+
+
+def next_move(trial: TrialRecord) -> Move:
+    """Return what to do next in a trial.
+
+    A change that is cheap to make alternates with the old plan: windows without, with, without and with it are compared
+    at once, so that a drift cancels. Any other change is applied once, and looked at after one, two and four windows.
+    """
+    if not trial.changes:
+        return "apply"
+    if trial.saves_memory:
+        return _judge_memory(trial)
+    is_after = trial.changes[-1].is_after
+    if is_after and _harms(trial):
+        return "roll back"
+    return _alternate(trial) if alternates(trial) else _look_once(trial)
+
+
+def _alternate(trial: TrialRecord) -> Move:
+    """Return what to do next if windows with and without the change take turns."""
+    if len(trial.windows[-1].seconds) < window_steps(trial):
+        return "wait"
+    if not trial.changes[-1].is_after:
+        return "apply"
+    looks = (len(trial.changes) - 1) // 2  # after three, five and seven changes
+    if looks == 0:
+        return "undo"
+    verdict = _verdict(compare(trial.windows))
+    if verdict != "wait":
+        return verdict
+    return "undo" if looks < MAX_LOOKS else "roll back"
+
+
+def _look_once(trial: TrialRecord) -> Move:
+    """Return what follows from the last look that is due. Steps after it do not count, so polling often is no harm."""
+    window = window_steps(trial)
+    looks = sorted({min(window * 2**look, trial.max_steps) for look in range(MAX_LOOKS)})
+    due = [each for each in looks if each <= trial.num_after]
+    if not due:
+        return "wait"
+    *before, last = trial.windows
+    verdict = _verdict(compare([*before, last.first(due[-1])]))
+    return "roll back" if verdict == "wait" and due[-1] == looks[-1] else verdict
+
+
+def _verdict(comparison: Comparison | None) -> Move:
+    """Return what follows from a comparison: keep, roll back, or look again later."""
+    if comparison is None:
+        return "wait"
+    if comparison.confidence >= LOOK_CONFIDENCE:
+        return "keep"
+    return "roll back" if comparison.highest_gain < MIN_USEFUL_GAIN else "wait"
+
+
+def window_steps(trial: TrialRecord) -> int:
+    """Return the steps of one window, so that the expected gain can be shown at the first look."""
+    parts = 2 if alternates(trial) else 1
+    gain = max(trial.expected_gain, 2 * MIN_USEFUL_GAIN)
+    needed = steps_to_show(gain, trial.baseline, confidence=LOOK_CONFIDENCE) / parts
+    return max(MIN_WINDOW_STEPS, math.ceil(min(needed, trial.max_steps / (2 * parts))))
+
+
+def max_trial_steps(steps_left: float) -> int:
+    """Return how many steps with a change a trial may take."""
+    return max(MIN_WINDOW_STEPS, int(min(MAX_WINDOW_STEPS, MAX_STEPS_LEFT_FRACTION * steps_left)))
+
+
+def alternates(trial: TrialRecord) -> bool:
+    """Return whether the change is so cheap that windows with and without it take turns."""
+    first = trial.changes[0]
+    return first.in_place and first.pause_seconds <= MAX_PAUSE_STEPS_TO_ALTERNATE * trial.baseline.step_seconds
+
+
+def _harms(trial: TrialRecord) -> bool:
+    """Return whether the change is surely for the worse, or has cost all that it may."""
+    if trial.lost_seconds > trial.allowance:
+        return True
+    after = [each for window in trial.windows if window.is_after for each in window.seconds]
+    if len(after) < MIN_HARM_STEPS or median(after) <= trial.baseline.step_seconds:
+        return False
+    *before, last = trial.windows
+    count = max((each for each in HARM_LOOKS if each <= len(last.seconds)), default=0)
+    comparison = compare([*before, last.first(count)])
+    return comparison is not None and comparison.confidence < 1 - HARM_CONFIDENCE
+
+
+def _judge_memory(trial: TrialRecord) -> Move:
+    """Return whether a change that should save memory did: its peak is below that of the steps before."""
+    peaks = [each.peak_bytes for each in trial.after_change(len(trial.changes) - 1, settled=False)]
+    if len(peaks) < MIN_WINDOW_STEPS:
+        return "wait"
+    return "keep" if fmean(peaks) < fmean(each.peak_bytes for each in trial.before) else "roll back"

@@ -1,0 +1,227 @@
+"""Whether a change made steps shorter: a test that knows the noise of step times.
+
+Step times have outliers, neighbouring ones are alike, and they drift. So single steps are clipped, the number of
+independent steps is estimated from the autocorrelation, and a drift is fitted where the windows can tell it from the
+change. Everything is a pure function of step times.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
+from statistics import NormalDist, median
+
+NORMAL = NormalDist()
+MAX_DEVIATIONS = 3.0  # of a step from the median of its side, in robust standard deviations; further ones are clipped
+MAD_TO_DEVIATION = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
+MIN_SPREAD = 1e-4  # relative; step times are rounded to microseconds
+MAX_AUTOCORRELATION = 0.95  # of neighbouring steps
+MAX_LAG = 12  # steps over which autocorrelation is summed
+DRIFT_CONFIDENCE = 0.99  # of a drift in the steps before a change, to fit it in the comparison
+Z_95 = NORMAL.inv_cdf(0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """Step numbers and seconds of consecutive steps under one plan: the old one, or the changed one (`is_after`)."""
+
+    is_after: bool
+    steps: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def first(self, count: int) -> "StepWindow":
+        """Return the window of the first `count` steps."""
+        return StepWindow(self.is_after, self.steps[:count], self.seconds[:count])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The steps with a change against those without it.
+
+    `gain` is the fraction of a step that the change saves, `error` its standard error, `confidence` the probability
+    (one-sided) that steps are shorter with it, `step_seconds` a typical step with it.
+    """
+
+    gain: float
+    error: float
+    confidence: float
+    step_seconds: float
+    steps: int
+
+    @property
+    def highest_gain(self) -> float:
+        """The gain that is not exceeded with a probability of 95 %."""
+        return self.gain + Z_95 * self.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A typical step of a plan: median seconds, relative standard deviation, number of steps.
+
+    `inflation` is how many steps carry as much information as one independent step.
+    """
+
+    step_seconds: float
+    spread: float
+    steps: int
+    inflation: float = 1.0
+
+
+def baseline_of(seconds: Sequence[float]) -> Baseline:
+    """Return what is typical of these steps. `seconds` must not be empty."""
+    return _baseline_of(tuple(seconds))
+
+
+@lru_cache(maxsize=8)  # that of a trial stays the same until its end
+def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
+    logs = _clipped([math.log(each) for each in seconds])
+    middle = sum(logs) / len(logs)
+    residuals = [each - middle for each in logs]
+    spread = math.sqrt(_dot(residuals, residuals) / max(1, len(logs) - 1))
+    return Baseline(
+        step_seconds=median(seconds),
+        spread=max(MIN_SPREAD, spread),
+        steps=len(logs),
+        inflation=_inflation([residuals]),
+    )
+
+
+def compare(windows: Sequence[StepWindow]) -> Comparison | None:
+    """Return how steps with the change compare to those without it; None if one side has fewer than two steps.
+
+    The drift of step times is fitted together with the change if the windows alternate, or if the steps before the
+    change already drift.
+    """
+    return _compare(tuple(windows))
+
+
+@lru_cache(maxsize=8)  # a trial that waits for its next look asks for the same comparison again and again
+def _compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
+    sides = {side: [each for window in windows if window.is_after == side for each in window.seconds]
+             for side in (False, True)}  # fmt: skip
+    if min(map(len, sides.values())) < 2:
+        return None
+    limits = {side: _limits([math.log(each) for each in seconds]) for side, seconds in sides.items()}
+    logs = [[min(max(math.log(each), limits[window.is_after][0]), limits[window.is_after][1])
+             for each in window.seconds] for window in windows]  # fmt: skip
+    times = [[float(step) for step in window.steps] for window in windows]
+    sign = [[-1.0 if window.is_after else 0.0 for _ in window.seconds] for window in windows]  # a gain is positive
+    alternates = sum(window.is_after for window in windows) > 1
+    with_drift = alternates or _drifts(times[0], logs[0])
+    shorter, error, degrees = _regress(logs, sign, times if with_drift else None)
+    confidence = _student_cdf(shorter / error, degrees)
+    return Comparison(
+        gain=1 - math.exp(-shorter),
+        error=error * math.exp(-shorter),
+        confidence=confidence,
+        step_seconds=median(sides[True]),
+        steps=len(sides[True]),
+    )
+
+
+def steps_to_show(gain: float, before: Baseline, *, confidence: float, power: float = 0.9) -> float:
+    """Return how many steps with a change it takes to show a gain, against the steps of `before`; may be infinite."""
+    shorter = -math.log1p(-min(gain, 0.9))
+    if shorter <= 0:
+        return math.inf
+    needed = NORMAL.inv_cdf(confidence) + NORMAL.inv_cdf(power)
+    left = (shorter / (needed * before.spread)) ** 2 / before.inflation - 1 / max(1, before.steps)
+    return 1 / left if left > 0 else math.inf
+
+
+def smallest_gain_to_show(before: Baseline, steps: float, *, confidence: float, power: float = 0.8) -> float:
+    """Return the smallest gain that this many steps with a change can show."""
+    needed = NORMAL.inv_cdf(confidence) + NORMAL.inv_cdf(power)
+    error = before.spread * math.sqrt(before.inflation * (1 / max(1.0, steps) + 1 / max(1, before.steps)))
+    return -math.expm1(-needed * error)
+
+
+def _regress(
+    logs: Sequence[Sequence[float]], changed: Sequence[Sequence[float]], times: Sequence[Sequence[float]] | None
+) -> tuple[float, float, float]:
+    """Return the effect of `changed` on `logs`, its standard error and its degrees of freedom."""
+    values = [each for window in logs for each in window]
+    effect = [each for window in changed for each in window]
+    values, effect = _centred(values), _centred(effect)
+    if times is not None:
+        trend = _centred([each for window in times for each in window])
+        values, effect = _without(values, trend), _without(effect, trend)
+    size = _dot(effect, effect)
+    shorter = _dot(values, effect) / size
+    residuals = [value - shorter * each for value, each in zip(values, effect, strict=True)]
+    split, start = [], 0
+    for window in logs:
+        split.append(residuals[start : start + len(window)])
+        start += len(window)
+    inflation = _inflation(split)
+    parameters = 2 if times is None else 3
+    degrees = max(1.0, len(values) / inflation - parameters)
+    variance = _dot(residuals, residuals) / max(1, len(values) - parameters)
+    error = math.sqrt(max(variance, MIN_SPREAD**2) * inflation / size)
+    return shorter, error, degrees
+
+
+def _drifts(times: Sequence[float], logs: Sequence[float]) -> bool:
+    """Return whether step times have a trend within one window."""
+    if len(logs) < 20:
+        return False
+    slope, error, degrees = _regress([logs], [times], None)
+    return 2 * abs(_student_cdf(slope / error, degrees) - 0.5) > DRIFT_CONFIDENCE
+
+
+def _inflation(windows: Sequence[Sequence[float]]) -> float:
+    """Return how many residuals carry as much information as one independent one: 1 + 2 sum of autocorrelations.
+
+    It is the larger of two estimates: from neighbours alone, as for noise with one time constant, and from all lags up
+    to the first that is not correlated. Outliers among slow noise make the first too small.
+    """
+    count = sum(map(len, windows))
+    square = sum(_dot(window, window) for window in windows)
+    if count < 4 or not square:
+        return 1.0
+    total, first = 0.0, 0.0
+    for lag in range(1, min(MAX_LAG, count // 4) + 1):
+        pairs = sum(max(0, len(window) - lag) for window in windows)
+        product = sum(_dot(window, window[lag:]) for window in windows)
+        found = product / square * count / pairs if pairs else 0.0
+        found += (1 + 3 * max(0.0, found)) / count  # estimates from few residuals are too small
+        first = first or min(max(0.0, found), MAX_AUTOCORRELATION)
+        if found <= 0:
+            break
+        total += found
+    return max((1 + first) / (1 - first), 1 + 2 * total)
+
+
+def _clipped(logs: Sequence[float]) -> list[float]:
+    low, high = _limits(logs)
+    return [min(max(each, low), high) for each in logs]
+
+
+def _limits(logs: Sequence[float]) -> tuple[float, float]:
+    middle = median(logs)
+    deviation = max(MIN_SPREAD, MAD_TO_DEVIATION * median(abs(each - middle) for each in logs))
+    return middle - MAX_DEVIATIONS * deviation, middle + MAX_DEVIATIONS * deviation
+
+
+def _dot(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the sum of the products, up to the end of the shorter sequence."""
+    return sum(map(mul, values, others))
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    middle = sum(values) / len(values)
+    return [each - middle for each in values]
+
+
+def _without(values: Sequence[float], trend: Sequence[float]) -> list[float]:
+    """Return what is left of `values` when the part along `trend` is taken out; both are centred."""
+    size = _dot(trend, trend)
+    slope = _dot(values, trend) / size if size else 0.0
+    return [value - slope * each for value, each in zip(values, trend, strict=True)]
+
+
+def _student_cdf(t: float, degrees: float) -> float:
+    """Return the distribution function of Student's t, by Wallace's approximation (error below 0.001 from 2 on)."""
+    scaled = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
+    return NORMAL.cdf(math.copysign(scaled, t))

@@ -201,13 +201,12 @@ class Checkpointer:
     def change_section(self, recipe: Recipe, step: int) -> None:
         """Save and copy as often as `recipe` says from `step` on. The plan stays."""
         before, self._recipe = self._recipe.checkpoint, recipe
-        if (recipe.checkpoint.memory == 0) == (before.memory == 0):
-            cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
-            schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
-            self._backend = replace(self._backend, save_schedule=schedule)
-            self._begin_copies(step)
-            return
-        self.take_over(self, step, copied_step=step)  # with or without memory for copies
+        if (recipe.checkpoint.memory == 0) != (before.memory == 0):  # the memory for copies changes, too
+            return self.take_over(self, step, copied_step=step)
+        cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
+        schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
+        self._backend = replace(self._backend, save_schedule=schedule)
+        return self._begin_copies(step)
 
     def _open_store(self) -> StoreFetcher:
         url, own_disk = self._recipe.checkpoint.store, bool(self._link.own_disk)
@@ -312,12 +311,12 @@ class Checkpointer:
 
         Nothing is saved with `checkpoint.every: off`.
         """
-        if self._recipe.checkpoint.is_off:
-            self._wait_until_saved(step)
-            return
-        if step not in (self._requested_step, self._durable_step):
+        is_off = self._recipe.checkpoint.is_off
+        if not is_off and step not in (self._requested_step, self._durable_step):
             self._save(step)
         self._wait_until_saved(step)
+        if is_off:
+            return
         self._log_results()
         if self._durable_step != step:
             raise UserError("K043", f"the last checkpoint could not be written: {self._failure}",
@@ -363,8 +362,8 @@ class Checkpointer:
 
     def loss_bound(self) -> LossBound | None:
         """Return what a fault costs at most from now on; None while that is unknown: no copy or no step is timed."""
-        has_copies = bool(self._link.rank_memories)
-        return bound_loss(self._backend, self._copy_schedule, stride=self._stride, has_copies=has_copies)
+        outlive = bool(self._link.rank_memories)
+        return bound_loss(self._backend, self._copy_schedule, stride=self._stride, has_copies=outlive)
 
     def _log_bound(self, step: int) -> None:
         """Write a `loss_bound` event if the bound on what a rank's fault costs has changed notably."""

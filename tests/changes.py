@@ -19,16 +19,16 @@ from trimaran.run import RunDirectory, create_run
 from trimaran.run.change_request import change_answers, write_change_request
 from trimaran.train.change import apply_change, change_file
 from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
 Patch = Mapping[str, Any]
-MIXTURE = {"experts": 4, "top_k": 2, "ffn": 32}
 
 
-def change_recipe(*, steps: int, shape: Mapping[str, Any] | None = None, **sections: Any) -> Recipe:
+def change_recipe(*, steps: int, **sections: Any) -> Recipe:
     """Return the recipe of a small decoder; the run saves no checkpoint but the last."""
     tree = {
-        "model": {"preset": "tiny", "shape": {**SHAPE, **(shape or {})}},
+        "model": {"preset": "tiny", "shape": SHAPE},
         "data": {"seq_len": 16},
         "train": {"steps": steps, "global_batch": 16, "seed": 3, "schedule": {"warmup_steps": 2}},
         "checkpoint": {"every": 0},
@@ -68,10 +68,18 @@ def train_with_changes(
     changes: Mapping[int, Patch],
     *,
     inject: Callable[[], None] = lambda: None,
+    shares_memory: bool = False,
 ) -> ChangedTraining:
-    """Train under `plan`, and request each patch after its step. `inject` is called in every rank before it starts."""
+    """Train under `plan`, and request each patch after its step. `inject` is called in every rank before it starts.
+
+    `shares_memory`: ranks can read each other's copies of the state, as under a supervisor.
+    """
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
-    results = run_ranks(plan.mesh.world_size, _worker, run.path, folder.parent / "cache", dict(changes), inject)
+    size, cache = plan.mesh.world_size, folder.parent / "cache"
+    fds = tuple(os.memfd_create("rank-memory") for _ in range(size)) if shares_memory else ()
+    results = run_ranks(size, _worker, run.path, cache, dict(changes), inject, fds)
+    for fd in fds:
+        os.close(fd)
     codes, records, leftovers = zip(*results, strict=True)
     assert codes == (0,) * plan.mesh.world_size, run.events(0).read_text()
     hand_overs = [HandOver(*(_saved([rank[number][at] for rank in records]) for at in (0, 1)))
@@ -87,12 +95,16 @@ def _saved(rows: list[tuple[list[HeldShard], dict[str, Any]]]) -> SavedState:
     return SavedState(0, [shares for shares, _ in rows], rows[0][1])
 
 
-def _worker(path: Path, cache: Path, changes: dict[int, Patch], inject: Callable[[], None]) -> tuple[int, Any, Any]:
+def _worker(
+    path: Path, cache: Path, changes: dict[int, Patch], inject: Callable[[], None], fds: tuple[int, ...]
+) -> tuple[int, Any, Any]:
     run, records, leftovers = RunDirectory(path), [], dict[str, list[int]]()
     request_after(run, changes)
     _record_state(records, leftovers)
     inject()
-    code = run_worker(run, read_rank_info(os.environ), cache=cache)
+    rank_info = read_rank_info(os.environ)
+    link = SupervisorLink(rank_memories=fds, local_rank=rank_info.local_rank)
+    code = run_worker(run, rank_info, cache=cache, link=link)
     return code, records, leftovers
 
 

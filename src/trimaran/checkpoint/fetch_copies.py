@@ -7,9 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.find_copies import CopyFinder, FoundCopy
-from trimaran.checkpoint.memory_copies import MemorySource, SlotContents, decode_contents, encode_contents, index_of
-from trimaran.checkpoint.rank_layout import RankLayout
+from trimaran.checkpoint.find_copies import CopyFinder, CopyKey, FoundCopy
+from trimaran.checkpoint.memory_copies import (
+    MemorySource,
+    RankMemory,
+    SlotContents,
+    decode_contents,
+    encode_contents,
+    index_of,
+)
+from trimaran.checkpoint.rank_layout import RankLayout, barrier
 from trimaran.checkpoint.tensor_regions import TensorIndex, overlap
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
@@ -64,6 +71,17 @@ class CopyFetcher:
             for chunk in memory.split(CHUNK_BYTES):
                 dist.recv(chunk, src=self._sender[rank])
             self._remote[rank] = _verified(contents, memory)
+
+
+def open_node_copy(fds: Sequence[int], rank_layout: RankLayout, key: CopyKey) -> MemorySource | None:
+    """Return the copy with this key in the memory of the only node; None if it is not complete.
+
+    Every rank must call it, after it has committed its slot. Checksums are not verified.
+    """
+    barrier()  # until all ranks have
+    finder = CopyFinder([RankMemory(fd) for fd in fds], rank_layout)
+    copies = finder.copies(key)
+    return CopyFetcher(finder, copies, rank_layout).fetch([]) if copies else None
 
 
 def _verified(contents: SlotContents, memory: Tensor) -> SlotContents:

@@ -48,6 +48,11 @@ class CopyFinder:
         """Yield the keys of the complete copies, newest incarnation first, then newest step first."""
         yield from sorted((key for key, copies in self._found.items() if _is_complete(key, copies)), reverse=True)
 
+    def copies(self, key: CopyKey) -> list[FoundCopy]:
+        """Return the slots of a copy, whose checksums are not verified; none if the copy is not complete."""
+        copies = self._found.get(key, [])
+        return copies if _is_complete(key, copies) else []
+
     def verify(self, key: CopyKey) -> list[FoundCopy] | None:
         """Return the slots of a copy whose checksums are right; None if they do not make it complete.
 

@@ -2,11 +2,12 @@
 
 Both plans hold rectangular regions of the same named tensors. Each rank copies what it holds itself, and gets the rest
 from ranks that hold it, in rounds of an all-to-all of bytes on the device. So values keep their bits, and beside the
-two states a rank needs two buffers of at most `ROUND_BYTES`.
+two states a rank needs two buffers of at most `ROUND_BYTES`. Where ranks of one node can read each other's copies of
+the same state in host memory, and collectives would go through sockets, they read those instead.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimaran.checkpoint.compact_index import overlaps
 from trimaran.checkpoint.load_state import match_shards, window
 from trimaran.checkpoint.rank_share import TORCH_DTYPES, copy_values, meta_of
 from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
-from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorShard
 from trimaran.parallel.comm.json_exchange import all_gather_json
 
 ROUND_BYTES = 256 << 20
@@ -83,23 +85,27 @@ def hand_over(
     held: HeldState,
     targets: Sequence[TensorShard],
     device: torch.device,
-    report_progress: Callable[[], None] = lambda: None,
+    memory: CheckpointSource | None = None,
 ) -> int:
     """Fill `targets` from the state that the ranks hold, bit for bit, and return the bytes that this rank received.
 
-    Every rank must call it. `device` is that of the group's collectives. Raises UserError before the first value is
-    written if the held state lacks a tensor or has it with another shape or dtype.
+    Every rank must call it. `device` is that of the group's collectives. `memory` has a copy of the same state, or of
+    most of it, that every rank can read. Raises UserError before the first value is written if the held state lacks a
+    tensor or has it with another shape or dtype: call `match_shards` before where not all ranks would raise.
     """
     rank = dist.get_rank()
-    matched = match_shards(targets, held)  # may raise on one rank alone: check it before, see `match_shards`
+    matched = match_shards(targets, held)
     wanted: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Tensor]] = defaultdict(list)
     requests = []
-    for shard, overlaps in matched:
-        for region, start, size in overlaps:
+    for shard, regions in matched:
+        for region, start, size in regions:
             region_held = (region.start, region.size)
             target: Any = shard.tensor[window(start, size, shard.start)]
             if held.holds(shard.key, region_held):
                 _copy(held.values(shard.key, region_held, start, size), target)
+                continue
+            if memory is not None and shard.key in memory.index:
+                _read(memory, shard.key, start, size, target)
                 continue
             ranks = held.holders[shard.key, region_held]
             for first, extent in _split(start, size, VALUE_BYTES[meta_of(shard).dtype]):
@@ -116,7 +122,6 @@ def hand_over(
     ]  # fmt: skip
     for pieces_of_round in _rounds(pieces):
         _exchange(held, pieces_of_round, wanted, device)
-        report_progress()
     return sum(each.num_bytes for each in pieces if each.target == rank)
 
 
@@ -179,6 +184,13 @@ def _split(start: tuple[int, ...], size: tuple[int, ...], value_bytes: int) -> I
     rows = max(1, ROUND_BYTES // 2 // max(1, row_bytes))
     for first in range(0, size[0], rows):
         yield (start[0] + first, *start[1:]), (min(rows, size[0] - first), *size[1:])
+
+
+def _read(memory: CheckpointSource, key: str, start: tuple[int, ...], size: tuple[int, ...], target: Any) -> None:
+    """Copy a region from the copies in host memory."""
+    for region, first, extent in overlaps(memory.index[key].regions, start, size):
+        values = memory.read(key, region)[window(first, extent, region.start)]
+        target[window(first, extent, start)].copy_(values)
 
 
 def _copy(values: Any, target: Any) -> None:

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d  # private in torch: the table of all groups
 
-from trimaran.parallel.mesh import forget_meshes
-
 
 def known_groups() -> dict[str, dist.ProcessGroup]:
     """Return the groups that this rank is in, by name, without the default group."""
@@ -22,7 +20,6 @@ def destroy_groups(groups: Iterable[str]) -> None:
     found = known_groups()
     for name in sorted({*groups} & found.keys(), key=_by_age, reverse=True):
         dist.destroy_process_group(found[name])
-    forget_meshes()
 
 
 def collective_counts() -> dict[str, list[int]]:

@@ -17,6 +17,7 @@ from trimaran.core import UserError
 from trimaran.parallel import build_mesh
 from trimaran.parallel.axes.pp import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel.mesh import forget_meshes
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.build import (
     RankContext,
@@ -32,6 +33,7 @@ from trimaran.train.build import (
 from trimaran.train.checkpointing.base_hashing import AdapterBase
 from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
 from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.steppers.pipeline_stepper import PipelineStepper
 from trimaran.train.steppers.stepper import PlainStepper
 
@@ -109,12 +111,18 @@ def _fill(new: WorkerParts, old: WorkerParts, progress: dict[str, Any], step: in
         return shards
 
     shards: Sequence[TensorShard] = agree(targets)
-    hand_over(held, shards, new.trainer.device)
+    memory = old.trainer.checkpointer.open_copy(step) if _uses_sockets(new.context.rank_info) else None
+    hand_over(held, shards, new.trainer.device, memory)
     try:
         refuse_unused_tensors(shards, held, gather=all_gather_int64, allowed=MAY_BE_UNUSED)
     except UserError as error:  # the same on all ranks
         raise FailedChangeError(f"{error.code}: {error.what}") from None
     state.restore(progress)
+
+
+def _uses_sockets(rank_info: RankInfo) -> bool:
+    """Whether collectives of ranks of one node go through sockets: on CPUs, and on GPUs that several ranks share."""
+    return rank_info.device.type == "cpu" or rank_info.local_world_size > torch.cuda.device_count()
 
 
 def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorShard]:
@@ -155,6 +163,7 @@ def forget_compiled(is_compiled: bool) -> None:
 
 def free_earlier_parts() -> None:
     """Free the modules of parts that nobody uses any more. They refer to each other: only a collection finds them."""
+    forget_meshes()  # torch's caches refer to meshes, and these to process groups
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -37,7 +37,13 @@ from trimaran.run.held_directory import descriptor_of
 from trimaran.run.lease import newest_term
 from trimaran.run.run_directory import MARKER
 from trimaran.train.checkpointing.base_hashing import BaseHashing
-from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
+from trimaran.train.checkpointing.save_interval import (
+    CopySchedule,
+    LossBound,
+    SaveCost,
+    SaveSchedule,
+    max_repeated_steps,
+)
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.process.token_store import supervisor_store
@@ -132,6 +138,26 @@ def build_backend(
         saver=saver,
         save_schedule=save_schedule,
     )
+
+
+def bound_loss(backend: CheckpointBackend, copies: CopySchedule, *, stride: int, has_copies: bool) -> LossBound | None:
+    """Return what a fault costs at most; None while that is unknown: no copy or no step is timed.
+
+    `has_copies`: copies outlive their rank.
+    """
+    step_seconds, every = copies.step_seconds, copies.every if has_copies else 0
+    if not step_seconds or (every and not backend.copier.has_committed):
+        return None
+    node_steps = backend.save_schedule.max_repeated_steps(step_seconds)
+    if every and backend.peer_copies is not None:
+        round_steps = -(-backend.peer_copies.interval_steps // every) * every
+        node_steps = max_repeated_steps(2 * round_steps, stride)
+    steps = node_steps
+    if every:
+        commit_steps = (copies.commit_seconds or backend.copier.commit_seconds) / step_seconds
+        steps = max_repeated_steps(copies.max_spacing, stride, commit_steps=commit_steps)
+    seconds, node_seconds = (None if each is None else Seconds(each * step_seconds) for each in (steps, node_steps))
+    return LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
 
 
 def _build_saver(inputs: BackendInputs, uploads: StoreUploads | None) -> Saver:

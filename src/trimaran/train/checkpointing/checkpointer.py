@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from trimaran.checkpoint.copier import Copier
+from trimaran.checkpoint.fetch_copies import open_node_copy
 from trimaran.checkpoint.find_copies import CopyFinder
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
+from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource, RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, exchange_rank_layout
 from trimaran.checkpoint.saver import Saver, SaveRequest
 from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_path
@@ -23,14 +24,19 @@ from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_jso
 from trimaran.run import Journal, RunDirectory, last_step
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.base_hashing import AdapterBase
-from trimaran.train.checkpointing.checkpoint_backend import BackendInputs, build_backend, store_descriptors, store_owner
+from trimaran.train.checkpointing.checkpoint_backend import (
+    BackendInputs,
+    bound_loss,
+    build_backend,
+    store_descriptors,
+    store_owner,
+)
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
 from trimaran.train.checkpointing.save_interval import (
     CopySchedule,
     LossBound,
     SaveCost,
     SaveSchedule,
-    max_repeated_steps,
 )
 from trimaran.train.checkpointing.save_requests import event_fields, refuse_without_manifest, request_from_file
 from trimaran.train.process.rank_info import RankInfo
@@ -100,11 +106,10 @@ class Checkpointer:
         self._log_resume(restored, began)
         if restored.tier is None:
             refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
+        before_discard = partial(self._save_before_discard, restored)
+        is_restart = restored.tier == "memory"
         self._backend = build_backend(
-            self._backend_inputs(),
-            self._state.shards(),
-            before_discard=partial(self._save_before_discard, restored),
-            is_restart=restored.tier == "memory",
+            self._backend_inputs(), self._state.shards(), before_discard, is_restart=is_restart
         )
         # Whether all ranks know if there is memory for copies.
         self._slots_decided = not self._backend.copier.allocates_in_background
@@ -146,13 +151,22 @@ class Checkpointer:
         return self._has_begun and self._backend.saver.busy
 
     def copy_before_change(self, step: int) -> None:
-        """Copy the state to memory, if there is memory for copies: a crash during a change of the plan loses no step.
-
-        The copy may go on after this returns, until `wait_until_copied`.
-        """
+        """Copy the state to memory, if there is any for it: a crash during a change of the plan then loses no step."""
         pool = self._backend.slot_pool
         if pool.budget.keeps_copies and self._has_slots() and not all_true(pool.slot_of(step) is not None):
             self._copy(step)
+
+    def open_copy(self, step: int) -> MemorySource | None:
+        """Return the copy of `step` that all ranks made, if all are on one node and can read each other's memory.
+
+        Every rank must call it. The copy was made from the state that the ranks hold now: it is not verified.
+        """
+        is_copied = self._has_begun and self._backend.slot_pool.slot_of(step) is not None
+        if not self._link.rank_memories or self._rank_layout.num_nodes > 1 or not all_true(is_copied):
+            return None
+        self._backend.copier.wait()
+        key = (self._link.attempt, self._num_rewinds), step, self._rank_layout.world_size
+        return open_node_copy([each.fd for each in self._rank_memories], self._memory_layout, key)
 
     def take_over(self, old: "Checkpointer", step: int, *, copied_step: int) -> None:
         """Save the state from `step` on in place of `old`, whose plan was replaced in the same processes.
@@ -167,9 +181,8 @@ class Checkpointer:
         self._totals, self._bound = old._totals, old._bound
         self._restorer = self._build_restorer()
         self._restorer.base = None
-        self._backend = build_backend(
-            self._backend_inputs(), self._state.shards(), is_restart=True, uploads=old._backend.saver.uploads
-        )
+        inputs, uploads = self._backend_inputs(), old._backend.saver.uploads
+        self._backend = build_backend(inputs, self._state.shards(), is_restart=True, uploads=uploads)
         self._slots_decided = not self._backend.copier.allocates_in_background
         incarnation = (self._link.attempt, self._num_rewinds)
         self._begin(RestoredState(step=step, incarnation=incarnation, tier="memory"), copied_step=copied_step)
@@ -188,13 +201,12 @@ class Checkpointer:
     def change_section(self, recipe: Recipe, step: int) -> None:
         """Save and copy as often as `recipe` says from `step` on. The plan stays."""
         before, self._recipe = self._recipe.checkpoint, recipe
-        if (recipe.checkpoint.memory == 0) == (before.memory == 0):
-            cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
-            schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
-            self._backend = replace(self._backend, save_schedule=schedule)
-            self._begin_copies(step)
-            return
-        self.take_over(self, step, copied_step=step)  # with or without memory for copies
+        if (recipe.checkpoint.memory == 0) != (before.memory == 0):  # the memory for copies changes, too
+            return self.take_over(self, step, copied_step=step)
+        cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
+        schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
+        self._backend = replace(self._backend, save_schedule=schedule)
+        return self._begin_copies(step)
 
     def _open_store(self) -> StoreFetcher:
         url, own_disk = self._recipe.checkpoint.store, bool(self._link.own_disk)
@@ -299,12 +311,12 @@ class Checkpointer:
 
         Nothing is saved with `checkpoint.every: off`.
         """
-        if self._recipe.checkpoint.is_off:
-            self._wait_until_saved(step)
-            return
-        if step not in (self._requested_step, self._durable_step):
+        is_off = self._recipe.checkpoint.is_off
+        if not is_off and step not in (self._requested_step, self._durable_step):
             self._save(step)
         self._wait_until_saved(step)
+        if is_off:
+            return
         self._log_results()
         if self._durable_step != step:
             raise UserError("K043", f"the last checkpoint could not be written: {self._failure}",
@@ -350,20 +362,8 @@ class Checkpointer:
 
     def loss_bound(self) -> LossBound | None:
         """Return what a fault costs at most from now on; None while that is unknown: no copy or no step is timed."""
-        step_seconds, backend = self._copy_schedule.step_seconds, self._backend
-        every = self._copy_schedule.every if self._link.rank_memories else 0
-        if not step_seconds or (every and not backend.copier.has_committed):
-            return None
-        node_steps = backend.save_schedule.max_repeated_steps(step_seconds)
-        if every and backend.peer_copies is not None:
-            round_steps = -(-backend.peer_copies.interval_steps // every) * every
-            node_steps = max_repeated_steps(2 * round_steps, self._stride)
-        steps = node_steps
-        if every:
-            commit_steps = (self._copy_schedule.commit_seconds or backend.copier.commit_seconds) / step_seconds
-            steps = max_repeated_steps(self._copy_schedule.max_spacing, self._stride, commit_steps=commit_steps)
-        seconds, node_seconds = (None if each is None else Seconds(each * step_seconds) for each in (steps, node_steps))
-        return LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
+        outlive = bool(self._link.rank_memories)
+        return bound_loss(self._backend, self._copy_schedule, stride=self._stride, has_copies=outlive)
 
     def _log_bound(self, step: int) -> None:
         """Write a `loss_bound` event if the bound on what a rank's fault costs has changed notably."""

@@ -39,6 +39,7 @@ ANSWER_SECONDS = 900.0  # after which a request that the ranks do not answer is 
 LOST_POLLS = 5  # polls without an answer after the request's file is gone
 # Of a core, for diagnoses. An advising autopilot must not disturb the run; one that acts pays for itself.
 MAX_CPU_FRACTION = {"advise": 0.001, "act": 0.02}
+FIRST_DIAGNOSIS_SECONDS = {"off": 0.0, "advise": 60.0, "act": 0.0}
 OPEN_ACTIONS = ("restarted", "replanned", "resized", "rewound")  # of incidents whose cost is known once they are over
 LEFT_OUT_AFTER = {"evaluation": 1, "profile": 1, "recompile": 1, "started": 5, "resume": 5, "loader": 1}  # steps
 
@@ -56,7 +57,8 @@ class Controller:
         self._attempts = Attempts(run)
         self._memory_limit: float | None = None
         self._requested_at, self._lost_polls = 0.0, 0
-        self._diagnose_due = 0.0
+        # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
+        self._diagnose_due = time.monotonic() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
         self._searched: set[str] = set()  # plans for which another layout was searched
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False

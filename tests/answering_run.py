@@ -7,13 +7,12 @@ a step is not that of the clock: it follows from the plan, by `FACTORS`, with a 
 import random
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import StepMetrics
-from trimaran.launch.replace_plan import replace_plan, replace_recipe
-from trimaran.planner.memory_ladder import plan_with
-from trimaran.run import Journal, RunDirectory
+from trimaran.core import Plan, StepMetrics
+from trimaran.run import Journal, RunDirectory, dump_plan
 from trimaran.run.change_request import read_change_request
 
 STEP_SECONDS = 0.1
@@ -52,11 +51,23 @@ def answer(run: RunDirectory, journal: Journal, step: int, changed: dict[str, An
         journal.event("change", step=step, **data, status="refused", how="in place", pause_seconds=0.0, error=error)
     else:
         changed |= request.patch
-        replace_plan(run, plan_with(run.read_plan(), dict(request.patch)))
-        replace_recipe(run, run.read_recipe())
+        replace_plan(run, request.patch)
         journal.event("change", step=step, **data, status="applied", how="in place", pause_seconds=PAUSE_SECONDS,
                       error=None)  # fmt: skip
     run.change_request.unlink()
+
+
+def replace_plan(run: RunDirectory, patch: Mapping[str, Any]) -> None:
+    tree = run.read_plan().model_dump()
+    for field, value in patch.items():
+        _, *path = field.split(".")
+        here = tree
+        for key in path[:-1]:
+            here = here[key]
+        here[path[-1]] = value
+    draft = run.plan.with_name("draft")
+    draft.write_text(dump_plan(Plan.model_validate(tree)))
+    draft.replace(run.plan)
 
 
 def main(path: Path, first: int = 1) -> None:

@@ -62,6 +62,8 @@ class Controller:
         self._searched: set[str] = set()  # plans for which another layout was searched
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
+        self._settings_version: tuple[tuple[int, int], ...] = ()
+        self._known_settings: dict[str, Any] = {}
         self._read(first=True)
         self._resume()
 
@@ -99,7 +101,6 @@ class Controller:
             self._read_event(event)
         if restarted and not first:
             self.loop.restarted(self.loop.step)
-            self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
         self._read_incidents()
 
     def _read_memory(self, line: Mapping[str, Any]) -> None:
@@ -129,8 +130,11 @@ class Controller:
 
     def _settings(self) -> dict[str, Any]:
         """Return the present values of the fields that can change; the ranks replace both files after a change."""
-        self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
-        return settings_of(self.plan, self.recipe)
+        version = tuple((each.st_ino, each.st_mtime_ns) for each in (self.run.recipe.stat(), self.run.plan.stat()))
+        if version != self._settings_version:
+            self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
+            self._known_settings, self._settings_version = settings_of(self.plan, self.recipe), version
+        return self._known_settings
 
     def _is_off(self) -> bool:
         return self.run.autopilot_off.exists()
@@ -265,7 +269,7 @@ def control(run: RunDirectory, stop: threading.Event, *, calibrations: Path | No
 def _control(run: RunDirectory, stop: threading.Event, calibrations: Path | None) -> None:
     controller = Controller(run, calibrations=calibrations)
     while not stop.wait(POLL_SECONDS):
-        with contextlib.suppress(UserError):  # the recipe or the plan is being replaced
+        with contextlib.suppress(UserError, FileNotFoundError):  # the recipe or the plan is being replaced
             controller.poll()
 
 

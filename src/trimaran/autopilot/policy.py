@@ -32,6 +32,7 @@ MAX_LOSS_FRACTION = 0.5  # of a step, that a change for the worse costs while it
 PAUSE_SECONDS = {True: 0.2, False: 5.0}  # of a change in place, and of one that rebuilds; until some were measured
 MIN_CHANGED_FRACTION = 0.03  # of a step, by which it is longer now than it was with a change that was rolled back
 WINDOWS_OF_A_TRIAL = 3  # with the change, without it, and with it again
+MIN_CLEAR_LOSS = 0.05  # of a step: a change that cost this much is not tried under another plan either
 MAX_TRIES = 2  # of one change, under different plans
 MIN_DRIFT_TO_RETURN = 0.15  # of a step by which it changed since a decision, to reconsider what that decision left
 MIN_ADVISED_GAIN = 0.05
@@ -211,6 +212,7 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     if old.outcome == "rolled-back" and old.measured:
         if _was_better(old, situation):
             return None
+        further |= same and old.measured.get("gain", 0.0) < -MIN_CLEAR_LOSS
         return "it did not help before" if further or (same and is_same_plan) else None
     if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
         may_return = _has_drifted(old, situation) and not _num_returns(proposal, situation.decisions)

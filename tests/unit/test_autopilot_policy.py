@@ -25,9 +25,9 @@ COMPILE = proposal({"plan.compile": True}, 0.05)
 
 
 def situation(*proposals: Proposal, **other: Any) -> Situation:
-    known = {"step": 100, "steps_left": 5000, "settings": SETTINGS, "budget_seconds": 150.0}
-    baseline = Baseline(step_seconds=1.0, spread=0.02, steps=100)
-    return Situation(**{"baseline": baseline, **known, "proposals": proposals} | other)
+    known: dict[str, Any] = {"step": 100, "steps_left": 5000, "settings": SETTINGS, "budget_seconds": 150.0}
+    known |= {"baseline": Baseline(step_seconds=1.0, spread=0.02, steps=100), "proposals": proposals}
+    return Situation(**known | other)
 
 
 def decision(patch: dict[str, Any], outcome: str, *, number: int = 1, seconds: float = 1.0, **other: Any) -> Decision:

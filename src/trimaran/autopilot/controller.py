@@ -39,6 +39,7 @@ ANSWER_SECONDS = 900.0  # after which a request that the ranks do not answer is 
 LOST_POLLS = 5  # polls without an answer after the request's file is gone
 # Of a core, for diagnoses. An advising autopilot must not disturb the run; one that acts pays for itself.
 MAX_CPU_FRACTION = {"advise": 0.001, "act": 0.02}
+FIRST_DIAGNOSIS_SECONDS = {"off": 0.0, "advise": 60.0, "act": 0.0}
 OPEN_ACTIONS = ("restarted", "replanned", "resized", "rewound")  # of incidents whose cost is known once they are over
 LEFT_OUT_AFTER = {"evaluation": 1, "profile": 1, "recompile": 1, "started": 5, "resume": 5, "loader": 1}  # steps
 
@@ -56,10 +57,13 @@ class Controller:
         self._attempts = Attempts(run)
         self._memory_limit: float | None = None
         self._requested_at, self._lost_polls = 0.0, 0
-        self._diagnose_due = 0.0
+        # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
+        self._diagnose_due = time.monotonic() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
         self._searched: set[str] = set()  # plans for which another layout was searched
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
+        self._settings_version: tuple[tuple[int, int], ...] = ()
+        self._known_settings: dict[str, Any] = {}
         self._read(first=True)
         self._resume()
 
@@ -97,7 +101,6 @@ class Controller:
             self._read_event(event)
         if restarted and not first:
             self.loop.restarted(self.loop.step)
-            self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
         self._read_incidents()
 
     def _read_memory(self, line: Mapping[str, Any]) -> None:
@@ -127,8 +130,11 @@ class Controller:
 
     def _settings(self) -> dict[str, Any]:
         """Return the present values of the fields that can change; the ranks replace both files after a change."""
-        self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
-        return settings_of(self.plan, self.recipe)
+        version = tuple((each.st_ino, each.st_mtime_ns) for each in (self.run.recipe.stat(), self.run.plan.stat()))
+        if version != self._settings_version:
+            self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
+            self._known_settings, self._settings_version = settings_of(self.plan, self.recipe), version
+        return self._known_settings
 
     def _is_off(self) -> bool:
         return self.run.autopilot_off.exists()
@@ -263,7 +269,7 @@ def control(run: RunDirectory, stop: threading.Event, *, calibrations: Path | No
 def _control(run: RunDirectory, stop: threading.Event, calibrations: Path | None) -> None:
     controller = Controller(run, calibrations=calibrations)
     while not stop.wait(POLL_SECONDS):
-        with contextlib.suppress(UserError):  # the recipe or the plan is being replaced
+        with contextlib.suppress(UserError, FileNotFoundError):  # the recipe or the plan is being replaced
             controller.poll()
 
 

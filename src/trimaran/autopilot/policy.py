@@ -12,7 +12,13 @@ from statistics import NormalDist
 from typing import Any
 
 from trimaran.autopilot.proposal import Proposal, changes_course, is_changeable, is_pinned
-from trimaran.autopilot.trial import LOOK_CONFIDENCE, MIN_HARM_STEPS, SETTLE_STEPS_AFTER_REBUILD, max_trial_steps
+from trimaran.autopilot.trial import (
+    LOOK_CONFIDENCE,
+    MIN_HARM_STEPS,
+    MIN_WINDOW_STEPS,
+    SETTLE_STEPS_AFTER_REBUILD,
+    max_trial_steps,
+)
 from trimaran.autopilot.verdict import Baseline, smallest_gain_to_show, steps_to_show
 from trimaran.core import Decision
 
@@ -25,6 +31,8 @@ GROWTH_HORIZON_STEPS = 500
 MAX_LOSS_FRACTION = 0.5  # of a step, that a change for the worse costs while it is noticed
 PAUSE_SECONDS = {True: 0.2, False: 5.0}  # of a change in place, and of one that rebuilds; until some were measured
 MIN_CHANGED_FRACTION = 0.03  # of a step, by which it is longer now than it was with a change that was rolled back
+WINDOWS_OF_A_TRIAL = 3  # with the change, without it, and with it again
+MIN_CLEAR_LOSS = 0.05  # of a step: a change that cost this much is not tried under another plan either
 MAX_TRIES = 2  # of one change, under different plans
 MIN_DRIFT_TO_RETURN = 0.15  # of a step by which it changed since a decision, to reconsider what that decision left
 MIN_ADVISED_GAIN = 0.05
@@ -134,11 +142,13 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
     measured = replace(before, steps=max(before.steps, most))
     shown = max(MIN_GAIN, smallest_gain_to_show(measured, most, confidence=LOOK_CONFIDENCE))
     kept_gain, kept_chance = _gain_above(shown, proposal)
-    window = min(most, steps_to_show(max(proposal.gain, shown), measured, confidence=LOOK_CONFIDENCE))
+    needed = steps_to_show(max(proposal.gain, shown), measured, confidence=LOOK_CONFIDENCE)
+    window = max(MIN_WINDOW_STEPS, min(most, needed))
     pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
     loss = _loss(proposal) * (window + settle) * seconds
     cost = pause * (2 - kept_chance) + loss
-    saved = kept_gain * seconds * max(0.0, situation.steps_left - window - settle)
+    rest = situation.steps_left - WINDOWS_OF_A_TRIAL * (window + settle)  # one that is too late cannot pay
+    saved = kept_gain * seconds * max(0.0, rest)
     worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds
     return PricedProposal(proposal=proposal, value=saved - cost, worst_cost=worst)
 
@@ -202,6 +212,7 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     if old.outcome == "rolled-back" and old.measured:
         if _was_better(old, situation):
             return None
+        further |= same and old.measured.get("gain", 0.0) < -MIN_CLEAR_LOSS
         return "it did not help before" if further or (same and is_same_plan) else None
     if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
         may_return = _has_drifted(old, situation) and not _num_returns(proposal, situation.decisions)

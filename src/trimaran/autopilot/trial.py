@@ -5,6 +5,7 @@ middle of a trial reads the same files and continues it.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,8 +79,8 @@ class TrialRecord:
     @cached_property
     def before(self) -> list[TimedStep]:
         """The steps before the first change."""
-        end = self.changes[0].step if self.changes else math.inf
-        return [each for each in self.samples if each.step <= end][-MAX_BASELINE_STEPS:]
+        end = bisect_right(self._steps, self.changes[0].step) if self.changes else len(self.samples)
+        return list(self.samples[max(0, end - MAX_BASELINE_STEPS) : end])
 
     @cached_property
     def baseline(self) -> Baseline:
@@ -97,9 +98,14 @@ class TrialRecord:
     def after_change(self, index: int, *, settled: bool) -> list[TimedStep]:
         """Return the steps between a change and the next one; if `settled`, without the first ones."""
         change = self.changes[index]
-        begin = change.step + (change.settle_steps if settled else 0)
-        end = self.changes[index + 1].step if index + 1 < len(self.changes) else math.inf
-        return [each for each in self.samples if begin < each.step <= end]
+        begin = bisect_right(self._steps, change.step + (change.settle_steps if settled else 0))
+        is_last = index + 1 == len(self.changes)
+        end = len(self.samples) if is_last else bisect_right(self._steps, self.changes[index + 1].step)
+        return list(self.samples[begin:end])
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        return [each.step for each in self.samples]
 
     def _window(self, is_after: bool, samples: Sequence[TimedStep]) -> StepWindow:
         return StepWindow(is_after, tuple(each.step for each in samples), tuple(self.seconds(each) for each in samples))

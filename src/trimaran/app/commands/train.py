@@ -80,13 +80,11 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     trimaran train
     trimaran train recipes/stdlib-tiny.yaml --set train.steps=300 --run-dir runs/longer
     trimaran train --profile 10:13
-    trimaran train --warm
-    trimaran train recipes/stdlib-tiny.yaml --autopilot act
+    trimaran train --autopilot act
     torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
     """
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    overrides = (settings or []) + profile_settings(profile, profile_ranks)
-    overrides += [f"autopilot.mode={autopilot}"] if autopilot else []
+    overrides = (settings or []) + profile_settings(profile, profile_ranks) + autopilot_settings(autopilot)
     request = resolve(recipe, overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_missing_sinks(request.recipe.telemetry)
     refuse_bad_profile(request)
@@ -122,6 +120,11 @@ def profile_settings(profile: str, ranks: str) -> list[str]:
     """Return the recipe settings for `--profile` and `--profile-ranks`."""
     fields = {"telemetry.profile": profile, "telemetry.profile_ranks": ranks}
     return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value]
+
+
+def autopilot_settings(mode: str) -> list[str]:
+    """Return the recipe setting for `--autopilot`."""
+    return [f"autopilot.mode={json.dumps(mode)}"] if mode else []
 
 
 def refuse_bad_profile(request: Request) -> None:

@@ -1,8 +1,9 @@
 """Expected step times of plans that were not measured: predictions, corrected by the plans that were.
 
 The correction is a Gaussian process over the logarithm of measured to predicted. Part of its variance is common to all
-plans (the device is faster than assumed), the rest to similar plans only, so a neighbour of a measured plan is known
-better than a plan on another mesh. Its scale is that of the prediction's error bar, adapted to the errors found.
+plans (the device is faster than assumed), a part to plans with the same kernels, the rest to plans of similar sizes. So
+a neighbour of a measured plan is known better than a plan on another mesh. The scale is that of the prediction's error
+bar, adapted to the errors that were found.
 """
 
 import math
@@ -15,17 +16,20 @@ import numpy as np
 from trimaran.core import Plan
 from trimaran.tune.trial_record import TriedCandidate, TuneCandidate
 
-COMMON_FRACTION = 0.7  # of the variance of an error that all plans of a cluster share
-LENGTH = 1.5  # distance at which errors of plans have little in common beyond that
+# Of the variance of an error: what all plans of a cluster share, what plans with the same kernels share, and the rest,
+# which only plans of similar sizes share.
+COMMON_FRACTION, KERNEL_FRACTION = 0.6, 0.15
+SAME_KERNELS = 0.7  # correlation of that part for each choice of kernels that differs
+LENGTH = 1.5  # distance at which sizes have little in common
 PRIOR_TRIALS = 4.0  # trials that the error bar counts as much as
+MAX_SCALE = 2.0  # of the variance: one plan that is far slower than predicted says little about others
 DEFAULT_ERROR = 0.3  # if nothing is predicted
 NOISES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
-# How far plans are from each other if one setting differs, or differs by a factor of two.
-MESH_DISTANCE, MICRO_BATCH_DISTANCE, BUCKET_DISTANCE, PREFETCH_DISTANCE = 1.0, 0.35, 0.1, 0.1
-SETTING_DISTANCES = {"sharding": 0.7, "recompute": 0.5, "offload": 1.0, "compile": 1.0, "cuda_graphs": 0.7, "loss": 0.3,
-                     "towers": 0.5}  # fmt: skip
-COMM_DISTANCES = {"overlap": 0.3, "reshard": 0.5, "context": 0.4, "regather": 0.4}
-SCHEDULE_DISTANCE, WORKERS_DISTANCE = 0.5, 0.2
+USUAL_NOISE, NOISE_SPREAD = 0.01, 3.0  # of an idle machine, and the factor by which another one usually differs
+# How far apart plans are if one of them has twice as much.
+MESH_DISTANCE, SHARDS_DISTANCE, MICRO_BATCH_DISTANCE, BUCKET_DISTANCE, PREFETCH_DISTANCE = 1.0, 0.5, 0.35, 0.1, 0.1
+KERNEL_CHOICES = ("sharding", "recompute", "offload", "compile", "cuda_graphs", "loss", "pipeline")
+COMM_CHOICES = ("overlap", "reshard", "context", "regather")
 
 
 class ExpectedTime(NamedTuple):
@@ -36,23 +40,27 @@ class ExpectedTime(NamedTuple):
 
 
 def distance(one: TuneCandidate, other: TuneCandidate) -> float:
-    """Return how different two candidates are; 0 for equal ones."""
-    a, b = one.plan, other.plan
-    # The data ranks of two sharding stages are in different axes, so together they count once.
-    mesh = sum(_doublings(getattr(a.mesh, axis), getattr(b.mesh, axis)) for axis in ("dp", "tp", "pp", "cp", "ep"))
-    mesh += 0.5 * _doublings(a.mesh.dp_shard, b.mesh.dp_shard) if a.sharding == b.sharding else 0.0
-    total = MESH_DISTANCE * mesh + MICRO_BATCH_DISTANCE * _doublings(a.micro_batch, b.micro_batch)
-    total += sum(far for name, far in SETTING_DISTANCES.items() if getattr(a, name) != getattr(b, name))
-    total += sum(far for name, far in COMM_DISTANCES.items() if getattr(a.comm, name) != getattr(b.comm, name))
-    total += BUCKET_DISTANCE * _doublings(a.comm.bucket_mb, b.comm.bucket_mb)
-    total += PREFETCH_DISTANCE * abs(a.comm.prefetch - b.comm.prefetch)
-    if a.mesh.pp > 1 and a.pipeline != b.pipeline:
-        total += SCHEDULE_DISTANCE
-    return total + (WORKERS_DISTANCE if one.workers != other.workers else 0.0)
+    """Return how different the sizes of two candidates are; 0 for equal ones."""
+    return math.dist(_sizes(one), _sizes(other))
 
 
-def _doublings(one: int, other: int) -> float:
-    return abs(math.log2(one / other))
+def _sizes(candidate: TuneCandidate) -> tuple[float, ...]:
+    plan, mesh, comm = candidate.plan, candidate.plan.mesh, candidate.plan.comm
+    axes = (MESH_DISTANCE * math.log2(each) for each in (mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep))
+    return (
+        *axes,
+        SHARDS_DISTANCE * math.log2(mesh.dp_shard),
+        MICRO_BATCH_DISTANCE * math.log2(plan.micro_batch),
+        BUCKET_DISTANCE * math.log2(comm.bucket_mb),
+        PREFETCH_DISTANCE * comm.prefetch,
+    )
+
+
+def num_other_kernels(one: TuneCandidate, other: TuneCandidate) -> int:
+    """Return in how many choices of kernels two candidates differ: compiled or not, sharding, recompute and so on."""
+    count = sum(getattr(one.plan, name) != getattr(other.plan, name) for name in KERNEL_CHOICES)
+    count += sum(getattr(one.plan.comm, name) != getattr(other.plan.comm, name) for name in COMM_CHOICES)
+    return count + (one.workers != other.workers)
 
 
 class StepTimeModel:
@@ -77,7 +85,8 @@ class StepTimeModel:
         self._inverse = np.linalg.inv(self._kernel + self._errors(self.noise))
         self._weights = self._inverse @ self._residuals
         # Errors that are smaller, or larger, than the error bar says make it smaller, or larger, for all plans.
-        self._scale = (PRIOR_TRIALS + float(self._residuals @ self._weights)) / (PRIOR_TRIALS + count)
+        scale = (PRIOR_TRIALS + float(self._residuals @ self._weights)) / (PRIOR_TRIALS + count)
+        self._scale = min(scale, MAX_SCALE)
 
     def expect(self, candidate: TuneCandidate) -> ExpectedTime:
         """Return the expected step time of a candidate, measured or not."""
@@ -85,7 +94,8 @@ class StepTimeModel:
             return ExpectedTime(self._base(candidate), error_of(candidate.plan))
         near = self._variance * np.array([_correlation(candidate, each.candidate) for each in self._tried])
         # Plans that differ little and contradict each other must not be extrapolated beyond what was ever seen.
-        mean = min(max(float(near @ self._weights), self._residuals.min()), self._residuals.max())
+        least, most = min(0.0, self._residuals.min()), max(0.0, self._residuals.max())
+        mean = min(max(float(near @ self._weights), least), most)
         variance = max(1e-8, (self._variance - float(near @ self._inverse @ near)) * self._scale)
         return ExpectedTime(self._base(candidate) * math.exp(mean), math.sqrt(variance))
 
@@ -101,8 +111,8 @@ class StepTimeModel:
         kernel = self._kernel + self._errors(noise)
         _, volume = np.linalg.slogdet(kernel)
         fit = float(self._residuals @ np.linalg.solve(kernel, self._residuals))
-        count = PRIOR_TRIALS + len(self._tried)
-        return -0.5 * (count * math.log(PRIOR_TRIALS + fit) + float(volume)) - 0.5 * math.log(noise)
+        count, unusual = PRIOR_TRIALS + len(self._tried), math.log(noise / USUAL_NOISE, NOISE_SPREAD)
+        return -0.5 * (count * math.log(PRIOR_TRIALS + fit) + float(volume)) - 0.5 * unusual**2
 
 
 def error_of(plan: Plan) -> float:
@@ -110,7 +120,10 @@ def error_of(plan: Plan) -> float:
 
 
 def _correlation(one: TuneCandidate, other: TuneCandidate) -> float:
-    return COMMON_FRACTION + (1 - COMMON_FRACTION) * math.exp(-((distance(one, other) / LENGTH) ** 2))
+    kernels = SAME_KERNELS ** num_other_kernels(one, other)
+    near = math.exp(-((distance(one, other) / LENGTH) ** 2))
+    sizes = 1 - COMMON_FRACTION - KERNEL_FRACTION
+    return COMMON_FRACTION + KERNEL_FRACTION * kernels + sizes * near
 
 
 def expected_gain(best_seconds: float, expected: ExpectedTime) -> float:

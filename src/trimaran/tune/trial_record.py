@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import sha256
 from statistics import fmean
 from typing import Any, Literal, Self
@@ -17,7 +18,7 @@ FAILED: tuple[TrialOutcome, ...] = ("out of memory", "refused", "failed")
 MIN_SIGMA = 0.005  # of a step time: two runs of one plan differ by about that much on an idle machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached key
 class TuneCandidate:
     """A plan with its prediction, and the loader processes to run it with. `origin` says where it comes from."""
 
@@ -25,7 +26,7 @@ class TuneCandidate:
     workers: Workers = "auto"
     origin: str = "planner"
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A digest of everything that a trial depends on; equal candidates are measured once."""
         text = json.dumps([self.plan.model_dump(mode="json"), self.workers], sort_keys=True)

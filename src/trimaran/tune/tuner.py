@@ -85,6 +85,7 @@ class Tuner:
     free_workers: bool = True
     clock: Callable[[], float] = time.monotonic
     _candidates: dict[str, TuneCandidate] = field(default_factory=dict)
+    _expanded: set[str] = field(default_factory=set)  # candidates whose neighbours are candidates
     _num_new: int = 0
     _deadline: float = 0.0
 
@@ -209,6 +210,9 @@ class Tuner:
         measured = [each for each in tried.values() if each.outcome == "measured" and each.seconds]
         bases = sorted(measured, key=lambda each: each.seconds or 0.0)[:NUM_BASES]
         for base in [each.candidate for each in bases] or [self._first]:
+            if base.key in self._expanded:
+                continue
+            self._expanded.add(base.key)
             for each in neighbours(base.plan, self.question):
                 if trains_alike(each.plan, self._first.plan):
                     self._add([TuneCandidate(plan=each.plan, workers=base.workers, origin=each.kind)])

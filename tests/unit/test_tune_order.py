@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -198,33 +198,34 @@ def test_ctrl_c_keeps_results_and_the_next_tuning_continues(tmp_path: Path) -> N
 
 
 def test_results_of_other_pins_count_only_if_they_keep_these(tmp_path: Path) -> None:
-    tune(question_for(), Machine(as_predicted), tmp_path)
-    result = tune(question_for(plan={"recompute": "full"}), machine := Machine(as_predicted), tmp_path)
+    tune(question_for(), Machine(as_predicted), tmp_path, minutes=2)
+    result = tune(question_for(plan={"recompute": "full"}), machine := Machine(as_predicted), tmp_path, minutes=2)
     assert {each.candidate.plan.recompute for each in result.tried} == {"full"}
     assert {each.plan.recompute for each in machine.measured} == {"full"}
 
 
-def test_forgotten_results_are_measured_again(tmp_path: Path) -> None:
-    tune(question_for(), Machine(as_predicted), tmp_path)
+def some_record() -> TrialRecord:
+    return Machine(lambda plan: 0.5)(TuneCandidate(plan=Plan()), TrialLimits())
+
+
+def test_forgotten_results_do_not_count_any_more(tmp_path: Path) -> None:
     store = TrialStore(tmp_path)
-    store.read()
-    assert store.records
+    store.add(some_record())
     store.forget()
-    store.read()
-    assert store.records == []
-    tune(question_for(), machine := Machine(as_predicted), tmp_path)
-    assert machine.measured
+    store.add(after := replace(some_record(), run="trial-002"))
+    again = TrialStore(tmp_path)
+    again.read()
+    assert again.records == store.records == [after]
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
-    tune(question_for(), Machine(as_predicted), tmp_path)
-    whole = TrialStore(tmp_path)
-    whole.read()
-    lines = (tmp_path / "trials.jsonl").read_text().splitlines()
-    (tmp_path / "trials.jsonl").write_text("\n".join(['{"key": 3}', "{", lines[0], lines[0].replace("mesh", "mash")]))
     store = TrialStore(tmp_path)
-    store.read()
-    assert store.records == whole.records[:1]
+    store.add(some_record())
+    line = store.path.read_text().strip()
+    store.path.write_text("\n".join(['{"key": 3}', "{", line, line.replace("mesh", "mash"), ""]))
+    again = TrialStore(tmp_path)
+    again.read()
+    assert again.records == store.records
 
 
 def test_the_expected_gain_grows_with_the_promise_and_with_the_uncertainty() -> None:

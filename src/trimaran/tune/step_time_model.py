@@ -28,7 +28,7 @@ NOISES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 USUAL_NOISE, NOISE_SPREAD = 0.01, 3.0  # of an idle machine, and the factor by which another one usually differs
 # How far apart plans are if one of them has twice as much.
 MESH_DISTANCE, SHARDS_DISTANCE, MICRO_BATCH_DISTANCE, BUCKET_DISTANCE, PREFETCH_DISTANCE = 1.0, 0.5, 0.35, 0.1, 0.1
-KERNEL_CHOICES = ("sharding", "recompute", "offload", "compile", "cuda_graphs", "loss", "pipeline")
+KERNEL_CHOICES = ("sharding", "recompute", "offload", "compile", "cuda_graphs", "loss")
 COMM_CHOICES = ("overlap", "reshard", "context", "regather")
 
 
@@ -39,28 +39,39 @@ class ExpectedTime(NamedTuple):
     sigma: float
 
 
-def distance(one: TuneCandidate, other: TuneCandidate) -> float:
-    """Return how different the sizes of two candidates are; 0 for equal ones."""
-    return math.dist(_sizes(one), _sizes(other))
+class PlanFeatures(NamedTuple):
+    """What the errors of plans depend on: their sizes, scaled by what differences matter, and their kernels."""
+
+    sizes: tuple[float, ...]
+    kernels: tuple[object, ...]
 
 
-def _sizes(candidate: TuneCandidate) -> tuple[float, ...]:
+def features_of(candidate: TuneCandidate) -> PlanFeatures:
+    """Return the features of a candidate."""
     plan, mesh, comm = candidate.plan, candidate.plan.mesh, candidate.plan.comm
     axes = (MESH_DISTANCE * math.log2(each) for each in (mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep))
-    return (
+    sizes = (
         *axes,
         SHARDS_DISTANCE * math.log2(mesh.dp_shard),
         MICRO_BATCH_DISTANCE * math.log2(plan.micro_batch),
         BUCKET_DISTANCE * math.log2(comm.bucket_mb),
         PREFETCH_DISTANCE * comm.prefetch,
     )
+    kernels = (
+        *(getattr(plan, name) for name in KERNEL_CHOICES),
+        *(getattr(comm, name) for name in COMM_CHOICES),
+        (plan.pipeline.schedule, plan.pipeline.stages),
+        candidate.workers,
+    )
+    return PlanFeatures(sizes, kernels)
 
 
-def num_other_kernels(one: TuneCandidate, other: TuneCandidate) -> int:
-    """Return in how many choices of kernels two candidates differ: compiled or not, sharding, recompute and so on."""
-    count = sum(getattr(one.plan, name) != getattr(other.plan, name) for name in KERNEL_CHOICES)
-    count += sum(getattr(one.plan.comm, name) != getattr(other.plan.comm, name) for name in COMM_CHOICES)
-    return count + (one.workers != other.workers)
+def correlation(one: PlanFeatures, other: PlanFeatures) -> float:
+    """Return how much the errors of two plans have in common: 1 for equal plans."""
+    num_other = sum(a != b for a, b in zip(one.kernels, other.kernels, strict=True))
+    near = math.exp(-((math.dist(one.sizes, other.sizes) / LENGTH) ** 2))
+    sizes = 1 - COMMON_FRACTION - KERNEL_FRACTION
+    return COMMON_FRACTION + KERNEL_FRACTION * SAME_KERNELS**num_other + sizes * near
 
 
 class StepTimeModel:
@@ -78,9 +89,9 @@ class StepTimeModel:
                                     for log, each in zip(logs, self._tried, strict=True)])  # fmt: skip
         self._variance = max((error_of(each.candidate.plan) for each in self._tried), default=DEFAULT_ERROR) ** 2
         count = len(self._tried)
-        self._kernel = self._variance * np.array(
-            [[_correlation(a.candidate, b.candidate) for b in self._tried] for a in self._tried]
-        ).reshape(count, count)
+        self._features = [features_of(each.candidate) for each in self._tried]
+        common = np.array([[correlation(a, b) for b in self._features] for a in self._features])
+        self._kernel = self._variance * common.reshape(count, count)
         self.noise = max(NOISES, key=self._likelihood) if count > 1 else NOISES[0]
         self._inverse = np.linalg.inv(self._kernel + self._errors(self.noise))
         self._weights = self._inverse @ self._residuals
@@ -92,7 +103,8 @@ class StepTimeModel:
         """Return the expected step time of a candidate, measured or not."""
         if not self._tried:
             return ExpectedTime(self._base(candidate), error_of(candidate.plan))
-        near = self._variance * np.array([_correlation(candidate, each.candidate) for each in self._tried])
+        own = features_of(candidate)
+        near = self._variance * np.array([correlation(own, each) for each in self._features])
         # Plans that differ little and contradict each other must not be extrapolated beyond what was ever seen.
         least, most = min(0.0, self._residuals.min()), max(0.0, self._residuals.max())
         mean = min(max(float(near @ self._weights), least), most)
@@ -117,13 +129,6 @@ class StepTimeModel:
 
 def error_of(plan: Plan) -> float:
     return plan.prediction.error if plan.prediction else DEFAULT_ERROR
-
-
-def _correlation(one: TuneCandidate, other: TuneCandidate) -> float:
-    kernels = SAME_KERNELS ** num_other_kernels(one, other)
-    near = math.exp(-((distance(one, other) / LENGTH) ** 2))
-    sizes = 1 - COMMON_FRACTION - KERNEL_FRACTION
-    return COMMON_FRACTION + KERNEL_FRACTION * kernels + sizes * near
 
 
 def expected_gain(best_seconds: float, expected: ExpectedTime) -> float:

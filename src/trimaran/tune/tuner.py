@@ -135,7 +135,7 @@ class Tuner:
             tried = self.tried()
             self._add_neighbours(tried)
             proposals = propose(self._candidates, tried, self._costs())
-            if self._confirm(tried):
+            if self._confirm(tried, proposals):
                 continue
             if stop := self._reason_to_stop(proposals):
                 return stop
@@ -154,7 +154,7 @@ class Tuner:
             return "time", f"{self.minutes:g} minutes are over"
         return None
 
-    def _confirm(self, tried: dict[str, TriedCandidate]) -> bool:
+    def _confirm(self, tried: dict[str, TriedCandidate], proposals: Proposals) -> bool:
         """Measure the first choice and the best once more if no more trials are to come. Returns whether it did.
 
         The fastest of many measurements looks faster than it is, and a machine may get slower with time.
@@ -164,7 +164,6 @@ class Tuner:
             return False
         if best.num_trials > 1 or sum(each.num_trials > 1 for each in tried.values()) > MAX_CONFIRMATIONS:
             return False
-        proposals = propose(self._candidates, tried, self._costs())
         # Ask as if both were measured already: is there time for another trial after them?
         pair = RESERVE * sum(self._costs().of(each.candidate, each.seconds or 0.0) for each in (best, first))
         cheapest = min((each.cost_seconds for each in proposals.ordered), default=0.0)

@@ -98,9 +98,9 @@ def test_a_file_of_the_user_is_not_overwritten(tmp_path: Path) -> None:
     write_tuned_recipe(path, f"{HEADER}: 1 ms\nname: a\n")
     refuse_other_file(path)  # our own may be replaced
     path.write_text("name: mine\n")
-    with pytest.raises(UserError, match="A042"):
+    with pytest.raises(UserError, match="A026"):
         refuse_other_file(path)
-    with pytest.raises(UserError, match="A042"):
+    with pytest.raises(UserError, match="A026"):
         refuse_other_file(tmp_path)
 
 

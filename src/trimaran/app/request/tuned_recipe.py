@@ -21,13 +21,13 @@ def refuse_other_file(path: Path) -> None:
     try:
         exists = path.is_symlink() or path.exists()
         if exists and not read_regular_bytes(path, limit_bytes=MAX_HEADER_BYTES).startswith(HEADER.encode()):
-            raise UserError("A042", "this file exists, and `trimaran tune` has not written it", where=str(path),
+            raise UserError("A026", "this file exists, and `trimaran tune` has not written it", where=str(path),
                             fix="name another file with --out")  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UserError("A042", f"the recipe cannot be written: {error.strerror}", where=str(path),
+        raise UserError("A026", f"the recipe cannot be written: {error.strerror}", where=str(path),
                         fix="name another file with --out") from None  # fmt: skip
 
 

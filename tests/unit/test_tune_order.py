@@ -20,7 +20,7 @@ from trimaran.tune.run_trial import TrialLimits
 from trimaran.tune.step_time_model import ExpectedTime, StepTimeModel, expected_gain
 from trimaran.tune.trial_record import TrialRecord, TriedCandidate, TuneCandidate, combine
 from trimaran.tune.trial_store import TrialStore
-from trimaran.tune.tuner import Tuner, TuneResult
+from trimaran.tune.tuner import Tuner, TuneResult, TuneTask
 
 TrueSeconds = Callable[[Plan], float | str]
 """The seconds of a step, or the outcome of a plan that fails."""
@@ -80,8 +80,8 @@ def tune(question: Question, machine: Machine, folder: Path, *, minutes: float =
     store = TrialStore(folder)
     store.read()
     ranked = search(question).ranked
-    tuner = Tuner(question, question.recipe, ranked, store, machine, machine, minutes, clock=lambda: machine.now)
-    return tuner.run()
+    task = TuneTask(question=question, recipe=question.recipe, ranked=ranked, minutes=minutes)
+    return Tuner(task, store, machine, machine, clock=lambda: machine.now).run()
 
 
 def as_predicted(plan: Plan) -> float:

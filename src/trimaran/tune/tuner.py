@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trimaran.core import Plan, Recipe
@@ -68,9 +68,9 @@ class TuneResult:
         return 1 - self.best.seconds / self.first.seconds
 
 
-@dataclass(slots=True)
-class Tuner:
-    """A tuning: the question, the planner's ranked plans, and the records so far.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneTask:
+    """What to tune: the question, the recipe of the trials, and the planner's plans, the best first.
 
     `minutes` is the time for trials. Loader processes are tried only if `free_workers`.
     """
@@ -78,22 +78,33 @@ class Tuner:
     question: Question
     recipe: Recipe
     ranked: Sequence[Plan]
-    store: TrialStore
-    measure: MeasureTrial
-    view: TuneView
     minutes: float = 10.0
     free_workers: bool = True
-    clock: Callable[[], float] = time.monotonic
-    _candidates: dict[str, TuneCandidate] = field(default_factory=dict)
-    _expanded: set[str] = field(default_factory=set)  # candidates whose neighbours are candidates
-    _num_new: int = 0
-    _deadline: float = 0.0
+
+
+class Tuner:
+    """A tuning: its candidates, and the records so far."""
+
+    def __init__(
+        self,
+        task: TuneTask,
+        store: TrialStore,
+        measure: MeasureTrial,
+        view: TuneView,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.question, self.recipe = task.question, task.recipe
+        self.minutes, self.free_workers = task.minutes, task.free_workers
+        self.store, self.measure, self.view, self.clock = store, measure, view, clock
+        self._candidates: dict[str, TuneCandidate] = {}
+        self._expanded: set[str] = set()  # candidates whose neighbours are candidates
+        self._num_new, self._deadline = 0, 0.0
+        self._add(TuneCandidate(plan=plan, workers=self.recipe.data.workers) for plan in task.ranked)
 
     def run(self) -> TuneResult:
         """Measure until time is over, nothing promises a gain, or Ctrl-C; return what is known then."""
         began = self.clock()
         self._deadline = began + 60 * self.minutes
-        self._add(TuneCandidate(plan=plan, workers=self.recipe.data.workers) for plan in self.ranked)
         try:
             stopped, why = self._measure_all()
         except KeyboardInterrupt:

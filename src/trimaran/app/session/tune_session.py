@@ -26,7 +26,7 @@ from trimaran.run.compile_cache import refuse_unusable
 from trimaran.tune.run_trial import TrialLimits, run_trial
 from trimaran.tune.trial_record import TrialRecord, TuneCandidate
 from trimaran.tune.trial_store import TrialStore
-from trimaran.tune.tuner import Tuner, TuneResult
+from trimaran.tune.tuner import Tuner, TuneResult, TuneTask
 
 RUNTIME_FOLDER = "XDG_RUNTIME_DIR"  # where the socket of a warm fork server is
 WARM_MINUTES = 10.0  # that the fork server stays without a trial, if this process is killed
@@ -56,17 +56,14 @@ def tune_here(request: TuneRequest, store: TrialStore, console: Console, *, minu
         def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> TrialRecord:
             return run_trial(recipe, candidate, store.new_run(), limits, warm=warm, show=view.steps)
 
-        tuner = Tuner(
+        task = TuneTask(
             question=request.question,
             recipe=recipe,
             ranked=request.ranked,
-            store=store,
-            measure=measure,
-            view=view,
             minutes=minutes,
             free_workers=request.free_workers,
         )
-        return tuner.run()
+        return Tuner(task, store, measure, view).run()
 
 
 def refit_rates(runs: list[Path]) -> Refit:

@@ -27,6 +27,16 @@ def _run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB (planted)")
 
 
+def _find_only_holes() -> None:
+    """Raise what torch raises if memory is fragmented, unless the allocator has expandable segments."""
+    if os.environ.get("PYTORCH_ALLOC_CONF") != "expandable_segments:True":
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.00 "
+            "MiB is free. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 3.00 GiB is reserved by "
+            "PyTorch but unallocated. (planted)"
+        )
+
+
 COMPILE_SECONDS = 8.0
 compiled: list[int] = []
 
@@ -53,6 +63,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "hang": _hang,
     "raise": lambda: (_ for _ in ()).throw(ValueError("a planted fault")),
     "oom": _run_out_of_memory,
+    "fragmented": _find_only_holes,
 }
 
 faults = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_FAULT", "").split(",") if each]

@@ -15,6 +15,7 @@ from tests.dist.test_nonfinite_search import NanFault, plant
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import EXIT_DONE, EXIT_STUCK, Finding, Recipe
 from trimaran.nets import Network
+from trimaran.planner.memory_ladder import plan_with
 from trimaran.run import RunDirectory
 from trimaran.train import build
 
@@ -214,8 +215,33 @@ def test_out_of_memory_gets_the_plan_that_fits_as_its_patch(tmp_path: Path) -> N
         assert supervised.wait() == EXIT_DONE
     found = diagnosed(supervised, "F062")
     assert found.culprit == "rank 1"
-    assert found.patch["plan.micro_batch"] == 2
-    assert found.patch["plan.grad_accum"] == 2
+    run = supervised.run
+    before, after = run.read_plan(run.earlier_plans()[0]), run.read_plan()
+    assert plan_with(before, found.patch) == after.model_copy(update={"prediction": None})
+    assert before.model_copy(update={"prediction": None}) != after.model_copy(update={"prediction": None})
+    assert after.global_batch == before.global_batch
+
+
+def test_fragmented_memory_gets_expandable_segments_and_the_plan_stays(tmp_path: Path) -> None:
+    """The fault occurs until the allocator's variable is set, and by then the run must not have changed its plan."""
+    with Supervised.start(tmp_path / "run", "train.steps=20", fault="fragmented:1:6") as supervised:
+        assert supervised.wait() == EXIT_DONE
+    (incident,) = supervised.faults
+    assert (incident.cause, incident.action) == ("oom", "replanned")
+    assert incident.evidence["allocator"] == "expandable_segments:True"
+    assert "3.0 GiB were free in pieces, 1.0 GiB were wanted" in incident.evidence["why"]
+    assert supervised.run.earlier_plans() == []
+
+
+def test_memory_that_stays_fragmented_gets_the_next_rung_of_the_ladder(tmp_path: Path) -> None:
+    with Supervised.start(tmp_path / "run", "train.steps=20", fault="fragmented:1:6:0,oom:1:6:1") as supervised:
+        assert supervised.wait() == EXIT_DONE
+    first, second = supervised.faults
+    assert first.evidence["allocator"]
+    assert "allocator" not in second.evidence
+    assert [each.action for each in (first, second)] == ["replanned", "replanned"]
+    (before,) = supervised.run.earlier_plans()
+    assert supervised.run.read_plan(before).global_batch == supervised.run.read_plan().global_batch
 
 
 def test_out_of_memory_without_a_restart_gets_the_cheapest_fix_as_its_patch(tmp_path: Path) -> None:

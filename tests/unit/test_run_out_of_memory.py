@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trimaran.launch.exit_cause import read_exit
-from trimaran.run.out_of_memory import says_out_of_memory
+from trimaran.run.out_of_memory import memory_holes, says_out_of_memory
 from trimaran.train.metrics.memory_snapshot import is_out_of_memory
 
 MESSAGES = {
@@ -34,3 +34,15 @@ def test_a_failed_allocation_of_torch_on_this_machine_is_recognised() -> None:
         torch.empty(1 << 50)  # 4 PiB: more than any machine can map
     assert is_out_of_memory(caught.value)
     assert read_exit(1, {"type": type(caught.value).__name__, "message": str(caught.value)}, "").cause == "oom"
+
+
+def test_holes_in_fragmented_memory_are_read_from_torchs_message() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.00 MiB "
+        "is free. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 812.25 MiB is reserved by PyTorch but "
+        "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=..."
+    )
+    found = {"wanted_bytes": 3 << 29, "hole_bytes": int(812.25 * (1 << 20))}
+    assert memory_holes(text) == found
+    assert found.items() <= dict(read_exit(1, {"type": "OutOfMemoryError", "message": text}, "").facts).items()
+    assert all(memory_holes(each) == {} for each in MESSAGES.values())

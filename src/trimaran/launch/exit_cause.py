@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause
 from trimaran.run.connection_lost import CONNECTION_LOST, GLOO_NOISE
-from trimaran.run.out_of_memory import OUT_OF_MEMORY
+from trimaran.run.out_of_memory import HOST_RAN_OUT, OUT_OF_MEMORY, memory_holes
 
 # What torch's watchdog logs before it aborts a rank whose NCCL peers are gone. NCCL reports a peer that was killed as a
 # remote or a system error, depending on how its socket was closed.
@@ -72,6 +72,7 @@ def _read_error(error: Mapping[str, Any]) -> RankFault:
     what = f"raised {kind}: {_first_line(message)}"
     if cause is not None:
         facts = {key: error[key] for key in ("sample_ids", "step") if key in error}
+        facts |= memory_holes(message) if cause == "oom" else {}
         return RankFault(cause=cause, what=what, facts=facts)
     if CONNECTION_LOST.search(message):
         what = f"lost the connection to other ranks: {GLOO_NOISE.sub('', _first_line(message))}"
@@ -82,7 +83,7 @@ def _read_error(error: Mapping[str, Any]) -> RankFault:
 def _read_signal(number: int, log_tail: str, *, oom_killed: bool) -> RankFault:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL and oom_killed:
-        return RankFault(cause="oom", what="was killed by the kernel's OOM killer: the host ran out of memory")
+        return RankFault(cause="oom", what=f"was killed by the kernel's OOM killer: {HOST_RAN_OUT}")
     if number in CRASH_SIGNALS:
         for cause, pattern in CAUSE_PATTERNS.items():
             if pattern.search(log_tail):

@@ -16,6 +16,7 @@ from trimaran.core.regular_files import append_regular_file
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.launch.collect_reports import STOPPED_STATES, process_state
 from trimaran.launch.early_supervisor import WARM, stop_with_parent, take_early
+from trimaran.planner.memory_ladder import uses_expandable_segments
 from trimaran.run import RunDirectory
 from trimaran.run.gloo_listeners import LAZY_CONNECTIONS
 
@@ -26,6 +27,7 @@ OPENMP = "OMP_NUM_THREADS"
 # times: 13 s for 256 ranks, hours for 8,192.
 MAX_RANKS_ALL_CONNECTED = 128
 # The variables that torch reads its allocator settings from. The second and third are older names of the first.
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -36,13 +38,8 @@ def local_command(run: RunDirectory) -> list[str]:
 
 
 def allocator_settings(plan: Plan) -> dict[str, str]:
-    """Return the settings of the CUDA allocator for `plan`; empty if the defaults are fine.
-
-    Sharded weights, pipelines, recompute and offload allocate blocks of many sizes at changing times. Expandable
-    segments avoid the fragmentation that this causes.
-    """
-    steady = plan.sharding == "none" and plan.mesh.pp == 1 and plan.recompute == "none" and plan.offload == "none"
-    return {} if steady else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
+    """Return the settings of the CUDA allocator for `plan`; empty if the defaults are fine."""
+    return {ALLOCATOR_VARIABLES[0]: EXPANDABLE_SEGMENTS} if uses_expandable_segments(plan) else {}
 
 
 def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, deterministic: bool) -> dict[str, str]:

@@ -7,8 +7,9 @@ from typing import Protocol
 from trimaran.core import Incident, Plan, Recipe
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.node import AttemptSpec, Node
+from trimaran.launch.oom_recovery import allocator_after_ooms, recover_from_oom
 from trimaran.launch.recovery_policy import PolicyDecision, RecoveryOptions
-from trimaran.launch.replan import full_size, less_memory, resized, smaller_sizes, with_prediction
+from trimaran.launch.replan import full_size, resized, smaller_sizes, with_prediction
 from trimaran.run import RunDirectory, append_line
 from trimaran.run.replace_plan import replace_plan
 
@@ -26,7 +27,7 @@ class Rendezvous(Protocol):
         ...
 
 
-def attempt_spec(plan: Plan, rendezvous: Rendezvous, *, attempt: int) -> AttemptSpec:
+def attempt_spec(run: RunDirectory, plan: Plan, rendezvous: Rendezvous, *, attempt: int) -> AttemptSpec:
     """Return the spec for all ranks of `plan`; each node gets its part of it."""
     size = plan.mesh.world_size
     return AttemptSpec(
@@ -36,7 +37,7 @@ def attempt_spec(plan: Plan, rendezvous: Rendezvous, *, attempt: int) -> Attempt
         world_size=size,
         store=rendezvous.store,
         token=rendezvous.token,
-        environment=rendezvous.environment(plan),
+        environment={**rendezvous.environment(plan), **allocator_after_ooms(run)},
     )
 
 
@@ -86,13 +87,14 @@ def larger_size(run: RunDirectory, *, capacity: int) -> int | None:
 def recovery_options(run: RunDirectory, recipe: Recipe) -> RecoveryOptions:
     """Return the changes that are still possible for the run."""
     plan = run.read_plan()
-    change = less_memory(plan, recipe)
+    change = recover_from_oom(run, recipe)
     smaller = next((size for size in smaller_sizes(plan, recipe) if resized(plan, recipe, size)), None)
     quarantined = len(read_regular_text(run.quarantine).splitlines()) if run.quarantine.exists() else 0
     return RecoveryOptions(
         world_size=plan.mesh.world_size,
         smaller=smaller,
-        less_memory=change[1] if change else None,
+        less_memory=change.why if change else None,
+        allocator=change.allocator if change else "",
         quarantined=quarantined,
         last_step=recipe.train.steps,
     )
@@ -101,8 +103,9 @@ def recovery_options(run: RunDirectory, recipe: Recipe) -> RecoveryOptions:
 def apply_decision(run: RunDirectory, recipe: Recipe, decision: PolicyDecision, incident: Incident) -> None:
     """Change the plan and the quarantine in the run directory as `decision` says, for the next attempt."""
     plan = run.read_plan()
-    if decision.action == "replanned" and (change := less_memory(plan, recipe)):
-        replace_plan(run, with_prediction(change[0], recipe))
+    if decision.action == "replanned" and not decision.allocator:
+        if (change := recover_from_oom(run, recipe)) and change.plan is not None:
+            replace_plan(run, with_prediction(change.plan, recipe))
     elif decision.action == "resized" and decision.world_size and (new := resized(plan, recipe, decision.world_size)):
         replace_plan(run, new)
     for sample in decision.samples:

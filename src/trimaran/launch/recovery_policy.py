@@ -32,13 +32,15 @@ class RecoveryOptions:
     """The changes that are still possible.
 
     `world_size` is the current one; `smaller` the next smaller one that the recipe allows and a plan exists for;
-    `less_memory` describes the change to a plan that needs less memory; `quarantined` counts samples left out so far.
+    `less_memory` describes the change to a plan that needs less memory, or to the settings `allocator` of the CUDA
+    allocator; `quarantined` counts samples left out so far.
     `last_step` is the number of the run's last step, if known.
     """
 
     world_size: int
     smaller: int | None = None
     less_memory: str | None = None
+    allocator: str = ""
     quarantined: int = 0
     last_step: int | None = None
 
@@ -52,6 +54,12 @@ class PolicyDecision:
     code: int = 0
     world_size: int | None = None
     samples: tuple[int, ...] = ()
+    allocator: str = ""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the incident records beside the reason, for the next attempts."""
+        return {"allocator": self.allocator} if self.allocator else {}
 
 
 def decide(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
@@ -76,7 +84,7 @@ def decide(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOpt
 def _after_oom(options: RecoveryOptions) -> PolicyDecision:
     """Never restart the same plan: it would run out of memory again."""
     if options.less_memory:
-        return PolicyDecision(action="replanned", why=options.less_memory)
+        return PolicyDecision(action="replanned", why=options.less_memory, allocator=options.allocator)
     why = "no plan with less memory is left to try; use more devices, a smaller model or shorter sequences"
     return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
 

@@ -14,13 +14,13 @@ from trimaran.planner.memory_ladder import next_rung
 FIXED_FIELDS = ("precision", "engine", "comm")
 
 
-def less_memory(plan: Plan, recipe: Recipe) -> tuple[Plan, str] | None:
+def less_memory(plan: Plan, recipe: Recipe, *, may_offload: bool = True) -> tuple[Plan, str] | None:
     """Return the plan to continue with after an OOM, and what changes; None if nothing is left to change."""
     try:
         question = question_of(recipe, plan.mesh.world_size)
     except UserError:
         question = None
-    return next_rung(plan, question)
+    return next_rung(plan, question, may_offload=may_offload)
 
 
 def question_of(recipe: Recipe, world_size: int) -> Question:

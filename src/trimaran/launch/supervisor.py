@@ -186,7 +186,7 @@ class Supervisor:
         plan, before = self.run.read_plan(), self._highest_step
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
-        watch = AttemptWatch(self.run, nodes, attempt_spec(plan, self.node_group, attempt=number))
+        watch = AttemptWatch(self.run, nodes, attempt_spec(self.run, plan, self.node_group, attempt=number))
         outcome = self._watch(watch)
         investigation = None
         is_closing = watch.is_saved and not watch.not_done() and len(watch.of_kind("done")) == plan.mesh.world_size
@@ -331,7 +331,7 @@ class Supervisor:
         incident = self.incidents.amend(
             incident,
             action=decision.action,
-            evidence=incident.evidence | {"why": decision.why},
+            evidence=incident.evidence | {"why": decision.why} | decision.settings,
             cost=incident.cost | {key: each for key, each in cost.items() if each},
         )
         log.warning("%s: %s; %s", headline(incident), decision.action, decision.why)

@@ -1,6 +1,8 @@
-"""The memory ladder: plan changes that need less memory, for a run that has run out of it.
+"""The memory ladder: plan changes that need less memory, for a run that has run out of it or soon will.
 
-The launcher takes the next rung after an OOM (`next_rung`). The doctor recommends the cheapest one (`cheapest_first`).
+There is one order for all who use it: the shortest predicted step of the plans that fit (`cheapest_first`). The doctor
+recommends the first one. The launcher takes the first one that keeps what the user pinned (`next_rung`). Fragmented
+memory has a rung before all others: expandable segments, which cost nothing (`may_expand_segments`).
 Decision record: docs/decisions/0022-one-memory-ladder.md.
 """
 
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 
 from trimaran.core import Plan, Prediction, UserError
 from trimaran.cost import predict
+from trimaran.cost.step import MAX_PINNED_FRACTION
 from trimaran.planner.legal import check_plan
 from trimaran.planner.question import Question
 
@@ -20,7 +23,9 @@ Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batc
 # must save at least 8 %.
 MAX_MEMORY_FRACTION = 0.92
 FIXED_TERMS = ("process",)  # memory terms that no plan changes
-RECOMPUTE_ORDER = ("none", "elementwise", "selective", "full")
+SHARDING_ORDER = ("none", "optimizer", "gradients", "parameters")
+# What the launcher changes after an OOM even if the user pinned it: the run would end otherwise.
+ADJUSTABLE_FIELDS = ("plan.micro_batch", "plan.micro_batches", "plan.grad_accum", "plan.recompute")
 
 
 class Rung(NamedTuple):
@@ -52,52 +57,89 @@ def plan_bytes(prediction: Prediction) -> float:
 
 
 def cheapest_first(plan: Plan, question: Question, *, needed_bytes: float, device_bytes: float) -> list[Rung]:
-    """Return the changes after which the plan fits on its devices, shortest step first.
+    """Return the changes after which the plan fits on its devices and its host, shortest step first.
 
     `needed_bytes` is what the present plan really needs. Predictions are scaled by its ratio to the predicted memory.
     """
-    rungs = [rung for patch in all_changes(plan) if (rung := _rung(plan, patch, question))]
-    fitting = _fitting(rungs, plan, question, needed_bytes=needed_bytes, device_bytes=device_bytes)
+    present, limit = plan_bytes(predict(question.job, question.cluster, plan)), MAX_MEMORY_FRACTION * device_bytes
+    pinnable = MAX_PINNED_FRACTION * question.cluster.host_bytes
+    fitting = [
+        rung
+        for patch in all_changes(plan)
+        if (rung := _rung(plan, patch, question))
+        and plan_bytes(rung.prediction) * needed_bytes / present <= limit
+        and rung.prediction.host_bytes <= pinnable
+    ]
     return sorted(fitting, key=lambda rung: (rung.prediction.step_seconds, rung.prediction.peak_bytes, len(rung.patch)))
 
 
-def next_rung(plan: Plan, question: Question | None = None) -> tuple[Plan, str] | None:
+def next_rung(plan: Plan, question: Question | None = None, *, may_offload: bool = True) -> tuple[Plan, str] | None:
     """Return the plan to continue with after an OOM, and what changes; None if nothing is left to change.
 
-    The global batch, the mesh and what is offloaded stay. The order is fixed: a smaller micro-batch first, then
-    recompute. With a `question`, rungs that are illegal or save too little by prediction are skipped; if none saves
-    enough, or nothing can be predicted, the rule decides: the next smaller micro-batch, then full recompute.
+    It is the one with the shortest predicted step of those that fit, with the same global batch. The user's pins of
+    other fields than micro-batch, accumulation and recompute stay. If none fits, or nothing can be predicted, the rule
+    decides: the next smaller micro-batch, then full recompute. `may_offload`: the host has memory to offload to.
     """
-    rungs: list[Rung] = []
     if question is not None and question.outline is not None:
-        patches = sorted(_runtime_changes(plan), key=lambda patch: _rule_order(patch, plan))
-        rungs = [rung for patch in patches if (rung := _rung(plan, patch, question))]
         available = float(question.cluster.device.memory_bytes)
-        for rung in _fitting(rungs, plan, question, needed_bytes=available, device_bytes=available):
-            return rung.plan.model_copy(update={"prediction": None}), _text(plan, rung.plan)
+        needed = max(available, plan_bytes(predict(question.job, question.cluster, plan)))
+        for rung in cheapest_first(plan, question, needed_bytes=needed, device_bytes=available):
+            stays = may_offload or rung.plan.offload == plan.offload
+            if stays and not any(_is_pinned(field, question.pins) for field in rung.patch):
+                return rung.plan.model_copy(update={"prediction": None}), describe_change(plan, rung.plan)
     patch = next(_smaller_micro_batches(plan), None) or ({"plan.recompute": "full"} if plan.recompute != "full" else {})
     if not patch:
         return None
     changed = plan_with(plan, patch).model_copy(update={"prediction": None})
-    return changed, _text(plan, changed)
+    return changed, describe_change(plan, changed)
+
+
+def uses_expandable_segments(plan: Plan) -> bool:
+    """Return whether the CUDA allocator gets expandable segments for this plan from the start.
+
+    Sharded weights, pipelines, recompute and offload allocate blocks of many sizes at changing times, which fragments
+    memory. Other plans allocate the same blocks at every step.
+    """
+    return not (plan.sharding == "none" and plan.mesh.pp == 1 and plan.recompute == "none" and plan.offload == "none")
+
+
+def may_expand_segments(plan: Plan, *, hole_bytes: float, wanted_bytes: float) -> bool:
+    """Return whether expandable segments are the next rung: an allocation failed that the free holes could have held.
+
+    `hole_bytes` are reserved by the allocator and free, but in pieces.
+    """
+    return hole_bytes >= wanted_bytes > 0 and not uses_expandable_segments(plan)
 
 
 def all_changes(plan: Plan) -> Iterator[Patch]:
-    """Yield every change that needs less memory: one of a kind, or one of each kind. The results of training stay."""
-    yield from _combined(
-        list(_smaller_micro_batches(plan)), list(_more_recompute(plan)), list(_sharding(plan)), list(_others(plan))
-    )
+    """Yield every change that needs less memory: one of a kind, or one of each kind. The results of training stay.
 
-
-def _runtime_changes(plan: Plan) -> Iterator[Patch]:
-    """Yield the changes that the launcher may make by itself: mesh and host memory are the user's decision."""
-    yield from _combined(list(_smaller_micro_batches(plan)), list(_more_recompute(plan)))
+    Context parallelism is combined with micro-batches and recompute only: it changes the mesh, as sharding does.
+    """
+    sizes, recompute = list(_smaller_micro_batches(plan)), list(_more_recompute(plan))
+    yield from _combined(sizes, recompute, list(_sharding(plan)), list(_others(plan)))
+    for context in _context(plan):
+        yield context
+        for change in _combined(list(_smaller_micro_batches(plan_with(plan, context))), recompute):
+            yield context | change
 
 
 def _combined(*kinds: list[Patch]) -> Iterator[Patch]:
     for chosen in product(*([{}, *kind] for kind in kinds)):
         if patch := {field: value for change in chosen for field, value in change.items()}:
             yield patch
+
+
+def _is_pinned(field: str, pins: Plan) -> bool:
+    """Return whether the user pinned the field, such as `plan.mesh.cp`; not for what an OOM may change anyway."""
+    if field in ADJUSTABLE_FIELDS:
+        return False
+    here: Any = pins
+    for name in field.split(".")[1:]:
+        if name not in here.model_fields_set:
+            return False
+        here = getattr(here, name)
+    return True
 
 
 def _smaller_micro_batches(plan: Plan) -> Iterator[Patch]:
@@ -121,9 +163,28 @@ def _more_recompute(plan: Plan) -> Iterator[Patch]:
 
 
 def _sharding(plan: Plan) -> Iterator[Patch]:
-    if plan.mesh.dp > 1 and plan.sharding != "parameters" and plan.engine == "torch":
-        shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": "parameters"}
+    """Yield deeper sharding stages, over all data ranks."""
+    if plan.mesh.dp == 1 or plan.engine != "torch":
+        return
+    for stage in SHARDING_ORDER[SHARDING_ORDER.index(plan.sharding) + 1 :]:
+        shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": stage}
         yield shards if plan.comm.overlap else shards | {"plan.comm.overlap": True}  # only replicas do without it
+
+
+def _context(plan: Plan) -> Iterator[Patch]:
+    """Yield more context parallelism with fewer data ranks: each holds a smaller part of its sequences.
+
+    Accumulation makes up for the data ranks, so the global batch stays.
+    """
+    replicas, shards = plan.mesh.dp_replicate, plan.mesh.dp_shard
+    if plan.micro_batches or plan.engine != "torch" or not plan.comm.overlap:
+        return
+    for factor in (2, 4, 8):
+        if replicas % factor and shards % factor:
+            continue
+        axis, ranks = ("dp_replicate", replicas) if replicas % factor == 0 else ("dp_shard", shards)
+        yield {f"plan.mesh.{axis}": ranks // factor, "plan.mesh.cp": plan.mesh.cp * factor,
+               "plan.grad_accum": plan.grad_accum * factor}  # fmt: skip
 
 
 def _others(plan: Plan) -> Iterator[Patch]:
@@ -137,7 +198,9 @@ def _others(plan: Plan) -> Iterator[Patch]:
 
 
 def _rung(plan: Plan, patch: Patch, question: Question) -> Rung | None:
-    """Return the change with its prediction; None if the changed plan cannot run."""
+    """Return the change with its prediction; None if the changed plan cannot run. A CPU has no host to offload to."""
+    if "plan.offload" in patch and question.cluster.device.kind != "cuda":
+        return None
     try:
         changed = plan_with(plan, patch)
         check_plan(changed, question.recipe, question.spec, question.cluster, question.outline, question.facts)
@@ -146,25 +209,17 @@ def _rung(plan: Plan, patch: Patch, question: Question) -> Rung | None:
     return Rung(patch, changed, predict(question.job, question.cluster, changed))
 
 
-def _fitting(
-    rungs: list[Rung], plan: Plan, question: Question, *, needed_bytes: float, device_bytes: float
-) -> list[Rung]:
-    present, limit = plan_bytes(predict(question.job, question.cluster, plan)), MAX_MEMORY_FRACTION * device_bytes
-    return [rung for rung in rungs if plan_bytes(rung.prediction) * needed_bytes / present <= limit]
-
-
-def _rule_order(patch: Patch, plan: Plan) -> tuple[int, int]:
-    """Return where the change stands on the launcher's ladder: as little recompute as possible, then large batches."""
-    recompute = patch.get("plan.recompute")
-    level = RECOMPUTE_ORDER.index(recompute) if recompute else 0
-    return level, -patch.get("plan.micro_batch", max(patch.get("plan.micro_batches", [plan.micro_batch])))
-
-
-def _text(plan: Plan, changed: Plan) -> str:
-    changes = []
-    if changed.micro_batch != plan.micro_batch:
-        changes += [f"micro-batch {plan.micro_batch} -> {changed.micro_batch}"]
-        changes += [f"accumulation {plan.grad_accum} -> {changed.grad_accum}"]
-    if changed.recompute != plan.recompute:
-        changes += [f"recompute {plan.recompute} -> {changed.recompute}"]
-    return ", ".join(changes)
+def describe_change(plan: Plan, changed: Plan) -> str:
+    """Return what differs between two plans, as text."""
+    pairs = [
+        ("data ranks", plan.mesh.dp, changed.mesh.dp),
+        ("cp", plan.mesh.cp, changed.mesh.cp),
+        ("sharding", plan.sharding, changed.sharding),
+        ("micro-batch", plan.micro_batch, changed.micro_batch),
+        ("accumulation", plan.grad_accum, changed.grad_accum),
+        ("recompute", plan.recompute, changed.recompute),
+        ("offload", plan.offload, changed.offload),
+        ("loss", plan.loss, changed.loss),
+        ("gathered inputs", *("again" if each.comm.regather else "saved" for each in (plan, changed))),
+    ]
+    return ", ".join(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)

@@ -7,7 +7,12 @@ from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.memory_fix import cheapest_memory_fix
 from trimaran.doctor.step_breakdown import get_number
+from trimaran.planner.memory_ladder import uses_expandable_segments
 
+FIRST_RUNG = (
+    "first start it with PYTORCH_ALLOC_CONF=expandable_segments:True, which costs nothing: segments grow in place and "
+    "do not fragment"
+)
 MIN_STEPS = 10
 MIN_FRAGMENTED_FRACTION = 0.25  # of reserved memory that is free but split
 MIN_RESERVED_FRACTION = 0.8  # of the device: below that fragmentation does no harm
@@ -38,7 +43,7 @@ def fragmentation(evidence: Evidence) -> Iterator[Finding]:
         culprit="allocator of rank 0",
         evidence={"fragmentation": fragmented, "retries": retries, "reserved": reserved, "total": total},
         patch=memory_fix.patch if memory_fix else {},
-        fix="start it with PYTORCH_ALLOC_CONF=expandable_segments:True: segments grow in place and do not fragment",
+        fix="" if memory_fix and uses_expandable_segments(evidence.plan) else FIRST_RUNG,
         expected_effect=memory_fix.effect if memory_fix else "no fragmentation",
         gain=memory_fix.gain if memory_fix else None,
         confidence=0.8,

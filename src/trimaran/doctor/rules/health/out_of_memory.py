@@ -44,13 +44,16 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _present_plan(evidence: Evidence) -> Patch:
-    """Return the fields that the run's new plan changed, as a patch."""
+    """Return the fields that the memory ladder may have changed in the run's new plan, as a patch."""
     plan = evidence.plan
     rows: Patch = {"plan.micro_batches": [*plan.rows_by_rank]} if plan.rows_by_rank else {}
     fields: Patch = (rows or {"plan.micro_batch": plan.micro_batch}) | {"plan.grad_accum": plan.grad_accum}
-    return valid_patch(
-        evidence.recipe, fields | ({"plan.recompute": plan.recompute} if plan.recompute != "none" else {})
-    )
+    changed = {"recompute": "none", "sharding": "none", "offload": "none", "loss": "logits"}
+    fields |= {f"plan.{name}": getattr(plan, name) for name, usual in changed.items() if getattr(plan, name) != usual}
+    if plan.sharding != "none" or plan.mesh.cp > 1:
+        axes = ("dp_replicate", "dp_shard", "cp")
+        fields |= {f"plan.mesh.{axis}": getattr(plan.mesh, axis) for axis in axes}
+    return valid_patch(evidence.recipe, fields)
 
 
 def _largest_in_snapshot(evidence: Evidence, incident: Line) -> str:

@@ -59,7 +59,7 @@ class BareLoop:
         parts = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
         assert isinstance(parts, PlainStepper)
         parts.set_training(True)
-        self.judge, self.optimizer = parts._loss_function, parts._updater._optimizer
+        self.judge, self.optimizer = parts._loss_function, parts.updater._optimizer
         self.parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def step(self, host_batch: StepBatch) -> None:

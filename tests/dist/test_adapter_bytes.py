@@ -50,7 +50,7 @@ def held_bytes(recipe: Recipe, plan: Plan) -> tuple[int, dict[str, int]]:
     lower_halves = [each.low for each in parameters if hasattr(each, "low")]
     gradients = [each.grad for each in parameters if each.grad is not None]
     stepper.update(recipe.train.lr)
-    states = stepper._updater._optimizer.state.values()  # pyrefly: ignore[missing-attribute]
+    states = stepper.updater._optimizer.state.values()  # pyrefly: ignore[missing-attribute]
     moments = [each for state in states for name, each in state.items() if name.startswith("exp_avg")]
     dist.barrier()
     pp_rank = ranks.rank("pp") if plan.mesh.pp > 1 else 0

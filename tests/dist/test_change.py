@@ -58,6 +58,7 @@ def test_a_run_goes_through_all_kinds_of_plans_on_two_ranks(folder: Path, unchan
         assert max(rank["threads"]) <= min(rank["threads"]) + 1
 
 
+@pytest.mark.slow
 def test_changes_back_and_forth_leave_nothing_behind(folder: Path) -> None:
     recipe = change_recipe(steps=22)
     there, back = {"plan.mesh": {"tp": 2}}, {"plan.mesh": {"dp_shard": 2}}
@@ -150,7 +151,9 @@ def out_of_memory(*args: Any) -> Any:
     [
         (break_build_on_rank_1, {"plan.sharding": "parameters"}, "rank 1: MemoryError: no memory"),
         (break_first_step, {"plan.sharding": "parameters"}, "RuntimeError: CUDA out of memory"),
-        (break_first_step, {"plan.micro_batch": 8}, "RuntimeError: CUDA out of memory"),
+        pytest.param(
+            break_first_step, {"plan.micro_batch": 8}, "RuntimeError: CUDA out of memory", marks=pytest.mark.slow
+        ),
     ],
     ids=["build", "first-step", "first-step-in-place"],
 )

@@ -33,7 +33,7 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SentRegion:
     """A region of a tensor that rank `source` sends to rank `target`, within the source's region `held`."""
 
     source: int
@@ -115,7 +115,7 @@ def hand_over(
                 if is_new:  # tied parameters have the same key
                     requests.append([ranks[rank % len(ranks)], shard.key, *region_held, first, extent])
     pieces = [
-        Piece(source, target, key, (tuple(a), tuple(b)), tuple(start), tuple(size),
+        SentRegion(source, target, key, (tuple(a), tuple(b)), tuple(start), tuple(size),
               prod(size) * VALUE_BYTES[held.index[key].meta.dtype])
         for target, rows in enumerate(all_gather_json(requests))
         for source, key, a, b, start, size in rows
@@ -125,7 +125,9 @@ def hand_over(
     return sum(each.num_bytes for each in pieces if each.target == rank)
 
 
-def _exchange(held: HeldState, pieces: Sequence[Piece], wanted: dict[Any, list[Tensor]], device: torch.device) -> None:
+def _exchange(
+    held: HeldState, pieces: Sequence[SentRegion], wanted: dict[Any, list[Tensor]], device: torch.device
+) -> None:
     """Send and receive the pieces of one round. Both sides have them in the same order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sent = sorted((each for each in pieces if each.source == rank), key=lambda each: each.target)
@@ -144,7 +146,7 @@ def _exchange(held: HeldState, pieces: Sequence[Piece], wanted: dict[Any, list[T
             into.copy_(view)
 
 
-def _views(pieces: Sequence[Piece], buffer: Tensor, held: HeldState) -> Iterator[tuple[Piece, Tensor]]:
+def _views(pieces: Sequence[SentRegion], buffer: Tensor, held: HeldState) -> Iterator[tuple[SentRegion, Tensor]]:
     """Yield each piece with its part of the buffer, as a tensor of its dtype and shape."""
     offsets = [0, *accumulate(_aligned(each.num_bytes) for each in pieces)]
     for each, offset in zip(pieces, offsets, strict=False):
@@ -152,16 +154,16 @@ def _views(pieces: Sequence[Piece], buffer: Tensor, held: HeldState) -> Iterator
         yield each, buffer[offset : offset + each.num_bytes].view(dtype).view(each.size)
 
 
-def _rounds(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _rounds(pieces: Sequence[SentRegion]) -> Iterator[list[SentRegion]]:
     """Yield the pieces in rounds in which no rank sends or receives more than `ROUND_BYTES`, or one larger piece.
 
     Targets take turns, so that the ranks send and receive at the same time. All ranks make the same rounds.
     """
-    by_target: dict[int, list[Piece]] = defaultdict(list)
+    by_target: dict[int, list[SentRegion]] = defaultdict(list)
     for each in reversed(pieces):
         by_target[each.target].append(each)
     while any(by_target.values()):
-        sent, received, taken = defaultdict(int), defaultdict(int), list[Piece]()
+        sent, received, taken = defaultdict(int), defaultdict(int), list[SentRegion]()
         for target, left in by_target.items():
             while left:
                 each = left[-1]

@@ -110,13 +110,16 @@ class PlanChanger:
         old, is_compiled = self.parts, self.parts.context.plan.compile or change.plan.compile
         shard_check = old.trainer.check.guard.shard_check
         old.trainer.checkpointer.copy_before_change(step)
+        new, why = None, ""
         try:
             new = self._build(context, old, progress, step, in_place=change.in_place)
         except FailedChangeError as error:
+            why = str(error)  # the error itself holds frames, and these the networks that were built
+        if new is None:
             old.trainer.check.guard.shard_check = shard_check
             old.trainer.recorder.profiler.follow(old.networks)
             free_earlier_parts()
-            return error
+            return FailedChangeError(why)
         old.trainer.checkpointer.wait_until_copied()
         if not change.in_place:
             release_state(old)
@@ -200,14 +203,18 @@ class PlanChanger:
     def _commit(self, change: CheckedChange, new: WorkerParts, loop_exit: LoopExit, step: int) -> None:
         """Make the new plan that of the run: in its directory, and for the checkpoints."""
         old, self.parts = self.parts, new
-        if self._info.rank == 0 or (self._link.own_disk and self._info.local_rank == 0):
-            replace_recipe(self._run, change.recipe)
-            replace_plan(self._run, change.plan)
+        self._agree(lambda: self._replace_files(change))
         done = loop_exit.step if loop_exit.reason != "rewind" else step + 1
         if not change.in_place:
             new.trainer.checkpointer.take_over(old.trainer.checkpointer, done, copied_step=step)
         elif change.recipe.checkpoint != old.context.recipe.checkpoint:
             new.trainer.checkpointer.change_section(change.recipe, done)
+
+    def _replace_files(self, change: CheckedChange) -> None:
+        """Write recipe and plan to the run directory, on each node that has its own."""
+        if self._info.rank == 0 or (self._link.own_disk and self._info.local_rank == 0):
+            replace_recipe(self._run, change.recipe)
+            replace_plan(self._run, change.plan)
 
     def _answer(self, change: CheckedChange, status: Any, began: float, *, error: Exception | None = None) -> None:
         seconds = time.monotonic() - began

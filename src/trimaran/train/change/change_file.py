@@ -66,7 +66,7 @@ class ChangeFile:
         self._thread: threading.Thread | None = None
         self._checked: CheckedChange | UserError | None = None
         self._request = ChangeRequest(id=0)
-        self._num_waits, self._is_taken = 0, False
+        self._num_waits, self._is_ready, self._is_taken = 0, False, False
         self.step = 0  # the last one that is done, for the answer
         self._checkpointer: Checkpointer | None = None
 
@@ -80,7 +80,9 @@ class ChangeFile:
         Every step asks: without a request that costs one system call.
         """
         self.step = step
-        if self._is_taken or not self._path or (self._thread is None and not os.path.exists(self._path)):
+        if self._is_ready:  # the ranks agree on it one step later: it must not change until they have taken it
+            return not self._is_taken
+        if not self._path or (self._thread is None and not os.path.exists(self._path)):
             return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._check, name="trimaran-change", daemon=True)
@@ -92,9 +94,14 @@ class ChangeFile:
             return False
         if self._checked is None:
             return False
+        pending = read_change_request(self._run)
+        if pending is not None and pending.id != self._request.id:  # a person has replaced it
+            self._thread = None
+            return False
         self._num_waits += 1
         saves = self._checkpointer is not None and (self._checkpointer.is_saving or self._checkpointer.wants_save)
-        return self._num_waits > MAX_WAITS or not saves
+        self._is_ready = self._num_waits > MAX_WAITS or not saves
+        return self._is_ready
 
     def take(self) -> CheckedChange | None:
         """Return the request that the ranks agreed on, which they answer next; None on other ranks than 0."""
@@ -111,14 +118,15 @@ class ChangeFile:
         error: UserError | Exception | None = None,
     ) -> None:
         """Write the `change` event and remove the request, unless a user has replaced it by another one."""
-        self._thread, self._checked, self._num_waits, self._is_taken = None, None, 0, False
+        self._thread, self._checked, self._num_waits = None, None, 0
+        self._is_ready = self._is_taken = False
         if not self._path:
             return
         facts = None
         if isinstance(error, UserError):
             facts = {"code": error.code, "what": error.what, "fix": error.fix}
         elif error is not None:
-            facts = {"code": "S044", "what": f"{type(error).__name__}: {error}"[:500], "fix": "see the log of rank 0"}
+            facts = {"code": "S044", "what": str(error)[:500], "fix": "see the logs of the ranks"}
         seconds = None if pause_seconds is None else round(pause_seconds, 3)
         self._journal.event("change", step=self.step, **request.as_dict() | {
             "status": status, "how": how, "pause_seconds": seconds, "error": facts})  # fmt: skip

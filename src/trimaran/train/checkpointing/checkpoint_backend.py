@@ -132,11 +132,7 @@ def build_backend(
     save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=inputs.plan.sync_every)
     peer_copies = PeerCopies(rank_layout, slot_pool.peer_slots, copier.wait) if slot_pool.peer_slots else None
     return CheckpointBackend(
-        slot_pool=slot_pool,
-        copier=copier,
-        peer_copies=peer_copies,
-        saver=saver,
-        save_schedule=save_schedule,
+        slot_pool=slot_pool, copier=copier, peer_copies=peer_copies, saver=saver, save_schedule=save_schedule
     )
 
 

@@ -147,7 +147,7 @@ def test_ctrl_c_leaves_watch_without_an_error(tmp_path: Path) -> None:
 def test_the_schema_has_every_section_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    sections = {"name", "model", "data", "train", "checkpoint", "faults", "telemetry", "cluster", "plan"}
+    sections = {"name", "model", "data", "train", "checkpoint", "faults", "telemetry", "cluster", "plan", "autopilot"}
     assert sections == schema["properties"].keys()
 
 

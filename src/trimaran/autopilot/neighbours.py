@@ -55,10 +55,11 @@ def proposals_of(
     if measured is None:
         return []
     settings = settings_of(evidence.plan, evidence.recipe)
-    found = list(_of_findings(findings, settings))
-    known = {_key(each.patch) for each in found}
-    patches: Iterable[Patch] = neighbours(evidence.plan)
-    for patch in patches:
+    by_patch: dict[str, Proposal] = {}
+    for each in _of_findings(findings, settings):
+        by_patch.setdefault(_key(each.patch), each)  # the most important finding comes first
+    found, known = list(by_patch.values()), {*by_patch}
+    for patch in neighbours(evidence.plan):
         if _key(patch) not in known:
             known.add(_key(patch))
             found += _priced(evidence, measured, patch, settings)

@@ -33,6 +33,8 @@ PINS: dict[str, Any] = {
     "comm": {"overlap": True, "bucket_mb": 25},
 }
 
+ALL = ("--minutes=20", "--min-gain=0")  # on a busy machine the noise would end a tuning after the first trial
+
 
 def settings(plan: dict[str, Any] | str) -> list[str]:
     fields = SIZES | {"plan": json.dumps(plan)}
@@ -48,12 +50,12 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune(capsys: pytest.CaptureFixture[str], plan: dict[str, Any] | str, *options: str) -> dict[str, Any]:
-    assert main(["tune", *settings(plan), "--minutes=10", "--no-check", "--json", *options]) == 0
+    assert main(["tune", *settings(plan), *ALL, "--no-check", "--json", *options]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def command(*options: str, plan: dict[str, Any] | str, **variables: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "trimaran", "tune", *settings(plan), "--minutes=10", "--no-check", *options]
+    words = [sys.executable, "-m", "trimaran", "tune", *settings(plan), *ALL, "--no-check", *options]
     return subprocess.Popen(words, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True)  # fmt: skip
 
@@ -65,14 +67,14 @@ def trials(folder: Path) -> list[dict[str, Any]]:
 def test_plans_are_measured_pins_stay_and_the_best_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = tune(capsys, PINS, "--out=tuned.yaml")
-    assert answer["stopped"] in ("noise", "nothing left")
+    answer = tune(capsys, PINS, "--set=train.global_batch=8", "--out=tuned.yaml")
+    assert answer["stopped"] == "nothing left"
     tried = answer["tried"]
     assert len(tried) >= 2
     assert tried[0]["plan"] == answer["first"]["plan"]
     for each in tried:
         plan = Plan.model_validate(each["plan"])
-        assert plan.global_batch == 16
+        assert plan.global_batch == 8
         assert keeps_pins(plan, Plan.model_validate(PINS))
         assert each["outcome"] in ("measured", "slower")
         assert each["measured"]["step_seconds"] > 0
@@ -140,7 +142,7 @@ def test_without_pins_a_better_plan_is_found_than_a_bad_one(tmp_path: Path, caps
     pinned = tune(capsys, bad)
     assert {each["plan"]["micro_batch"] for each in pinned["tried"]} == {1}
     assert {each["plan"]["recompute"] for each in pinned["tried"]} == {"full"}
-    free = tune(capsys, {"compile": False})
+    free = tune(capsys, {"compile": False, "mesh": {"dp_replicate": 2}, "sharding": "none"})
     assert free["best"]["measured"]["step_seconds"] < 0.8 * pinned["best"]["measured"]["step_seconds"]
 
 

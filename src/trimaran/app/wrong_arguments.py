@@ -12,7 +12,7 @@ from trimaran.core.field_aliases import all_fields, field_for
 
 COMMAND_ALIASES = {
     "init": "new create setup configure config wizard start-project",
-    "train": "run start fit finetune fine-tune sft lora pretrain tune",
+    "train": "run start fit finetune fine-tune sft lora pretrain",
     "resume": "continue restart",
     "generate": "chat infer inference sample predict-text complete",
     "watch": "status logs log tail attach monitor show top",

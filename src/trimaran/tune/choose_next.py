@@ -57,16 +57,14 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """The candidates to try, the most gain for its cost first, and those that are not to be tried."""
+    """The candidates to try, the most gain for its cost first, and those that are not to be tried.
+
+    noise: the expected gain below which a trial is not worth it.
+    """
 
     ordered: tuple[Proposal, ...]
     left_out: tuple[LeftOut, ...]
     noise: float
-
-    @property
-    def is_noise(self) -> bool:
-        """Whether no trial is expected to gain more than the noise of a measurement."""
-        return max((each.gain for each in self.ordered), default=0.0) < self.noise
 
 
 def best_of(tried: Iterable[TriedCandidate]) -> TriedCandidate | None:

@@ -72,13 +72,15 @@ class TuneResult:
 class TuneTask:
     """What to tune: the question, the recipe of the trials, and the planner's plans, the best first.
 
-    `minutes` is the time for trials. Loader processes are tried only if `free_workers`.
+    `minutes` is the time for trials. `min_gain` is the expected gain, as a fraction of a step, below which there are no
+    more; None: the noise. Loader processes are tried only if `free_workers`.
     """
 
     question: Question
     recipe: Recipe
     ranked: Sequence[Plan]
     minutes: float = 10.0
+    min_gain: float | None = None
     free_workers: bool = True
 
 
@@ -94,7 +96,7 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.question, self.recipe = task.question, task.recipe
-        self.minutes, self.free_workers = task.minutes, task.free_workers
+        self.minutes, self.min_gain, self.free_workers = task.minutes, task.min_gain, task.free_workers
         self.store, self.measure, self.view, self.clock = store, measure, view, clock
         self._candidates: dict[str, TuneCandidate] = {}
         self._expanded: set[str] = set()  # candidates whose neighbours are candidates
@@ -158,12 +160,18 @@ class Tuner:
     def _reason_to_stop(self, proposals: Proposals) -> tuple[StopReason, str] | None:
         if not proposals.ordered:
             return "nothing left", "every candidate was tried or left out"
-        if proposals.is_noise:
+        if self._is_noise(proposals):
             most = max(each.gain for each in proposals.ordered)
-            return "noise", f"no trial is expected to gain more than {most:.1%}, and the noise is {proposals.noise:.1%}"
+            limit = f"the noise is {proposals.noise:.1%}" if self.min_gain is None else f"{self.min_gain:.1%} is asked"
+            return "noise", f"no trial is expected to gain more than {most:.1%}, and {limit}"
         if not any(self._has_time_for(each.cost_seconds) for each in proposals.ordered):
             return "time", f"{self.minutes:g} minutes are over"
         return None
+
+    def _is_noise(self, proposals: Proposals) -> bool:
+        """Return whether no trial is expected to gain enough."""
+        limit = proposals.noise if self.min_gain is None else self.min_gain
+        return max((each.gain for each in proposals.ordered), default=0.0) < limit
 
     def _confirm(self, tried: dict[str, TriedCandidate], proposals: Proposals) -> bool:
         """Measure the first choice and the best once more if no more trials are to come. Returns whether it did.
@@ -178,7 +186,7 @@ class Tuner:
         # Ask as if both were measured already: is there time for another trial after them?
         pair = RESERVE * sum(self._costs().of(each.candidate, each.seconds or 0.0) for each in (best, first))
         cheapest = min((each.cost_seconds for each in proposals.ordered), default=0.0)
-        is_last = not proposals.ordered or proposals.is_noise or not self._has_time_for(pair + cheapest)
+        is_last = not proposals.ordered or self._is_noise(proposals) or not self._has_time_for(pair + cheapest)
         if not is_last or not self._has_time_for(pair / RESERVE):
             return False
         self._try(first.candidate, "measured once more, to compare")

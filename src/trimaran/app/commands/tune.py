@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from trimaran.app.session.tune_session import Refit
     from trimaran.tune.tuner import TuneResult
 
+EXIT_INTERRUPTED = 130
 Minutes = Annotated[float, typer.Option(metavar="N", min=0.1, max=1440, help="Time for trials.")]
+MinGain = Annotated[
+    float | None,
+    typer.Option(metavar="F", min=0, max=1, show_default=False,
+                 help="End when no trial is expected to shorten a step by this fraction. [default: the noise]"),
+]  # fmt: skip
 Out = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Where the recipe is written. [default: in the results folder]")
 ]
@@ -30,6 +36,7 @@ NoCalibrate = Annotated[bool, typer.Option("--no-calibrate", help="Leave the pla
 def tune(  # noqa: PLR0913 - each option of a command is a parameter
     recipe: RecipeFile = None,
     minutes: Minutes = 10.0,
+    min_gain: MinGain = None,
     settings: Settings = None,
     out: Out = None,
     folder: Folder = None,
@@ -61,16 +68,19 @@ def tune(  # noqa: PLR0913 - each option of a command is a parameter
     path = out or request.folder / "recipe.yaml"
     refuse_other_file(path)
     console = open_console(stderr=True)
-    with locked_folder(request.folder, request.about) as store:
-        if again:
-            store.forget()
-        result = tune_here(request, store, console, minutes=minutes, check=not no_check)
-        runs = store.runs()
-        _refuse_nothing(result, request.folder)
-        add_to_history(runs)
-        with console.status("fitting rates to the trials"):
-            refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs)
-        _write(request, result, path)
+    try:
+        with locked_folder(request.folder, request.about) as store:
+            if again:
+                store.forget()
+            result = tune_here(request, store, console, minutes=minutes, min_gain=min_gain, check=not no_check)
+            _refuse_nothing(result, request.folder)
+            _write(request, result, path)
+            add_to_history(runs := store.runs())
+            with console.status("fitting rates to the trials"):
+                refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs)
+    except KeyboardInterrupt:  # before the first trial, or a second time
+        typer.echo(f"interrupted; what was measured is in {request.folder}", err=True)
+        return EXIT_INTERRUPTED
     if as_json:
         typer.echo(json.dumps(_answer(request, result, refit, path)))
     else:

@@ -40,8 +40,13 @@ class Refit:
     trouble: str = ""
 
 
-def tune_here(request: TuneRequest, store: TrialStore, console: Console, *, minutes: float, check: bool) -> TuneResult:
-    """Measure plans of the request for `minutes` and return what was found. Ctrl-C ends it early."""
+def tune_here(
+    request: TuneRequest, store: TrialStore, console: Console, *, minutes: float, min_gain: float | None, check: bool
+) -> TuneResult:
+    """Measure plans of the request for `minutes` and return what was found. Ctrl-C ends it early.
+
+    `min_gain` is the expected gain below which there are no more trials; None: the noise.
+    """
     check_data(request.recipe)
     refuse_unusable(os.environ, kernels=request.question.cluster.device.kind == "cuda")
     refuse_before_start(request.as_run)
@@ -61,6 +66,7 @@ def tune_here(request: TuneRequest, store: TrialStore, console: Console, *, minu
             recipe=recipe,
             ranked=request.ranked,
             minutes=minutes,
+            min_gain=min_gain,
             free_workers=request.free_workers,
         )
         return Tuner(task, store, measure, view).run()

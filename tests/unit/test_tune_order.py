@@ -18,7 +18,7 @@ from trimaran.planner import PlanAnswer, Question
 from trimaran.tune.choose_next import TrialCosts, best_of, costs_of, propose, why_not
 from trimaran.tune.run_trial import TrialLimits
 from trimaran.tune.step_time_model import ExpectedTime, StepTimeModel, expected_gain
-from trimaran.tune.trial_record import TrialRecord, TriedCandidate, TuneCandidate, combine
+from trimaran.tune.trial_record import MeasuredTrial, TriedCandidate, TuneCandidate, combine
 from trimaran.tune.trial_store import TrialStore
 from trimaran.tune.tuner import Tuner, TuneResult, TuneTask
 
@@ -54,7 +54,7 @@ class Machine:
     shown: list[str] = field(default_factory=list)
     interrupt_at: int = 0
 
-    def __call__(self, candidate: TuneCandidate, limits: TrialLimits, /) -> TrialRecord:
+    def __call__(self, candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial:
         if self.interrupt_at and len(self.measured) + 1 == self.interrupt_at:
             raise KeyboardInterrupt
         self.measured.append(candidate)
@@ -65,14 +65,14 @@ class Machine:
                                  "run": f"trial-{len(self.measured):03d}", "start_seconds": start,
                                  "trial_seconds": start}  # fmt: skip
         if isinstance(found, str):
-            return TrialRecord(**known, outcome=found, reason="it is meant to")  # type: ignore[arg-type]
+            return MeasuredTrial(**known, outcome=found, reason="it is meant to")  # type: ignore[arg-type]
         figures = {"step_seconds": found, "sigma": 0.002, "steps": 10.0, "peak_bytes": 1e9}
-        return TrialRecord(**known, outcome="measured", measured=figures)
+        return MeasuredTrial(**known, outcome="measured", measured=figures)
 
     def starting(self, candidate: TuneCandidate, *, why: str, best: TriedCandidate | None, left: float) -> None:
         self.shown.append(why)
 
-    def finished(self, record: TrialRecord, candidate: TuneCandidate) -> None:
+    def finished(self, record: MeasuredTrial, candidate: TuneCandidate) -> None:
         pass
 
 
@@ -204,7 +204,7 @@ def test_results_of_other_pins_count_only_if_they_keep_these(tmp_path: Path) -> 
     assert {each.plan.recompute for each in machine.measured} == {"full"}
 
 
-def some_record() -> TrialRecord:
+def some_record() -> MeasuredTrial:
     return Machine(lambda plan: 0.5)(TuneCandidate(plan=Plan()), TrialLimits())
 
 
@@ -291,9 +291,9 @@ def test_repeated_trials_are_averaged_and_unfinished_ones_do_not_count() -> None
     known: dict[str, Any] = {"key": candidate.key, "plan": candidate.plan.model_dump(mode="json"), "workers": "auto",
                              "origin": "planner", "run": "trial-001"}  # fmt: skip
     records = [
-        TrialRecord(**known, outcome="unfinished"),
-        TrialRecord(**known, outcome="measured", measured={"step_seconds": 1.0, "sigma": 0.01, "steps": 5.0}),
-        TrialRecord(**known, outcome="measured", measured={"step_seconds": 1.21, "sigma": 0.01, "steps": 7.0}),
+        MeasuredTrial(**known, outcome="unfinished"),
+        MeasuredTrial(**known, outcome="measured", measured={"step_seconds": 1.0, "sigma": 0.01, "steps": 5.0}),
+        MeasuredTrial(**known, outcome="measured", measured={"step_seconds": 1.21, "sigma": 0.01, "steps": 7.0}),
     ]
     assert combine(records[:1], {candidate.key: candidate}) == {}
     (tried,) = combine(records, {candidate.key: candidate}).values()

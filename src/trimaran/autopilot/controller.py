@@ -17,9 +17,9 @@ from typing import Any
 
 from trimaran.autopilot.decision_ledger import DecisionLedger, read_decisions
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
-from trimaran.autopilot.neighbours import proposals_of
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
 from trimaran.autopilot.proposal import Proposal, settings_of
+from trimaran.autopilot.propose_changes import proposals_of
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import UserError

@@ -37,7 +37,7 @@ class TrialCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class PlannedTrial:
     """A candidate that was not tried: its expected step, the gain to expect of a trial, and what the trial costs."""
 
     candidate: TuneCandidate
@@ -56,13 +56,13 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposals:
+class PlannedTrials:
     """The candidates to try, the most gain for its cost first, and those that are not to be tried.
 
     noise: the expected gain below which a trial is not worth it.
     """
 
-    ordered: tuple[Proposal, ...]
+    ordered: tuple[PlannedTrial, ...]
     left_out: tuple[LeftOut, ...]
     noise: float
 
@@ -75,14 +75,14 @@ def best_of(tried: Iterable[TriedCandidate]) -> TriedCandidate | None:
 
 def propose(
     candidates: Mapping[str, TuneCandidate], tried: Mapping[str, TriedCandidate], costs: TrialCosts
-) -> Proposals:
+) -> PlannedTrials:
     """Return which of the candidates to try next, by expected gain per second of the trial."""
     best = best_of(tried.values())
     model = StepTimeModel(list(tried.values()))
     # Not the measured time itself: the fastest of many measurements looks faster than it is.
     best_seconds = model.expect(best.candidate).seconds if best else math.inf
     left_out: list[LeftOut] = []
-    found: list[Proposal] = []
+    found: list[PlannedTrial] = []
     for key, candidate in candidates.items():
         if key in tried:
             continue
@@ -92,12 +92,12 @@ def propose(
         expected = model.expect(candidate)
         gain = expected_gain(best_seconds, expected) if best else math.inf
         cost = costs.of(candidate, expected.seconds)
-        found.append(Proposal(candidate=candidate, seconds=expected.seconds, sigma=expected.sigma, gain=gain,
+        found.append(PlannedTrial(candidate=candidate, seconds=expected.seconds, sigma=expected.sigma, gain=gain,
                               cost_seconds=cost))  # fmt: skip
     # With nothing measured, the planner's order counts: every gain is infinite, and the sort is stable.
     ordered = sorted(found, key=lambda each: -each.gain / each.cost_seconds)
     error = math.hypot(best.sigma, model.noise) if best else 0.0
-    return Proposals(ordered=tuple(ordered), left_out=tuple(left_out), noise=max(MIN_GAIN, NOISE_FRACTION * error))
+    return PlannedTrials(ordered=tuple(ordered), left_out=tuple(left_out), noise=max(MIN_GAIN, NOISE_FRACTION * error))
 
 
 def why_not(candidate: TuneCandidate, tried: Sequence[TriedCandidate]) -> str:

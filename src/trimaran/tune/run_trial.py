@@ -16,7 +16,7 @@ from trimaran.history.steady_steps import MAD_TO_SIGMA, MIN_STEADY_STEPS, STANDA
 from trimaran.launch.local import LocalRun, start_local
 from trimaran.run import JsonlFollower, RunDirectory, create_run
 from trimaran.run.incidents import read_incidents
-from trimaran.tune.trial_record import TrialOutcome, TrialRecord, TuneCandidate
+from trimaran.tune.trial_record import MeasuredTrial, TrialOutcome, TuneCandidate
 
 STEPS = 10_000_000  # more than any trial lasts
 POLL_SECONDS = 0.05
@@ -75,7 +75,7 @@ def run_trial(
     *,
     warm: bool = True,
     show: Callable[[Sequence[float]], None] = lambda steps: None,
-) -> TrialRecord:
+) -> MeasuredTrial:
     """Run the candidate in the run directory `path` and return what was measured.
 
     Whatever goes wrong in the run is an outcome. KeyboardInterrupt ends it, and is raised again. `show` is called with
@@ -158,13 +158,13 @@ def relative_error(seconds: Sequence[float]) -> float:
     return STANDARD_ERROR_OF_MEDIAN * spread / middle / math.sqrt(len(seconds))
 
 
-def _record_of(candidate: TuneCandidate, path: Path) -> TrialRecord:
+def _record_of(candidate: TuneCandidate, path: Path) -> MeasuredTrial:
     prediction = candidate.plan.prediction
     figures = None
     if prediction is not None:
         figures = {"step_seconds": float(prediction.step_seconds), "peak_bytes": float(prediction.peak_bytes)}
         figures["error"] = prediction.error
-    return TrialRecord(
+    return MeasuredTrial(
         key=candidate.key,
         plan=candidate.plan.model_dump(mode="json"),
         workers=candidate.workers,
@@ -191,7 +191,7 @@ def _ended(run: RunDirectory, ranks: LocalRun, code: int) -> TrialEnd:
     return TrialEnd("failed", f"the supervisor ended with exit code {code}; see logs/agent.log")
 
 
-def _with_figures(record: TrialRecord, run: RunDirectory, watch: TrialWatch) -> TrialRecord:
+def _with_figures(record: MeasuredTrial, run: RunDirectory, watch: TrialWatch) -> MeasuredTrial:
     """Return the record with the medians of the steady steps, without steps that were disturbed, such as by compiling.
 
     A trial that was stopped early has too few of them: then all steps after the warm-up count.

@@ -38,7 +38,7 @@ class TuneCandidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRecord:
+class MeasuredTrial:
     """One trial; a line of `trials.jsonl`.
 
     step_seconds: the median of the steady steps, with the wait for data; 0 if there are none.
@@ -94,19 +94,19 @@ class TriedCandidate:
     runs: tuple[str, ...] = ()
 
 
-def combine(records: Iterable[TrialRecord], candidates: Mapping[str, TuneCandidate]) -> dict[str, TriedCandidate]:
+def combine(records: Iterable[MeasuredTrial], candidates: Mapping[str, TuneCandidate]) -> dict[str, TriedCandidate]:
     """Return what is known of each of `candidates` that was tried, by key, in the order of the first trials.
 
     Trials that ended before they had a result do not count: they may be repeated.
     """
-    groups: dict[str, list[TrialRecord]] = {}
+    groups: dict[str, list[MeasuredTrial]] = {}
     for record in records:
         if record.outcome != "unfinished" and record.key in candidates:
             groups.setdefault(record.key, []).append(record)
     return {key: _combined(candidates[key], group) for key, group in groups.items()}
 
 
-def _combined(candidate: TuneCandidate, records: Sequence[TrialRecord]) -> TriedCandidate:
+def _combined(candidate: TuneCandidate, records: Sequence[MeasuredTrial]) -> TriedCandidate:
     timed = [record for record in records if record.has_time]
     if not timed:
         last = records[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trimaran.core import UserError
 from trimaran.run import JsonlFollower, append_line
-from trimaran.tune.trial_record import TrialRecord
+from trimaran.tune.trial_record import MeasuredTrial
 
 TRIALS = "trials.jsonl"
 ABOUT = "about.json"
@@ -22,7 +22,7 @@ class TrialStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.records: list[TrialRecord] = []
+        self.records: list[MeasuredTrial] = []
         self._num_runs = 0
 
     @property
@@ -37,14 +37,14 @@ class TrialStore:
                 self.records = []
                 continue
             try:
-                self.records.append(TrialRecord.from_dict(tree))
+                self.records.append(MeasuredTrial.from_dict(tree))
             except (TypeError, ValueError):
                 continue
         numbers = [int(path.name.removeprefix("trial-")) for path in self.folder.glob("trial-[0-9]*")
                    if path.name.removeprefix("trial-").isdigit()]  # fmt: skip
         self._num_runs = max(numbers, default=0)
 
-    def add(self, record: TrialRecord) -> None:
+    def add(self, record: MeasuredTrial) -> None:
         """Keep a record, on disk at once."""
         self.records.append(record)
         append_line(self.path, record.as_dict())

@@ -11,8 +11,8 @@ from trimaran.planner.neighbours import keeps_pins, neighbours
 from trimaran.planner.search import predicted
 from trimaran.tune.choose_next import (
     LeftOut,
-    Proposal,
-    Proposals,
+    PlannedTrial,
+    PlannedTrials,
     StopReason,
     TrialCosts,
     best_of,
@@ -20,7 +20,7 @@ from trimaran.tune.choose_next import (
     propose,
 )
 from trimaran.tune.run_trial import TrialLimits
-from trimaran.tune.trial_record import TrialRecord, TriedCandidate, TuneCandidate, Workers, combine
+from trimaran.tune.trial_record import MeasuredTrial, TriedCandidate, TuneCandidate, Workers, combine
 from trimaran.tune.trial_store import TrialStore
 
 WORKER_COUNTS: tuple[Workers, ...] = ("auto", 0, 1, 2, 4)
@@ -35,7 +35,7 @@ RESERVE = 1.5  # times the expected cost of the last comparison, which must not 
 class MeasureTrial(Protocol):
     """Measures one candidate in a new run directory of the store."""
 
-    def __call__(self, candidate: TuneCandidate, limits: TrialLimits, /) -> TrialRecord: ...
+    def __call__(self, candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial: ...
 
 
 class TuneView(Protocol):
@@ -43,7 +43,7 @@ class TuneView(Protocol):
 
     def starting(self, candidate: TuneCandidate, *, why: str, best: TriedCandidate | None, left: float) -> None: ...
 
-    def finished(self, record: TrialRecord, candidate: TuneCandidate) -> None: ...
+    def finished(self, record: MeasuredTrial, candidate: TuneCandidate) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class TuneResult:
     """All that a tuning found: what was tried, what was not and why, the planner's first choice, and the best."""
 
     tried: tuple[TriedCandidate, ...]
-    proposals: tuple[Proposal, ...]
+    proposals: tuple[PlannedTrial, ...]
     left_out: tuple[LeftOut, ...]
     first: TriedCandidate | None
     best: TriedCandidate | None
@@ -157,7 +157,7 @@ class Tuner:
                 chosen.candidate, f"expected gain {chosen.gain:.1%}" if chosen.gain < 1 else "nothing measured yet"
             )
 
-    def _reason_to_stop(self, proposals: Proposals) -> tuple[StopReason, str] | None:
+    def _reason_to_stop(self, proposals: PlannedTrials) -> tuple[StopReason, str] | None:
         if not proposals.ordered:
             return "nothing left", "every candidate was tried or left out"
         if self._is_noise(proposals):
@@ -168,12 +168,12 @@ class Tuner:
             return "time", f"{self.minutes:g} minutes are over"
         return None
 
-    def _is_noise(self, proposals: Proposals) -> bool:
+    def _is_noise(self, proposals: PlannedTrials) -> bool:
         """Return whether no trial is expected to gain enough."""
         limit = proposals.noise if self.min_gain is None else self.min_gain
         return max((each.gain for each in proposals.ordered), default=0.0) < limit
 
-    def _confirm(self, tried: dict[str, TriedCandidate], proposals: Proposals) -> bool:
+    def _confirm(self, tried: dict[str, TriedCandidate], proposals: PlannedTrials) -> bool:
         """Measure the first choice and the best once more if no more trials are to come. Returns whether it did.
 
         The fastest of many measurements looks faster than it is, and a machine may get slower with time.

@@ -24,7 +24,7 @@ from trimaran.history.run_index import index_path, open_index
 from trimaran.launch.warm_connection import ask_warm, start_warm
 from trimaran.run.compile_cache import refuse_unusable
 from trimaran.tune.run_trial import TrialLimits, run_trial
-from trimaran.tune.trial_record import TrialRecord, TuneCandidate
+from trimaran.tune.trial_record import MeasuredTrial, TuneCandidate
 from trimaran.tune.trial_store import TrialStore
 from trimaran.tune.tuner import Tuner, TuneResult, TuneTask
 
@@ -58,7 +58,7 @@ def tune_here(
         recipe = prepare_data(request.recipe, progress, partial(print_plain, console))
     with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, _signals_interrupt():
 
-        def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> TrialRecord:
+        def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial:
             return run_trial(recipe, candidate, store.new_run(), limits, warm=warm, show=view.steps)
 
         task = TuneTask(

@@ -12,7 +12,7 @@ from trimaran.app.views.live import print_plain
 from trimaran.app.views.text_chart import GREEN, RED
 from trimaran.core import Plan, show_bytes, show_seconds
 from trimaran.history.fit_rates import median_error
-from trimaran.tune.trial_record import TrialRecord, TriedCandidate, TuneCandidate
+from trimaran.tune.trial_record import MeasuredTrial, TriedCandidate, TuneCandidate
 from trimaran.tune.tuner import TuneResult
 
 MAX_NOT_TRIED = 10
@@ -49,7 +49,7 @@ class TuneProgress:
         if seconds and self._console.is_terminal:
             self._status.update(f"{self._head}; step {len(seconds)}: {_step(seconds[-1])}")
 
-    def finished(self, record: TrialRecord, candidate: TuneCandidate) -> None:
+    def finished(self, record: MeasuredTrial, candidate: TuneCandidate) -> None:
         result = record.outcome if not record.has_time else _measured(record)
         reason = f": {record.reason}" if record.reason else ""
         name = describe(candidate, self._first)
@@ -195,7 +195,7 @@ def _tried_dict(each: TriedCandidate) -> dict[str, Any]:
     }
 
 
-def _measured(record: TrialRecord) -> str:
+def _measured(record: MeasuredTrial) -> str:
     figures = record.measured or {}
     return f"{_step(record.step_seconds)} ± {figures.get('sigma', 0.0):.1%}"
 

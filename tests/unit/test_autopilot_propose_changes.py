@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_doctor_speed import predicted_run, recorded
-from trimaran.autopilot.neighbours import neighbours, proposals_of
 from trimaran.autopilot.proposal import Proposal, changes_course, describe, is_changeable
+from trimaran.autopilot.propose_changes import neighbours, proposals_of
 from trimaran.core import Comm, Mesh, Pipeline, Plan
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence

@@ -13,8 +13,8 @@ from trimaran.run import RunDirectory
 
 SETTINGS = (
     "cluster=2xcpu",
-    "model.shape={layers: 4, hidden: 128, heads: 4, kv_heads: 2, head_dim: 32, ffn: 384}",
-    "data.seq_len=128",
+    "model.shape={layers: 4, hidden: 64, heads: 4, kv_heads: 2, head_dim: 16, ffn: 128}",
+    "data.seq_len=64",
     "train.global_batch=32",
     "train.steps=200",
     "train.sample.tokens=0",
@@ -26,8 +26,10 @@ BAD_START = ("plan.micro_batch=1", "plan.grad_accum=16")
 
 
 def train(path: Path, mode: str, *settings: str) -> RunDirectory:
-    sets = [part for each in (*SETTINGS, *settings) for part in ("--set", each)]
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(path), "--autopilot", mode, "--quiet", *sets]
+    # A short run has a small budget, and a trial of it the same costs as that of a long one.
+    section = f"autopilot={{mode: {mode}, budget: 0.2}}"
+    sets = [part for each in (*SETTINGS, section, *settings) for part in ("--set", each)]
+    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(path), "--quiet", *sets]
     done = subprocess.run(
         command, env=environment(OMP_NUM_THREADS="1"), timeout=600, capture_output=True, text=True, check=False
     )

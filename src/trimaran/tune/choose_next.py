@@ -17,7 +17,7 @@ MIN_GAIN = 0.002  # of a step: less is not worth a trial
 NOISE_FRACTION = 0.25
 MAX_FAILURES = 2  # of plans with the same change, before others with it are left out
 DEFAULT_COST_SECONDS = 20.0  # of the first trial
-COMPILE_SECONDS = 60.0  # of a trial with compiled layers before one was measured
+COMPILE_SECONDS = 30.0  # of a trial with compiled layers before one was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def best_of(tried: Iterable[TriedCandidate]) -> TriedCandidate | None:
 def propose(
     candidates: Mapping[str, TuneCandidate], tried: Mapping[str, TriedCandidate], costs: TrialCosts
 ) -> PlannedTrials:
-    """Return which of the candidates to try next, by expected gain per second of the trial."""
+    """Return which of the candidates to try next: by expected gain, divided by the root of the trial's cost."""
     best = best_of(tried.values())
     model = StepTimeModel(list(tried.values()))
     # Not the measured time itself: the fastest of many measurements looks faster than it is.
@@ -95,7 +95,7 @@ def propose(
         found.append(PlannedTrial(candidate=candidate, seconds=expected.seconds, sigma=expected.sigma, gain=gain,
                               cost_seconds=cost))  # fmt: skip
     # With nothing measured, the planner's order counts: every gain is infinite, and the sort is stable.
-    ordered = sorted(found, key=lambda each: -each.gain / each.cost_seconds)
+    ordered = sorted(found, key=lambda each: -each.gain / math.sqrt(each.cost_seconds))
     error = math.hypot(best.sigma, model.noise) if best else 0.0
     return PlannedTrials(ordered=tuple(ordered), left_out=tuple(left_out), noise=max(MIN_GAIN, NOISE_FRACTION * error))
 

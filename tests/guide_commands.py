@@ -60,6 +60,7 @@ REAL = {
 # Each with the reason, or the test that runs it in another form.
 UNTRIED = {
     "cd RUN/launch && sbatch --nodes=1 job.sbatch": "tests/slurm/test_jobs.py adds nodes to an elastic run with it",
+    "export TRIMARAN_TOPOLOGY=spine1.leaf3": "tests/fault/test_network.py numbers nodes by it",
     "cd job && sky jobs launch --yes --detach-run job.yaml": "it rents machines; test_launch_sky.py runs its script",
 }
 

@@ -77,7 +77,7 @@ def train_with_changes(
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
     size, cache = plan.mesh.world_size, folder.parent / "cache"
     fds = tuple(os.memfd_create("rank-memory") for _ in range(size)) if shares_memory else ()
-    results = run_ranks(size, _worker, run.path, cache, dict(changes), inject, fds)
+    results = run_ranks(size, _worker, run.path, cache, dict(changes), inject, fds, timeout=400.0)
     for fd in fds:
         os.close(fd)
     codes, records, leftovers = zip(*results, strict=True)

@@ -45,6 +45,16 @@ def test_units_of_the_same_work_get_start_seconds_first_and_ten_times_the_longes
     assert deadlines.of(section) == 70
 
 
+def test_the_first_step_of_another_plan_may_compile() -> None:
+    deadlines = after_steps(0.5)
+    deadlines.overdue({0: heartbeat("first", 40, 20.0)}, 20.0)
+    deadlines.overdue({0: heartbeat("step", 41, 21.0)}, 21.0)
+    assert deadlines.of("first") == 30
+    deadlines.overdue({0: heartbeat("restore", 41, 22.0)}, 22.0)
+    deadlines.overdue({0: heartbeat("first", 42, 23.0)}, 23.0)
+    assert deadlines.of("first") == FaultsSection().start_seconds
+
+
 @pytest.mark.parametrize("section", ["start", "save", "restore", "load", "prepare", "export", "compile", "data"])
 def test_a_short_read_write_or_compilation_does_not_shorten_the_deadline_of_the_next(section: Any) -> None:
     deadlines = Deadlines(FaultsSection(start_seconds=900))

@@ -91,6 +91,7 @@ class Deadlines:
             return
         if after.section == "restore" and self._steps:
             self._is_changed = True
+            self._longest.pop("first", None)  # the first step of another plan may compile
         if before is not None and before.section == "first" and self._is_changed:
             self._is_changed = False
             self._steps.clear()  # steps of the new plan may take longer by any factor

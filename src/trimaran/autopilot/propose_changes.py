@@ -33,13 +33,13 @@ from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
 from trimaran.planner import search
 from trimaran.planner.comm_choices import BUCKET_SIZES_MB
 from trimaran.planner.memory_ladder import SHARDING_ORDER, plan_with
+from trimaran.planner.neighbours import SCHEDULES
 
 MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
 RELATIVE_UNCERTAINTY = 0.5  # of a predicted gain
 # Findings about memory, not about speed: their patch is taken if memory runs out, whatever it costs in time.
 MEMORY_CODES = ("F061", "F062", "F060")
 RECOMPUTE_ORDER = ("none", "elementwise", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 SAME_RESULTS = ("precision", "engine")  # plan fields that a search for another layout must keep
 
 

@@ -13,13 +13,12 @@ from trimaran.models import split_outline
 from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE, UNIT_SIZES_MB
 from trimaran.planner.degrees import divisors
 from trimaran.planner.legal import check_plan
-from trimaran.planner.memory_ladder import Patch, plan_with
+from trimaran.planner.memory_ladder import SHARDING_ORDER, Patch, plan_with
 from trimaran.planner.question import Question
 from trimaran.planner.search import predicted
 from trimaran.planner.space import MAX_MICRO_BATCH, rounds_of
 
 RECOMPUTES: tuple[str | int, ...] = ("none", "elementwise", 8, 4, "selective", 2, "full")
-SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 LOSSES = ("logits", "fused", "chunked")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 MAX_PREFETCH = 4
@@ -108,7 +107,7 @@ def _shardings(plan: Plan, question: Question) -> Iterator[Patch]:
     data = plan.mesh.dp
     if data == 1 or plan.towers:
         return
-    for stage in SHARDINGS:
+    for stage in SHARDING_ORDER:
         shard = 1 if stage == "none" else data
         if stage == plan.sharding and shard == plan.mesh.dp_shard:
             continue

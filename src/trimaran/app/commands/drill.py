@@ -1,9 +1,8 @@
 """`trimaran drill`: injects faults into a run, and reports whether each was noticed, named and survived."""
 
 import json
-import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +20,7 @@ from trimaran.app.request.options import (
     path_argument,
     program_name,
 )
+from trimaran.app.session.interrupting_signals import signals_interrupt
 from trimaran.core import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def drill(  # noqa: PLR0913 - each option of a command is a parameter
     console = open_console(stderr=True)
     try:
         with ExitStack() as stack:
-            stack.enter_context(_signals_interrupt())
+            stack.enter_context(signals_interrupt())
             own: OwnRun | None = None
             if target is None or target == "-" or YAML.search(target):
                 request = _request(target, settings or [], faults)
@@ -266,18 +266,3 @@ def _refuse_settings(settings: list[str] | None, run_dir: Path | None) -> None:
         option = "--set" if settings else "--run-dir"
         raise UserError("A001", f"{option} is for a run that the drill starts", where=option,
                         fix="name a recipe instead of a run, or leave it out")  # fmt: skip
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the drill like Ctrl-C, so that it undoes what lasts."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,7 +1,6 @@
 """A tuning on this machine: prepares the data once, keeps torch imported for all trials, and refits the rates."""
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from trimaran.app.request.calibrate_runs import CalibrateAnswer, calibrate_runs
 from trimaran.app.request.calibration_file import refuse_unwritable, write_calibration
 from trimaran.app.request.tune_request import TuneRequest
 from trimaran.app.session.dry_run import refuse_before_start
+from trimaran.app.session.interrupting_signals import signals_interrupt
 from trimaran.app.session.prepare_data import check_data, prepare_data
 from trimaran.app.views.live import print_plain
 from trimaran.app.views.progress_bar import progress_bar
@@ -56,7 +56,7 @@ def tune_here(
         refuse_unfit_machine(request.as_run)
     with progress_bar(console) as progress:
         recipe = prepare_data(request.recipe, progress, partial(print_plain, console))
-    with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, _signals_interrupt():
+    with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, signals_interrupt():
 
         def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial:
             return run_trial(recipe, candidate, store.new_run(), limits, warm=warm, show=view.steps)
@@ -109,18 +109,3 @@ def _warm_fork_server() -> Iterator[bool]:
                 del os.environ[RUNTIME_FOLDER]
             else:
                 os.environ[RUNTIME_FOLDER] = known
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the tuning like Ctrl-C, so that its results are shown and kept."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -36,6 +36,8 @@ def test_a_rank_that_dies_in_a_change_restarts_the_old_plan_and_loses_nothing(tm
         assert supervised.process.wait(120) == 0
         (answer,) = answers(supervised)
         assert (answer["status"], answer["patch"]) == ("failed", PATCH)
+        (event,) = change_answers(supervised.run)
+        assert event["step"] >= 4, "the step that the run goes on from"
         assert supervised.run.read_plan() == plan
         assert supervised.run.earlier_plans() == []
         assert not supervised.run.change_request.exists()

@@ -172,6 +172,7 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
     copies = parts.trainer.checkpointer.copy_memory
     journal.event("ready", step=start, seconds=time.monotonic() - started, phases=phases, copies=copies)
+    change_file.step = start  # so that whoever asked can tell which of its requests failed
     change_file.drop("the ranks were started again before this change was made")
     changer = PlanChanger(parts, change_file)
     del parts  # a change of the plan frees them

@@ -1,6 +1,7 @@
 """The controller beside a process that writes steps and answers requests; and the ledger that it writes."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from trimaran.autopilot.decision_ledger import DecisionLedger, DecisionReader, p
 from trimaran.autopilot.proposal import Proposal, undo_of
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import Decision, Plan, parse_recipe
+from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.run import IncidentLog, Journal, RunDirectory, create_run
 from trimaran.run.change_request import read_change_request, write_change_request
 
@@ -259,3 +261,23 @@ def test_damaged_events_and_steps_are_skipped() -> None:
     assert (sample.seconds, sample.seconds_with_checkpoint) == (pytest.approx(0.3), 0.5)
     assert read_sample({"step": 3}) is None
     assert read_sample({"step": "x", "step_seconds": 1.0}) is None
+
+
+def test_a_supervisor_without_a_view_has_a_process_that_controls_the_run_and_ends_with_it(tmp_path: Path) -> None:
+    run, _ = written_run(tmp_path / "run")
+
+    def is_controlled() -> bool:
+        with only_controller(run) as is_only:
+            return not is_only
+
+    assert not is_controlled()
+    with autopilot_process(run, os.environ):
+        until = time.monotonic() + SECONDS
+        while not is_controlled():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert not is_controlled()
+    assert "Traceback" not in (run.agent_log.parent / "autopilot.log").read_text()
+    advised, _ = written_run(tmp_path / "advised", "advise")
+    with autopilot_process(advised, os.environ):
+        assert not (advised.agent_log.parent / "autopilot.log").exists()

@@ -30,6 +30,7 @@ LARGE = ("model.shape={layers: 16, hidden: 2048, heads: 32, kv_heads: 8, head_di
          "data.seq_len=2048", "train.global_batch=32", "plan.precision=bf16", "cluster=1xH200")  # fmt: skip
 TINY = ("data.seq_len=64", "train.global_batch=32", "plan.precision=fp32", "cluster=1xcpu")
 COMMON = ("train.sample.tokens=0", "train.save=false", "checkpoint.every=off", "train.evaluate.batches=0")
+PAUSE_FIELDS = ("id", "status", "how", "pause_seconds", "pause_parts", "error")
 GRID_STEPS, WARM_STEPS, LAST_STEPS = 16, 6, 12
 QUIET_STEPS = 60  # without a decision, after which the run is stopped
 HELD_FRACTION = 0.5
@@ -98,7 +99,7 @@ def run_with_autopilot(path: Path, settings: Sequence[str], seconds: float) -> d
         "steps": lines[-1]["step"],
         "first_ms": 1e3 * step_seconds(lines[WARM_STEPS // 2 : WARM_STEPS + 2]),
         "end_ms": 1e3 * step_seconds(lines[-LAST_STEPS:]),
-        "pauses": [round(each["data"].get("pause_seconds") or 0.0, 3) for each in changes],
+        "pauses": [{name: each["data"].get(name) for name in PAUSE_FIELDS} for each in changes],
         "incidents": [each.get("what") for each in read_lines(run.incidents)],
         "decisions": [
             f"step {each['step']} {each['outcome']}: {json.dumps(each['patch'])}, expected "

@@ -43,13 +43,11 @@ def main() -> None:
         run = RunDirectory(Path(folder) / "run")
         process = _start(flags, run)
         try:
-            rows = [_change(flags, run, process, patch.split()) for patch in flags.patch]
+            rows = [_report(_change(flags, run, process, patch.split())) for patch in flags.patch]
         finally:
             if holds_run(run.path):
                 run.stop_request.touch()
             process.wait(flags.timeout)
-    for row in rows:
-        print(json.dumps(row))
     applied = [row["pause_seconds"] for row in rows if row["status"] == "applied"]
     if applied:
         print(f"{len(applied)} of {len(rows)} changes applied, the longest pause {max(applied):.3f} s")
@@ -87,7 +85,7 @@ def _change(
     wait(lambda: len(_steps(run)) >= done + 1 + flags.steps)
     steps = _steps(run)
     before, after = steps[max(0, done - flags.steps) : done], steps[done + 1 : done + 1 + flags.steps]
-    names = "status", "how", "pause_seconds", "error"
+    names = "status", "how", "pause_seconds", "pause_parts", "error"
     return {
         "patch": change.patch,
         **{name: data[name] for name in names},
@@ -96,6 +94,11 @@ def _change(
         "step_seconds_after": statistics.median(after),
         "plan": str(change.new),
     }
+
+
+def _report(row: dict[str, Any]) -> dict[str, Any]:
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def _steps(run: RunDirectory) -> list[float]:

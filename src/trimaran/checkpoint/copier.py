@@ -125,12 +125,15 @@ class DeviceTransfers:
 class DeviceCopier(Copier):
     """Copies from a GPU to pinned memory on its own stream, and commits the slots in its own thread.
 
-    The memory is allocated and pinned during the first steps; see `BackgroundPinning`.
+    The memory is allocated and pinned during the first steps; see `BackgroundPinning`. A copier that replaces
+    `before` takes over the memory that this one has pinned.
     """
 
     allocates_in_background = True
 
-    def __init__(self, share: RankShare, rank_memory: RankMemory, device: torch.device) -> None:
+    def __init__(
+        self, share: RankShare, rank_memory: RankMemory, device: torch.device, before: "DeviceCopier | None" = None
+    ) -> None:
         super().__init__(share)
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(self._device)
@@ -143,9 +146,11 @@ class DeviceCopier(Copier):
         self._failure: BaseException | None = None
         self._queue: SimpleQueue[tuple[torch.cuda.Event, MemorySlot, CopyMetadata, float] | None] = SimpleQueue()
         self._transfers: DeviceTransfers | None = None
-        self._gather: Gather | None = None
+        self._gather: Gather | None = before._gather if before else None
         threading.Thread(target=self._commit_all, name="trimaran-commit", daemon=True).start()
-        self._pinning = BackgroundPinning(rank_memory, self._pin, prepare=self._compile_gather)
+        self._pinning = (
+            before._end() if before else BackgroundPinning(rank_memory, self._pin, prepare=self._compile_gather)
+        )
 
     def prepare(self, slots: Sequence[MemorySlot], shards: Sequence[TensorShard]) -> None:
         """Do nothing: the memory is not there yet."""
@@ -158,8 +163,12 @@ class DeviceCopier(Copier):
         return self._pinning.wait()
 
     def release(self) -> None:
+        self._end().release()
+
+    def _end(self) -> BackgroundPinning:
+        """End the thread that commits, and return what keeps the memory pinned."""
         self._queue.put(None)
-        self._pinning.release()
+        return self._pinning
 
     def copy(self, slot: MemorySlot, metadata: CopyMetadata, shards: Sequence[TensorShard]) -> None:
         assert self.wait_ready(), "a copy was asked for without memory"

@@ -102,7 +102,7 @@ def hand_over(
             region_held = (region.start, region.size)
             target: Any = shard.tensor[window(start, size, shard.start)]
             if held.holds(shard.key, region_held):
-                _copy(held.values(shard.key, region_held, start, size), target)
+                _copy(held.values(shard.key, region_held, start, size), target, device)
                 continue
             if memory is not None and shard.key in memory.index:
                 _read(memory, shard.key, start, size, target)
@@ -195,14 +195,17 @@ def _read(memory: CheckpointSource, key: str, start: tuple[int, ...], size: tupl
         target[window(first, extent, start)].copy_(values)
 
 
-def _copy(values: Any, target: Any) -> None:
+def _copy(values: Any, target: Any, device: torch.device) -> None:
     """Copy values from one form in memory to another, which may both differ from that of a checkpoint."""
     if isinstance(values, Tensor):
         target.copy_(values)
         return
-    plain = torch.empty(values.shape, dtype=values.dtype)
-    copy_values(values, plain)
-    target.copy_(plain)
+    origin = (0,) * values.ndim
+    for start, size in _split(origin, tuple(values.shape), values.element_size()):
+        part = window(start, size, origin)
+        plain = torch.empty(size, dtype=values.dtype, device=device)
+        copy_values(values[part], plain)
+        target[part].copy_(plain)
 
 
 def _region_of(shard: TensorShard) -> Region:

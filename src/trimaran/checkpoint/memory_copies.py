@@ -37,6 +37,8 @@ BLOCKS_PER_PART = 32
 MAX_CHECKSUM_THREADS = 4
 ALLOCATE_BYTES = 1 << 30
 """Bytes allocated per system call."""
+SPARE_FRACTION = 32  # a new slot has one more byte for each 32 of its share
+SPARE_ITEMS = 2  # times the list of items, which has an entry for each tensor or part of one
 STAT_BLOCK_BYTES = 512
 
 
@@ -132,12 +134,13 @@ class RankMemory:
     def create_slots(self, num_slots: int, *, num_bytes: int, items_bytes: int, allocate: bool = True) -> bool:
         """Split the memory into slots for shares of up to `num_bytes`; return whether its contents are still there.
 
-        They are if the slots were large enough already. The memory is allocated now, so that a lack of it is an
-        OSError; without `allocate` the caller must call `allocate`.
+        They are if the slots were large enough already. New ones are a little larger than asked for: under another
+        plan a rank's share is seldom exactly as large. The memory is allocated now, so that a lack of it is an OSError;
+        without `allocate` the caller must call `allocate`.
         """
         if self.has_layout(num_slots, num_bytes=num_bytes, items_bytes=items_bytes):
             return True
-        layout = _layout(num_slots, num_bytes, items_bytes)
+        layout = _layout(num_slots, num_bytes + num_bytes // SPARE_FRACTION, SPARE_ITEMS * items_bytes)
         self.slots, self._layout = (), (0, 0, 0)
         os.ftruncate(self.fd, 0)
         size = PAGE_BYTES + num_slots * (layout[1] + layout[2])

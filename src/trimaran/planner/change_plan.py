@@ -36,7 +36,8 @@ def change_run(recipe: Recipe, plan: Plan, patch: Mapping[str, Any], environment
     refuse_other_results(plan, new)
     new = with_prediction(new, recipe, environment)
     changed = {name for name in Plan.model_fields if name != "prediction" and getattr(plan, name) != getattr(new, name)}
-    in_place = changed <= {*IN_PLACE_FIELDS} and not (plan.splits_weights and "grad_accum" in changed)
+    accumulates = (plan.grad_accum > 1) != (new.grad_accum > 1)
+    in_place = changed <= {*IN_PLACE_FIELDS} and not (plan.splits_weights and accumulates)
     return ChangedRun(recipe=pins, plan=new, how="in place" if in_place else "rebuilt")
 
 

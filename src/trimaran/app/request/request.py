@@ -16,6 +16,7 @@ from trimaran.core.user_folders import expand_user
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.hardware.parse_cluster import MAX_DEVICES
 from trimaran.hub import is_hub_name
+from trimaran.launch.shared_gpu import SHARE_GPUS
 from trimaran.models import Outline, VlmSpec, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.models.stages import Spec
 from trimaran.models.vlm_outline import with_row_sizes
@@ -147,11 +148,12 @@ def refuse_wrong_world_size(plan: Plan, environment: Mapping[str, str]) -> None:
 
 
 def refuse_other_machine(cluster: Cluster) -> None:
-    """Raise unless this machine is the cluster: one node, and as many GPUs as it asks for."""
+    """Raise unless this machine is the cluster: one node, and as many GPUs as it asks for, unless ranks share them."""
     if cluster.num_nodes == 1 and cluster.device.kind == "cpu":
         return
     here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or here.world_size < cluster.world_size:
+    is_enough = here.world_size >= cluster.world_size or os.environ.get(SHARE_GPUS) == "1"
+    if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or not is_enough:
         raise UserError("A007", f"the run needs {cluster}, but this machine is {here}", where="cluster",
                         fix="train with --set cluster=auto, or only plan it with `trimaran plan`")  # fmt: skip
 

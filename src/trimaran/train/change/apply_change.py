@@ -11,7 +11,8 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +33,10 @@ from trimaran.train.change.rebuild import (
     change_in_place,
     clear_gradients,
     forget_compiled,
+    forget_peak_memory,
     free_earlier_parts,
     rebuild,
+    release_graphs,
     release_state,
 )
 from trimaran.train.process.token_store import supervisor_store
@@ -65,13 +68,14 @@ class PlanChanger:
         shared: Any = dist.distributed_c10d._get_default_store()
         self._store = TorchStore(supervisor_store(self._link) if self._link.store else shared)
         self._number = 0  # of changes that this process tried
+        self._seconds: dict[str, float] = {}  # of the parts of the pause of the last change
 
     def apply(self, step: int) -> LoopExit:
         """Change the plan after `step` steps, train the next step, and return how that one ended: as a rule a `pause`.
 
         If the change fails, `parts` are of the old plan, with the state after `step`, and the exit is a `pause` there.
         """
-        began, self._number = time.monotonic(), self._number + 1
+        began, self._number, self._seconds = time.monotonic(), self._number + 1, {}
         self._file.step = step
         checked, old = self._file.take(), self.parts
         change = change_from_dict(broadcast_json(checked.as_dict() if checked else None))
@@ -90,7 +94,8 @@ class PlanChanger:
             failed = self._agree_on_step(first, new.trainer.checkpointer.num_updates - num_updates)
             if failed is None:
                 assert first.loop_exit is not None
-                self._commit(change, new, first.loop_exit, step)
+                with self._timed("checkpoints"):
+                    self._commit(change, new, first.loop_exit, step)
                 loop_exit = first.loop_exit
             else:
                 groups = {*known_groups()}
@@ -98,8 +103,10 @@ class PlanChanger:
                 loop_exit = LoopExit(reason="pause", step=step)
             del old, new, first
             if failed is not None or not change.in_place:
-                free_earlier_parts()
-                destroy_groups(groups)
+                with self._timed("free"):
+                    free_earlier_parts()
+                    destroy_groups(groups)
+            forget_peak_memory()
             self._answer(change, "applied" if failed is None else "failed", began, error=failed)
         return loop_exit
 
@@ -109,10 +116,13 @@ class PlanChanger:
         """Return the parts of the new plan, whose memory alone is left, or why they cannot be built."""
         old, is_compiled = self.parts, self.parts.context.plan.compile or change.plan.compile
         shard_check = old.trainer.check.guard.shard_check
-        old.trainer.checkpointer.copy_before_change(step)
+        with self._timed("copy"):
+            old.trainer.checkpointer.copy_before_change(step)
+            release_graphs(old)  # new parts need their memory, and if these stay, they capture again
         new, why = None, ""
         try:
-            new = self._build(context, old, progress, step, in_place=change.in_place)
+            with self._timed("build"):
+                new = self._build(context, old, progress, step, in_place=change.in_place)
         except FailedChangeError as error:
             why = str(error)  # the error itself holds frames, and these the networks that were built
         if new is None:
@@ -120,11 +130,20 @@ class PlanChanger:
             old.trainer.recorder.profiler.follow(old.networks)
             free_earlier_parts()
             return FailedChangeError(why)
-        old.trainer.checkpointer.wait_until_copied()
-        if not change.in_place:
-            release_state(old)
+        with self._timed("copy"):
+            old.trainer.checkpointer.wait_until_copied()
+        with self._timed("free"):
+            if not change.in_place:
+                release_state(old)
             forget_compiled(is_compiled)
         return new
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Add the time of this block to a part of the pause: copy, build, checkpoints or free."""
+        began = time.monotonic()
+        yield
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.monotonic() - began
 
     def _build(
         self, context: RankContext, parts: WorkerParts, progress: dict[str, Any], step: int, *, in_place: bool
@@ -194,6 +213,7 @@ class PlanChanger:
         """Build parts of the old plan, and hand them the state that `new` still holds after its failed step."""
         old, self.parts = self.parts, new
         clear_gradients(new)
+        release_graphs(new)
         forget_compiled(new.context.plan.compile)
         again = rebuild(old.context, new, progress, step, self._agree)
         release_state(new)
@@ -219,7 +239,8 @@ class PlanChanger:
     def _answer(self, change: CheckedChange, status: Any, began: float, *, error: Exception | None = None) -> None:
         seconds = time.monotonic() - began
         how = "in place" if change.in_place else "rebuilt"
-        self._file.answer(change.request, status, how=how, pause_seconds=seconds, error=error)
+        parts = {name: round(each, 3) for name, each in self._seconds.items()}
+        self._file.answer(change.request, status, how=how, pause_seconds=seconds, parts=parts, error=error)
 
 
 def _short(error: Exception) -> str:

@@ -115,6 +115,7 @@ class ChangeFile:
         *,
         how: str | None = None,
         pause_seconds: float | None = None,
+        parts: Mapping[str, float] | None = None,
         error: UserError | Exception | None = None,
     ) -> None:
         """Write the `change` event and remove the request, unless a user has replaced it by another one."""
@@ -129,7 +130,7 @@ class ChangeFile:
             facts = {"code": "S044", "what": str(error)[:500], "fix": "see the logs of the ranks"}
         seconds = None if pause_seconds is None else round(pause_seconds, 3)
         self._journal.event("change", step=self.step, **request.as_dict() | {
-            "status": status, "how": how, "pause_seconds": seconds, "error": facts})  # fmt: skip
+            "status": status, "how": how, "pause_seconds": seconds, "pause_parts": parts, "error": facts})  # fmt: skip
         log.info("change %d: %s %s", request.id, status, facts["what"] if facts else "")
         pending = read_change_request(self._run)
         if pending is None or pending.id <= request.id:

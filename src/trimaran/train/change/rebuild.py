@@ -54,7 +54,6 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
     assert isinstance(old.stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
     training_data = agree(lambda: load_data(context, ranks, networks))
-    old.stepper.release_graphs()
     stepper = connect_stepper(networks, context.plan, ranks, old.stepper.updater, old.clock, training_data.objective)
     step_parts = StepParts(
         networks=networks,
@@ -145,6 +144,13 @@ def clear_gradients(parts: WorkerParts) -> None:
         network.module.zero_grad(set_to_none=True)
 
 
+def release_graphs(parts: WorkerParts) -> None:
+    """Free the CUDA graphs of the stepper, and with them the memory that only they can use."""
+    stepper = parts.trainer.stepper
+    assert isinstance(stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
+    stepper.release_graphs()
+
+
 def release_state(parts: WorkerParts) -> None:
     """Free the memory of weights and optimizer states now, whoever still refers to their tensors."""
     clear_gradients(parts)
@@ -161,9 +167,16 @@ def forget_compiled(is_compiled: bool) -> None:
         torch.cuda.empty_cache()
 
 
+def forget_peak_memory() -> None:
+    """Measure the peak of the device's memory from now on: that of earlier plans and of a change does not count."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def free_earlier_parts() -> None:
     """Free the modules of parts that nobody uses any more. They refer to each other: only a collection finds them."""
     forget_meshes()  # torch's caches refer to meshes, and these to process groups
+    gc.unfreeze()  # a capture of CUDA graphs froze everything that existed then
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

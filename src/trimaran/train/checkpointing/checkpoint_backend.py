@@ -85,13 +85,13 @@ def build_backend(
     before_discard: Callable[[Saver, Copier], None] = lambda saver, copier: None,
     *,
     is_restart: bool = False,
-    uploads: StoreUploads | None = None,
+    replaced: CheckpointBackend | None = None,
 ) -> CheckpointBackend:
     """Return the parts for this rank's shards. Every rank must call it, after all have restored their state.
 
     A restart is not refused if the disk has no room for a checkpoint: the next save reports that. `before_discard` is
-    called on all ranks if the copies in memory do not fit the new slots and are lost. `uploads`: those of the parts
-    that these replace, if there are any.
+    called on all ranks if the copies in memory do not fit the new slots and are lost. `replaced` are closed parts of
+    another plan of this run, whose uploads go on, and whose pinned memory is used if it fits.
     """
     run, rank_info, link, rank_layout = inputs.run, inputs.rank_info, inputs.link, inputs.rank_layout
     section, rank_memory = inputs.recipe.checkpoint, inputs.rank_memory
@@ -113,9 +113,11 @@ def build_backend(
         rank_memory_bytes=rank_memory.allocated_bytes,
         has_rank_memory=wants_copies,
     )
-    saver = _build_saver(inputs, uploads)
-    if not all_true(rank_memory.has_layout(budget.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)):
+    saver = _build_saver(inputs, replaced.saver.uploads if replaced else None)
+    has_layout = rank_memory.has_layout(budget.num_slots, num_bytes=num_bytes, items_bytes=items_bytes)
+    if not all_true(has_layout):
         before_discard(saver, copier)
+    before = _with_pinned_memory(replaced.copier, has_layout) if replaced else None
     # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
     on_gpu = rank_info.device.type == "cuda"
     slot_pool = SlotPool(
@@ -127,13 +129,24 @@ def build_backend(
     )
     log.info("checkpoints: %s in each of %d slots", show_bytes(num_bytes), slot_pool.budget.num_slots)
     if on_gpu and slot_pool.budget.num_slots:
-        copier = DeviceCopier(share, rank_memory, rank_info.device)
+        copier = DeviceCopier(share, rank_memory, rank_info.device, before)
     guess = SaveCost(stall=Seconds(num_bytes / COPY_BYTES_PER_SECOND), write=Seconds(num_bytes / DISK_BYTES_PER_SECOND))
     save_schedule = SaveSchedule(section, world_size=rank_layout.world_size, guess=guess, stride=inputs.plan.sync_every)
     peer_copies = PeerCopies(rank_layout, slot_pool.peer_slots, copier.wait) if slot_pool.peer_slots else None
     return CheckpointBackend(
         slot_pool=slot_pool, copier=copier, peer_copies=peer_copies, saver=saver, save_schedule=save_schedule
     )
+
+
+def _with_pinned_memory(copier: Copier, has_layout: bool) -> DeviceCopier | None:
+    """Return the copier if a new one can use the memory that it has pinned, which takes a second for a gigabyte.
+
+    If not, the memory is released: it is about to be split into other slots.
+    """
+    if isinstance(copier, DeviceCopier) and has_layout and copier.is_ready:
+        return copier
+    copier.release()
+    return None
 
 
 def bound_loss(backend: CheckpointBackend, copies: CopySchedule, *, stride: int, has_copies: bool) -> LossBound | None:

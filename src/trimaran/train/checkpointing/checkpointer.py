@@ -181,18 +181,17 @@ class Checkpointer:
         self._totals, self._bound = old._totals, old._bound
         self._restorer = self._build_restorer()
         self._restorer.base = None
-        inputs, uploads = self._backend_inputs(), old._backend.saver.uploads
-        self._backend = build_backend(inputs, self._state.shards(), is_restart=True, uploads=uploads)
+        shards = self._state.shards()
+        self._backend = build_backend(self._backend_inputs(), shards, is_restart=True, replaced=old._backend)
         self._slots_decided = not self._backend.copier.allocates_in_background
         incarnation = (self._link.attempt, self._num_rewinds)
         self._begin(RestoredState(step=step, incarnation=incarnation, tier="memory"), copied_step=copied_step)
 
     def close(self, step: int) -> None:
-        """End the threads that copy and save, when they are done. Another checkpointer takes over."""
+        """Wait for copies and saves, and end the saver. Another checkpointer takes over, and its memory with it."""
         self._wait_until_saved(step)
         self._backend.copier.wait()
         self._log_results()
-        self._backend.copier.release()
         self._backend.saver.close()
         if self._backend.peer_copies is not None:
             self._backend.peer_copies.close()

@@ -115,6 +115,7 @@ class StepGraphs:
             return
         torch.cuda.synchronize()
         self._micro_batches, self._gradients, self._eager_steps = [], [], 0
+        gc.unfreeze()  # the capture froze what exists, also what refers to the graphs
         _free_unused()
 
     def _try_capture(self, batch: StepBatch) -> None:

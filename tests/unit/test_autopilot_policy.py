@@ -19,7 +19,7 @@ def proposal(patch: dict[str, Any], gain: float = 0.1, **other: Any) -> Proposal
     return Proposal(patch=patch, undo=undo, gain=gain, uncertainty=0.03, reason="it should help", **other)
 
 
-MICRO = proposal({"plan.micro_batch": 4, "plan.grad_accum": 4})
+MICRO = proposal({"plan.micro_batch": 4, "plan.grad_accum": 4}, is_in_place=True)
 RECOMPUTE = proposal({"plan.recompute": "none"}, 0.2)
 COMPILE = proposal({"plan.compile": True}, 0.05)
 

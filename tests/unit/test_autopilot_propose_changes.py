@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from tests.unit.test_doctor_speed import predicted_run, recorded
+from tests.unit.test_planner_neighbours import question_for
 from trimaran.autopilot.proposal import Proposal, changes_course, describe, is_changeable
-from trimaran.autopilot.propose_changes import neighbours, proposals_of
+from trimaran.autopilot.propose_changes import proposals_of
 from trimaran.core import Comm, Mesh, Pipeline, Plan
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence
 from trimaran.planner.memory_ladder import plan_with
+from trimaran.planner.neighbours import neighbour_patches
 
 SLOW_1B = ("model.preset=llama-3.2-1b", "cluster=1xH100", "data.seq_len=2048", "train.global_batch=8",
            "plan={recompute: full, micro_batch: 1}")  # fmt: skip
@@ -96,7 +98,9 @@ def test_changes_that_save_memory_are_proposed_only_when_it_is_short() -> None:
     ],
 )
 def test_the_neighbours_of_a_plan_change_one_thing(plan: Plan, wanted: dict[str, Any]) -> None:
-    assert wanted in list(neighbours(plan))
+    kind = "cpu" if plan.mesh.world_size == 1 and plan.offload == "none" else "H100"
+    question = question_for("llama-3.2-1b", f"{plan.mesh.world_size}x{kind}")
+    assert wanted in [patch for _, patch in neighbour_patches(plan, question, far=True)]
 
 
 def test_without_a_prediction_only_findings_propose_changes(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from torch import Tensor
 from trimaran.checkpoint.hand_over import HeldState, hand_over
 from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import UserError
+from trimaran.core import Plan, UserError
 from trimaran.parallel import build_mesh
+from trimaran.parallel.axes.ddp import change_buckets
+from trimaran.parallel.axes.fsdp import change_prefetch
 from trimaran.parallel.axes.pp import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel.memory.recompute import change_recompute
 from trimaran.parallel.mesh import forget_meshes
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.build import (
@@ -47,14 +50,18 @@ Agree = Callable[[Callable[[], Any]], Any]
 
 
 def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> WorkerParts:
-    """Return the parts of a plan that differs in micro-batch and accumulation only, or of other settings of the loader.
+    """Return the parts of a plan that `is_in_place` allows, or of other settings of the loader or the checkpoints.
 
     Networks, optimizer, process groups and checkpointer stay. The data, the stepper and what reports steps are new.
     """
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
     assert isinstance(old.stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
-    training_data = agree(lambda: load_data(context, ranks, networks))
+    training_data = parts.training_data
+    if _batch_settings(context) != _batch_settings(parts.context):
+        training_data = agree(lambda: load_data(context, ranks, networks))
     old.stepper.release_graphs()
+    clear_gradients(parts)
+    _change_networks(context.plan, parts)
     stepper = connect_stepper(networks, context.plan, ranks, old.stepper.updater, old.clock, training_data.objective)
     step_parts = StepParts(
         networks=networks,
@@ -69,6 +76,24 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
     trainer = connect_trainer(context, step_parts, old)
     stages = map_stages(context.plan, ranks)
     return replace(parts, context=context, trainer=trainer, training_data=training_data, stages=stages)
+
+
+def _batch_settings(context: RankContext) -> tuple[Any, ...]:
+    """Return what the batches of a rank depend on, of what may change in place."""
+    plan = context.plan
+    return context.recipe.data, plan.micro_batch, plan.micro_batches, plan.grad_accum
+
+
+def _change_networks(plan: Plan, parts: WorkerParts) -> None:
+    """Change recompute, prefetch and buckets of the networks as they are. All ranks call."""
+    before = parts.context.plan
+    for network in parts.networks:
+        if plan.recompute != before.recompute:
+            change_recompute(network, plan, parts.ranks)
+        if plan.comm.prefetch != before.comm.prefetch:
+            change_prefetch(network, plan)
+        if plan.comm.bucket_mb != before.comm.bucket_mb:
+            change_buckets(network, plan, parts.ranks)
 
 
 def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> WorkerParts:

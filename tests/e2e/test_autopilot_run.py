@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,28 +21,42 @@ SETTINGS = (
     "train.steps=200",
     "train.sample.tokens=0",
     "checkpoint.every=off",
-    "plan.mesh.dp_replicate=2",
     "plan.precision=fp32",
 )
-BAD_START = ("plan.micro_batch=1", "plan.grad_accum=16")
+BAD_MICRO_BATCH = ("plan.mesh.dp_replicate=2", "plan.micro_batch=1", "plan.grad_accum=16")
+BAD_CUT = (
+    "model.shape={layers: 6, hidden: 32, heads: 4, kv_heads: 2, head_dim: 8, ffn: 64}",
+    "train.global_batch=8",
+    "train.steps=120",
+    "plan.mesh.pp=2",
+    "plan.pipeline.stages=[1, 5]",
+    "plan.micro_batch=1",
+    "plan.grad_accum=8",
+)
+# Changes that the cost model also likes, but that are not what a test is about.
+OTHERS = ("mesh", "micro_batch", "recompute", "compile", "loss", "pipeline.schedule")
 
 
-def train(path: Path, mode: str, *settings: str) -> RunDirectory:
+def train(path: Path, mode: str, *settings: str, keep: Sequence[str] = (), **variables: str) -> RunDirectory:
     # A short run has a small budget, and a trial of it the same costs as that of a long one.
-    section = f"autopilot={{mode: {mode}, budget: 0.2}}"
+    section = f"autopilot={{mode: {mode}, budget: 0.2, keep: [{', '.join(keep)}]}}"
     sets = [part for each in (*SETTINGS, section, *settings) for part in ("--set", each)]
     command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(path), "--quiet", *sets]
-    done = subprocess.run(
-        command, env=environment(OMP_NUM_THREADS="1"), timeout=600, capture_output=True, text=True, check=False
-    )
+    variables = environment(OMP_NUM_THREADS="1", **variables)
+    done = subprocess.run(command, env=variables, timeout=600, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return RunDirectory(path)
 
 
+def decisions_of(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.decisions.read_text().splitlines()]
+
+
 @pytest.mark.slow
 def test_micro_batches_of_one_row_grow_and_the_trajectory_stays(tmp_path: Path) -> None:
-    tuned, plain = train(tmp_path / "tuned", "act", *BAD_START), train(tmp_path / "plain", "off", *BAD_START)
-    decisions = [json.loads(line) for line in (tuned.path / "decisions.jsonl").read_text().splitlines()]
+    tuned = train(tmp_path / "tuned", "act", *BAD_MICRO_BATCH)
+    plain = train(tmp_path / "plain", "off", *BAD_MICRO_BATCH)
+    decisions = decisions_of(tuned)
     kept = [each for each in decisions if each["outcome"] == "kept"]
     assert kept, decisions
     assert kept[0]["patch"]["plan.micro_batch"] > 1
@@ -48,4 +64,20 @@ def test_micro_batches_of_one_row_grow_and_the_trajectory_stays(tmp_path: Path) 
     assert tuned.read_plan().micro_batch > 1
     assert tuned.read_plan().global_batch == plain.read_plan().global_batch
     assert_same_trajectory(trajectory_of(tuned), trajectory_of(plain), tolerance=1e-4)  # of 200 steps
-    assert not (plain.path / "decisions.jsonl").exists()
+    assert not plain.decisions.exists()
+
+
+@pytest.mark.slow
+def test_a_wrong_cut_of_a_pipeline_is_moved_by_measured_stage_times_and_the_trajectory_stays(tmp_path: Path) -> None:
+    slow = {"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_layers", "TRIMARAN_TEST_LAYER_SECONDS": "0.005"}
+    tuned = train(tmp_path / "tuned", "act", *BAD_CUT, keep=OTHERS, **slow)
+    plain = train(tmp_path / "plain", "off", *BAD_CUT)
+    decisions = decisions_of(tuned)
+    kept = [each for each in decisions if each["outcome"] == "kept"]
+    assert kept, decisions
+    assert kept[0]["finding"] == "F011"
+    assert kept[0]["expected"]["gain"] > 0.1 < kept[0]["measured"]["gain"]
+    assert kept[0]["expected"]["uncertainty"] > 0
+    stages = tuned.read_plan().pipeline.stages
+    assert min(stages) >= 2, stages
+    assert_same_trajectory(trajectory_of(tuned), trajectory_of(plain), tolerance=1e-4)

@@ -33,6 +33,13 @@ BAD_CUT = (
     "plan.micro_batch=1",
     "plan.grad_accum=8",
 )
+BAD_LOADER = (
+    "train.global_batch=8",
+    "train.steps=120",
+    "plan.mesh.dp_replicate=2",
+    "plan.micro_batch=4",
+    "data.workers=1",
+)
 # Changes that the cost model also likes, but that are not what a test is about.
 OTHERS = ("mesh", "micro_batch", "recompute", "compile", "loss", "pipeline.schedule")
 
@@ -80,4 +87,20 @@ def test_a_wrong_cut_of_a_pipeline_is_moved_by_measured_stage_times_and_the_traj
     assert kept[0]["expected"]["uncertainty"] > 0
     stages = tuned.read_plan().pipeline.stages
     assert min(stages) >= 2, stages
+    assert_same_trajectory(trajectory_of(tuned), trajectory_of(plain), tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_too_few_loader_processes_become_more_and_the_trajectory_stays(tmp_path: Path) -> None:
+    slow = {"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_loader", "TRIMARAN_TEST_LOAD_SECONDS": "0.08"}
+    tuned = train(tmp_path / "tuned", "act", *BAD_LOADER, keep=[*OTHERS, "comm", "sharding"], **slow)
+    plain = train(tmp_path / "plain", "off", *BAD_LOADER)
+    decisions = decisions_of(tuned)
+    kept = [each for each in decisions if each["outcome"] == "kept"]
+    assert kept, decisions
+    assert kept[0]["finding"] == "F001"
+    assert kept[0]["measured"]["gain"] > 0.1
+    workers = tuned.read_recipe().data.workers
+    assert isinstance(workers, int)
+    assert workers > 1
     assert_same_trajectory(trajectory_of(tuned), trajectory_of(plain), tolerance=1e-4)

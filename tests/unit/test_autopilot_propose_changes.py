@@ -1,5 +1,6 @@
 """The changes that could help a run: patches of findings, and neighbours of its plan by the cost model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def test_findings_come_with_their_code_and_verdict() -> None:
     assert loader.finding == "F001"
     assert "waits" in loader.reason
     assert loader.is_in_place
+
+
+def test_no_loader_processes_are_added_to_a_host_without_memory() -> None:
+    slow = recorded("slow-loader")
+    assert any("data.workers" in each.patch for each in proposals(slow).values())
+    full = {"time": 1.0, "ram": 64 << 30, "ram_used": 60 << 30}
+    assert not any("data.workers" in each.patch for each in proposals(replace(slow, samples=(full,))).values())
 
 
 def test_the_cut_of_a_pipeline_follows_from_measured_stages() -> None:

@@ -24,12 +24,14 @@ from trimaran.core import Finding, Plan, UserError
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.memory_fix import cheapest_memory_fix
 from trimaran.doctor.predicted_gain import forecast, predicted_gain
-from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
+from trimaran.doctor.step_breakdown import StepBreakdown, get_number, step_breakdown
 from trimaran.planner import search
 from trimaran.planner.change_plan import RESULT_FIELDS, is_in_place
 from trimaran.planner.memory_ladder import plan_with
 from trimaran.planner.neighbours import neighbour_patches
 
+MAX_HOST_MEMORY_FRACTION = 0.9  # in use, above which no loader processes are added
+MAX_HOST_SAMPLES = 64  # of the nodes, the most recent ones
 MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
 RELATIVE_UNCERTAINTY = 0.5  # of a predicted gain
 # Findings about memory, not about speed: their patch is taken if memory runs out, whatever it costs in time.
@@ -72,7 +74,7 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
     for finding in findings:
         patch = _as_json(finding.patch)
         undo = undo_of(patch, settings)
-        if not patch or undo is None or not all(map(is_changeable, patch)):
+        if not patch or undo is None or not all(map(is_changeable, patch)) or not _host_has_room(evidence, patch):
             continue
         saves_memory = finding.code in MEMORY_CODES
         if finding.gain is None and not saves_memory:
@@ -151,6 +153,21 @@ def _best_layout(evidence: Evidence) -> Patch:
     before, after = (settings_of(each, evidence.recipe) for each in (plan, answer.ranked[0]))
     leaves = [name for name, value in after.items() if not isinstance(value, dict)]
     return {name: after[name] for name in leaves if before.get(name) != after[name]}
+
+
+def _host_has_room(evidence: Evidence, patch: Patch) -> bool:
+    """Return whether every node has memory for what the patch adds to it: more loader processes.
+
+    A host that runs out of memory kills a process, which may be a rank.
+    """
+    if "data.workers" not in patch:
+        return True
+    fractions = [
+        used / total
+        for each in evidence.samples
+        if (used := get_number(each, "ram_used")) and (total := get_number(each, "ram"))
+    ]
+    return max(fractions[-MAX_HOST_SAMPLES:], default=0.0) < MAX_HOST_MEMORY_FRACTION
 
 
 def _tree(plan: Plan, fields: Sequence[str]) -> dict[str, Any]:

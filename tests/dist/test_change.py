@@ -10,6 +10,7 @@ from torch.distributed._composable.replicate import replicate
 
 from tests.changes import ChangedTraining, change_recipe, train_with_changes
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
+from trimaran.autopilot.proposal import settings_of, undo_of
 from trimaran.core import Plan
 from trimaran.parallel.axes import fsdp
 from trimaran.parallel.memory.recompute import RECOMPUTED_ATTRIBUTE
@@ -111,6 +112,54 @@ def test_recompute_buckets_and_prefetch_change_in_place(
     trained = train_with_changes(recipe, plan, folder, changes, inject=check_networks)
     assert [(each["status"], each["how"]) for each in trained.answers] == [("applied", "in place")] * len(patches)
     assert_same_trajectory(trajectory_of(trained.run), unchanged)
+
+
+APPLIED_AND_TAKEN_BACK: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "replicas": (
+        {"dp_replicate": 2},
+        [
+            {"plan.offload": "optimizer"},
+            {"plan.offload": "activations"},
+            {"plan.loss": "chunked"},
+            {"plan.comm.overlap": False},
+            {"checkpoint.every": 5},
+            {"checkpoint.memory": 3},
+            {"checkpoint.asynchronous": False},
+            {"data.workers": 1},
+        ],
+    ),
+    "shards": (
+        {"dp_shard": 2},
+        [{"plan.offload": "parameters"}, {"plan.sharding": "gradients"}, {"plan.comm.bucket_mb": 1}],
+    ),
+    "pipeline": (
+        {"pp": 2},
+        [
+            {"plan.pipeline.stages": [1, 3]},
+            {"plan.pipeline.schedule": "gpipe"},
+            {"plan.pipeline.schedule": "zero-bubble", "plan.pipeline.stages": [1, 1, 1, 1]},
+        ],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APPLIED_AND_TAKEN_BACK)
+def test_what_the_autopilot_may_change_is_applied_and_taken_back(folder: Path, name: str) -> None:
+    mesh, patches = APPLIED_AND_TAKEN_BACK[name]
+    recipe = change_recipe(steps=6 * len(patches) + 2, data={"seq_len": 16, "workers": 0})
+    plan = plan_for(recipe, grad_accum=4, **mesh)
+    before = settings_of(plan, recipe)
+    changes: dict[int, Mapping[str, Any]] = {}
+    for number, patch in enumerate(patches):
+        undo = undo_of(patch, before)
+        assert undo is not None
+        changes |= {6 * number + 1: patch, 6 * number + 4: undo}
+    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=2), folder)
+    trained = train_with_changes(recipe, plan, folder, changes, shares_memory=True)
+    assert [each["status"] for each in trained.answers] == ["applied"] * len(changes), trained.answers
+    assert settings_of(trained.run.read_plan(), trained.run.read_recipe()) == before
+    assert_same_trajectory(trajectory_of(trained.run), reference)
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ APPLIED_AND_TAKEN_BACK: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] =
             {"checkpoint.memory": 3},
             {"checkpoint.asynchronous": False},
             {"data.workers": 1},
+            {"faults.expandable_segments": True},
         ],
     ),
     "shards": (

@@ -56,6 +56,41 @@ def test_findings_come_with_their_code_and_verdict() -> None:
     assert loader.is_in_place
 
 
+def test_fragmented_memory_gets_expandable_segments_in_place() -> None:
+    memory = {"reserved": 71 << 30, "fragmentation": 0.34, "total": 79 << 30}
+    run = predicted_run(*SLOW_1B[:-1], "plan={micro_batch: 4}")
+    steps = tuple(each | {"memory": memory | {"retries": each["step"] // 4}} for each in run.steps)
+    found = proposals(replace(run, steps=steps))
+    allocator = found["faults.expandable_segments auto -> True"]
+    assert allocator.finding == "F060"
+    assert allocator.is_in_place
+    assert not allocator.saves_memory, "it is kept if steps are shorter"
+    assert allocator.gain > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wanted"),
+    [
+        ("checkpoint.asynchronous=false", "checkpoint.asynchronous False -> True"),
+        ("checkpoint.every=10", "checkpoint.every 10 -> auto"),
+        ("checkpoint.memory=1", "checkpoint.memory 1 -> auto"),
+    ],
+)
+def test_checkpoints_that_stall_get_another_interval_or_are_asynchronous(recipe: str, wanted: str) -> None:
+    found = proposals(predicted_run(*SLOW_1B, recipe, stall=20.0))
+    assert found[wanted].finding == "F007"
+    assert found[wanted].is_in_place
+    assert found[wanted].gain > 0.05
+
+
+def test_needless_offload_and_needless_compilation_can_be_taken_back() -> None:
+    found = proposals(predicted_run(*SLOW_1B[:-1], "plan={micro_batch: 4, offload: optimizer, compile: true}"))
+    assert found["offload optimizer -> none"].gain > 0
+    assert found["offload optimizer -> none"].peak_ratio > 1
+    assert "offload optimizer -> parameters" not in found
+    assert "compile True -> False" in found
+
+
 def test_no_loader_processes_are_added_to_a_host_without_memory() -> None:
     slow = recorded("slow-loader")
     assert any("data.workers" in each.patch for each in proposals(slow).values())

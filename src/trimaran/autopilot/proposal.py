@@ -58,7 +58,7 @@ def is_pinned(field: str, pins: Iterable[str]) -> bool:
 
 def settings_of(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Return the present values of the fields that can change, by dotted name."""
-    tree = recipe.model_dump(mode="json", include={"data", "checkpoint"})
+    tree = recipe.model_dump(mode="json", include={"data", "checkpoint", "faults"})
     others = {field: _value(tree, field) for field in OTHER_CHANGEABLE_FIELDS}
     return dict(_leaves(plan.model_dump(mode="json"), "plan.")) | others
 

@@ -21,6 +21,7 @@ from trimaran.autopilot.proposal import (
     undo_of,
 )
 from trimaran.core import Finding, Plan, UserError
+from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.memory_fix import cheapest_memory_fix
 from trimaran.doctor.predicted_gain import forecast, predicted_gain
@@ -76,7 +77,8 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
         undo = undo_of(patch, settings)
         if not patch or undo is None or not all(map(is_changeable, patch)) or not _host_has_room(evidence, patch):
             continue
-        saves_memory = finding.code in MEMORY_CODES
+        # The allocator's settings are judged by time: retries cost some, and the peak of what is allocated stays.
+        saves_memory = finding.code in MEMORY_CODES and not patch.keys() <= {*OTHER_CHANGEABLE_FIELDS}
         if finding.gain is None and not saves_memory:
             continue
         gain = finding.gain or 0.0
@@ -87,6 +89,7 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
             uncertainty=max(MIN_UNCERTAINTY, (1.2 - finding.confidence) * abs(gain)),
             reason=f"{finding.verdict}; {describe(patch, undo)}",
             finding=finding.code,
+            peak_ratio=_peak_ratio(evidence, patch),
             saves_memory=saves_memory,
             is_in_place=_is_in_place(evidence.plan, patch),
         )
@@ -101,7 +104,6 @@ def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings:
     gain = predicted_gain(evidence, measured, patch)
     if gain is None:
         return []
-    now, then = forecast(question, evidence.plan), forecast(question, plan_with(evidence.plan, patch))
     direction = f"{gain:.0%} shorter" if gain > 0 else f"{-gain:.0%} longer, give or take {MIN_UNCERTAINTY:.0%},"
     return [
         Proposal(
@@ -110,10 +112,23 @@ def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings:
             gain=gain,
             uncertainty=max(MIN_UNCERTAINTY, RELATIVE_UNCERTAINTY * abs(gain)),
             reason=f"{describe(patch, undo)}: steps should be {direction} by the cost model",
-            peak_ratio=then.peak_bytes / now.peak_bytes if now.peak_bytes else 1.0,
+            peak_ratio=_peak_ratio(evidence, patch),
             is_in_place=_is_in_place(evidence.plan, patch),
         )
     ]
+
+
+def _peak_ratio(evidence: Evidence, patch: Patch) -> float:
+    """Return the predicted peak memory with the patch over that without it; 1 if it cannot be predicted."""
+    question = evidence.planner_inputs()
+    if question is None or not any(name.startswith("plan.") for name in patch):
+        return 1.0
+    try:
+        changed = plan_with(evidence.plan, patch)
+    except ValidationError:
+        return 1.0
+    now, then = forecast(question, evidence.plan), forecast(question, changed)
+    return then.peak_bytes / now.peak_bytes if now.peak_bytes else 1.0
 
 
 def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:

@@ -16,6 +16,7 @@ OTHER_CHANGEABLE_FIELDS = (
     "checkpoint.memory",
     "checkpoint.lost_seconds",
     "checkpoint.asynchronous",
+    "faults.expandable_segments",
 )
 
 

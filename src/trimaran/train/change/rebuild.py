@@ -36,6 +36,7 @@ from trimaran.train.build import (
 from trimaran.train.checkpointing.base_hashing import AdapterBase
 from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
 from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.steppers.pipeline_stepper import PipelineStepper
 from trimaran.train.steppers.stepper import PlainStepper
@@ -56,6 +57,7 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
     """
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
     assert isinstance(old.stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
+    set_expandable_segments(context.recipe.faults.expandable_segments, context.rank_info.device)
     training_data = parts.training_data
     if _batch_settings(context) != _batch_settings(parts.context):
         training_data = agree(lambda: load_data(context, ranks, networks))
@@ -103,6 +105,7 @@ def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], st
     activations. Networks get memory without values: nothing is read from disk, and nothing is drawn.
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
+    set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     networks = agree(lambda: build_empty_networks(recipe, plan, rank_info, ranks))

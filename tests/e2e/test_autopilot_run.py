@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from tests.environment import environment
 from tests.parity import assert_same_trajectory, trajectory_of
-from trimaran.run import RunDirectory
+from trimaran.run import RunDirectory, read_incidents
+from trimaran.run.change_request import change_answers
 
 SETTINGS = (
     "cluster=2xcpu",
@@ -45,18 +47,23 @@ OTHERS = ("mesh", "micro_batch", "recompute", "compile", "loss", "pipeline.sched
 
 
 def train(path: Path, mode: str, *settings: str, keep: Sequence[str] = (), **variables: str) -> RunDirectory:
+    process = start(path, mode, *settings, keep=keep, **variables)
+    out, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, out[-3000:] + errors[-3000:]
+    return RunDirectory(path)
+
+
+def start(path: Path, mode: str, *settings: str, keep: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
     # A short run has a small budget, and a trial of it the same costs as that of a long one.
     section = f"autopilot={{mode: {mode}, budget: 0.2, keep: [{', '.join(keep)}]}}"
     sets = [part for each in (*SETTINGS, section, *settings) for part in ("--set", each)]
     command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(path), "--quiet", *sets]
     variables = environment(OMP_NUM_THREADS="1", **variables)
-    done = subprocess.run(command, env=variables, timeout=600, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return RunDirectory(path)
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def decisions_of(run: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.decisions.read_text().splitlines()]
+    return [json.loads(line) for line in run.decisions.read_text().splitlines()] if run.decisions.exists() else []
 
 
 @pytest.mark.slow
@@ -104,3 +111,28 @@ def test_too_few_loader_processes_become_more_and_the_trajectory_stays(tmp_path:
     assert isinstance(workers, int)
     assert workers > 1
     assert_same_trajectory(trajectory_of(tuned), trajectory_of(plain), tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_a_trial_of_compilation_is_judged_and_its_first_step_is_no_hang(tmp_path: Path) -> None:
+    """The first compiled step takes longer than the hang limit of a step. The run is long, or no trial would pay."""
+    settings = ("plan.mesh.dp_replicate=2", "plan.micro_batch=4", "plan.compile=false", "faults.hang_seconds=1",
+                "train.global_batch=8", "train.steps=1000000")  # fmt: skip
+    keep = ["mesh", "micro_batch", "recompute", "loss", "comm", "sharding", "cuda_graphs", "data.workers"]
+    process = start(tmp_path / "run", "act", *settings, keep=keep)
+    try:
+        run, deadline = RunDirectory(tmp_path / "run"), time.monotonic() + 400
+        while not (ended := [each for each in decisions_of(run) if each["outcome"] != "trying"]):
+            assert process.poll() is None, process.communicate()[1][-3000:]
+            assert time.monotonic() < deadline, decisions_of(run)
+            time.sleep(1.0)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert ended[0]["patch"] == {"plan.compile": True}
+    assert ended[0]["outcome"] in ("kept", "rolled-back")
+    assert ended[0]["measured"]["pause_seconds"] > 0
+    answers = [event["data"] for event in change_answers(run)]
+    assert (answers[0]["patch"], answers[0]["status"]) == ({"plan.compile": True}, "applied")
+    assert run.read_plan().compile == (ended[0]["outcome"] == "kept")
+    assert [each.cause for each in read_incidents(run) if each.cause == "hang"] == []

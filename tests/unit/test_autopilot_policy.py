@@ -46,6 +46,14 @@ def test_a_change_that_is_cheap_to_try_comes_before_a_slightly_better_one_that_i
     assert decide(situation(MICRO, rebuilt, steps_left=300, pause_seconds={True: 0.1, False: 4.0})) == MICRO
 
 
+def test_a_change_that_compiles_is_tried_only_if_the_run_is_long_enough() -> None:
+    compiled = replace(COMPILE, first_step_seconds=60.0)
+    assert decide(situation(COMPILE, steps_left=600)) == COMPILE
+    assert decide(situation(compiled, steps_left=600)) is None
+    assert decide(situation(compiled, steps_left=20_000)) == compiled
+    assert decide(situation(compiled, steps_left=20_000, budget_seconds=50.0)) is None
+
+
 @pytest.mark.parametrize(
     ("proposed", "other"),
     [

@@ -146,10 +146,10 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
     window = max(MIN_WINDOW_STEPS, min(most, needed))
     pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
     loss = _loss(proposal) * (window + settle) * seconds
-    cost = pause * (2 - kept_chance) + loss
+    cost = pause * (2 - kept_chance) + loss + proposal.first_step_seconds
     rest = situation.steps_left - WINDOWS_OF_A_TRIAL * (window + settle)  # one that is too late cannot pay
     saved = kept_gain * seconds * max(0.0, rest)
-    worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds
+    worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds + proposal.first_step_seconds
     return PricedProposal(proposal=proposal, value=saved - cost, worst_cost=worst)
 
 

@@ -19,7 +19,7 @@ class Proposal:
     `gain` is the fraction of a step that it should save, `uncertainty` the standard deviation of that. `reason` is one
     sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
     that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_in_place`: ranks
-    make it without building networks again.
+    make it without building networks again. `first_step_seconds` is what the first step takes longer: compilation.
     """
 
     patch: Patch
@@ -31,6 +31,7 @@ class Proposal:
     peak_ratio: float = 1.0
     saves_memory: bool = False
     is_in_place: bool = False
+    first_step_seconds: float = 0.0
 
 
 def is_changeable(field: str) -> bool:

@@ -33,6 +33,7 @@ from trimaran.planner.neighbours import neighbour_patches
 
 MAX_HOST_MEMORY_FRACTION = 0.9  # in use, above which no loader processes are added
 MAX_HOST_SAMPLES = 64  # of the nodes, the most recent ones
+COMPILE_SECONDS, WARM_COMPILE_SECONDS = 30.0, 10.0  # assumed; 37 s on the 2 busy cores of the test machine
 MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
 RELATIVE_UNCERTAINTY = 0.5  # of a predicted gain
 # Findings about memory, not about speed: their patch is taken if memory runs out, whatever it costs in time.
@@ -92,6 +93,7 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
             peak_ratio=_peak_ratio(evidence, patch),
             saves_memory=saves_memory,
             is_in_place=_is_in_place(evidence.plan, patch),
+            first_step_seconds=_first_step_seconds(evidence.plan, patch),
         )
 
 
@@ -114,6 +116,7 @@ def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings:
             reason=f"{describe(patch, undo)}: steps should be {direction} by the cost model",
             peak_ratio=_peak_ratio(evidence, patch),
             is_in_place=_is_in_place(evidence.plan, patch),
+            first_step_seconds=_first_step_seconds(evidence.plan, patch),
         )
     ]
 
@@ -149,6 +152,7 @@ def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Prop
             peak_ratio=fix.then.peak_bytes / fix.now.peak_bytes if fix.now.peak_bytes else 1.0,
             saves_memory=True,
             is_in_place=_is_in_place(evidence.plan, patch),
+            first_step_seconds=_first_step_seconds(evidence.plan, patch),
         )
     ]
 
@@ -203,6 +207,13 @@ def _is_in_place(plan: Plan, patch: Patch) -> bool:
         return is_in_place(plan, plan_with(plan, patch))
     except ValidationError:
         return False
+
+
+def _first_step_seconds(plan: Plan, patch: Patch) -> float:
+    """Return what compiling the blocks of the changed plan takes; torch keeps what it compiled before on disk."""
+    if not patch.get("plan.compile", plan.compile) or _is_in_place(plan, patch):
+        return 0.0
+    return WARM_COMPILE_SECONDS if plan.compile else COMPILE_SECONDS
 
 
 def _as_json(patch: Mapping[str, Any]) -> Patch:

@@ -15,13 +15,14 @@ import pytest
 
 from tests.answering_run import metrics
 from trimaran.autopilot.controller import Controller, control, only_controller, read_answer, read_sample
-from trimaran.autopilot.decision_ledger import DecisionLedger, DecisionReader, parse_decision, read_decisions
+from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.proposal import Proposal, undo_of
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import Decision, Plan, parse_recipe
 from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.run import IncidentLog, Journal, RunDirectory, create_run
 from trimaran.run.change_request import read_change_request, write_change_request
+from trimaran.run.decision_records import DecisionReader, parse_decision, read_decisions
 
 ROOT = Path(__file__).parents[2]
 FAST = {"plan.micro_batch": 2, "plan.grad_accum": 4}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, advise, cost_of, decide, why_not
+from trimaran.autopilot.policy import MemoryTrend, Situation, advise, decide, why_not
 from trimaran.autopilot.proposal import Proposal, is_pinned, settings_of, undo_of
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import Decision, Plan, Recipe, UserError, dump_recipe, parse_recipe
@@ -72,9 +72,9 @@ def test_nothing_is_tried_that_does_not_pay(proposed: Proposal, other: dict[str,
 
 def test_the_budget_counts_what_the_ledger_says_was_spent() -> None:
     slow = decision({"plan.compile": True}, "rolled-back", seconds=8.0)
-    assert cost_of(slow) == pytest.approx(1 + 20 * 7)
-    assert cost_of(replace(slow, outcome="kept")) == 1.0
-    assert cost_of(replace(slow, measured=None)) == 0.0
+    assert slow.trial_seconds == pytest.approx(1 + 20 * 7)
+    assert replace(slow, outcome="kept").trial_seconds == 1.0
+    assert replace(slow, measured=None).trial_seconds == 0.0
     assert decide(situation(MICRO, decisions=[slow])) == MICRO
     assert decide(situation(MICRO, decisions=[slow, replace(slow, id=2)])) is None
 

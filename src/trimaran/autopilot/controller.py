@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.autopilot.decision_ledger import DecisionLedger, read_decisions
+from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
 from trimaran.autopilot.proposal import Proposal, settings_of
@@ -30,6 +30,7 @@ from trimaran.doctor.step_breakdown import get_number
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.change_request import read_change_request, write_change_request
+from trimaran.run.decision_records import read_decisions
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, cost_of, decide
+from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, decide
 from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal
 from trimaran.autopilot.trial import (
     MAX_BASELINE_STEPS,
@@ -97,7 +97,7 @@ class DecisionLoop:
 
     @property
     def spent_seconds(self) -> float:
-        return sum(map(cost_of, self.decisions.values()))
+        return sum(each.trial_seconds for each in self.decisions.values())
 
     # What happened
 

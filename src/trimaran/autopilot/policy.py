@@ -82,7 +82,7 @@ class Situation:
 
     @property
     def spent_seconds(self) -> float:
-        return sum(map(cost_of, self.decisions))
+        return sum(each.trial_seconds for each in self.decisions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,16 +284,6 @@ def _key(patch: Mapping[str, Any]) -> str:
 def kind_of(patch: Iterable[str]) -> str:
     """Return the fields of a patch as one word for what it is about, such as `plan.recompute`."""
     return "+".join(sorted(each for each in patch if each != "plan.grad_accum"))
-
-
-def cost_of(decision: Decision) -> float:
-    """Return the seconds that a decision's trial cost: pauses, and steps that were longer than before."""
-    measured, before = decision.measured, decision.baseline.get("step_seconds", 0.0)
-    if not measured:
-        return 0.0
-    longer = measured.get("steps", 0.0) * (measured.get("step_seconds", before) - before)
-    lost = longer if decision.outcome != "kept" and math.isfinite(longer) else 0.0
-    return measured.get("pause_seconds", 0.0) + max(0.0, lost)
 
 
 _MISSING = object()

@@ -164,6 +164,23 @@ def test_what_the_autopilot_may_change_is_applied_and_taken_back(folder: Path, n
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("patch", [{"plan.precision": "bf16"}, {"plan.comm.compression": "powersgd"}])
+def test_a_recipe_that_allows_other_results_may_change_precision_and_compression(
+    folder: Path, unchanged: Trajectory, patch: dict[str, Any]
+) -> None:
+    recipe = change_recipe(steps=STEPS, autopilot={"mode": "off", "may_change_course": True})
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    undo = undo_of(patch, settings_of(plan, recipe))
+    assert undo is not None
+    trained = train_with_changes(recipe, plan, folder, {4: patch, 10: undo})
+    assert [each["status"] for each in trained.answers] == ["applied"] * 2, trained.answers
+    losses = trajectory_of(trained.run).losses
+    assert losses[:4] == pytest.approx(unchanged.losses[:4])
+    assert losses != pytest.approx(unchanged.losses, rel=1e-5), "the results are others"
+    assert losses == pytest.approx(unchanged.losses, rel=0.02)
+
+
+@pytest.mark.slow
 def test_changes_back_and_forth_leave_nothing_behind(folder: Path) -> None:
     recipe = change_recipe(steps=22)
     there, back = {"plan.mesh": {"tp": 2}}, {"plan.mesh": {"dp_shard": 2}}

@@ -25,7 +25,7 @@ def proposals(evidence: Evidence, **options: Any) -> dict[str, Proposal]:
     for each in found:
         assert each.patch.keys() == each.undo.keys()
         assert all(map(is_changeable, each.patch))
-        assert not changes_course(each.patch)
+        assert not changes_course(each.patch) or evidence.recipe.autopilot.may_change_course
         assert each.uncertainty > 0
         again = plan_with(plan_with(evidence.plan, each.patch), each.undo)
         assert again.model_dump() == evidence.plan.model_dump()
@@ -89,6 +89,15 @@ def test_needless_offload_and_needless_compilation_can_be_taken_back() -> None:
     assert found["offload optimizer -> none"].peak_ratio > 1
     assert "offload optimizer -> parameters" not in found
     assert "compile True -> False" in found
+
+
+def test_fewer_bits_are_proposed_only_if_the_recipe_allows_other_results() -> None:
+    settings = ("model.preset=llama-3.2-1b", "cluster=8xH100", "data.seq_len=2048", "train.global_batch=64",
+                "plan={mesh: {dp_replicate: 8}, precision: fp32, micro_batch: 1}")  # fmt: skip
+    assert "precision fp32 -> bf16" not in proposals(predicted_run(*settings))
+    found = proposals(predicted_run(*settings, "autopilot.may_change_course=true"))
+    assert found["precision fp32 -> bf16"].gain > 0.2
+    assert "comm.compression none -> bf16" in found
 
 
 def test_no_loader_processes_are_added_to_a_host_without_memory() -> None:

@@ -64,6 +64,9 @@ def proposals_of(
             known.add(_key(patch))
             priced = _priced(evidence, measured, patch, settings)
             found += [each for each in priced if kind not in MEMORY_FOR_TIME or each.peak_ratio >= 1]
+    for patch in _course_changes(evidence) if question else ():
+        if _key(patch) not in known:
+            found += _priced(evidence, measured, patch, settings)
     if whole_layout and (layout := _best_layout(evidence)) and _key(layout) not in known:
         found += _priced(evidence, measured, layout, settings)
     if peak_is_near:
@@ -101,7 +104,7 @@ def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings:
     """Return the proposal for a patch; none if it cannot run, does not fit, or cannot be predicted."""
     patch = _as_json(patch)
     undo, question = undo_of(patch, settings), evidence.planner_inputs()
-    if undo is None or question is None or changes_course(patch):
+    if undo is None or question is None or (changes_course(patch) and not _may_change_course(evidence)):
         return []
     gain = predicted_gain(evidence, measured, patch)
     if gain is None:
@@ -172,6 +175,21 @@ def _best_layout(evidence: Evidence) -> Patch:
     before, after = (settings_of(each, evidence.recipe) for each in (plan, answer.ranked[0]))
     leaves = [name for name, value in after.items() if not isinstance(value, dict)]
     return {name: after[name] for name in leaves if before.get(name) != after[name]}
+
+
+def _may_change_course(evidence: Evidence) -> bool:
+    return evidence.recipe.autopilot.may_change_course
+
+
+def _course_changes(evidence: Evidence) -> Iterator[Patch]:
+    """Yield changes that change the results of training, if the recipe allows them: fewer bits."""
+    plan, question = evidence.plan, evidence.planner_inputs()
+    if question is None or not _may_change_course(evidence):
+        return
+    if plan.precision == "fp32" and question.cluster.device.kind == "cuda":
+        yield {"plan.precision": "bf16"}
+    if plan.mesh.dp_replicate > 1 and plan.comm.compression == "none" and plan.comm.overlap:
+        yield {"plan.comm.compression": "bf16"}
 
 
 def _host_has_room(evidence: Evidence, patch: Patch) -> bool:

@@ -14,6 +14,8 @@ IN_PLACE_FIELDS = ("micro_batch", "micro_batches", "grad_accum", "recompute", "c
 """Fields of the plan that ranks may change without building networks and process groups again: `is_in_place`."""
 RESULT_FIELDS = ("precision", "engine", "comm.compression", "comm.local_steps", "comm.async_sgd")
 """Fields of the plan that change the results of training, not only how they are computed."""
+COURSE_FIELDS = ("precision", "comm.compression", "comm.local_steps")
+"""Those of them that may change while the run runs, if the recipe's `autopilot.may_change_course` allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ def change_run(recipe: Recipe, plan: Plan, patch: Mapping[str, Any], environment
     the same global batch. The other fields stay as they are.
     """
     new, pins = apply_patch(recipe, plan, patch)
-    refuse_other_results(plan, new)
+    refuse_other_results(plan, new, may_change=COURSE_FIELDS if recipe.autopilot.may_change_course else ())
     new = with_prediction(new, recipe, environment)
     return ChangedRun(recipe=pins, plan=new, how="in place" if is_in_place(plan, new) else "rebuilt")
 
@@ -88,9 +90,12 @@ def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[P
     return new, patched.model_copy(update={"plan": pins})
 
 
-def refuse_other_results(old: Plan, new: Plan) -> None:
-    """Raise UserError unless a run may go on with `new` in the same processes and with the same results."""
-    for name in RESULT_FIELDS:
+def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = ()) -> None:
+    """Raise UserError unless a run may go on with `new` in the same processes and with the same results.
+
+    `may_change` are fields that may change nevertheless.
+    """
+    for name in (each for each in RESULT_FIELDS if each not in may_change):
         before, after = (_field(each, name) for each in (old, new))
         if before != after:
             raise UserError("S040", f"plan.{name} changes the results: it is {before} in this run, not {after}",

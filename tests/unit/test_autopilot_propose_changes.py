@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_doctor_speed import predicted_run, recorded
 from tests.unit.test_planner_neighbours import question_for
 from trimaran.autopilot.proposal import Proposal, changes_course, describe, is_changeable
-from trimaran.autopilot.propose_changes import proposals_of
+from trimaran.autopilot.propose_changes import best_layout, proposals_of
 from trimaran.core import Comm, Mesh, Pipeline, Plan
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence
@@ -117,7 +117,9 @@ def test_the_whole_layout_is_searched_if_asked_for() -> None:
                 "plan={mesh: {tp: 8}}")  # fmt: skip
     evidence = predicted_run(*settings)
     assert not any("plan.mesh.tp" in each.patch for each in proposals(evidence).values())
-    layout = next(each for each in proposals(evidence, whole_layout=True).values() if "plan.mesh.tp" in each.patch)
+    layout = next(
+        each for each in proposals(evidence, layout=best_layout(evidence)).values() if "plan.mesh.tp" in each.patch
+    )
     assert layout.patch["plan.mesh.tp"] < 8
     assert layout.gain > 0.05
     assert not layout.is_in_place

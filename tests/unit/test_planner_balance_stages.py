@@ -56,6 +56,16 @@ def test_one_layer_against_five_becomes_even_and_saves_what_the_schedule_says() 
     assert best.step_seconds == pytest.approx(8 * 0.030 + 0.030, rel=0.15)
 
 
+def test_a_first_stage_with_a_dear_embedding_still_gets_more_layers() -> None:
+    """As measured on two CPU ranks: one layer takes 55 ms with the embedding, three take 112 ms."""
+    measured = MeasuredStages(layers=(1, 3), seconds=(0.055, 0.112))
+    plan = plan_of(2)
+    best = balanced_cut(measured, plan, outline_with(4), seq_len=SEQ_LEN)
+    assert best is not None
+    assert best.layers == (2, 2)
+    assert best.step_seconds < 0.9 * present_cut(measured, plan).step_seconds
+
+
 def test_a_slow_device_gets_fewer_layers() -> None:
     measured = measure((4, 4, 4), [0.010] * 12, places=(2.0, 1.0, 1.0))
     best = balanced_cut(measured, plan_of(3), outline_with(12), seq_len=SEQ_LEN)

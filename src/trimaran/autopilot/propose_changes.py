@@ -43,12 +43,12 @@ MEMORY_FOR_TIME = ("recompute", "offload")
 
 
 def proposals_of(
-    evidence: Evidence, findings: Sequence[Finding], *, peak_is_near: bool = False, whole_layout: bool = False
+    evidence: Evidence, findings: Sequence[Finding], *, peak_is_near: bool = False, layout: Patch | None = None
 ) -> list[Proposal]:
     """Return the changes that could help, each once: those of findings first.
 
-    `peak_is_near`: memory may run out, so changes that save memory are wanted, too. `whole_layout`: also search for
-    another mesh, which takes a second or more.
+    `peak_is_near`: memory may run out, so changes that save memory are wanted, too. `layout` is the patch to the best
+    layout, see `best_layout`.
     """
     measured = step_breakdown(evidence)
     if measured is None:
@@ -67,7 +67,7 @@ def proposals_of(
     for patch in _course_changes(evidence) if question else ():
         if _key(patch) not in known:
             found += _priced(evidence, measured, patch, settings)
-    if whole_layout and (layout := _best_layout(evidence)) and _key(layout) not in known:
+    if layout and _key(layout) not in known:
         found += _priced(evidence, measured, layout, settings)
     if peak_is_near:
         found += _saving_memory(evidence, settings)
@@ -160,8 +160,11 @@ def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Prop
     ]
 
 
-def _best_layout(evidence: Evidence) -> Patch:
-    """Return the patch to the best plan that computes the same results; empty if the run has it, or none is known."""
+def best_layout(evidence: Evidence) -> Patch:
+    """Return the patch to the best plan that computes the same results; empty if the run has it, or none is known.
+
+    The search takes a second or more.
+    """
     question, plan = evidence.planner_inputs(), evidence.plan
     if question is None:
         return {}

@@ -2,7 +2,7 @@
 
 The cost model says how layers of different kinds compare: those of a vision tower and of the language model, the head.
 The measured stages correct that, kind by kind as far as they can tell kinds apart. What remains is the place: a stage
-whose device is slower than the others, or which has an embedding. Its layers take that much longer there.
+whose device is slower than the others. Its layers take that much longer there.
 """
 
 import math
@@ -15,8 +15,10 @@ from trimaran.models import Outline
 from trimaran.models.stages import stages_of_rank
 
 KIND_UNCERTAINTY = 0.5  # relative, of the cost model's ratio between kinds of layers
-HEAD_UNCERTAINTY = 1.0  # the same of the head, whose loss has no matmuls
+END_UNCERTAINTY = 1.0  # the same of the embedding, which is no matmul, and of the head, whose loss is none
+EMBEDDING_LAYERS = 0.25  # mean layers that an embedding and its gradient are assumed to take
 STAGE_UNCERTAINTY = 0.05  # of a mean stage: the time that a stage takes for other reasons than its layers
+MIN_FACTOR = 0.05  # of a kind of layer, on what the cost model says
 MAX_PLACE_FACTOR = 3.0  # by which a stage may be slower or faster than its layers explain
 
 
@@ -57,7 +59,10 @@ def balanced_cut(measured: MeasuredStages, plan: Plan, outline: Outline, *, seq_
 
 
 class _LayerCosts:
-    """The FLOPs of each layer and of the head, and which kind of layer each is. The head is the last kind."""
+    """The FLOPs of each layer and of both ends, and which kind of layer each is. Embedding and head are the last kinds.
+
+    An embedding counts as a part of a layer, because it has no FLOPs.
+    """
 
     def __init__(self, outline: Outline, seq_len: int) -> None:
         kinds: list[object] = []
@@ -68,18 +73,21 @@ class _LayerCosts:
                     kinds.append((tower.name, block))
                 cost = float(outline.block_flops(tower, block, seq_len))
                 self.layers += [(kinds.index((tower.name, block)), cost)] * count
-        self.head, self.num_kinds = float(outline.head_flops(seq_len)), len(kinds) + 1
+        self.embedding = EMBEDDING_LAYERS * sum(cost for _, cost in self.layers) / len(self.layers)
+        self.head, self.num_kinds = float(outline.head_flops(seq_len)), len(kinds) + 2
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def by_kind(self, part: range) -> list[float]:
-        """Return the FLOPs of these layers by kind; the last layer has the head."""
+        """Return the FLOPs of these layers by kind; the first layer has the embedding, the last one the head."""
         total = [0.0] * self.num_kinds
         for number in part:
             kind, cost = self.layers[number]
             total[kind] += cost
+        if 0 in part:
+            total[-2] += self.embedding
         if self.num_layers - 1 in part:
             total[-1] += self.head
         return total
@@ -87,7 +95,7 @@ class _LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class _FittedCosts:
-    """Seconds of every layer, the last with the head, and the factor of each stage."""
+    """Seconds of every layer, the first with the embedding and the last with the head, and the factor of each stage."""
 
     until: list[float]  # seconds of all layers before this one
     places: list[float]
@@ -105,7 +113,7 @@ def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
     scale = sum(measured.seconds) / sum(map(sum, rows))
     usual = STAGE_UNCERTAINTY * sum(measured.seconds) / len(measured.seconds)
     rows = [[scale * each for each in row] for row in rows]
-    deviations = [KIND_UNCERTAINTY] * (costs.num_kinds - 1) + [HEAD_UNCERTAINTY]
+    deviations = [KIND_UNCERTAINTY] * (costs.num_kinds - 2) + [END_UNCERTAINTY] * 2
     matrix = [[sum(row[i] * row[j] for row in rows) / usual**2 for j in range(costs.num_kinds)]
               for i in range(costs.num_kinds)]  # fmt: skip
     right = [sum(row[i] * seconds for row, seconds in zip(rows, measured.seconds, strict=True)) / usual**2
@@ -113,8 +121,9 @@ def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
     for kind, deviation in enumerate(deviations):
         matrix[kind][kind] += 1 / deviation**2
         right[kind] += 1 / deviation**2
-    factors = [max(0.1, each) for each in _solve(matrix, right)]
+    factors = [max(MIN_FACTOR, each) for each in _solve(matrix, right)]
     layers = [scale * factors[kind] * cost for kind, cost in costs.layers]
+    layers[0] += scale * factors[-2] * costs.embedding
     layers[-1] += scale * factors[-1] * costs.head
     until = list(accumulate(layers, initial=0.0))
     explained = [until[part.stop] - until[part.start] for part in _ranges(measured.layers)]

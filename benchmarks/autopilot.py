@@ -17,8 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ COMMON = ("train.global_batch=32", "train.sample.tokens=0", "train.save=false", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A bad start, as settings, and the grid: settings that replace or add to them."""
+    """A bad start, as settings, and the grid: settings that replace or add to them. `variables` are for all runs."""
 
     start: tuple[str, ...]
     grid: tuple[tuple[str, ...], ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def _replicas(*settings: str) -> tuple[str, ...]:
@@ -67,15 +68,22 @@ CASES: dict[str, Case] = {
         grid=(("plan.mesh.pp=2", "plan.pipeline.stages=[2, 2]", "plan.micro_batch=4", "plan.grad_accum=8"),
               _replicas("plan.micro_batch=16")),
     ),
+    "loader": Case(  # each row takes 60 ms to read, as from an object store, and one process reads one at a time
+        start=_replicas("data.workers=1", "plan.micro_batch=16"),
+        grid=tuple(_replicas(f"data.workers={count}", "plan.micro_batch=16") for count in (2, 4, 8)),
+        variables={"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_loader", "TRIMARAN_TEST_LOAD_SECONDS": "0.06"},
+    ),
 }  # fmt: skip
 
 
-def train(folder: Path, name: str, settings: Sequence[str], *, mode: str = "off") -> RunDirectory:
+def train(
+    folder: Path, name: str, settings: Sequence[str], variables: Mapping[str, str], *, mode: str = "off"
+) -> RunDirectory:
     """Train in a new run directory through the command line and return the run."""
     path = folder / name
     sets = [part for each in settings for part in ("--set", each)]
     command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(path), "--autopilot", mode, *sets]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return RunDirectory(path)
 
@@ -94,11 +102,12 @@ def measure_case(name: str, case: Case, flags: argparse.Namespace, folder: Path)
     points: dict[tuple[str, ...], float] = {}
     for turn in range(ROUNDS):
         for index, settings in enumerate((case.start, *case.grid)):
-            run = train(folder, f"{name}-{index}-{turn}", (*shared, *settings, f"train.steps={GRID_STEPS}"))
+            steps = f"train.steps={GRID_STEPS}"
+            run = train(folder, f"{name}-{index}-{turn}", (*shared, *settings, steps), case.variables)
             seconds = step_seconds(read_lines(run.metrics)[WARM_STEPS:])
             points[settings] = min(seconds, points.get(settings, seconds))
     best = min(points, key=lambda settings: points[settings])
-    run = train(folder, name, (*shared, *case.start, f"train.steps={flags.steps}"), mode=flags.mode)
+    run = train(folder, name, (*shared, *case.start, f"train.steps={flags.steps}"), case.variables, mode=flags.mode)
     lines, decisions = read_lines(run.metrics), read_lines(run.path / "decisions.jsonl")
     last = {each["id"]: each for each in decisions}
     elapsed = lines[-1]["time"] - lines[0]["time"]

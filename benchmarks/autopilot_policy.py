@@ -248,6 +248,7 @@ class SimulatedRun:
                 uncertainty=max(0.05, 0.5 * abs(gain)),
                 reason=f"{scenario.knobs[number].name} should be {scenario.knobs[number].values[index]}",
                 peak_ratio=(scenario.memory_of(point) / scenario.memory_of(self.point)) ** self._lie(number, index)[1],
+                is_in_place=scenario.knobs[number].in_place,
             )
             for number, index, point in scenario.neighbours(self.point)
         ]

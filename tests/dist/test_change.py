@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
 
 from tests.changes import ChangedTraining, change_recipe, train_with_changes
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
+from trimaran.autopilot.proposal import settings_of, undo_of
+from trimaran.core import Plan
+from trimaran.parallel.axes import fsdp
+from trimaran.parallel.memory.recompute import RECOMPUTED_ATTRIBUTE
 from trimaran.train.change import apply_change, rebuild
 from trimaran.train.steppers.stepper import PlainStepper
 
@@ -56,6 +61,123 @@ def test_a_run_goes_through_all_kinds_of_plans_on_two_ranks(folder: Path, unchan
     for rank in trained.leftovers:
         assert len({*rank["groups"]}) == 1, "each plan has as many process groups, and those of earlier ones are gone"
         assert max(rank["threads"]) <= min(rank["threads"]) + 1
+
+
+def check_networks() -> None:
+    """Make a change in place fail unless the networks follow the new plan."""
+    change_in_place = rebuild.change_in_place
+    fsdp.unit_sizes = lambda plan, block_parameters, num_blocks: [1] * num_blocks  # such small blocks would be one unit
+
+    def checked(context: Any, parts: Any, agree: Any) -> Any:
+        new, plan = change_in_place(context, parts, agree), context.plan
+        (network,) = new.networks
+        recomputed = [RECOMPUTED_ATTRIBUTE in getattr(each.forward, "__dict__", {}) for each in network.blocks]
+        assert recomputed == [_is_recomputed(plan, number) for number in range(len(recomputed))]
+        if plan.sharding == "none":
+            assert replicate.state(network.module)._ddp.bucket_bytes_cap == plan.comm.bucket_mb << 20
+        else:
+            state: Any = fsdp.fully_shard.state(network.blocks[0])  # pyrefly: ignore[missing-attribute]
+            ahead = len(state._states_to_forward_prefetch)
+            assert ahead == (plan.comm.prefetch if plan.comm.prefetch > 1 else 0)
+        return new
+
+    apply_change.change_in_place = checked
+
+
+def _is_recomputed(plan: Plan, number: int) -> bool:
+    return number % plan.recompute == 0 if isinstance(plan.recompute, int) else plan.recompute != "none"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "patches"),
+    [
+        (
+            {"dp_replicate": 2},
+            [{"plan.recompute": "full"}, {"plan.comm.bucket_mb": 1}, {"plan.recompute": "none"},
+             {"plan.comm.bucket_mb": 25, "plan.recompute": 2}],
+        ),
+        (
+            {"dp_shard": 2},
+            [{"plan.comm.prefetch": 2}, {"plan.recompute": "selective"}, {"plan.comm.prefetch": 1},
+             {"plan.recompute": "none"}],
+        ),
+    ],
+)  # fmt: skip
+def test_recompute_buckets_and_prefetch_change_in_place(
+    folder: Path, unchanged: Trajectory, mesh: dict[str, int], patches: list[dict[str, Any]]
+) -> None:
+    recipe = change_recipe(steps=STEPS)
+    changes = {3 * number + 1: patch for number, patch in enumerate(patches)}
+    plan = plan_for(recipe, grad_accum=2, **mesh)
+    trained = train_with_changes(recipe, plan, folder, changes, inject=check_networks)
+    assert [(each["status"], each["how"]) for each in trained.answers] == [("applied", "in place")] * len(patches)
+    assert_same_trajectory(trajectory_of(trained.run), unchanged)
+
+
+APPLIED_AND_TAKEN_BACK: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "replicas": (
+        {"dp_replicate": 2},
+        [
+            {"plan.offload": "optimizer"},
+            {"plan.offload": "activations"},
+            {"plan.loss": "chunked"},
+            {"plan.comm.overlap": False},
+            {"checkpoint.every": 5},
+            {"checkpoint.memory": 3},
+            {"checkpoint.asynchronous": False},
+            {"data.workers": 1},
+            {"faults.expandable_segments": True},
+        ],
+    ),
+    "shards": (
+        {"dp_shard": 2},
+        [{"plan.offload": "parameters"}, {"plan.sharding": "gradients"}, {"plan.comm.bucket_mb": 1}],
+    ),
+    "pipeline": (
+        {"pp": 2},
+        [
+            {"plan.pipeline.stages": [1, 3]},
+            {"plan.pipeline.schedule": "gpipe"},
+            {"plan.pipeline.schedule": "zero-bubble", "plan.pipeline.stages": [1, 1, 1, 1]},
+        ],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APPLIED_AND_TAKEN_BACK)
+def test_what_the_autopilot_may_change_is_applied_and_taken_back(folder: Path, name: str) -> None:
+    mesh, patches = APPLIED_AND_TAKEN_BACK[name]
+    recipe = change_recipe(steps=6 * len(patches) + 2, data={"seq_len": 16, "workers": 0})
+    plan = plan_for(recipe, grad_accum=4, **mesh)
+    before = settings_of(plan, recipe)
+    changes: dict[int, Mapping[str, Any]] = {}
+    for number, patch in enumerate(patches):
+        undo = undo_of(patch, before)
+        assert undo is not None
+        changes |= {6 * number + 1: patch, 6 * number + 4: undo}
+    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=2), folder)
+    trained = train_with_changes(recipe, plan, folder, changes, shares_memory=True)
+    assert [each["status"] for each in trained.answers] == ["applied"] * len(changes), trained.answers
+    assert settings_of(trained.run.read_plan(), trained.run.read_recipe()) == before
+    assert_same_trajectory(trajectory_of(trained.run), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", [{"plan.precision": "bf16"}, {"plan.comm.compression": "powersgd"}])
+def test_a_recipe_that_allows_other_results_may_change_precision_and_compression(
+    folder: Path, unchanged: Trajectory, patch: dict[str, Any]
+) -> None:
+    recipe = change_recipe(steps=STEPS, autopilot={"mode": "off", "may_change_course": True})
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    undo = undo_of(patch, settings_of(plan, recipe))
+    assert undo is not None
+    trained = train_with_changes(recipe, plan, folder, {4: patch, 10: undo})
+    assert [each["status"] for each in trained.answers] == ["applied"] * 2, trained.answers
+    losses = trajectory_of(trained.run).losses
+    assert losses[:4] == pytest.approx(unchanged.losses[:4])
+    assert losses != pytest.approx(unchanged.losses, rel=1e-5), "the results are others"
+    assert losses == pytest.approx(unchanged.losses, rel=0.02)
 
 
 @pytest.mark.slow

@@ -160,6 +160,8 @@ def test_every_metrics_line_has_the_measured_bubble(workspace: Path) -> None:
     for line in map(json.loads, lines):
         assert line["bubble"]["theoretical"] == plan.bubble == 1 / 5
         assert 0 < line["bubble"]["measured"] < 1
+        assert sum(line["bubble"]["stage_layers"]) == SHAPE["layers"]
+        assert all(0 < seconds < line["step_seconds"] for seconds in line["bubble"]["stage_seconds"])
         assert all(line["phases"][phase] > 0 for phase in ("forward", "backward", "comm", "optimizer"))
         assert sum(line["phases"].values()) == pytest.approx(line["step_seconds"])
 

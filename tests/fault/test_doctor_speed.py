@@ -130,8 +130,9 @@ def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path, monkeyp
     )  # fmt: skip
     slow = train(recipe, tmp_path / "slow")
     found = findings(slow)["F011"]
-    assert found.culprit == "rank 0"
-    assert found.patch.keys() == {"plan.pipeline.stages"}
+    assert found.culprit == "stage 0"
+    assert found.patch == {"plan.pipeline.stages": [4, 4]}
+    assert found.evidence["stage_seconds"][0] > 3 * found.evidence["stage_seconds"][1]
     assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
 
 

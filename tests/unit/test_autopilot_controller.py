@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from tests.answering_run import metrics
+from trimaran.autopilot import controller as controller_module
 from trimaran.autopilot.controller import Controller, control, only_controller, read_answer, read_sample
-from trimaran.autopilot.decision_ledger import DecisionLedger, DecisionReader, parse_decision, read_decisions
+from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.proposal import Proposal, undo_of
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import Decision, Plan, parse_recipe
+from trimaran.doctor.evidence import Evidence
 from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.run import IncidentLog, Journal, RunDirectory, create_run
 from trimaran.run.change_request import read_change_request, write_change_request
+from trimaran.run.decision_records import DecisionReader, parse_decision, read_decisions
 
 ROOT = Path(__file__).parents[2]
 FAST = {"plan.micro_batch": 2, "plan.grad_accum": 4}
@@ -93,6 +96,28 @@ def test_changes_are_tried_measured_and_kept_or_rolled_back(tmp_path: Path) -> N
     assert "this cannot be" in by_patch[json.dumps(NEVER)].reason
     assert run.read_plan().micro_batch == 2
     assert run.read_plan().comm.bucket_mb == 25
+
+
+def test_the_best_layout_is_searched_once_for_each_plan_and_stays_a_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, layouts = list[Plan](), list[Any]()
+
+    def search(evidence: Evidence) -> dict[str, Any]:
+        searched.append(evidence.plan)
+        return {"plan.mesh.tp": 2}
+
+    def propose(*_: Any, layout: Any, **__: Any) -> list[Proposal]:
+        layouts.append(layout)
+        return []
+
+    monkeypatch.setattr(controller_module, "best_layout", search)
+    monkeypatch.setattr(controller_module, "proposals_of", propose)
+    found = Controller(new_run(tmp_path / "run"))
+    for _ in range(2):  # a decision may wait for more steps before the change, and then everything is proposed again
+        found._propose(Baseline(step_seconds=1.0, spread=0.1, steps=24))
+    assert len(searched) == 1
+    assert layouts == [{"plan.mesh.tp": 2}] * 2
 
 
 def test_a_controller_that_starts_again_in_a_trial_finishes_it(tmp_path: Path) -> None:

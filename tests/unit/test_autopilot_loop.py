@@ -75,6 +75,32 @@ class ToyRun:
         raise AssertionError(f"no decision was {outcome}: {self.loop.decisions}")
 
 
+class CompilingRun(ToyRun):
+    """A run whose first step after a change compiles for 40 s. The ranks say so, and it is left out."""
+
+    extra = 0.0
+
+    def answer(self, request: PendingRequest, *, by: Any = "autopilot") -> ChangeAnswer:
+        self.in_place = False
+        found = super().answer(request, by=by)
+        self.loop.leave_out(range(self.step, self.step + 6))
+        self.extra = 40.0
+        return found
+
+    def seconds(self) -> float:
+        seconds, self.extra = super().seconds() + self.extra, 0.0
+        return seconds
+
+
+def test_first_steps_that_are_not_compared_are_a_cost_of_the_trial() -> None:
+    kept = CompilingRun(FAST).train_until("kept")
+    assert kept.measured is not None
+    assert kept.measured["gain"] == pytest.approx(0.2, abs=0.02)
+    assert kept.measured["pause_seconds"] > 39
+    short = CompilingRun(FAST, steps=1200)  # half of what is left of its budget is less than that
+    assert short.train_until("rolled-back").measured is not None
+
+
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "rebuilt"])
 def test_a_change_that_helps_is_kept_with_what_was_measured(in_place: bool) -> None:
     run = ToyRun(FAST)

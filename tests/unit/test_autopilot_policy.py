@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, advise, cost_of, decide, why_not
+from trimaran.autopilot.policy import MemoryTrend, Situation, advise, decide, why_not
 from trimaran.autopilot.proposal import Proposal, is_pinned, settings_of, undo_of
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import Decision, Plan, Recipe, UserError, dump_recipe, parse_recipe
@@ -19,7 +19,7 @@ def proposal(patch: dict[str, Any], gain: float = 0.1, **other: Any) -> Proposal
     return Proposal(patch=patch, undo=undo, gain=gain, uncertainty=0.03, reason="it should help", **other)
 
 
-MICRO = proposal({"plan.micro_batch": 4, "plan.grad_accum": 4})
+MICRO = proposal({"plan.micro_batch": 4, "plan.grad_accum": 4}, is_in_place=True)
 RECOMPUTE = proposal({"plan.recompute": "none"}, 0.2)
 COMPILE = proposal({"plan.compile": True}, 0.05)
 
@@ -46,6 +46,14 @@ def test_a_change_that_is_cheap_to_try_comes_before_a_slightly_better_one_that_i
     assert decide(situation(MICRO, rebuilt, steps_left=300, pause_seconds={True: 0.1, False: 4.0})) == MICRO
 
 
+def test_a_change_that_compiles_is_tried_only_if_the_run_is_long_enough() -> None:
+    compiled = replace(COMPILE, first_step_seconds=60.0)
+    assert decide(situation(COMPILE, steps_left=600)) == COMPILE
+    assert decide(situation(compiled, steps_left=600)) is None
+    assert decide(situation(compiled, steps_left=20_000)) == compiled
+    assert decide(situation(compiled, steps_left=20_000, budget_seconds=50.0)) is None
+
+
 @pytest.mark.parametrize(
     ("proposed", "other"),
     [
@@ -64,9 +72,9 @@ def test_nothing_is_tried_that_does_not_pay(proposed: Proposal, other: dict[str,
 
 def test_the_budget_counts_what_the_ledger_says_was_spent() -> None:
     slow = decision({"plan.compile": True}, "rolled-back", seconds=8.0)
-    assert cost_of(slow) == pytest.approx(1 + 20 * 7)
-    assert cost_of(replace(slow, outcome="kept")) == 1.0
-    assert cost_of(replace(slow, measured=None)) == 0.0
+    assert slow.trial_seconds == pytest.approx(1 + 20 * 7)
+    assert replace(slow, outcome="kept").trial_seconds == 1.0
+    assert replace(slow, measured=None).trial_seconds == 0.0
     assert decide(situation(MICRO, decisions=[slow])) == MICRO
     assert decide(situation(MICRO, decisions=[slow, replace(slow, id=2)])) is None
 

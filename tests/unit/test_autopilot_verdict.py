@@ -63,17 +63,17 @@ def test_a_change_that_does_nothing_is_kept_in_at_most_five_of_a_hundred_trials(
     kept = {
         name: sum(run_trial(seed, effect=0.0, in_place=in_place, **kind)[0] == "keep" for seed in range(25)) / 25
         for name, kind in KINDS.items()
-        if name != "drift" or in_place  # a drift during a single change cannot always be told from it
     }
     assert sum(kept.values()) / len(kept) <= 0.05, kept
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False], ids=["alternating", "once"])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "drift"])
+@pytest.mark.parametrize("name", KINDS)
 def test_the_rate_of_false_verdicts_over_thousands_of_trials(name: str, in_place: bool) -> None:
     kept = sum(run_trial(seed, effect=0.0, in_place=in_place, **KINDS[name])[0] == "keep" for seed in range(2000))
-    assert kept / 2000 <= 0.05
+    # A drift of 1 % in 100 steps is as large as drifts are assumed to be, and cannot always be told from one change.
+    assert kept / 2000 <= (0.08 if name == "drift" and not in_place else 0.05)
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["alternating", "once"])

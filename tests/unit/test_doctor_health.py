@@ -182,7 +182,13 @@ def test_parameters_without_a_gradient_are_named() -> None:
 def test_fragmented_and_full_memory_get_a_plan_with_less_memory() -> None:
     memory = {"reserved": 71 << 30, "fragmentation": 0.34, "total": 79 << 30}
     fragmented = tuple(step(n, loss=4.0, memory=memory | {"retries": n // 8}) for n in range(1, 101))
-    assert only("F060", steps=fragmented).patch
+    first = only("F060", steps=fragmented)
+    assert first.patch == {"faults.expandable_segments": True}
+    assert first.gain is not None
+    assert 0 < first.gain <= 0.2
+    second = only("F060", recipe=apply_patch(RECIPE, first.patch), steps=fragmented)
+    assert second.patch
+    assert all(name.startswith("plan.") for name in second.patch)
     full = tuple(step(n, loss=4.0, memory=memory | {"fragmentation": 0.01}, peak_bytes=77 << 30) for n in range(1, 30))
     found = only("F061", steps=full)
     assert found.patch

@@ -314,6 +314,21 @@ def test_no_patch_for_loader_processes_that_would_not_help() -> None:
     assert "no free cores" in found.fix
 
 
+def test_a_loader_that_waits_for_its_storage_gets_processes_without_free_cores() -> None:
+    sample = {"time": 1.0, "node": 0, "cores": 2, "ranks": {"0": {"cpu": 0.5}}}
+    slow = recorded("slow-loader")
+    waiting = findings(replace(slow, samples=(sample,) * 3))["F001"]
+    workers = waiting.patch["data.workers"]
+    assert isinstance(workers, int)
+    assert workers > 1
+    steps = tuple(each | {"loader": each.get("loader", {}) | {"workers": 1}} for each in slow.steps)
+    idle, busy = ({"0": {"cpu": 1.0, "loader_cpu": cores}} for cores in (0.1, 1.0))
+    found = findings(replace(slow, steps=steps, samples=(sample | {"ranks": idle},)))["F001"]
+    assert found.patch.keys() == {"data.workers"}
+    found = findings(replace(slow, steps=steps, samples=(sample | {"ranks": busy},)))["F001"]
+    assert not found.patch
+
+
 def test_a_busy_cpu_is_blamed_on_other_processes() -> None:
     evidence = recorded("healthy")
     assert evidence.plan.prediction is not None

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import Mesh, Plan, Recipe, UserError
-from trimaran.planner.change_plan import apply_patch, change_run, patch_between
+from trimaran.core import Comm, Mesh, Plan, Recipe, UserError
+from trimaran.planner.change_plan import apply_patch, change_run, is_in_place, patch_between
+from trimaran.planner.memory_ladder import plan_with
 
 RECIPE = Recipe.model_validate({"train": {"global_batch": 16}, "cluster": "4xcpu"})
 REPLICAS = Plan(mesh=Mesh(dp_replicate=4), micro_batch=2, grad_accum=2)
@@ -34,9 +35,31 @@ def test_fields_follow_those_that_are_set(patch: dict[str, Any], expected: dict[
     assert patch_between(REPLICAS, changed.plan) == expected
     assert changed.plan.global_batch == 16
     assert changed.plan.prediction is not None
-    assert changed.how == ("in place" if {*expected} <= {"plan.micro_batch", "plan.grad_accum"} else "rebuilt")
+    in_place = {"plan.micro_batch", "plan.grad_accum", "plan.recompute"}
+    assert changed.how == ("in place" if {*expected} <= in_place else "rebuilt")
     again = change_run(RECIPE, REPLICAS, expected, {})  # the complete patch says the same
     assert patch_between(changed.plan, again.plan) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "patch", "expected"),
+    [
+        ({}, {"plan.recompute": "full"}, True),
+        ({}, {"plan.recompute": "selective"}, False),  # on a CPU, projections are joined without it
+        ({"compile": True}, {"plan.recompute": "full"}, False),
+        ({}, {"plan.comm.bucket_mb": 50}, True),
+        ({"comm": Comm(overlap=False)}, {"plan.comm.bucket_mb": 50}, False),
+        ({"mesh": Mesh(dp_shard=4), "sharding": "parameters"}, {"plan.comm.bucket_mb": 50}, False),
+        ({"mesh": Mesh(dp_shard=4), "sharding": "parameters"}, {"plan.comm.prefetch": 2}, True),
+        ({"mesh": Mesh(dp_shard=4), "sharding": "parameters"}, {"plan.recompute": "selective"}, True),
+        ({}, {"plan.compile": True}, False),
+        ({"mesh": Mesh(dp_replicate=2, pp=2)}, {"plan.pipeline.schedule": "gpipe"}, False),
+    ],
+)
+def test_networks_stay_where_they_can(fields: dict[str, Any], patch: dict[str, Any], expected: bool) -> None:
+    plan = REPLICAS.model_copy(update=fields)
+    assert is_in_place(plan, plan_with(plan, patch)) == expected
+    assert is_in_place(plan_with(plan, patch), plan) == expected
 
 
 def test_the_loader_and_checkpoints_change_in_place_and_pinned_fields_of_the_recipe_follow() -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import Plan, Recipe
+from trimaran.core import Comm, Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import Question, check_plan, search
-from trimaran.planner.neighbours import CHANGES, keeps_pins, neighbours
+from trimaran.planner.neighbours import CHANGES, keeps_pins, neighbour_patches, neighbours
 
 
 def question_for(preset: str, cluster: str, *, plan: Any = "auto", batch: int = 64, seq_len: int = 2048) -> Question:
@@ -68,6 +68,26 @@ def test_micro_batches_are_the_next_divisors() -> None:
     sizes = [(each.plan.micro_batch, each.plan.grad_accum) for each in neighbours(plan, question)
              if each.kind == "micro-batch"]  # fmt: skip
     assert sizes == [(3, 4), (6, 2)]
+
+
+def test_far_neighbours_have_all_larger_sizes() -> None:
+    question = question_for("tiny", "2xcpu", batch=32, seq_len=64)
+    plan = Plan(mesh=Mesh(dp_replicate=2), micro_batch=2, grad_accum=8, comm=Comm(bucket_mb=1))
+    found = list(neighbour_patches(plan, question, far=True))
+    sizes = [patch["plan.micro_batch"] for kind, patch in found if kind == "micro-batch"]
+    assert sorted(sizes) == [1, 4, 8, 16]
+    buckets = [patch["plan.comm.bucket_mb"] for kind, patch in found if kind == "bucket size"]
+    assert buckets == [2, 5], "5 MiB hold all 3.2 MiB of gradients, and so would more"
+
+
+def test_another_schedule_with_as_many_stages_keeps_their_cut() -> None:
+    question = question_for("tiny", "2xcpu", batch=32, seq_len=64, plan={"mesh": {"pp": 2}})
+    pipeline = {"schedule": "gpipe", "stages": [1, 3]}
+    plan = Plan.model_validate({"mesh": {"pp": 2}, "micro_batch": 2, "grad_accum": 16, "pipeline": pipeline})
+    found = {each.plan.pipeline.schedule: each.plan.pipeline.stages for each in neighbours(plan, question)
+             if each.kind == "schedule"}  # fmt: skip
+    assert found["1f1b"] == (1, 3)
+    assert len(found["zero-bubble"]) == 4
 
 
 def test_buckets_that_hold_all_gradients_are_alike() -> None:

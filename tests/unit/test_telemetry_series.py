@@ -2,6 +2,7 @@
 
 import socket
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ pytest.importorskip("prometheus_client")
 
 from tests.runs import new_run
 from tests.sink_lines import GIB, event_line, feed, gpu_line, incident_line, recorded, sample_line, step_line
+from trimaran.autopilot.decision_ledger import DecisionLedger
+from trimaran.core import Decision
 from trimaran.core.recipe import PrometheusSection
 from trimaran.run import RunDirectory
 from trimaran.telemetry.sinks import prometheus
@@ -48,7 +51,7 @@ def page(port: int) -> str:
 
 def test_names_have_one_prefix_base_units_and_few_labels(sink: PrometheusSink) -> None:
     allowed = {"rank", "attempt", "world_size", "version", "node", "gpu", "uuid", "stat", "phase", "kind", "severity"}
-    allowed |= {"cause", "category", "group", "part", "reason", "what", "direction", "axis"}
+    allowed |= {"cause", "category", "group", "part", "reason", "what", "direction", "axis", "outcome"}
     for name, metric in CATALOGUE.items():
         assert set(metric.labels) <= allowed, name
         assert not name.endswith(("_total", "_ms", "_milliseconds", "_percent", "_mb", "_gb")), name
@@ -110,6 +113,30 @@ def test_counters_add_up_over_restarts_of_the_process(sink: PrometheusSink) -> N
         line["memory"]["retries"] = retries
         sink.step(line)
     assert shown(sink, "allocator_retries_total") == [4.0]
+
+
+def test_decisions_are_counted_by_outcome_with_their_gains_and_costs(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "toy")
+    sink, ledger = new_sink(run), DecisionLedger(run)
+    assert shown(sink, "decisions_total", outcome="kept") == [0.0]
+    tried = Decision(id=1, time=0.0, step=40, finding="", reason="", patch={"plan.compile": True}, undo={},
+                     expected={"gain": 0.2}, baseline={"step_seconds": 1.0})  # fmt: skip
+    ledger.write(tried)
+    sink.step(step_line(41, 1041.0))
+    assert shown(sink, "decisions_total", outcome="trying") == [1.0]
+    assert shown(sink, "decision_expected_gain_ratio") == [0.2]
+    assert shown(sink, "decision_measured_gain_ratio") == []
+    measured = {"gain": 0.15, "step_seconds": 0.85, "steps": 20.0, "pause_seconds": 2.5}
+    for outcome in ("trying", "kept"):
+        ledger.write(replace(tried, outcome=outcome, measured=measured))
+    ledger.write(replace(tried, id=2, outcome="advised", expected={"gain": 0.3}))
+    sink.step(step_line(80, 1080.0))
+    sink.step(step_line(81, 1081.0))
+    counts = {outcome: shown(sink, "decisions_total", outcome=outcome) for outcome in ("trying", "kept", "advised")}
+    assert counts == {"trying": [1.0], "kept": [1.0], "advised": [1.0]}
+    assert shown(sink, "decision_measured_gain_ratio") == [0.15]
+    assert shown(sink, "decision_expected_gain_ratio") == [0.2], "what was only advised is not measured"
+    assert shown(sink, "trial_seconds") == [2.5]
 
 
 def test_the_straggler_score_is_the_median_over_the_slowest(sink: PrometheusSink) -> None:

@@ -40,7 +40,7 @@ def test_a_span_inside_another_takes_its_time_away_from_it() -> None:
     clock.split_lap(spans, rest="comm", axis="pp")
     time.sleep(0.02)
     clock.lap("comm")
-    outer = spans.outer_seconds(("forward",))
+    outer = spans.outer_seconds_by_axis(("forward",))[""]
     phases, comm = clock.end_step()()
     assert comm["tp"] >= 0.03
     assert comm["world"] >= 0.02

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.autopilot.decision_ledger import DecisionLedger, read_decisions
+from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
-from trimaran.autopilot.proposal import Proposal, settings_of
-from trimaran.autopilot.propose_changes import proposals_of
+from trimaran.autopilot.proposal import Patch, Proposal, settings_of
+from trimaran.autopilot.propose_changes import best_layout, proposals_of
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import UserError
@@ -30,6 +30,7 @@ from trimaran.doctor.step_breakdown import get_number
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.change_request import read_change_request, write_change_request
+from trimaran.run.decision_records import read_decisions
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Controller:
         self._requested_at, self._lost_polls = 0.0, 0
         # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
         self._diagnose_due = time.monotonic() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
-        self._searched: set[str] = set()  # plans for which another layout was searched
+        self._layouts: dict[str, Patch] = {}  # the patch to the best layout, by plan: searched once for each
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
         self._settings_version: tuple[tuple[int, int], ...] = ()
@@ -147,9 +148,10 @@ class Controller:
         evidence = self._evidence(baseline)
         limit, peak = self._memory_limit, max((each.get("peak_bytes") or 0 for each in evidence.steps), default=0)
         is_near = limit is not None and peak > GROWING_MEMORY_FRACTION * limit
-        is_new = str(self.plan) not in self._searched
-        self._searched.add(str(self.plan))
-        found = proposals_of(evidence, diagnose(evidence), peak_is_near=is_near, whole_layout=is_new)
+        key = self.plan.model_dump_json()
+        if key not in self._layouts:
+            self._layouts[key] = best_layout(evidence)
+        found = proposals_of(evidence, diagnose(evidence), peak_is_near=is_near, layout=self._layouts[key])
         took = time.thread_time() - began
         mode = self.recipe.autopilot.mode
         if mode in MAX_CPU_FRACTION and self.loop.trial is None:

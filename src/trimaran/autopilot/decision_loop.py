@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, cost_of, decide
+from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, decide
 from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal
 from trimaran.autopilot.trial import (
     MAX_BASELINE_STEPS,
@@ -97,7 +97,7 @@ class DecisionLoop:
 
     @property
     def spent_seconds(self) -> float:
-        return sum(map(cost_of, self.decisions.values()))
+        return sum(each.trial_seconds for each in self.decisions.values())
 
     # What happened
 
@@ -308,8 +308,10 @@ class DecisionLoop:
     def _record(self, trial: Decision, facts: RunSettings | None = None) -> TrialRecord:
         steps = facts.total_steps if facts else self.step
         left = self.section.budget * steps * trial.baseline.get("step_seconds", 0.0) - self.spent_seconds
+        present = [each for each in self._samples if each.step >= self._since]
         return TrialRecord(
-            samples=[each for each in self._samples if each.step not in self._left_out and each.step >= self._since],
+            samples=[each for each in present if each.step not in self._left_out],
+            left_out=[each for each in present if each.step in self._left_out],
             changes=self._changes,
             expected_gain=trial.expected.get("gain", 0.0),
             max_steps=max_trial_steps(steps - trial.step),

@@ -82,7 +82,7 @@ class Situation:
 
     @property
     def spent_seconds(self) -> float:
-        return sum(map(cost_of, self.decisions))
+        return sum(each.trial_seconds for each in self.decisions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +146,10 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
     window = max(MIN_WINDOW_STEPS, min(most, needed))
     pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
     loss = _loss(proposal) * (window + settle) * seconds
-    cost = pause * (2 - kept_chance) + loss
+    cost = pause * (2 - kept_chance) + loss + proposal.first_step_seconds
     rest = situation.steps_left - WINDOWS_OF_A_TRIAL * (window + settle)  # one that is too late cannot pay
     saved = kept_gain * seconds * max(0.0, rest)
-    worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds
+    worst = 2 * pause + MAX_LOSS_FRACTION * (MIN_HARM_STEPS + settle) * seconds + proposal.first_step_seconds
     return PricedProposal(proposal=proposal, value=saved - cost, worst_cost=worst)
 
 
@@ -284,16 +284,6 @@ def _key(patch: Mapping[str, Any]) -> str:
 def kind_of(patch: Iterable[str]) -> str:
     """Return the fields of a patch as one word for what it is about, such as `plan.recompute`."""
     return "+".join(sorted(each for each in patch if each != "plan.grad_accum"))
-
-
-def cost_of(decision: Decision) -> float:
-    """Return the seconds that a decision's trial cost: pauses, and steps that were longer than before."""
-    measured, before = decision.measured, decision.baseline.get("step_seconds", 0.0)
-    if not measured:
-        return 0.0
-    longer = measured.get("steps", 0.0) * (measured.get("step_seconds", before) - before)
-    lost = longer if decision.outcome != "kept" and math.isfinite(longer) else 0.0
-    return measured.get("pause_seconds", 0.0) + max(0.0, lost)
 
 
 _MISSING = object()

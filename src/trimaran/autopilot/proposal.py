@@ -6,22 +6,10 @@ from typing import Any
 
 from trimaran.core import Plan, Recipe
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
+from trimaran.planner.change_plan import RESULT_FIELDS
 
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
-# Fields that change the results of training, not only how they are computed.
-COURSE_FIELDS = (
-    "plan.precision",
-    "plan.comm.compression",
-    "plan.comm.local_steps",
-    "plan.comm.async_sgd",
-    "plan.engine",
-)
-# Fields that ranks change without building the network again.
-FIELDS_IN_PLACE = (
-    "plan.micro_batch", "plan.grad_accum", "plan.recompute", "plan.comm.bucket_mb", "plan.comm.prefetch",
-    *OTHER_CHANGEABLE_FIELDS,
-)  # fmt: skip
-CHECKPOINT_FIELDS = ("checkpoint.every", "checkpoint.memory", "checkpoint.asynchronous")
+CHECKPOINT_FIELDS = tuple(field for field in OTHER_CHANGEABLE_FIELDS if field.startswith("checkpoint."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +18,8 @@ class Proposal:
 
     `gain` is the fraction of a step that it should save, `uncertainty` the standard deviation of that. `reason` is one
     sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
-    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time.
+    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_in_place`: ranks
+    make it without building networks again. `first_step_seconds` is what the first step takes longer: compilation.
     """
 
     patch: Patch
@@ -41,10 +30,8 @@ class Proposal:
     finding: str = ""
     peak_ratio: float = 1.0
     saves_memory: bool = False
-
-    @property
-    def is_in_place(self) -> bool:
-        return all(field in FIELDS_IN_PLACE for field in self.patch)
+    is_in_place: bool = False
+    first_step_seconds: float = 0.0
 
 
 def is_changeable(field: str) -> bool:
@@ -53,7 +40,9 @@ def is_changeable(field: str) -> bool:
 
 
 def changes_course(patch: Iterable[str]) -> bool:
-    return any(field == each or field.startswith(f"{each}.") for field in patch for each in COURSE_FIELDS)
+    """Return whether a patch changes the results of training, not only how they are computed."""
+    names = [f"plan.{name}" for name in RESULT_FIELDS]
+    return any(field == each or field.startswith(f"{each}.") for field in patch for each in names)
 
 
 def is_pinned(field: str, pins: Iterable[str]) -> bool:
@@ -70,7 +59,7 @@ def is_pinned(field: str, pins: Iterable[str]) -> bool:
 
 def settings_of(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Return the present values of the fields that can change, by dotted name."""
-    tree = recipe.model_dump(mode="json", include={"data", "checkpoint"})
+    tree = recipe.model_dump(mode="json", include={"data", "checkpoint", "faults"})
     others = {field: _value(tree, field) for field in OTHER_CHANGEABLE_FIELDS}
     return dict(_leaves(plan.model_dump(mode="json"), "plan.")) | others
 

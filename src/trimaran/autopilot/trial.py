@@ -62,12 +62,14 @@ class TrialRecord:
 
     `expected_gain` is what the trial looks for, with at most `max_steps` steps with the change. `allowance` is how many
     seconds it may cost. `saves_memory`: it is judged by the peak memory and not by time. `counts_checkpoints`: steps
-    are measured with their checkpoints.
+    are measured with their checkpoints. `left_out` are steps that are not compared, such as the first ones after a
+    change. They count as its cost.
     """
 
     samples: Sequence[TimedStep]
     changes: Sequence[AppliedChange]
     expected_gain: float
+    left_out: Sequence[TimedStep] = ()
     max_steps: int = MAX_WINDOW_STEPS
     allowance: float = math.inf
     saves_memory: bool = False
@@ -120,8 +122,11 @@ class TrialRecord:
         """The pauses of all changes, and by how much the first steps after them exceeded a usual one."""
         usual, total = self.baseline.step_seconds, sum(each.pause_seconds for each in self.changes)
         for index, change in enumerate(self.changes):
-            unsettled = self.after_change(index, settled=False)
-            first = [self.seconds(each) - usual for each in unsettled if each.step <= change.step + change.settle_steps]
+            last = change.step + change.settle_steps
+            if index + 1 < len(self.changes):
+                last = min(last, self.changes[index + 1].step)
+            first = [self.seconds(each) - usual for each in (*self.after_change(index, settled=False), *self.left_out)
+                     if change.step < each.step <= last]  # fmt: skip
             total += max(0.0, sum(first))
         return total
 

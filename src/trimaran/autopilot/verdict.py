@@ -1,8 +1,9 @@
 """Whether a change made steps shorter: a test that knows the noise of step times.
 
 Step times have outliers, neighbouring ones are alike, and they drift. So single steps are clipped, the number of
-independent steps is estimated from the autocorrelation, and a drift is fitted where the windows can tell it from the
-change. Everything is a pure function of step times.
+independent steps is estimated from the autocorrelation, and a drift is fitted together with the change. How much drift
+there may be is known roughly before: what the windows cannot tell from the change adds to its error. Everything is a
+pure function of step times.
 """
 
 import math
@@ -18,7 +19,7 @@ MAD_TO_DEVIATION = 1.4826  # median absolute deviation to standard deviation, fo
 MIN_SPREAD = 1e-4  # relative; step times are rounded to microseconds
 MAX_AUTOCORRELATION = 0.95  # of neighbouring steps
 MAX_LAG = 12  # steps over which autocorrelation is summed
-DRIFT_CONFIDENCE = 0.99  # of a drift in the steps before a change, to fit it in the comparison
+USUAL_DRIFT = 1e-4  # relative, of step times in each step: the standard deviation over runs, assumed
 Z_95 = NORMAL.inv_cdf(0.95)
 
 
@@ -90,8 +91,7 @@ def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
 def compare(windows: Sequence[StepWindow]) -> Comparison | None:
     """Return how steps with the change compare to those without it; None if one side has fewer than two steps.
 
-    The drift of step times is fitted together with the change if the windows alternate, or if the steps before the
-    change already drift.
+    The drift of step times is fitted together with the change.
     """
     return _compare(tuple(windows))
 
@@ -107,9 +107,7 @@ def _compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
              for each in window.seconds] for window in windows]  # fmt: skip
     times = [[float(step) for step in window.steps] for window in windows]
     sign = [[-1.0 if window.is_after else 0.0 for _ in window.seconds] for window in windows]  # a gain is positive
-    alternates = sum(window.is_after for window in windows) > 1
-    with_drift = alternates or _drifts(times[0], logs[0])
-    shorter, error, degrees = _regress(logs, sign, times if with_drift else None)
+    shorter, error, degrees = _regress(logs, sign, times)
     confidence = _student_cdf(shorter / error, degrees)
     return Comparison(
         gain=1 - math.exp(-shorter),
@@ -138,36 +136,39 @@ def smallest_gain_to_show(before: Baseline, steps: float, *, confidence: float, 
 
 
 def _regress(
-    logs: Sequence[Sequence[float]], changed: Sequence[Sequence[float]], times: Sequence[Sequence[float]] | None
+    logs: Sequence[Sequence[float]], changed: Sequence[Sequence[float]], times: Sequence[Sequence[float]]
 ) -> tuple[float, float, float]:
-    """Return the effect of `changed` on `logs`, its standard error and its degrees of freedom."""
-    values = [each for window in logs for each in window]
-    effect = [each for window in changed for each in window]
-    values, effect = _centred(values), _centred(effect)
-    if times is not None:
-        trend = _centred([each for window in times for each in window])
-        values, effect = _without(values, trend), _without(effect, trend)
-    size = _dot(effect, effect)
-    shorter = _dot(values, effect) / size
-    residuals = [value - shorter * each for value, each in zip(values, effect, strict=True)]
+    """Return the effect of `changed` on `logs`, its standard error and its degrees of freedom.
+
+    A drift along `times` is fitted, too. It is taken as normally distributed around none (`USUAL_DRIFT`), so that a
+    drift which cannot be told from the change makes the error larger, and does not hide a change which is.
+    """
+    values, effect, trend = (_centred([each for window in part for each in window]) for part in (logs, changed, times))
+    size, shared, length = _dot(effect, effect), _dot(effect, trend), _dot(trend, trend)
+    effects, trends = _dot(values, effect), _dot(values, trend)
+
+    def solve(stiffness: float) -> tuple[float, float, float]:
+        """Return the effect, the drift, and the variance of the effect in units of a residual's."""
+        rigid = length + stiffness
+        determinant = size * rigid - shared * shared
+        return ((effects * rigid - trends * shared) / determinant,
+                (trends * size - effects * shared) / determinant, rigid / determinant)  # fmt: skip
+
+    # Within windows, so that a change which is not fitted well does not look like noise.
+    spread = [each for window in logs for each in _centred(window)]
+    degrees_within = max(1, len(values) - len(logs))
+    variance = max(_dot(spread, spread) / degrees_within, MIN_SPREAD**2)
+    inflation = _inflation([_centred(window) for window in logs])
+    shorter, drift, relative = solve(variance * inflation / USUAL_DRIFT**2)
+    residuals = [value - shorter * each - drift * at for value, each, at in zip(values, effect, trend, strict=True)]
     split, start = [], 0
     for window in logs:
         split.append(residuals[start : start + len(window)])
         start += len(window)
     inflation = _inflation(split)
-    parameters = 2 if times is None else 3
-    degrees = max(1.0, len(values) / inflation - parameters)
-    variance = _dot(residuals, residuals) / max(1, len(values) - parameters)
-    error = math.sqrt(max(variance, MIN_SPREAD**2) * inflation / size)
-    return shorter, error, degrees
-
-
-def _drifts(times: Sequence[float], logs: Sequence[float]) -> bool:
-    """Return whether step times have a trend within one window."""
-    if len(logs) < 20:
-        return False
-    slope, error, degrees = _regress([logs], [times], None)
-    return 2 * abs(_student_cdf(slope / error, degrees) - 0.5) > DRIFT_CONFIDENCE
+    degrees = max(1.0, len(values) / inflation - 3)
+    variance = max(_dot(residuals, residuals) / max(1, len(values) - 3), MIN_SPREAD**2)
+    return shorter, math.sqrt(variance * inflation * relative), degrees
 
 
 def _inflation(windows: Sequence[Sequence[float]]) -> float:
@@ -210,15 +211,8 @@ def _dot(values: Sequence[float], others: Sequence[float]) -> float:
 
 
 def _centred(values: Sequence[float]) -> list[float]:
-    middle = sum(values) / len(values)
+    middle = sum(values) / max(1, len(values))
     return [each - middle for each in values]
-
-
-def _without(values: Sequence[float], trend: Sequence[float]) -> list[float]:
-    """Return what is left of `values` when the part along `trend` is taken out; both are centred."""
-    size = _dot(trend, trend)
-    slope = _dot(values, trend) / size if size else 0.0
-    return [value - slope * each for value, each in zip(values, trend, strict=True)]
 
 
 def _student_cdf(t: float, degrees: float) -> float:

@@ -9,8 +9,15 @@ from trimaran.core.errors import did_you_mean
 from trimaran.core.plan import Plan
 
 AutopilotMode = Literal["off", "advise", "act"]
-# Fields outside the plan that a running run can change.
-OTHER_CHANGEABLE_FIELDS = ("data.workers", "checkpoint.every", "checkpoint.memory", "checkpoint.asynchronous")
+# Fields outside the plan that a running run can change, in place.
+OTHER_CHANGEABLE_FIELDS = (
+    "data.workers",
+    "checkpoint.every",
+    "checkpoint.memory",
+    "checkpoint.lost_seconds",
+    "checkpoint.asynchronous",
+    "faults.expandable_segments",
+)
 
 
 class AutopilotSection(BaseModel):

@@ -1,5 +1,6 @@
 """What the doctor finds, and what the autopilot decides."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +60,16 @@ class Decision:
     outcome: DecisionOutcome = "trying"
     by: Literal["autopilot", "user"] = "autopilot"
     request: int = 0
+
+    @property
+    def trial_seconds(self) -> float:
+        """What the trial cost: pauses, and steps that were longer than before."""
+        measured, before = self.measured, self.baseline.get("step_seconds", 0.0)
+        if not measured:
+            return 0.0
+        longer = measured.get("steps", 0.0) * (measured.get("step_seconds", before) - before)
+        lost = longer if self.outcome != "kept" and math.isfinite(longer) else 0.0
+        return measured.get("pause_seconds", 0.0) + max(0.0, lost)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

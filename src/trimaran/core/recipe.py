@@ -358,6 +358,9 @@ class FaultsSection(BaseModel):
         Field(description="a step hangs after this many seconds and five median steps; compiling does not count"),
     ] = 6.0
     start_seconds: Annotated[Wait, Field(description="limit for building, compiling and loading")] = 900.0
+    expandable_segments: Annotated[
+        Literal["auto"] | bool, Field(description="of the CUDA allocator; auto: for plans that fragment memory")
+    ] = "auto"
 
     @field_validator("ranks")
     @classmethod

@@ -111,32 +111,6 @@ def forecast(question: Question, plan: Plan, *, recipe: Recipe | None = None) ->
     return prediction
 
 
-def larger_micro_batches(plan: Plan) -> Iterator[Patch]:
-    """Yield patches with larger micro-batches and less gradient accumulation, for the same global batch."""
-    for times in range(2, plan.grad_accum + 1):
-        if plan.grad_accum % times == 0:
-            yield larger_micro_batch(plan, times)
-
-
-def larger_micro_batch(plan: Plan, times: int) -> Patch:
-    """Return the patch with micro-batches that are `times` as large, and as much less gradient accumulation."""
-    accumulation: Patch = {"plan.grad_accum": plan.grad_accum // times}
-    if rows := plan.rows_by_rank:
-        return {"plan.micro_batches": [each * times for each in rows]} | accumulation
-    return {"plan.micro_batch": plan.micro_batch * times} | accumulation
-
-
-def fewer_launches(plan: Plan) -> Iterator[Patch]:
-    """Yield patches with which the host launches fewer kernels, one switch each.
-
-    Replicas are CUDA graphs only if they sum their gradients after backward.
-    """
-    yield from ({f"plan.{field}": True} for field in ("compile", "cuda_graphs") if not getattr(plan, field))
-    is_replicated = plan.mesh.world_size == plan.mesh.dp_replicate > 1 and plan.sharding == "none"
-    if is_replicated and plan.comm.overlap and plan.comm.compression == "none" and not plan.comm.local.is_on:
-        yield {"plan.comm.overlap": False}
-
-
 def _parts(now: Prediction, then: Prediction, measured: StepBreakdown) -> Iterator[tuple[float, float, float]]:
     """Yield (predicted now, predicted with the patch, measured) seconds of each part of the step.
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
+from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
 from trimaran.planner.started_run import with_prediction
 
-CHANGEABLE_FIELDS = ("data.workers", "checkpoint.every", "checkpoint.memory", "checkpoint.lost_seconds")
-"""Fields outside of the plan that may change while the run runs. All are applied in place."""
-IN_PLACE_FIELDS = ("micro_batch", "micro_batches", "grad_accum")
-"""Fields of the plan that neither the networks, nor the optimizer, nor the process groups depend on."""
-SAME_RESULTS = "precision", "engine", "comm.compression", "comm.local_steps", "comm.async_sgd"
+IN_PLACE_FIELDS = ("micro_batch", "micro_batches", "grad_accum", "recompute", "comm.bucket_mb", "comm.prefetch")
+"""Fields of the plan that ranks may change without building networks and process groups again: `is_in_place`."""
+RESULT_FIELDS = ("precision", "engine", "comm.compression", "comm.local_steps", "comm.async_sgd")
 """Fields of the plan that change the results of training, not only how they are computed."""
+COURSE_FIELDS = ("precision", "comm.compression", "comm.local_steps")
+"""Those of them that may change while the run runs, if the recipe's `autopilot.may_change_course` allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,37 @@ def change_run(recipe: Recipe, plan: Plan, patch: Mapping[str, Any], environment
     the same global batch. The other fields stay as they are.
     """
     new, pins = apply_patch(recipe, plan, patch)
-    refuse_other_results(plan, new)
+    refuse_other_results(plan, new, may_change=COURSE_FIELDS if recipe.autopilot.may_change_course else ())
     new = with_prediction(new, recipe, environment)
-    changed = {name for name in Plan.model_fields if name != "prediction" and getattr(plan, name) != getattr(new, name)}
-    accumulates = (plan.grad_accum > 1) != (new.grad_accum > 1)
-    in_place = changed <= {*IN_PLACE_FIELDS} and not (plan.splits_weights and accumulates)
-    return ChangedRun(recipe=pins, plan=new, how="in place" if in_place else "rebuilt")
+    return ChangedRun(recipe=pins, plan=new, how="in place" if is_in_place(plan, new) else "rebuilt")
+
+
+def is_in_place(old: Plan, new: Plan) -> bool:
+    """Return whether networks, optimizer and process groups stay if a run goes from one plan to the other.
+
+    Recompute is part of what a compiler sees, and of what a gathered input saves; projections are joined, or not, when
+    the networks are built. The buckets of sharded weights are the units that they are gathered in.
+    """
+    changed = {name.removeprefix("plan.") for name in patch_between(old, new)}
+    accumulates = (old.grad_accum > 1) != (new.grad_accum > 1)
+    if not changed <= {*IN_PLACE_FIELDS} or (old.splits_weights and accumulates):
+        return False
+    saves_gathered = old.comm.regather and old.mesh.tp > 1
+    if "recompute" in changed and (old.compile or saves_gathered or _joins(old) != _joins(new)):
+        return False
+    return "comm.bucket_mb" not in changed or _has_ddp_buckets(old)
+
+
+def _joins(plan: Plan) -> tuple[bool, bool]:
+    return plan.joins_projections, plan.joins_projections_on_cpu
+
+
+def _has_ddp_buckets(plan: Plan) -> bool:
+    """Return whether gradients are summed in DDP's buckets, which DDP can fill anew."""
+    shardings = {plan.sharding, *(each.sharding or "none" for each in plan.towers.values())}
+    is_replicated = plan.mesh.world_size == plan.mesh.dp_replicate > 1 == plan.mesh.ep and shardings == {"none"}
+    is_plain = plan.comm.compression == "none" and not plan.comm.local.is_on
+    return is_replicated and is_plain and not plan.reduces_after_backward
 
 
 def patch_between(old: Plan, new: Plan) -> dict[str, Any]:
@@ -50,8 +76,8 @@ def patch_between(old: Plan, new: Plan) -> dict[str, Any]:
 def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[Plan, Recipe]:
     """Return the patched plan, complete, and the recipe with the patched fields. Raises for fields that must stay."""
     for name in patch:
-        if not name.startswith("plan.") and name not in CHANGEABLE_FIELDS:
-            fields = ", ".join(("plan.*", *CHANGEABLE_FIELDS))
+        if not name.startswith("plan.") and name not in OTHER_CHANGEABLE_FIELDS:
+            fields = ", ".join(("plan.*", *OTHER_CHANGEABLE_FIELDS))
             raise UserError("S040", f"{name} cannot change while the run runs", where=name,
                             fix=f"these fields can: {fields}; stop and resume the run to change others")  # fmt: skip
     full = recipe.model_copy(update={"plan": Plan.model_validate(plan.model_dump())})  # every field of it is set
@@ -65,9 +91,12 @@ def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[P
     return new, patched.model_copy(update={"plan": pins})
 
 
-def refuse_other_results(old: Plan, new: Plan) -> None:
-    """Raise UserError unless a run may go on with `new` in the same processes and with the same results."""
-    for name in SAME_RESULTS:
+def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = ()) -> None:
+    """Raise UserError unless a run may go on with `new` in the same processes and with the same results.
+
+    `may_change` are fields that may change nevertheless.
+    """
+    for name in (each for each in RESULT_FIELDS if each not in may_change):
         before, after = (_field(each, name) for each in (old, new))
         if before != after:
             raise UserError("S040", f"plan.{name} changes the results: it is {before} in this run, not {after}",

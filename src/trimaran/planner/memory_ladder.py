@@ -195,6 +195,7 @@ def _others(plan: Plan) -> Iterator[Patch]:
     if plan.offload == "none":
         yield {"plan.offload": "activations"}
         yield {"plan.offload": "optimizer"}
+        yield {"plan.offload": "parameters"}  # only of sharded parameters
 
 
 def _rung(plan: Plan, patch: Patch, question: Question) -> Rung | None:

@@ -101,7 +101,7 @@ class RunDirectory:
 
     @property
     def decisions(self) -> Path:
-        """The decisions of the autopilot, one JSON line for each state of one; see `autopilot/decision_ledger.py`."""
+        """The decisions of the autopilot, one JSON line for each state of one; see `decision_records.py`."""
         return self.path / "decisions.jsonl"
 
     @property

@@ -66,6 +66,7 @@ from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.profiler import build_profiler
 from trimaran.train.metrics.step_clock import StartupTimer, StepClock
 from trimaran.train.metrics.step_recorder import StepRecorder
+from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.steppers.deepspeed_stepper import build_deepspeed_stepper
@@ -132,6 +133,7 @@ def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
     )
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
+    set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     hashing = BaseHashing(recipe, link, cache) if recipe.model.adapter else None

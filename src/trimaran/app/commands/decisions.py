@@ -88,17 +88,16 @@ def switch_off(run: "RunDirectory") -> None:
 def _facts(run: "RunDirectory") -> dict[str, Any]:
     """Return what `--json` prints: the mode, the budget, what was spent of it, and the decisions with commands."""
     from trimaran.app.views.decisions_view import command_of_decision
-    from trimaran.autopilot.policy import cost_of
 
     section, found = run.read_recipe().autopilot, _read(run)
     shown = [each.as_dict() | {"command": command_of_decision(each, run)} for each in found]
     mode = "off" if run.autopilot_off.exists() else section.mode
-    spent = sum(map(cost_of, found))
+    spent = sum(each.trial_seconds for each in found)
     return {"mode": mode, "budget": section.budget, "spent_seconds": spent, "decisions": shown}
 
 
 def _read(run: "RunDirectory") -> "list[Decision]":
-    from trimaran.autopilot.decision_ledger import read_decisions
+    from trimaran.run.decision_records import read_decisions
 
     return read_decisions(run)
 
@@ -107,7 +106,7 @@ def _follow(run: "RunDirectory", console: "Console") -> None:
     """Print each state of each decision until the run has ended."""
     from trimaran.app.views.decisions_view import decision_lines
     from trimaran.app.views.run_state import ACTIVE_STATUSES, RunState
-    from trimaran.autopilot.decision_ledger import DecisionReader
+    from trimaran.run.decision_records import DecisionReader
 
     state, reader = RunState(run, only_status=True), DecisionReader(run)
     while True:

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
-from trimaran.autopilot.policy import cost_of
 from trimaran.autopilot.proposal import describe
 from trimaran.core import Decision, show_seconds
 
@@ -31,7 +30,7 @@ def show_decisions(run: "RunDirectory", decisions: Sequence[Decision], console: 
             console.print(line, soft_wrap=True)
     counts = {name: sum(each.outcome == name for each in decisions) for name in STYLES}
     parts = [f"{count} {name}" for name, count in counts.items() if count]
-    spent = show_seconds(sum(map(cost_of, decisions)))
+    spent = show_seconds(sum(each.trial_seconds for each in decisions))
     console.print(f"autopilot {mode}: {', '.join(parts)}; trials cost {spent}", soft_wrap=True)
 
 

@@ -15,7 +15,6 @@ import psutil
 
 from trimaran.app.views.logs import LogFollower, LogLine
 from trimaran.app.views.step_history import StepHistory
-from trimaran.autopilot.decision_ledger import DecisionReader
 from trimaran.core import (
     EXIT_AGAIN,
     EXIT_DONE,
@@ -29,6 +28,7 @@ from trimaran.core import (
 )
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
+from trimaran.run.decision_records import DecisionReader
 from trimaran.run.journal import LineFollower
 from trimaran.run.lines_from_end import lines_from_end
 from trimaran.run.record_types import is_number

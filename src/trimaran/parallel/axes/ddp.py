@@ -1,9 +1,15 @@
 """Data parallelism with replicated parameters: gradients are averaged over the ranks."""
 
+import gc
+import weakref
+from typing import Any
+
 from torch import nn
 
 # The composable form keeps parameter names. It is private in torch, so only this module imports it.
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from trimaran.core import Plan
 from trimaran.nets import Network
@@ -24,15 +30,7 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         return
     mesh = ranks.degrees
     if mesh.tp == mesh.pp == mesh.ep == 1:
-        replicate(
-            network.module,
-            process_group=data.get_group(),
-            bucket_cap_mb=plan.comm.bucket_mb,
-            gradient_as_bucket_view=True,
-            # Keeps DDP from rebuilding its buckets after the first backward of every start. With three or more ranks
-            # the order of summation depends on the buckets, so a resumed run would round differently.
-            find_unused_parameters=data.size() > 2,
-        )
+        replicate(network.module, **_ddp_options(plan, data))
         return
     for block in network.blocks:
         for experts in experts_of(block, ranks):
@@ -40,6 +38,35 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
             set_expert_gradient_divisor(experts, ranks, scattered=False)
         replicate_fsdp(block, mesh=data, ignored_params=packed_parameters(block))
     replicate_fsdp(network.module, mesh=data, ignored_params=packed_parameters(network.module))
+
+
+def change_buckets(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Sum gradients in buckets of the plan's size from now on. All ranks must call; there must be no gradients.
+
+    The new buckets have hooks of their own in backward. Those of the old ones go with them, so nobody may refer to them
+    any more.
+    """
+    state: Any = replicate.state(network.module)
+    if state._init_args:  # no forward yet: there are no buckets
+        state._init_kwargs["bucket_cap_mb"] = plan.comm.bucket_mb
+        return
+    old, state._ddp = state._ddp_weakref, None
+    gc.collect()
+    if old() is not None:
+        raise RuntimeError("the old gradient buckets are still in use")
+    state._ddp = DistributedDataParallel(state._param_list, **_ddp_options(plan, reducing_ranks(plan, ranks)))
+    state._ddp_weakref = weakref.ref(state._ddp)
+
+
+def _ddp_options(plan: Plan, data: DeviceMesh) -> dict[str, Any]:
+    return {
+        "process_group": data.get_group(),
+        "bucket_cap_mb": plan.comm.bucket_mb,
+        "gradient_as_bucket_view": True,
+        # Keeps DDP from rebuilding its buckets after the first backward of every start. With three or more ranks the
+        # order of summation depends on the buckets, so a resumed run would round differently.
+        "find_unused_parameters": data.size() > 2,
+    }
 
 
 def connect_replicas(module: nn.Module) -> None:

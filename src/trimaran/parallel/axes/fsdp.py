@@ -43,7 +43,13 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         for experts in [each for module in unit.modules for each in experts_of(module, ranks)]:
             _shard(replace(unit, modules=(experts,)), plan, ranks)
         _shard(unit, plan, ranks, is_root=unit.modules[0] is network.module)
-    prefetch([unit for unit in units if unit.modules[0] in network.blocks], plan.comm.prefetch)
+    if plan.comm.prefetch > 1:  # FSDP2 prefetches one by default
+        prefetch([unit for unit in units if unit.modules[0] in network.blocks], plan.comm.prefetch)
+
+
+def change_prefetch(network: Network, plan: Plan) -> None:
+    """Prefetch as many blocks as `plan` says from the next forward on."""
+    prefetch([unit for unit in units_of(network, plan) if unit.modules[0] in network.blocks], plan.comm.prefetch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +177,13 @@ def reshard_after_forward(plan: Plan, sharding: Sharding) -> bool | int:
 
 
 def prefetch(units: Sequence[FsdpUnit], num_blocks: int) -> None:
-    """Prefetch the weights of the next `num_blocks` units of blocks. FSDP2 prefetches one by default."""
-    if num_blocks == 1:
-        return
+    """Prefetch the weights of the next `num_blocks` units of blocks. With 1, FSDP2 does so by itself."""
+    ahead = num_blocks if num_blocks > 1 else 0
     first = (unit.modules[0] for unit in units)
     blocks: list[FSDPModule] = [block for block in first if isinstance(block, FSDPModule)]
     for number, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + num_blocks])
-        block.set_modules_to_backward_prefetch(list(islice(reversed(blocks[:number]), num_blocks)))
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+        block.set_modules_to_backward_prefetch(list(islice(reversed(blocks[:number]), ahead)))
 
 
 def is_expert_parallel(module: nn.Module, ranks: RankMesh) -> bool:

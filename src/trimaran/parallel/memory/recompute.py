@@ -56,6 +56,8 @@ REORDERING_OPS: frozenset[Any] = frozenset(
     {collective.wait_tensor.default, aten.split.Tensor, aten.cat.default, aten.view.default}
 )
 
+RECOMPUTED_ATTRIBUTE = "_trimaran_recomputed"  # of a forward that recomputes: the function that it recomputes
+
 
 def apply_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> None:
     """Recompute activations of blocks in backward. Parameter names do not change.
@@ -70,6 +72,15 @@ def apply_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> Non
         # of autograd functions and saves them: all joint projections and fp8 matmuls.
         context = contexts.setdefault((policy, rank), partial(_contexts, policy, rank))
         _recompute(block, {"context_fn": context} if plan.compile or policy != "full" else {})
+
+
+def change_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> None:
+    """Recompute as `plan` says from the next forward on, whatever was recomputed before. No block is compiled."""
+    for block in network.blocks:
+        forward = block.__dict__.get("forward")
+        if (inner := getattr(forward, RECOMPUTED_ATTRIBUTE, None)) is not None:
+            block.forward = MethodType(inner, block)
+    apply_recompute(network, plan, ranks)
 
 
 def recomputed_blocks(network: Network, plan: Plan) -> Iterator[tuple[Recompute, nn.Module]]:
@@ -129,6 +140,7 @@ def _recompute(block: nn.Module, options: dict[str, Any]) -> None:
         with _uncached_autocast(self):
             return checkpoint(inner, self, *args, use_reentrant=False, **options, **kwargs)
 
+    setattr(forward, RECOMPUTED_ATTRIBUTE, inner)
     block.forward = MethodType(forward, block)  # bound, so a copy of the block gets its own forward
 
 

@@ -75,6 +75,13 @@ INCIDENTS = {
     "dropped_series": Metric("counter", "series that were dropped because a metric had too many"),
 }
 
+AUTOPILOT = {
+    "decisions": Metric("counter", "decisions of the autopilot that came to this outcome", ("outcome",)),
+    "trial_seconds": Metric("gauge", "time that the autopilot's trials have cost: pauses and longer steps"),
+    "decision_expected_gain_ratio": Metric("gauge", "fraction of a step that the last tried change should save"),
+    "decision_measured_gain_ratio": Metric("gauge", "fraction of a step that the last tried change saves"),
+}
+
 RESOURCES = {
     "memory_bytes": Metric("gauge", "memory of rank 0's device", ("kind",)),
     "memory_fragmentation_ratio": Metric("gauge", "fraction of reserved memory that is free but fragmented"),
@@ -109,4 +116,4 @@ RESOURCES = {
     "gpu_throttled": Metric("gauge", "throttled GPUs by reason", ("reason",)),
 }
 
-CATALOGUE = PROGRESS | LEARNING | INCIDENTS | RESOURCES
+CATALOGUE = PROGRESS | LEARNING | INCIDENTS | AUTOPILOT | RESOURCES

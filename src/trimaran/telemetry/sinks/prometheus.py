@@ -12,6 +12,7 @@ from trimaran.core.recipe import PrometheusSection
 from trimaran.run.attempts import read_attempts
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.ledger import Ledger
+from trimaran.telemetry.sinks.decision_series import DecisionSeries
 from trimaran.telemetry.sinks.goodput import LedgerPoller
 from trimaran.telemetry.sinks.incident_series import IncidentSeries
 from trimaran.telemetry.sinks.machine_series import MachineSeries
@@ -38,6 +39,7 @@ class PrometheusSink:
         self._training = RunSeries(self.series, steps=steps)
         self._incidents = IncidentSeries(self.series)
         self._machines = MachineSeries(self.series)
+        self._decisions = DecisionSeries(self.series, run)
         self._ledger = LedgerPoller(run)
         for each in read_attempts(run).attempts[-1:]:
             if each.ended is None:  # it began before this sink was opened
@@ -50,6 +52,7 @@ class PrometheusSink:
     def step(self, line: Line) -> None:
         with self.series.lock:
             self._training.step(line)
+            self._decisions.poll()
         self._show_time(self._ledger.poll())
         self._serve()
 
@@ -65,6 +68,7 @@ class PrometheusSink:
     def sample(self, line: Line) -> None:
         with self.series.lock:
             self._machines.take(line)
+            self._decisions.poll()
         self._show_time(self._ledger.poll())
         self._serve()
 
@@ -77,6 +81,8 @@ class PrometheusSink:
             thread.join(timeout=5.0)
             self._server = None
         self._show_time(self._ledger.read())
+        with self.series.lock:
+            self._decisions.poll()
         file = self._run.path / "telemetry" / "metrics.prom"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(file), self.series.registry)

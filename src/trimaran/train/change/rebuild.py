@@ -13,10 +13,13 @@ from torch import Tensor
 from trimaran.checkpoint.hand_over import HeldState, hand_over
 from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import UserError
+from trimaran.core import Plan, UserError
 from trimaran.parallel import build_mesh
+from trimaran.parallel.axes.ddp import change_buckets
+from trimaran.parallel.axes.fsdp import change_prefetch
 from trimaran.parallel.axes.pp import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel.memory.recompute import change_recompute
 from trimaran.parallel.mesh import forget_meshes
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.build import (
@@ -33,6 +36,7 @@ from trimaran.train.build import (
 from trimaran.train.checkpointing.base_hashing import AdapterBase
 from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
 from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.steppers.pipeline_stepper import PipelineStepper
 from trimaran.train.steppers.stepper import PlainStepper
@@ -47,13 +51,18 @@ Agree = Callable[[Callable[[], Any]], Any]
 
 
 def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> WorkerParts:
-    """Return the parts of a plan that differs in micro-batch and accumulation only, or of other settings of the loader.
+    """Return the parts of a plan that `is_in_place` allows, or of other settings of the loader or the checkpoints.
 
     Networks, optimizer, process groups and checkpointer stay. The data, the stepper and what reports steps are new.
     """
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
     assert isinstance(old.stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
-    training_data = agree(lambda: load_data(context, ranks, networks))
+    set_expandable_segments(context.recipe.faults.expandable_segments, context.rank_info.device)
+    training_data = parts.training_data
+    if _batch_settings(context) != _batch_settings(parts.context):
+        training_data = agree(lambda: load_data(context, ranks, networks))
+    clear_gradients(parts)
+    _change_networks(context.plan, parts)
     stepper = connect_stepper(networks, context.plan, ranks, old.stepper.updater, old.clock, training_data.objective)
     step_parts = StepParts(
         networks=networks,
@@ -70,6 +79,24 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
     return replace(parts, context=context, trainer=trainer, training_data=training_data, stages=stages)
 
 
+def _batch_settings(context: RankContext) -> tuple[Any, ...]:
+    """Return what the batches of a rank depend on, of what may change in place."""
+    plan = context.plan
+    return context.recipe.data, plan.micro_batch, plan.micro_batches, plan.grad_accum
+
+
+def _change_networks(plan: Plan, parts: WorkerParts) -> None:
+    """Change recompute, prefetch and buckets of the networks as they are. All ranks call."""
+    before = parts.context.plan
+    for network in parts.networks:
+        if plan.recompute != before.recompute:
+            change_recompute(network, plan, parts.ranks)
+        if plan.comm.prefetch != before.comm.prefetch:
+            change_prefetch(network, plan)
+        if plan.comm.bucket_mb != before.comm.bucket_mb:
+            change_buckets(network, plan, parts.ranks)
+
+
 def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> WorkerParts:
     """Return the parts of the plan in `context`, with the state that `old` holds. `old` stays as it is.
 
@@ -77,6 +104,7 @@ def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], st
     activations. Networks get memory without values: nothing is read from disk, and nothing is drawn.
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
+    set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     networks = agree(lambda: build_empty_networks(recipe, plan, rank_info, ranks))

@@ -51,7 +51,7 @@ class SpanTimer:
         self._spans: list[tuple[str, str | None, object, object]] = []  # key, that of the outer span, start, end
 
     def span(self, phase: str, axis: str = "") -> AbstractContextManager[None]:
-        """Return a context manager that adds its time to `phase`, and to `axis` if the phase is `comm`."""
+        """Return a context manager that adds its time to `phase`, and to `axis`: of a mesh if the phase is `comm`."""
         return _Span(self, _key(phase, axis))
 
     def seconds(self) -> dict[str, float]:
@@ -64,10 +64,17 @@ class SpanTimer:
                 seconds[outer] = seconds.get(outer, 0.0) - span
         return seconds
 
-    def outer_seconds(self, phases: Collection[str]) -> float:
-        """Return the seconds of the spans of these phases, with the spans inside them."""
-        return sum(self._between(start, end) for key, outer, start, end in self._spans
-                   if outer is None and _phase(key) in phases)  # fmt: skip
+    def outer_seconds_by_axis(self, phases: Collection[str]) -> dict[str, float]:
+        """Return the seconds of the spans of these phases, with the spans inside them, by the axis of each.
+
+        The axis of a span that is not communication is the number of its pipeline stage.
+        """
+        seconds: dict[str, float] = {}
+        for key, outer, start, end in self._spans:
+            phase, _, axis = key.partition("/")
+            if outer is None and phase in phases:
+                seconds[axis] = seconds.get(axis, 0.0) + self._between(start, end)
+        return seconds
 
     @property
     def marks(self) -> list[object]:

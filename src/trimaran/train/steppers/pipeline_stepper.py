@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimaran.core import Plan, TrainSection
 from trimaran.core.comm_axes import WORLD, data_axis
+from trimaran.core.event import SECONDS_DECIMALS
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast
@@ -109,18 +110,31 @@ class PipelineStepper:
         return self._reduced.numbers_later(norm, refused)
 
     def details(self) -> DetailsReader:
-        """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline."""
+        """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline.
+
+        `stage_seconds` is what forward and backward of one micro-batch take in each stage, `stage_layers` its blocks.
+        """
         span_timer, wait_seconds = self._span_timer, self._wait_seconds
         assert self._reduced is not None
         update_details, step_details = self.updater.details(), self._reduced.details
 
         def read() -> dict[str, Any]:
-            busy = span_timer.outer_seconds(("forward", "backward"))
+            busy = span_timer.outer_seconds_by_axis(("forward", "backward"))
+            waited = wait_seconds()
             # A CPU tensor, so that the all-reduce does not wait for the device, which runs the next step by now.
-            fraction = torch.tensor(wait_seconds() / (busy + wait_seconds()), dtype=torch.float64)
-            dist.all_reduce(fraction, group=self._stages.group)
-            measured = fraction.item() / self._plan.mesh.pp
-            bubble = {"measured": measured, "theoretical": self._plan.bubble}
+            table = torch.zeros(1 + len(self._stages.owners), 2, dtype=torch.float64)
+            table[0, 0] = waited / (sum(busy.values()) + waited)
+            for number, network in zip(self._stages.here, self._networks, strict=True):
+                seconds = busy.get(str(number), 0.0) / self._plan.grad_accum
+                table[1 + number] = torch.tensor([seconds, len(network.blocks)], dtype=torch.float64)
+            dist.all_reduce(table, group=self._stages.group)
+            (waits, _), *stages = table.tolist()
+            bubble = {
+                "measured": waits / self._plan.mesh.pp,
+                "theoretical": self._plan.bubble,
+                "stage_seconds": [round(seconds, SECONDS_DECIMALS) for seconds, _ in stages],
+                "stage_layers": [int(layers) for _, layers in stages],
+            }
             return {"bubble": bubble} | update_details() | step_details()
 
         return read
@@ -177,7 +191,7 @@ class PipelineStepper:
                     self._stages,
                     streams=pair,
                     compute=self._compute(number, network),
-                    timer=self._span,
+                    timer=partial(self._span, number),
                 )
                 for number, network, pair in zip(self._stages.here, self._networks, streams, strict=True)
             ]
@@ -198,8 +212,8 @@ class PipelineStepper:
 
         return compute_detached
 
-    def _span(self, phase: str) -> AbstractContextManager[None]:
-        return self._span_timer.span(phase, self._data_axis if phase == COMM else "")
+    def _span(self, stage: int, phase: str) -> AbstractContextManager[None]:
+        return self._span_timer.span(phase, self._data_axis if phase == COMM else str(stage))
 
     def _forward(self, network: Network, *stream: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         with autocast(self._plan, self._device):

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from trimaran.core import Finding, Plan, Prediction, show_seconds
 from trimaran.core.comm_axes import WORLD, predicted_comm
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_patch, forecast, larger_micro_batch
+from trimaran.doctor.predicted_gain import Patch, best_patch, forecast
 from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
+from trimaran.planner.neighbours import larger_micro_batch
 
 MIN_COMM_FRACTION = {"cuda": 0.2, "cpu": 0.3}  # of a step; gloo shares the cores that compute
 SLOW_NETWORK = "the network is slower than the plan assumed: measure it with `trimaran doctor` on these nodes"

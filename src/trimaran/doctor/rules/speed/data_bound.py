@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import fmean, median
 
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
@@ -15,6 +15,8 @@ MIN_GAIN_FRACTION = 0.05  # of a step: one process instead of the loader thread 
 LOADER_HEADROOM = 1.25  # loader throughput over the average need, as in the loader's tuner
 MAX_WORKERS_IF_CORES_UNKNOWN = 8  # per rank
 BUSY_LOADER_FRACTION = 0.85  # of a core: a loader process that computes all the time
+# A loader that waits for its storage needs little of a core, so that there may be more processes than free cores.
+MIN_LOADER_CORES, MIN_SPARE_CORES = 0.05, 0.5  # of each process, and for all processes of a rank
 
 
 def data_bound(evidence: Evidence) -> Iterator[Finding]:
@@ -26,8 +28,9 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
     waiting = [each for each in steps if data_wait_seconds(each) > MIN_STEP_WAIT_FRACTION * each["step_seconds"]]
     if len(waiting) < MIN_WAITING_STEPS_FRACTION * len(steps):
         return
-    workers, busy = _workers(evidence, waiting), _busy(evidence)
-    patch, gain = _patch(evidence, measured, workers)
+    workers = _workers(evidence, waiting)
+    busy = _busy(evidence) if workers else _busy_thread(evidence, measured)
+    patch, gain = _patch(evidence, measured, workers, busy)
     who = f"{workers} loader processes" if workers > 1 else "1 loader process" if workers else "the loader thread"
     facts = {"data_share": round(measured.fraction("data"), 4), "data_seconds": measured.data, "workers": workers}
     yield Finding(
@@ -48,7 +51,9 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _patch(evidence: Evidence, measured: StepBreakdown, workers: int) -> tuple[dict[str, object], float]:
+def _patch(
+    evidence: Evidence, measured: StepBreakdown, workers: int, loader_cores: float | None
+) -> tuple[dict[str, object], float]:
     """Return the number of workers that keeps up with the trainer, or the most that the cores allow, and its gain.
 
     A waiting trainer runs at the loader's rate, so loading a batch takes one worker `workers` steps.
@@ -56,7 +61,7 @@ def _patch(evidence: Evidence, measured: StepBreakdown, workers: int) -> tuple[d
     busy = measured.step - measured.data
     load_seconds = max(1, workers) * measured.step
     wanted = math.ceil(LOADER_HEADROOM * load_seconds / busy)
-    limit = _max_workers(evidence)
+    limit = _max_workers(evidence, loader_cores)
     given = max(1, min(wanted, MAX_WORKERS_IF_CORES_UNKNOWN if limit is None else limit))
     gain = 1 - max(busy, load_seconds / given) / measured.step
     return ({"data.workers": given}, gain) if gain >= MIN_GAIN_FRACTION else ({}, 0.0)
@@ -70,14 +75,32 @@ def _workers(evidence: Evidence, waiting: list[Line]) -> int:
     return evidence.recipe.data.workers if isinstance(evidence.recipe.data.workers, int) else 0
 
 
-def _max_workers(evidence: Evidence) -> int | None:
-    """Return the cores per rank of the node, minus one for the rank itself; None without samples."""
+def _max_workers(evidence: Evidence, loader_cores: float | None) -> int | None:
+    """Return how many processes the cores of the node allow each rank, one core being the rank's; None without samples.
+
+    A process needs `loader_cores`, if that was measured, and else a whole one.
+    """
     limits = [
         int(cores) // len(ranks) - 1
         for each in evidence.samples
         if (cores := get_number(each, "cores")) and isinstance(ranks := each.get("ranks"), dict) and ranks
     ]
-    return min(limits) if limits else None
+    if not limits or loader_cores is None:
+        return min(limits) if limits else None
+    waiting = int(max(min(limits), MIN_SPARE_CORES) / max(loader_cores, MIN_LOADER_CORES))
+    return max(min(limits), min(waiting, MAX_WORKERS_IF_CORES_UNKNOWN))
+
+
+def _busy_thread(evidence: Evidence, measured: StepBreakdown) -> float | None:
+    """Return the cores that the loader thread of a rank used while the rank waited for it; None without samples."""
+    used = [
+        cores
+        for each in evidence.samples
+        for rank in (each.get("ranks") or {}).values()
+        if (cores := get_number(rank, "cpu")) is not None
+    ]
+    waited = measured.fraction("data")
+    return min(1.0, max(0.0, median(used) - (1 - waited)) / waited) if used and waited else None
 
 
 def _busy(evidence: Evidence) -> float | None:

@@ -5,9 +5,10 @@ from statistics import fmean, median
 
 from trimaran.core import Finding, Plan, show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import best_patch, fewer_launches, larger_micro_batches
+from trimaran.doctor.predicted_gain import best_patch
 from trimaran.doctor.rules.speed.launch_bound import launch_bound
 from trimaran.doctor.step_breakdown import get_number, steady_steps, step_breakdown
+from trimaran.planner.neighbours import fewer_launches, larger_micro_batches
 
 MIN_BOUND_FRACTION = 0.8  # of the steps, in which the device waited for its host
 MIN_HOST_FRACTION = 0.75  # of a step without data and checkpoints

@@ -7,8 +7,9 @@ from trimaran.core import Finding, Seconds, show_seconds
 from trimaran.cost import predict
 from trimaran.cost.time_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import best_patch, fewer_launches, larger_micro_batches
+from trimaran.doctor.predicted_gain import best_patch
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.planner.neighbours import fewer_launches, larger_micro_batches
 
 MIN_LAUNCH_FRACTION = 0.15  # of compute time
 MIN_FRACTION_OF_PREDICTION = 0.85  # of predicted compute: a faster run cannot be launch-bound

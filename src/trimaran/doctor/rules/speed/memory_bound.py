@@ -7,8 +7,9 @@ from math import inf
 from trimaran.core import Finding
 from trimaran.cost import predict
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_patch, larger_micro_batches
+from trimaran.doctor.predicted_gain import Patch, best_patch
 from trimaran.doctor.step_breakdown import step_breakdown
+from trimaran.planner.neighbours import larger_micro_batches
 
 MIN_MEMORY_FRACTION = 0.25  # of compute time that waits for memory
 MIN_PREDICTION_RATIO, MAX_PREDICTION_RATIO = (

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, show_bytes
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_patch, larger_micro_batches
+from trimaran.doctor.predicted_gain import Patch, best_patch
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.planner.neighbours import larger_micro_batches
 
 MAX_USED_FRACTION = 0.7  # of a device's memory
 

@@ -1,0 +1,181 @@
+"""A better cut of a running pipeline into stages, from the measured time of each stage.
+
+The cost model says how layers of different kinds compare: those of a vision tower and of the language model, the head.
+The measured stages correct that, kind by kind as far as they can tell kinds apart. What remains is the place: a stage
+whose device is slower than the others. Its layers take that much longer there.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from trimaran.core import Plan
+from trimaran.models import Outline
+from trimaran.models.stages import stages_of_rank
+
+KIND_UNCERTAINTY = 0.5  # relative, of the cost model's ratio between kinds of layers
+END_UNCERTAINTY = 1.0  # the same of the embedding, which is no matmul, and of the head, whose loss is none
+EMBEDDING_LAYERS = 0.25  # mean layers that an embedding and its gradient are assumed to take
+STAGE_UNCERTAINTY = 0.05  # of a mean stage: the time that a stage takes for other reasons than its layers
+MIN_FACTOR = 0.05  # of a kind of layer, on what the cost model says
+MAX_PLACE_FACTOR = 3.0  # by which a stage may be slower or faster than its layers explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStages:
+    """The layers of each stage, and the seconds of its forward and backward for one micro-batch."""
+
+    layers: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCut:
+    """A cut into stages, with the seconds of one micro-batch that each should take, and those of a whole step."""
+
+    layers: tuple[int, ...]
+    seconds: tuple[float, ...]
+    step_seconds: float
+
+
+def present_cut(measured: MeasuredStages, plan: Plan) -> StageCut:
+    """Return the measured cut."""
+    return StageCut(
+        layers=measured.layers, seconds=measured.seconds, step_seconds=_step_seconds(measured.seconds, plan)
+    )
+
+
+def balanced_cut(measured: MeasuredStages, plan: Plan, outline: Outline, *, seq_len: int) -> StageCut | None:
+    """Return the cut with the shortest step; None if the stages are not those of this model."""
+    costs = _LayerCosts(outline, seq_len)
+    is_measured = min(measured.layers) >= 1 and min(measured.seconds) > 0
+    if sum(measured.layers) != costs.num_layers or not is_measured or min(cost for _, cost in costs.layers) <= 0:
+        return None
+    fitted = _fit(measured, costs)
+    layers = _best_split(fitted, len(measured.layers))
+    seconds = tuple(fitted.stage(number, part) for number, part in enumerate(_ranges(layers)))
+    return StageCut(layers=layers, seconds=seconds, step_seconds=_step_seconds(seconds, plan))
+
+
+class _LayerCosts:
+    """The FLOPs of each layer and of both ends, and which kind of layer each is. Embedding and head are the last kinds.
+
+    An embedding counts as a part of a layer, because it has no FLOPs.
+    """
+
+    def __init__(self, outline: Outline, seq_len: int) -> None:
+        kinds: list[object] = []
+        self.layers: list[tuple[int, float]] = []  # kind, FLOPs with backward
+        for tower in outline.towers:
+            for block, count in tower.runs:
+                if (tower.name, block) not in kinds:
+                    kinds.append((tower.name, block))
+                cost = float(outline.block_flops(tower, block, seq_len))
+                self.layers += [(kinds.index((tower.name, block)), cost)] * count
+        self.embedding = EMBEDDING_LAYERS * sum(cost for _, cost in self.layers) / len(self.layers)
+        self.head, self.num_kinds = float(outline.head_flops(seq_len)), len(kinds) + 2
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def by_kind(self, part: range) -> list[float]:
+        """Return the FLOPs of these layers by kind; the first layer has the embedding, the last one the head."""
+        total = [0.0] * self.num_kinds
+        for number in part:
+            kind, cost = self.layers[number]
+            total[kind] += cost
+        if 0 in part:
+            total[-2] += self.embedding
+        if self.num_layers - 1 in part:
+            total[-1] += self.head
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class _FittedCosts:
+    """Seconds of every layer, the first with the embedding and the last with the head, and the factor of each stage."""
+
+    until: list[float]  # seconds of all layers before this one
+    places: list[float]
+
+    def stage(self, number: int, part: range) -> float:
+        return self.places[number] * (self.until[part.stop] - self.until[part.start])
+
+
+def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
+    """Return the seconds of layers that explain the measured stages best, near to the ratios of the cost model.
+
+    Least squares over one factor for each kind of layer, with the cost model as what is known before.
+    """
+    rows = [costs.by_kind(part) for part in _ranges(measured.layers)]
+    scale = sum(measured.seconds) / sum(map(sum, rows))
+    usual = STAGE_UNCERTAINTY * sum(measured.seconds) / len(measured.seconds)
+    rows = [[scale * each for each in row] for row in rows]
+    deviations = [KIND_UNCERTAINTY] * (costs.num_kinds - 2) + [END_UNCERTAINTY] * 2
+    matrix = [[sum(row[i] * row[j] for row in rows) / usual**2 for j in range(costs.num_kinds)]
+              for i in range(costs.num_kinds)]  # fmt: skip
+    right = [sum(row[i] * seconds for row, seconds in zip(rows, measured.seconds, strict=True)) / usual**2
+             for i in range(costs.num_kinds)]  # fmt: skip
+    for kind, deviation in enumerate(deviations):
+        matrix[kind][kind] += 1 / deviation**2
+        right[kind] += 1 / deviation**2
+    factors = [max(MIN_FACTOR, each) for each in _solve(matrix, right)]
+    layers = [scale * factors[kind] * cost for kind, cost in costs.layers]
+    layers[0] += scale * factors[-2] * costs.embedding
+    layers[-1] += scale * factors[-1] * costs.head
+    until = list(accumulate(layers, initial=0.0))
+    explained = [until[part.stop] - until[part.start] for part in _ranges(measured.layers)]
+    places = [min(max(seconds / each, 1 / MAX_PLACE_FACTOR), MAX_PLACE_FACTOR)
+              for seconds, each in zip(measured.seconds, explained, strict=True)]  # fmt: skip
+    return _FittedCosts(until, places)
+
+
+def _best_split(costs: _FittedCosts, num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage gets, in order and at least one, so that the longest stage is shortest.
+
+    Ties go to the most even cut (least squares).
+    """
+    count = len(costs.until) - 1
+    # For each number of placed layers: the longest stage, the sum of squares, and the cut so far.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (longest, squares, cut) in best.items():
+            for stop in range(start + 1, count - (num_stages - stage - 1) + 1):
+                seconds = costs.stage(stage, range(start, stop))
+                found = max(longest, seconds), squares + seconds**2, (*cut, stop - start)
+                if stop not in longer or found[:2] < longer[stop][:2]:
+                    longer[stop] = found
+        best = longer
+    return best[count][2]
+
+
+def _step_seconds(stages: Sequence[float], plan: Plan) -> float:
+    """Return the time of all micro-batches: the busiest rank works on each, and the pipeline fills and drains once."""
+    ranks, rounds = plan.mesh.pp, max(1, len(stages) // plan.mesh.pp)
+    busy = [
+        math.fsum(stages[stage] for stage in stages_of_rank(plan.pipeline.schedule, ranks, rank, len(stages)))
+        for rank in range(ranks)
+    ]
+    return plan.grad_accum * max(busy) + (sum(busy) - max(busy)) / rounds
+
+
+def _ranges(layers: Sequence[int]) -> Iterator[range]:
+    return (range(start, stop) for start, stop in pairwise(accumulate(layers, initial=0)))
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Return the solution of a small positive definite system, by elimination."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for at in range(size):
+        for below in range(at + 1, size):
+            factor = rows[below][at] / rows[at][at]
+            rows[below] = [each - factor * above for each, above in zip(rows[below], rows[at], strict=True)]
+    solution = [0.0] * size
+    for at in reversed(range(size)):
+        known = sum(rows[at][other] * solution[other] for other in range(at + 1, size))
+        solution[at] = (rows[at][size] - known) / rows[at][at]
+    return solution

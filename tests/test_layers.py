@@ -40,7 +40,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drill": {"core", "run", "checkpoint"},
     "rehearse": {*PLANNING, "run", *WORKER, "launch"},
     "tune": {*PLANNING, *RUN, "launch", "history"},
-    "app": {*PLANNING, *RUN, *WORKER, "loop", "launch", "history", "doctor", "autopilot", "drill", "rehearse", "tune"},
+    "viz": {*PLANNING},
+    "app": {
+        *PLANNING,
+        *RUN,
+        *WORKER,
+        "loop",
+        "launch",
+        "history",
+        "doctor",
+        "autopilot",
+        "drill",
+        "rehearse",
+        "tune",
+        "viz",
+    },
 }
 # Which package may start which as a command, `python -m trimaran.x.y`. Commands separate what imports must not join:
 # the supervisor and its ranks, the doctor and a probe that may crash.
@@ -51,7 +65,7 @@ MAY_START: dict[str, set[str]] = {
     "rehearse": {"rehearse"},  # one rank, which may run out of memory
     "app": {"probe", "train", "app"},  # train: what it can do with a model; app: the torchrun command that it prints
 }
-TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "autopilot", "drill", "tune"}
+TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "autopilot", "drill", "tune", "viz"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 PACKAGED = [path for path in FILES if path.parent != SRC]
 MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")

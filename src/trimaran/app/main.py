@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "Find the best parallel plan, and what it costs.",
     "predict": "Score many given plans: does it fit, how fast is it.",
     "simulate": "Simulate a job for weeks: failures, spares, goodput.",
+    "viz": "Show what fits, who holds what, and who waits for whom.",
     "tune": "Measure plans here, and write the fastest as a recipe.",
     "rehearse": "Run single ranks of a plan here, and measure them.",
     "watch": "Attach to a run, or view a finished one.",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from trimaran.app.terminal import printable
 
 VOID = {"meta"}  # HTML elements without an end tag
-SHAPES = {"line", "rect", "polyline", "polygon"}
+SHAPES = {"line", "rect", "circle", "polyline", "polygon"}
 
 
 class Html(str):

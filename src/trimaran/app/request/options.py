@@ -52,6 +52,13 @@ def complete_autopilot(incomplete: str) -> list[str]:
     return _starting(["act", "advise", "off"], incomplete)
 
 
+def complete_view(incomplete: str) -> list[str]:
+    """Return the names of views that complete `incomplete`."""
+    from trimaran.viz import SHORT_NAMES, VIEWS
+
+    return _starting([*SHORT_NAMES, *VIEWS], incomplete)
+
+
 def complete_goal(incomplete: str) -> list[str]:
     """Return the goals that complete `incomplete`."""
     from trimaran.planner import GOALS

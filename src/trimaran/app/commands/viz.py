@@ -1,0 +1,85 @@
+"""`trimaran viz`: a picture that explains how a model is split, with the numbers of a plan or a run."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimaran.app.request.options import (
+    Json,
+    Settings,
+    complete_cluster,
+    complete_model_or_recipe,
+    complete_run,
+    complete_view,
+)
+
+ViewName = Annotated[
+    str | None,
+    typer.Argument(metavar="NAME", show_default=False, help="A view. [default: list them]",
+                   autocompletion=complete_view),
+]  # fmt: skip
+PlanFile = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="PLAN", help="A recipe, a model, or a plan.json. [default: an example]",
+                 autocompletion=complete_model_or_recipe),
+]  # fmt: skip
+RunName = Annotated[
+    str | None,
+    typer.Option("--run", metavar="RUN", help="A run, to see what it measured.", autocompletion=complete_run),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(metavar="C", help="8xH100, or a YAML file. [default: the plan's]", autocompletion=complete_cluster),
+]
+With = Annotated[
+    list[str] | None, typer.Option("--with", metavar="CONTROL=VALUE", help="Set a control of the view. Repeatable.")
+]
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write the view as one HTML page, with its figures.")
+]
+
+
+def viz(  # noqa: PLR0913  (the options of a command)
+    name: ViewName = None,
+    plan: PlanFile = None,
+    run: RunName = None,
+    cluster: ClusterName = None,
+    controls: With = None,
+    html: HtmlFile = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Show a view: what fits, how plans compare, what each rank holds, computes and sends.
+
+    Each is explained with a formula and your numbers, simulated by the cost model, and, with a run, shown live.
+
+    \b
+    trimaran viz need --plan llama-3.1-8b --cluster 8xH100
+    trimaran viz pipeline --with ranks=8 --with schedule=zero-bubble --html pipeline.html
+    trimaran viz zero --run stdlib-tiny --json
+    """
+    import json
+
+    from trimaran.app.request.viz_request import read_subject
+    from trimaran.app.views.clean_console import open_console
+    from trimaran.app.views.viz_view import list_views, show_view
+    from trimaran.viz import SHORT_NAMES, build_view, find_view, view_as_dict
+
+    if name is None:
+        names = {short: module.NAME for short, module in SHORT_NAMES.items()}
+        typer.echo(json.dumps(names)) if as_json else list_views(open_console())
+        return
+    find_view(name)
+    view = build_view(name, read_subject(plan, run, cluster, settings or [], controls or []))
+    if html is not None:
+        from trimaran.app.report.view_page import view_page
+
+        html.write_text(view_page(view), encoding="utf-8")
+    if as_json:
+        answer: dict[str, Any] = view_as_dict(view)
+        typer.echo(json.dumps(answer))
+    elif html is not None:
+        typer.echo(f"written: {html}")
+    else:
+        show_view(view, open_console())

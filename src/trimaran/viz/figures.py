@@ -1,0 +1,169 @@
+"""What a view consists of: sentences, formulas with their numbers, and figures.
+
+It is data. The terminal, the HTML page and the web page draw the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Unit = Literal["bytes", "seconds", "bytes/second", "count", "fraction", "currency", ""]
+ModeName = Literal["explain", "simulate", "live"]
+ControlKind = Literal["number", "choice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """A quantity, how it is computed in symbols, the same with the numbers of this subject, and its value."""
+
+    name: str
+    symbols: str
+    numbers: str
+    value: float
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueSeries:
+    """Values with one name, one for each category or position of the x axis; None where there is none."""
+
+    name: str
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """One bar for each category, stacked from the series. `limits` are lines across all bars, by name."""
+
+    title: str
+    unit: Unit
+    categories: tuple[str, ...]
+    series: tuple[ValueSeries, ...]
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Lines over a common x axis. `dots`: names of series that are drawn as points, such as measured ones."""
+
+    title: str
+    x_name: str
+    x_unit: Unit
+    unit: Unit
+    x: tuple[float, ...]
+    series: tuple[ValueSeries, ...]
+    log_x: bool = False
+    log_y: bool = False
+    dots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A point of a scatter plot. `kind` decides its colour; `note` is what it says when it is selected."""
+
+    name: str
+    x: float
+    y: float
+    kind: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """Points in two dimensions."""
+
+    title: str
+    x_name: str
+    x_unit: Unit
+    y_name: str
+    y_unit: Unit
+    points: tuple[Point, ...]
+    x_limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something in one row of a timeline, from `start` to `end`. `kind` decides its colour."""
+
+    row: int
+    start: float
+    end: float
+    label: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Rows of spans over time. `unit` is that of the time axis: seconds, or a count of equal steps."""
+
+    title: str
+    unit: Unit
+    rows: tuple[str, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A table of cells with short labels. Cells with the same number in `colors` have the same colour."""
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    labels: tuple[tuple[str, ...], ...]
+    colors: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text, with a header."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+Figure = Bars | Lines | Scatter | Timeline | Matrix | Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A setting of a view that can be changed: a number in a range, or one of several options."""
+
+    name: str
+    label: str
+    kind: ControlKind
+    value: float | str
+    options: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """One of the ways in which a view answers: explained, simulated, or as a run measures it."""
+
+    sentences: tuple[str, ...] = ()
+    formulas: tuple[Formula, ...] = ()
+    figures: tuple[Figure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """One view of one subject. `question` is what it answers; `about` says of which model, plan and cluster."""
+
+    name: str
+    title: str
+    question: str
+    about: str
+    modes: Mapping[ModeName, Mode]
+    controls: tuple[Control, ...] = ()
+
+
+def view_as_dict(view: PlanView) -> dict[str, Any]:
+    """Return a view as JSON values; each figure says its kind."""
+    tree = asdict(view)
+    for name, mode in view.modes.items():
+        kinds = [type(each).__name__.lower() for each in mode.figures]
+        pairs = zip(kinds, tree["modes"][name]["figures"], strict=True)
+        tree["modes"][name]["figures"] = [{"kind": kind} | figure for kind, figure in pairs]
+    return tree

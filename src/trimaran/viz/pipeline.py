@@ -1,0 +1,127 @@
+"""Pipeline schedules: who computes which micro-batch when, the bubble, and how many micro-batches a rank holds."""
+
+from typing import get_args
+
+from trimaran.core import Plan
+from trimaran.simulate.fabric import Demands
+from trimaran.simulate.pipeline_order import Order, Schedule, pipeline_order
+from trimaran.simulate.step_costs import StageCost, StepCosts, step_costs_of
+from trimaran.simulate.step_simulation import SimulatedStep, simulate_step
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, PlanView, Span, Timeline, ValueSeries
+from trimaran.viz.subject import Controls, Subject
+
+NAME = "PipelineParallelismVisualizer"
+TITLE = "The pipeline, pass by pass"
+QUESTION = "What does each rank of a pipeline compute when, how long does it wait, and what must it hold?"
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+TWO_STAGES = ("interleaved", "zero-bubble")  # schedules with two stages on each rank
+NO_NETWORK = Demands(card=0.0, ring_card=0.0, ring_uplink=0.0, send_card=0.0, send_uplink=0.0, ranks_per_pod=1)
+MAX_SPANS = 4096
+MAX_EXPLAINED = 16  # micro-batches of the first picture, unless more are asked for
+
+
+def build(subject: Subject) -> PlanView:
+    """Return the view: equal stages in units of one forward, the plan's stages by the cost model, and a run's."""
+    plan, controls = subject.plan, Controls(subject, NAME)
+    schedule = controls.choice("schedule", "schedule", plan.pipeline.schedule, SCHEDULES)
+    ranks = controls.whole("ranks", "ranks of the pipeline", plan.mesh.pp if plan.mesh.pp > 1 else 4, least=2, most=64)
+    default = min(plan.grad_accum, MAX_EXPLAINED) if plan.mesh.pp > 1 else 8
+    count = controls.whole("micro_batches", "micro-batches of a step", default, least=1, most=256)
+    backward = controls.number("backward", "length of a backward, in forwards", 2.0, least=0.1, most=10)
+    chosen: Schedule = next(each for each in SCHEDULES if each == schedule)
+    modes: dict[ModeName, Mode] = {
+        "explain": _explain(chosen, ranks, count, backward),
+        "simulate": _simulate(subject),
+    }
+    return PlanView(
+        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
+    )
+
+
+def equal_stages(schedule: Schedule, ranks: int, micro_batches: int, backward: float) -> StepCosts:
+    """Return the costs of a step with equal stages, in units of a rank's forward, without communication."""
+    num_stages = ranks * (2 if schedule in TWO_STAGES else 1)
+    order = pipeline_order(schedule, ranks=ranks, num_stages=num_stages, micro_batches=micro_batches)
+    part = ranks / num_stages
+    stages = (StageCost(forward=part, backward=part * backward),) * num_stages
+    return StepCosts(
+        order=order, stages=stages, send=(0.0,) * (num_stages - 1), overlap=0.0, update=0.0, demands=NO_NETWORK
+    )
+
+
+def most_held(order: Order) -> list[int]:
+    """Return for each rank the most micro-batches whose activations it holds at once, counted in its stages."""
+    held = []
+    for passes in order.passes:
+        now = most = 0
+        for each in passes:
+            now += (each.kind == "forward") - (each.kind in ("backward", "weight_grad"))
+            most = max(most, now)
+        held.append(most)
+    return held
+
+
+def _explain(schedule: Schedule, ranks: int, count: int, backward: float) -> Mode:
+    costs = equal_stages(schedule, ranks, count, backward)
+    step = simulate_step(costs)
+    formulas = []
+    if schedule in ("gpipe", "1f1b"):
+        formulas.append(
+            Formula(
+                name="bubble",
+                symbols="(p - 1) / (m + p - 1)",
+                numbers=f"({ranks} - 1) / ({count} + {ranks} - 1)",
+                value=(ranks - 1) / (count + ranks - 1),
+                unit="fraction",
+            )
+        )
+    sentences = (f"Ranks wait {step.bubble:.1%} of the time.",)
+    return Mode(
+        sentences=sentences,
+        formulas=tuple(formulas),
+        figures=(_timeline(step, "Equal stages, in forwards of a rank", "count"), _held(costs.order)),
+    )
+
+
+def _simulate(subject: Subject) -> Mode:
+    plan: Plan = subject.plan
+    if plan.mesh.pp == 1:
+        return Mode(sentences=("The plan has no pipeline (`plan.mesh.pp` is 1).",))
+    costs = step_costs_of(subject.job, subject.cluster, plan)
+    step = simulate_step(costs)
+    stages = Bars(
+        title="Time of a micro-batch by stage",
+        unit="seconds",
+        categories=tuple(f"stage {number}" for number in range(len(costs.stages))),
+        series=(
+            ValueSeries(name="forward", values=tuple(each.forward for each in costs.stages)),
+            ValueSeries(name="backward", values=tuple(each.backward for each in costs.stages)),
+        ),
+    )
+    slowest = max(range(len(costs.stages)), key=lambda at: costs.stages[at].forward + costs.stages[at].backward)
+    sentences = (f"Ranks wait {step.bubble:.1%} of the time. Stage {slowest} is the slowest.",)
+    timeline = _timeline(step, f"A step of {plan.grad_accum} micro-batches, {plan.pipeline.schedule}", "seconds")
+    return Mode(sentences=sentences, figures=(timeline, stages, _held(costs.order)))
+
+
+def _timeline(step: SimulatedStep, title: str, unit: str) -> Timeline:
+    spans = [each for each in step.spans if each.track == "compute"][:MAX_SPANS]
+    return Timeline(
+        title=title,
+        unit="seconds" if unit == "seconds" else "count",
+        rows=tuple(f"rank {rank}" for rank in range(step.ranks)),
+        spans=tuple(
+            Span(row=each.rank, start=each.start, end=each.end, label=str(each.micro_batch), kind=each.name)
+            for each in spans
+        ),
+    )
+
+
+def _held(order: Order) -> Bars:
+    held = most_held(order)
+    return Bars(
+        title="Micro-batches whose activations a rank holds at once",
+        unit="count",
+        categories=tuple(f"rank {rank}" for rank in range(len(held))),
+        series=(ValueSeries(name="held", values=tuple(map(float, held))),),
+    )

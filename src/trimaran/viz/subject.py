@@ -1,0 +1,90 @@
+"""What a view is about: a job, its cluster and plan, and what a run of it has measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trimaran.core import Plan, Prediction, UserError, show_count
+from trimaran.cost import Job, predict
+from trimaran.hardware import Cluster
+from trimaran.planner import Question
+from trimaran.viz.figures import Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMedians:
+    """What a run has measured so far: medians over its last steps, and the peak of its fullest rank."""
+
+    name: str
+    steps: int
+    step_seconds: float
+    peak_bytes: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+    comm_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and its data, the cluster, and the plan. `settings` are the values that a user gave to controls."""
+
+    question: Question
+    cluster: Cluster
+    plan: Plan
+    run: RunMedians | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def job(self) -> Job:
+        return self.question.job
+
+    @property
+    def about(self) -> str:
+        outline = self.job.outline
+        parameters = show_count(outline.num_parameters)
+        return f"{outline.name} ({parameters} parameters), {self.cluster}, {self.plan}"
+
+    def predict(self, plan: Plan, cluster: Cluster | None = None) -> Prediction:
+        return predict(self.job, cluster or self.cluster, plan)
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.plan.prediction or self.predict(self.plan)
+
+
+class Controls:
+    """Reads the controls of a view from the settings, and collects them for the answer."""
+
+    def __init__(self, subject: Subject, view: str) -> None:
+        self._settings, self._view, self._read = dict(subject.settings), view, list[Control]()
+
+    def number(self, name: str, label: str, default: float, *, least: float, most: float) -> float:
+        text = self._settings.pop(name, None)
+        value = default
+        if text is not None:
+            try:
+                value = float(text)
+            except ValueError:
+                value = float("nan")
+            if not least <= value <= most:
+                raise UserError("V002", f"{name} is '{text[:40]}', which is not a number from {least:g} to {most:g}",
+                                where=f"the view {self._view}", fix=f"--with {name}={default:g}")  # fmt: skip
+        self._read.append(Control(name=name, label=label, kind="number", value=value, least=least, most=most))
+        return value
+
+    def whole(self, name: str, label: str, default: int, *, least: int, most: int) -> int:
+        return round(self.number(name, label, default, least=least, most=most))
+
+    def choice(self, name: str, label: str, default: str, options: tuple[str, ...]) -> str:
+        value = self._settings.pop(name, default)
+        if value not in options:
+            raise UserError("V002", f"{name} is '{value[:40]}', which is none of {', '.join(options)}",
+                            where=f"the view {self._view}", fix=f"--with {name}={default}")  # fmt: skip
+        self._read.append(Control(name=name, label=label, kind="choice", value=value, options=options))
+        return value
+
+    def done(self) -> tuple[Control, ...]:
+        """Return all controls; raise if a setting is none of them."""
+        if self._settings:
+            names = ", ".join(each.name for each in self._read) or "none"
+            raise UserError("V003", f"the view {self._view} has no control '{next(iter(self._settings))[:40]}'",
+                            where="--with", fix=f"its controls are {names}")  # fmt: skip
+        return tuple(self._read)

@@ -1,0 +1,196 @@
+"""Views: their numbers are those of the cost model, of torch, or of arithmetic that anybody can check."""
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trimaran.app.main import main
+from trimaran.app.report.view_page import view_page
+from trimaran.app.request.viz_request import read_subject
+from trimaran.core import Mesh
+from trimaran.parallel import build_mesh
+from trimaran.simulate.pipeline_order import pipeline_order
+from trimaran.simulate.step_simulation import simulate_step
+from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, view_as_dict
+from trimaran.viz.collectives import OPERATIONS, collective_steps
+from trimaran.viz.figures import Bars, Table, Timeline
+from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held
+from trimaran.viz.rank_grid import ORDER, groups_of
+from trimaran.viz.zero_stages import bytes_of, sent_bytes
+
+GB = 1e9
+
+
+def subject_of(*settings: str, plan: str = "llama-3.1-8b", cluster: str = "2x8xH100", **controls: str) -> Subject:
+    return read_subject(plan, None, cluster, settings, [f"{name}={value}" for name, value in controls.items()])
+
+
+@pytest.fixture(scope="module")
+def example() -> Subject:
+    return read_subject(None, None, None, (), ())
+
+
+def figures(view: Any, mode: str, kind: type) -> list[Any]:
+    return [each for each in view.modes[mode].figures if isinstance(each, kind)]
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_every_view_is_json_and_one_page_that_fetches_nothing(example: Subject, name: str) -> None:
+    view = build_view(name, example)
+    assert VIEWS[view.name] is SHORT_NAMES[name].build
+    tree = json.loads(json.dumps(view_as_dict(view)))
+    assert tree["question"].endswith("?")
+    assert tree["modes"]
+    assert all(figure["kind"] and figure["title"] for mode in tree["modes"].values() for figure in mode["figures"])
+    page = html.unescape(view_page(view))
+    assert "default-src 'none'" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert "style=" not in page, "the page's policy forbids it"
+
+
+@pytest.mark.parametrize("settings", [(), ("plan.micro_batch=2",), ("plan.precision=fp32",)])
+def test_the_bars_of_memory_are_the_cost_models_terms(settings: Sequence[str]) -> None:
+    subject = subject_of(*settings)
+    view = build_view("need", subject)
+    prediction = subject.prediction
+    (bars,) = figures(view, "simulate", Bars)
+    at = bars.categories.index("with the plan")
+    assert {each.name: each.values[at] for each in bars.series if each.values[at]} == {
+        name: float(size) for name, size in prediction.memory.items() if size
+    }
+    assert sum(each.values[at] for each in bars.series) == pytest.approx(prediction.peak_bytes)
+    formulas = view.modes["explain"].formulas
+    assert formulas[-1].value == pytest.approx(sum(each.value for each in formulas[:-1]))
+
+
+def test_zero_of_7b_on_four_ranks_has_the_right_arithmetic() -> None:
+    totals = [sum(bytes_of(stage, 7e9, 4)) / GB for stage in range(4)]
+    assert totals == pytest.approx([112.0, 49.0, 38.5, 28.0])
+    assert sent_bytes(0, 7e9, 4) == sent_bytes(2, 7e9, 4) == pytest.approx(2 * 14 * GB * 3 / 4)
+    assert sent_bytes(3, 7e9, 4) == pytest.approx(1.5 * sent_bytes(1, 7e9, 4))
+
+
+def test_zero_stages_in_our_trainer_need_less_and_less() -> None:
+    subject = subject_of("plan.mesh.dp_shard=8", "plan.sharding=optimizer", cluster="8xH100")
+    (memory, seconds) = figures(build_view("zero", subject), "simulate", Bars)
+    totals = [sum(each.values[at] for each in memory.series) for at in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[1] == pytest.approx(subject.prediction.peak_bytes)
+    assert sum(each.values[1] for each in seconds.series) == pytest.approx(subject.prediction.step_seconds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_collectives_end_with_the_right_values_and_send_as_much_as_they_say(operation: str, ranks: int) -> None:
+    everyone = frozenset(range(ranks))
+    algorithms = ("ring", "tree") if operation in ("all-reduce", "broadcast") else ("ring",)
+    for algorithm in algorithms:
+        steps = collective_steps(operation, algorithm, ranks)
+        held = steps[-1].held
+        for rank, row in enumerate(held):
+            for chunk, parts in enumerate(row):
+                if operation == "all-reduce":
+                    assert parts == everyone
+                elif operation == "all-gather":
+                    assert parts == {chunk}
+                elif operation == "broadcast":
+                    assert parts == {0}
+                elif chunk == rank:
+                    assert parts == everyone
+        for step in steps[1:]:
+            assert len({(target, chunk) for _, target, chunk in step.sends}) == len(step.sends)
+    ring = collective_steps(operation, "ring", ranks)
+    sent = sum(source == 0 for step in ring for source, _, _ in step.sends) / ranks
+    assert sent == pytest.approx(
+        {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1}.get(operation, (ranks - 1) / ranks)
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_is_drawn_in_the_order_that_the_trainer_executes(schedule: Any) -> None:
+    subject = subject_of(schedule=schedule, ranks="4", micro_batches="8")
+    view = build_view("pipeline", subject)
+    (timeline,) = figures(view, "explain", Timeline)
+    order = pipeline_order(schedule, ranks=4, num_stages=4 * (1 + (schedule in ("interleaved", "zero-bubble"))),
+                           micro_batches=8)  # fmt: skip
+    for rank, passes in enumerate(order.passes):
+        drawn = sorted((each for each in timeline.spans if each.row == rank), key=lambda each: (each.start, each.end))
+        assert [(each.kind, int(each.label)) for each in drawn] == [(each.kind, each.micro_batch) for each in passes]
+    if schedule in ("gpipe", "1f1b"):
+        (bubble,) = view.modes["explain"].formulas
+        assert bubble.value == pytest.approx(simulate_step(equal_stages(schedule, 4, 8, 2.0)).bubble)
+        assert bubble.value == pytest.approx(3 / 11)
+    assert most_held(order)[0] == {"gpipe": 8, "1f1b": 4}.get(schedule, most_held(order)[0])
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=8, pp=4, tp=2), Mesh(dp_replicate=2, dp_shard=2, cp=2, tp=2)])
+def test_groups_are_those_of_the_device_mesh(mesh: Mesh) -> None:
+    for rank in (0, mesh.world_size - 1):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
+        try:
+            axes = build_mesh(mesh, device_type="cpu").axes
+            for axis in ORDER:
+                members = dist.get_process_group_ranks(axes.get_group(axis))
+                assert members in groups_of(mesh, axis)
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_split_that_does_not_divide_is_named() -> None:
+    view = build_view("tensor", subject_of(tp="3"))
+    assert any("32 heads do not divide by 3" in each for each in view.modes["explain"].sentences)
+    view = build_view("tensor", subject_of(tp="4"))
+    (table,) = figures(view, "explain", Table)
+    rows = {row[1]: row[2:] for row in table.rows}
+    assert rows["q_proj"] == ("4,096 x 4,096", "columns", "4,096 x 1,024")
+    assert rows["down_proj"] == ("14,336 x 4,096", "rows", "3,584 x 4,096")
+
+
+def test_strategies_name_the_planners_choice_and_each_plan_once(example: Subject) -> None:
+    (table,) = figures(build_view("strategies", example), "simulate", Table)
+    assert [row[0] for row in table.rows if row[-1] == "chosen"] == [str(example.plan)]
+    assert len({row[0] for row in table.rows}) == len(table.rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["nothing"], "V001"),
+        (["ned"], "V001"),
+        (["zero", "--with", "ranks=many"], "V002"),
+        (["zero", "--with", "ranks=0"], "V002"),
+        (["pipeline", "--with", "schedule=fast"], "V002"),
+        (["zero", "--with", "ranks"], "V002"),
+        (["zero", "--with", "color=red"], "V003"),
+        (["zero", "--plan", "tiny", "--run", "x"], "V004"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["viz", *options, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == code
+
+
+def test_a_page_is_written_and_the_terminal_shows_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "need.html"
+    assert main(["viz", "need", "--plan", "llama-3.1-8b", "--cluster", "8xH100", "--html", str(page)]) == 0
+    assert "Does it fit?" in page.read_text()
+    capsys.readouterr()
+    for name in ("need", "pipeline", "mesh"):
+        assert main(["viz", name]) == 0
+    assert "Does it fit?" in capsys.readouterr().out
+    assert main(["viz", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {short: module.NAME for short, module in SHORT_NAMES.items()}
+
+
+def test_what_a_run_measured_stands_beside_the_prediction(example: Subject) -> None:
+    run = RunMedians(name="x", steps=40, step_seconds=1.0, peak_bytes=float(example.prediction.peak_bytes) * 2)
+    live = build_view("need", dataclasses.replace(example, run=run)).modes["live"]
+    assert "off by -50.0%" in live.sentences[0]

@@ -50,6 +50,11 @@ class DataShare:
         micro_steps = np.arange(self.grad_accum)[:, None] * self.rows_at_once
         return step * self.global_batch + micro_steps + first + np.arange(self.micro_batch)
 
+    def rows_of(self, steps: range, data_ranks: Sequence[int]) -> np.ndarray:
+        """Return the global indices of the rows of these ranks in each of the steps, [steps, rows]."""
+        rows = np.concatenate([self.of(rank).indices(0).ravel() for rank in data_ranks])
+        return np.array(steps)[:, None] * self.global_batch + rows
+
 
 def share_of(plan: Plan, rank: int) -> DataShare:
     """Return the part of a data rank under a plan. Rows that are yet to be measured are dealt equally."""

@@ -73,6 +73,7 @@ class Checkpointer:
         self._recipe, self._plan = settings or (run.read_recipe(), run.read_plan())
         self._stride = self._plan.sync_every
         self._has_begun = False
+        self.is_held = False  # nothing is saved after a step: an elastic replica saves after synchronisations
         self.num_updates = 0  # how often `before_update` was called
         self._num_rewinds = 0
         self._wants_save = False
@@ -89,9 +90,11 @@ class Checkpointer:
         self._step_seconds = self._returned_at = 0.0
         """When the last call of `after_step` returned."""
 
-    def resume(self) -> int:
-        """Restore the newest verified state, the same on all ranks, and return its step; 0 if there is none."""
-        began = time.monotonic()
+    def resume(self, *, received: int | None = None) -> int:
+        """Restore the newest verified state, the same on all ranks, and return its step; 0 if there is none.
+
+        `received`: the state is already that of this step, and came from another replica. No disk is read.
+        """
         self._rank_layout = exchange_rank_layout(self._rank_info.rank, self._rank_info.local_rank)
         self._rank_memories = [
             RankMemory(fd) for fd in self._link.rank_memories or (os.memfd_create("trimaran-rank-memory"),)
@@ -100,12 +103,8 @@ class Checkpointer:
         alone = RankLayout(rank=self._rank_info.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
         self._restorer = self._build_restorer()
-        with self._link.section("restore") as report_progress:
-            restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
+        restored = RestoredState(step=received) if received is not None else self._restore_newest()
         self._restorer.base = None  # the base of this process stays the same
-        self._log_resume(restored, began)
-        if restored.tier is None:
-            refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
         before_discard = partial(self._save_before_discard, restored)
         is_restart = restored.tier == "memory"
         self._backend = build_backend(
@@ -115,6 +114,15 @@ class Checkpointer:
         self._slots_decided = not self._backend.copier.allocates_in_background
         self._begin(restored)
         return restored.step
+
+    def _restore_newest(self) -> RestoredState:
+        began = time.monotonic()
+        with self._link.section("restore") as report_progress:
+            restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
+        self._log_resume(restored, began)
+        if restored.tier is None:
+            refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
+        return restored
 
     def _build_restorer(self) -> Restorer:
         return Restorer(
@@ -277,7 +285,7 @@ class Checkpointer:
 
     def after_step(self, step: int, decision: StepDecision) -> None:
         """Copy or save the state after `step` steps, if due. `decision` is what the ranks agreed on a step before."""
-        if not self._has_begun:
+        if not self._has_begun or self.is_held:
             return
         entered = time.perf_counter()
         self._step_seconds = (entered - self._returned_at) / self._stride

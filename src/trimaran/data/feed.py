@@ -26,6 +26,11 @@ class DataShare:
         assert not self.rows or (len(self.rows) == self.dp and self.rows[self.rank] == self.micro_batch)
 
     @property
+    def first_step(self) -> int:
+        """The first step whose rows are known."""
+        return 0
+
+    @property
     def rows_by_rank(self) -> tuple[int, ...]:
         """The rows of a micro-batch of each rank."""
         return self.rows or (self.micro_batch,) * self.dp

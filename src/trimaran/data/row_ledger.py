@@ -50,6 +50,10 @@ class DealtShare(DataShare):
     deal: Deal
     member: int
 
+    @property
+    def first_step(self) -> int:
+        return self.deal.first_step
+
     def rows_of(self, steps: range, data_ranks: Sequence[int]) -> np.ndarray:
         deal = self.deal
         place, num_members = deal.members.index(self.member), len(deal.members)

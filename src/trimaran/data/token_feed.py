@@ -69,7 +69,7 @@ class TokenFeed:
         steps, samples = self._ordered
         if step not in steps:
             first = step - step % self._ordered_steps
-            steps = range(first, first + self._ordered_steps)
+            steps = range(max(first, self.share.first_step), first + self._ordered_steps)
             samples = self._samples(steps, data_ranks)
             self._ordered = steps, samples
         return samples[step - steps.start]

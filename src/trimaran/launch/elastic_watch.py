@@ -18,8 +18,8 @@ from trimaran.run.replica_records import STATEMENTS, Statement
 
 log = logging.getLogger(__name__)
 
-MAX_LOSSES = 3  # of a replica before it takes part again; then it is not started any more
-PAUSE_SECONDS = 1.0  # before a second start without having taken part; doubled each time
+MAX_LOSSES = 3  # of a replica before it contributes again; then it is not started any more
+PAUSE_SECONDS = 1.0  # before a second start without having contributed; doubled each time
 
 
 class ReplicaNodes(Protocol):
@@ -40,12 +40,16 @@ class ElasticReplicas:
 
 @dataclass(slots=True)
 class LostReplica:
-    """A replica that is not running, or does not take part yet. `count`: losses since it last took part."""
+    """A replica that is not running, or has not contributed since. `count`: losses since it last contributed.
+
+    `is_back`: it takes part again.
+    """
 
     incident: Incident
     since: float
     count: int
     due: float
+    is_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +101,11 @@ class ElasticWatch(AttemptWatch):
             self._decide_rounds()
             return super()._outcome(heartbeats)
         self.ended = {rank: each for rank, each in self.ended.items() if each.time >= self._started_at(rank)[0]}
-        if any(each.code == EXIT_USER for each in self.ended.values()):
+        living = self.rounds.living_members
+        if any(each.code == EXIT_USER and self.rounds.replica_of(rank) in living for rank, each in self.ended.items()):
             return "trouble"
         faults = self._faults(heartbeats)
-        if {*faults} >= {*self.rounds.living_members}:
+        if {*faults} >= {*living}:
             return "trouble"  # nobody is left to go on; the usual investigation sees all faults
         for replica, fault in faults.items():
             self._lose(replica, fault, heartbeats)
@@ -175,7 +180,7 @@ class ElasticWatch(AttemptWatch):
         what = f"replica {replica} was lost: {fault.what}; the others continue"
         evidence = {"replica": replica, "step_of_replica": reached, "last_synchronisation": self.rounds.step}
         if not self._may_start(count):
-            evidence |= {"why": f"it is not started again: it was lost {count} times without taking part"}
+            evidence |= {"why": f"it is not started again: it was lost {count} times without contributing"}
         known = {"attempt": self.spec.attempt, "step": self.highest_step, "suspects": fault.ranks}
         incident = self._incidents.notice(fault.cause, what, action="continued", evidence=evidence, **known)
         log.warning("%s", headline(incident))
@@ -221,11 +226,14 @@ class ElasticWatch(AttemptWatch):
 
     def _note_joined(self) -> None:
         """Write the cost of a loss once the replica takes part again."""
-        for replica in [each for each in self._gone if each in self.rounds.living_members]:
-            gone = self._gone.pop(replica)
-            cost = {"seconds_to_recover": round(time.monotonic() - gone.since, 3), "lost_steps": 0.0}
-            evidence = gone.incident.evidence | {"joined_at_step": self.rounds.step}
-            self._incidents.amend(gone.incident, cost=gone.incident.cost | cost, evidence=evidence)
+        for replica, gone in [*self._gone.items()]:
+            if replica in self.rounds.living_members and not gone.is_back:
+                gone.is_back = True
+                cost = {"seconds_to_recover": round(time.monotonic() - gone.since, 3), "lost_steps": 0.0}
+                evidence = gone.incident.evidence | {"joined_at_step": self.rounds.step}
+                self._incidents.amend(gone.incident, cost=gone.incident.cost | cost, evidence=evidence)
+            if self.rounds.has_contributed(replica):
+                del self._gone[replica]
 
     def _decide_rounds(self) -> None:
         """Read what the ranks say, decide, and write the decisions."""

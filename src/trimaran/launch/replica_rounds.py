@@ -38,6 +38,7 @@ class ReplicaRounds:
         self.step = 0  # of the last round that counts
         self._open: Round | None = None
         self._num_failed = 0
+        self._contributors: dict[int, int] = {}  # of the last round that counts, with their starts
 
     @property
     def is_stuck(self) -> bool:
@@ -46,6 +47,10 @@ class ReplicaRounds:
     @property
     def living_members(self) -> list[int]:
         return sorted(each for each in self.members or () if self._is_living_member(each))
+
+    def has_contributed(self, replica: int) -> bool:
+        """Return whether a replica, as it was last started, contributed to the last round that counts."""
+        return self._contributors.get(replica) == self.starts[replica] and replica not in self.lost
 
     def ranks_of(self, replica: int) -> range:
         return range(replica * self._ranks_per_replica, (replica + 1) * self._ranks_per_replica)
@@ -130,6 +135,7 @@ class ReplicaRounds:
             joined = [each for each in opened.joiners if self._is_running(each, opened.starts[each])]
             self.members = {each: opened.starts[each] for each in (*opened.contributors, *joined)}
             self.step, self._num_failed = opened.step, 0
+            self._contributors = {each: opened.starts[each] for each in opened.contributors}
         elif is_complete:
             self._num_failed += 1
         members = tuple(sorted(self.members or ())) if ok else tuple(self.living_members)

@@ -1,5 +1,7 @@
 """Who takes part in each round of elastic replicas, and which rounds count."""
 
+from typing import Any
+
 import pytest
 
 from trimaran.launch.replica_rounds import KEPT_ROUNDS, MAX_FAILED_ROUNDS, ReplicaRounds
@@ -31,7 +33,7 @@ class Replicas:
             self.say(each, Statement(kind="join", start=self.rounds.starts[each], step=step))
         self.poll()
 
-    def arrive(self, *replicas: int, step: int, **fields: bool) -> None:
+    def arrive(self, *replicas: int, step: int, **fields: Any) -> None:
         for each in replicas:
             start = self.rounds.starts[each]
             self.say(each, Statement(kind="arrive", start=start, step=step, round=self.rounds.number, **fields))

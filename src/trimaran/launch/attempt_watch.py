@@ -30,7 +30,7 @@ class AttemptWatch:
     """
 
     def __init__(self, run: RunDirectory, nodes: Sequence[Node], spec: AttemptSpec) -> None:
-        self.nodes: list[Node] = [*nodes]
+        self.nodes: Sequence[Node] = nodes
         self.spec = spec
         self.lead_ranks: tuple[int, ...] = (0,)  # one of them commits the last checkpoint and the model
         self.ended: dict[int, RankEnded] = {}

@@ -204,7 +204,7 @@ class ElasticWatch(AttemptWatch):
         for number in gone:
             fitting = [node for node in joined if node.num_ranks >= len(self._ranges[number])]
             if fitting:
-                self.nodes[number] = fitting[0]
+                self.nodes = [*self.nodes[:number], fitting[0], *self.nodes[number + 1 :]]
                 joined.remove(fitting[0])
                 log.info("%s takes the place of a node that was lost", fitting[0].name)
 

@@ -38,7 +38,7 @@ from trimaran.run import RunDirectory, create_run
 
 MAX_SECONDS = 1200.0
 EVALUATED = 10  # steps from one evaluation to the next
-CASE_STEPS, CASE_BATCH = 30, 12  # a batch that 2, 3 and 4 nodes split
+CASE_STEPS, CASE_BATCH = 20, 12  # a batch that 2, 3 and 4 nodes split
 SKIPPED = 3  # first steps, in which buffers are made and connections speed up
 
 
@@ -196,7 +196,7 @@ def measure_cases(out: Path, cases: Sequence[Case], methods: Sequence[str]) -> N
     for case in cases:
         missing = [each for each in methods if (str(case), each) not in done]
         for method in missing:
-            steps = CASE_STEPS if "local_steps" in METHODS[method] else CASE_STEPS // 2
+            steps = CASE_STEPS if "local_steps" in METHODS[method] else SKIPPED + CASE_STEPS // 4
             line = train(method, case, steps, evaluates=False, batch=CASE_BATCH)
             line |= {"kind": "case", "case": str(case), "load": os.getloadavg()[0]}
             with out.open("a") as file:

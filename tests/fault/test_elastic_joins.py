@@ -1,5 +1,6 @@
 """Elastic replicas: joins that fail, hung replicas, sharded ones, the end of a run, and stops."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.fault.test_elastic_replicas import (
     start,
     trained,
 )
+from trimaran.checkpoint.step_dirs import complete_steps, step_path
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +91,11 @@ def test_a_stopped_run_resumes_with_the_rows_that_were_not_consumed(tmp_path: Pa
         supervised.process.terminate()
         assert supervised.wait(SECONDS) == 75, supervised.run.agent_log.read_text()
         stopped = supervised.step()
+        manifest = json.loads((step_path(supervised.run.checkpoints, stopped) / "manifest.json").read_text())
+        rows = manifest["progress"]["rows"]
+        waiting = sum(stop - begin for begin, stop in rows["returned"])
+        consumed = sum(each["samples"] for each in lines(supervised.run.metrics))
+        assert rows["next_row"] - waiting == consumed
         assert 0 < stopped < 60
         assert stopped % EVERY == 0
     with Supervised.again(supervised.run, pause=0.0) as again:
@@ -108,3 +115,20 @@ def test_samples_count_once_over_many_losses(tmp_path: Path) -> None:
         assert len(supervised.faults) == 3
         assert len(losses(supervised)) == 100
         assert_each_sample_once(tmp_path, supervised, 100)
+
+
+def test_checkpoints_go_on_when_another_replica_saves_them(tmp_path: Path) -> None:
+    settings = ("checkpoint.every=5", "checkpoint.keep=2")
+    with start(tmp_path, *settings, replicas=2, steps=60, pause=0.1, faults="after:0:20,after:1:40") as supervised:
+        finish(supervised)
+        assert len(losses(supervised)) == 60
+        saved = {rank: [each["step"] for each in supervised.events(rank, "checkpoint")] for rank in range(2)}
+        assert saved[0]
+        assert any(20 < step < 60 for step in saved[1])  # while the first one was gone
+        assert not {*saved[0]} & {*saved[1]}
+        steps = complete_steps(supervised.run.checkpoints)
+        assert steps[-1] == 60
+        assert len(steps) <= 3
+    with Supervised.again(supervised.run) as again:
+        assert again.wait(SECONDS) == 0, again.run.agent_log.read_text()
+        assert again.events(0, "ready")[-1]["step"] == 60

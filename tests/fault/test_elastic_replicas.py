@@ -79,6 +79,7 @@ def num_samples(supervised: Supervised) -> int:
     return len(split(TokenShards.open(prepare(data, cache=cache_folder(os.environ))), data)[0])
 
 
+@pytest.mark.slow
 def test_a_healthy_run_trains_as_replicas_that_are_not_elastic(tmp_path: Path) -> None:
     found = []
     for name, local in (("elastic", LOCAL), ("plain", LOCAL.replace("elastic: true, ", ""))):
@@ -91,7 +92,7 @@ def test_a_healthy_run_trains_as_replicas_that_are_not_elastic(tmp_path: Path) -
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("when", ["exchange", "vote"])
+@pytest.mark.parametrize("when", ["exchange", pytest.param("vote", marks=pytest.mark.slow)])
 def test_a_replica_killed_during_the_exchange_costs_the_others_no_step(tmp_path: Path, when: str) -> None:
     with start(tmp_path, steps=30, faults=f"{when}:1:10") as supervised:
         assert supervised.wait(SECONDS) == 0, supervised.run.agent_log.read_text()
@@ -110,6 +111,7 @@ def test_a_replica_killed_during_the_exchange_costs_the_others_no_step(tmp_path:
         assert_each_sample_once(tmp_path, supervised, 30)
 
 
+@pytest.mark.slow
 def test_two_of_three_are_killed_and_the_last_goes_on_alone_until_they_join(tmp_path: Path) -> None:
     with start(tmp_path, steps=60, pause=0.1) as supervised:
         supervised.wait_for_step(10, SECONDS)

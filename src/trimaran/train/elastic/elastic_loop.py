@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,19 @@ log = logging.getLogger(__name__)
 SEED_STRIDE = 1_000_003  # between the random seeds of replicas, which drop different elements
 
 
+@dataclass(slots=True)
+class RoundState:
+    """What the last round left: the process group of its contributors, and who they were, with their starts.
+
+    `savers`: its replicas in the order in which they write what there is one of; the next one if the first is lost.
+    """
+
+    group: dist.ProcessGroup | None = None
+    group_of: tuple[tuple[int, int], ...] = ()
+    savers: tuple[int, ...] = ()
+    last: Round | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class ElasticLoop:
     """The training loop of one rank of an elastic replica. `recipe` is that of the run, `stop` what asks it to stop.
@@ -50,14 +63,14 @@ class ElasticLoop:
     ledger: RowLedger
     loader: DealtLoader
     membership: Membership
-    journal: Journal
     store: dist.Store
     stop: StopRequest
     change_file: ChangeFile
-    _group: dist.ProcessGroup | None = None
-    _group_of: tuple[tuple[int, int], ...] = ()
-    _savers: tuple[int, ...] = ()  # of the last round, the first first: it saves, and the next if that is lost
-    _last: Round | None = None
+    _now: RoundState = field(default_factory=RoundState)
+
+    @property
+    def journal(self) -> Journal:
+        return self.trainer.check.journal
 
     @property
     def _number(self) -> int:
@@ -66,7 +79,7 @@ class ElasticLoop:
     @property
     def leads(self) -> bool:
         """Whether this replica writes metrics, evaluations and checkpoints until the next synchronisation."""
-        return self._savers[:1] == (self._number,)
+        return self._now.savers[:1] == (self._number,)
 
     def start(self) -> int:
         """Restore the newest state, or get that of a replica that trains already; return its step."""
@@ -114,11 +127,11 @@ class ElasticLoop:
 
         A replica says that it has saved the end before it exits, so if it is seen to be lost, what it said is seen too.
         """
-        assert self._last is not None
-        waiting = [each for each in self._savers if each in self._last.starts]
+        assert self._now.last is not None
+        waiting = [each for each in self._now.savers if each in self._now.last.starts]
         for each in waiting[: waiting.index(self._number)]:
             while not self.membership.is_finished():
-                if self.membership.is_lost(each, self._last):
+                if self.membership.is_lost(each, self._now.last):
                     break
             if self.membership.is_finished():
                 return False
@@ -160,7 +173,7 @@ class ElasticLoop:
         whose = tuple((each, opened.starts[each]) for each in opened.contributors)
 
         def exchange() -> tuple[dist.ProcessGroup, Received]:
-            group = self._group if whose == self._group_of else None
+            group = self._now.group if whose == self._now.group_of else None
             if group is None:
                 group = make_group(self.store, opened.contributors, self._number, prefix=self._prefix(opened, "mean"))
             return group, self.outer.exchange(group)
@@ -168,7 +181,7 @@ class ElasticLoop:
         found = run_until(exchange, lambda: self.membership.is_over(opened))
         if found is None:
             return None
-        self._group, self._group_of = found[0], whose
+        self._now.group, self._now.group_of = found[0], whose
         return found[1]
 
     def _prefix(self, opened: Round, what: str) -> str:
@@ -176,12 +189,12 @@ class ElasticLoop:
         return f"{group_prefix(opened.number)}{what}/{dist.get_rank()}/"
 
     def _drop_group(self) -> None:
-        if self._group is not None:
-            abandon(self._group)
-        self._group, self._group_of = None, ()
+        if self._now.group is not None:
+            abandon(self._now.group)
+        self._now.group, self._now.group_of = None, ()
 
     def _follow(self, opened: Round, savers: Sequence[int]) -> None:
-        self._last, self._savers = opened, tuple(savers)
+        self._now.last, self._now.savers = opened, tuple(savers)
 
     def _send(self, opened: Round, receivers: Sequence[int], step: int) -> None:
         """Send the state of this rank to those who join. If they are lost meanwhile, they join later."""
@@ -270,7 +283,6 @@ def build_elastic_loop(
         ledger=ledger,
         loader=loader,
         membership=membership,
-        journal=context.journal,
         store=store,
         stop=stop,
         change_file=change_file,

@@ -29,7 +29,7 @@ def test_the_held_out_loss_after_a_loss_and_a_join_is_within_the_bound_of_local_
         extra = {
             "TRIMARAN_TEST_PLUGIN": "tests.fault.replica_plugin",
             "TRIMARAN_TEST_REPLICA_FAULTS": "exchange:1:50",
-            "TRIMARAN_TEST_PAUSE": "0.02",
+            "TRIMARAN_TEST_PAUSE": "0.1",
         }
         with Supervised.again(run, extra=extra) as supervised:
             assert supervised.wait(SECONDS) == 0, run.agent_log.read_text()

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 PAUSE = {"TRIMARAN_TEST_PAUSE": "0.25", "PYTHONPATH": str(ROOT / "src")}
 FLAGS = ("--nodes", "3", "--ranks-per-node", "1", "--no-check")
-SECONDS = 180.0
-STEPS, EVERY, BATCH = 160, 5, 12
+SECONDS = 300.0
+STEPS, EVERY, BATCH = 320, 5, 12
 LOCAL = f"plan.comm.local_steps={{steps: {EVERY}, elastic: true, outer: {{optimizer: nesterov}}}}"
 
 

@@ -48,7 +48,7 @@ from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.elastic.dealt_loader import dealt_data
 from trimaran.train.elastic.elastic_outer import build_elastic_outer
-from trimaran.train.elastic.replica import Replica, check_replica
+from trimaran.train.elastic.replica import Replica
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
@@ -130,7 +130,6 @@ def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
     recipe, plan, timer = run.read_recipe(), run.read_plan(), StartupTimer()
     ledger = None
     if replica is not None:
-        check_replica(recipe, link)
         global_batch, recipe, plan = plan.global_batch, replica.recipe(recipe), replica.plan(plan)
         ledger = RowLedger(share_of(plan, 0), global_batch=global_batch)
     context = RankContext(

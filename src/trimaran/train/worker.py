@@ -36,7 +36,7 @@ from trimaran.train.change.apply_change import PlanChanger
 from trimaran.train.change.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.elastic.elastic_loop import build_elastic_loop
-from trimaran.train.elastic.replica import Replica, find_replica, join_replica
+from trimaran.train.elastic.replica import Replica, check_replica, find_replica, join_replica
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.process.bind_cores import bind_cores
@@ -167,6 +167,7 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     started, timer, of_run = time.monotonic(), StartupTimer(), rank_info
     bound = bind_cores(rank_info.device) if rank_info.binds_cores else {}
     if replica is not None:
+        check_replica(run.read_recipe(), link)
         rank_info, link = replica.rank_info(of_run), replace(link, rank_memories=())
         join_replica(replica, rank_info, link)
     elif not dist.is_initialized():

@@ -118,17 +118,16 @@ def test_samples_count_once_over_many_losses(tmp_path: Path) -> None:
 
 
 def test_checkpoints_go_on_when_another_replica_saves_them(tmp_path: Path) -> None:
-    settings, faults = ("checkpoint.every=5", "checkpoint.keep=2"), "after:0:20,after:1:150"
-    with start(tmp_path, *settings, replicas=2, steps=200, pause=0.1, faults=faults) as supervised:
+    settings = ("checkpoint.every=5", "checkpoint.keep=2", "faults.restart=false")  # the first one never comes back
+    with start(tmp_path, *settings, replicas=2, steps=60, faults="after:0:20") as supervised:
         finish(supervised)
-        assert len(losses(supervised)) == 200
+        assert len(losses(supervised)) == 60
         saved = {rank: [each["step"] for each in supervised.events(rank, "checkpoint")] for rank in range(2)}
         assert saved[0]
-        assert any(20 < step < 150 for step in saved[1])  # while the first one was gone
-        assert not {*saved[0]} & {*saved[1]}
+        assert max(saved[0]) <= 20 < min(saved[1])
         steps = complete_steps(supervised.run.checkpoints)
-        assert steps[-1] == 200
+        assert steps[-1] == 60
         assert len(steps) <= 3
     with Supervised.again(supervised.run) as again:
         assert again.wait(SECONDS) == 0, again.run.agent_log.read_text()
-        assert again.events(0, "ready")[-1]["step"] == 200
+        assert [again.events(rank, "ready")[-1]["step"] for rank in range(2)] == [60, 60]

@@ -1,4 +1,4 @@
-"""Two machines as network namespaces with their own host name, pids and network, and a run on both."""
+"""Machines as network namespaces with their own host name, pids and network, and a run on both."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import psutil
 
-from tests.chaos.wire import ADDRESSES
+from tests.chaos.wire import ALL_ADDRESSES
 from tests.fault.harness import ROOT, TINY, lines, wait_for
 from trimaran.core import Incident, parse_recipe
 from trimaran.data import cache_folder, prepare
@@ -97,6 +97,8 @@ def _is_first(pid: int) -> bool:
 class TwoMachines:
     """Two machines, the network between them, and a run on both; everything is removed at the end of `with`.
 
+    There may be more of them, up to four: as many as `environments`.
+
     `other_run`: the second machine has a run directory of its own, and neither can see that of the other.
     """
 
@@ -104,8 +106,9 @@ class TwoMachines:
                  environments: Sequence[Mapping[str, str]] = ({}, {}),
                  other_run: RunDirectory | None = None) -> None:  # fmt: skip
         self.run, self._other_run = run, other_run
-        self._names = [f"tm{os.getpid()}{letter}" for letter in "ab"]
-        self._flags, self._wire_flags, self._environments = ["--nodes", "2", *flags], wire, environments
+        self._names = [f"tm{os.getpid()}{letter}" for letter in "abcd"[: len(environments)]]
+        self._flags, self._wire_flags = ["--nodes", str(len(self._names)), *flags], wire
+        self._environments = environments
         self.all: list[Machine] = []
 
     def __enter__(self) -> Self:
@@ -116,8 +119,8 @@ class TwoMachines:
         self.wire = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
         assert self.wire.stdout is not None
         assert self.wire.stdout.readline() == b"up\n"
-        runs = [self.run, self._other_run or self.run]
-        for number, (name, address) in enumerate(zip(self._names, ADDRESSES, strict=True)):
+        runs = [self.run, *[self._other_run or self.run] * (len(self._names) - 1)]
+        for number, (name, address) in enumerate(zip(self._names, ALL_ADDRESSES, strict=False)):
             hidden = runs[1 - number].path.parent if self._other_run else None
             kwargs: dict[str, Any] = {"environment": self._environments[number], "hidden": hidden}
             self.all.append(Machine(runs[number], address, self._flags, namespace=name, **kwargs))

@@ -1,7 +1,8 @@
-"""A network link between two namespaces, in user space: delay, loss, rate and cut. This kernel has no netem.
+"""A network between namespaces, in user space: delay, loss, rate and cut. This kernel has no netem.
 
 `python -m tests.chaos.wire A B --delay 0.1 --loss 0.05 --rate 10` gives 10.78.0.1 to namespace A and 10.78.0.2 to B,
-prints `up` and relays packets until it is killed. SIGUSR1 cuts the link, and restores it again.
+prints `up` and relays packets until it is killed. SIGUSR1 cuts the network, and restores it again. With more than two
+namespaces each has a link of its own to all others, whose rate limits what it sends and what it receives.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import time
 from dataclasses import dataclass, field
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
+ALL_ADDRESSES = (*ADDRESSES, "10.78.0.3", "10.78.0.4")
+DESTINATION = 19  # the byte of an IPv4 packet that ends the address it is sent to
 MTU = 9000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000  # of Linux's if_tun.h
 QUEUE_BYTES = 256 * 2**10  # queued at a slow end before packets are dropped, as in a router
@@ -24,16 +27,17 @@ QUEUE_BYTES = 256 * 2**10  # queued at a slow end before packets are dropped, as
 
 @dataclass
 class End:
-    """One end of the link, and the packets that entered here and have not left at the other end."""
+    """One end of the network, and the packets that entered here and have not left at another end."""
 
     fd: int
     in_flight: list[tuple[float, int, bytes]] = field(default_factory=list)
     free: float = 0.0  # when the queue will be empty
+    receives: float = 0.0  # until when the end receives what was sent to it
     waiting: int = 0
 
 
 class Wire:
-    def __init__(self, ends: tuple[End, End], *, delay: float, loss: float, rate: float) -> None:
+    def __init__(self, ends: tuple[End, ...], *, delay: float, loss: float, rate: float) -> None:
         self.ends, self.delay, self.loss, self.rate = ends, delay, loss, rate
         self.cut = False
         self._count = 0
@@ -45,10 +49,10 @@ class Wire:
             due = [end.in_flight[0][0] for end in self.ends if end.in_flight]
             wait = max(0.0, min([*due, time.monotonic() + 1.0]) - time.monotonic())
             readable, _, _ = select.select([end.fd for end in self.ends], [], [], wait)
-            for here, there in (self.ends, self.ends[::-1]):
+            for here in self.ends:
                 if here.fd in readable:
                     self._take(here)
-                self._give(here, there)
+                self._give(here)
 
     def _take(self, end: End) -> None:
         now = time.monotonic()
@@ -63,14 +67,26 @@ class Wire:
             if self.rate:
                 end.free = max(end.free, now) + len(packet) / self.rate
                 end.waiting += len(packet)
+            leaves = max(end.free, now)
+            target = self._target(end, packet)
+            if self.rate and len(self.ends) > 2 and target is not None:  # several may send to one
+                target.receives = leaves = max(leaves, target.receives + len(packet) / self.rate)
             self._count += 1
-            heapq.heappush(end.in_flight, (max(end.free, now) + self.delay, self._count, packet))
+            heapq.heappush(end.in_flight, (leaves + self.delay, self._count, packet))
 
-    def _give(self, here: End, there: End) -> None:
+    def _target(self, here: End, packet: bytes) -> End | None:
+        """Return the end that a packet is sent to; None if there is none, as for those of IPv6."""
+        if len(self.ends) == 2:
+            return self.ends[1] if here is self.ends[0] else self.ends[0]
+        number = packet[DESTINATION] - 1 if len(packet) > DESTINATION and packet[0] >> 4 == 4 else -1
+        return self.ends[number] if 0 <= number < len(self.ends) else None
+
+    def _give(self, here: End) -> None:
         while here.in_flight and here.in_flight[0][0] <= time.monotonic():
             _, _, packet = heapq.heappop(here.in_flight)
             here.waiting -= len(packet) if self.rate else 0
-            if not self.cut:
+            there = self._target(here, packet)
+            if not self.cut and there is not None:
                 try:
                     os.write(there.fd, packet)
                 except OSError:
@@ -92,14 +108,16 @@ def open_end(name: str, namespace: str, address: str) -> End:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("namespaces", nargs=2)
+    parser.add_argument("namespaces", nargs="+")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, each way")
     parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets")
     parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s each way; 0: no limit")
     flags = parser.parse_args()
     names = [f"{namespace[:12]}w" for namespace in flags.namespaces]
-    first, second = (open_end(*each) for each in zip(names, flags.namespaces, ADDRESSES, strict=True))
-    wire = Wire((first, second), delay=flags.delay, loss=flags.loss, rate=flags.rate * 1e6 / 8)
+    placed = zip(names, flags.namespaces, ALL_ADDRESSES, strict=False)
+    wire = Wire(
+        tuple(open_end(*each) for each in placed), delay=flags.delay, loss=flags.loss, rate=flags.rate * 1e6 / 8
+    )
 
     def toggle(*_: object) -> None:
         wire.cut = not wire.cut

@@ -18,7 +18,7 @@ from tests.cases import quick_or_slow, slow
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.resume import SavedState, TrainedSegment, recipe_for, train_segment
-from trimaran.core import Mesh, Plan
+from trimaran.core import EXIT_USER, Mesh, Plan
 from trimaran.core.local_steps import LocalSteps, synchronisation_bytes
 from trimaran.nets import Network
 from trimaran.parallel import build_mesh
@@ -357,3 +357,16 @@ def test_of_several_decisions_the_first_that_ends_the_loop_counts() -> None:
     assert decision.refusal is not None
     assert decision.refusal.step == 2
     assert StepDecision().then(StepDecision(stop=True)).then(StepDecision()).stop
+
+
+def train_without_supervisor(path: Path, cache: Path) -> int:
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
+
+
+def test_elastic_replicas_are_refused_without_a_supervisor(tmp_path: Path) -> None:
+    recipe = recipe_for("tiny", steps=4, seed=1)
+    plan = plan_for(recipe, grad_accum=1, dp_replicate=2, comm={"local_steps": {"steps": 2, "elastic": True}})
+    run = create_run(tmp_path / "run", recipe, plan)
+    assert run_ranks(2, train_without_supervisor, run.path, tmp_path / "cache") == [EXIT_USER] * 2
+    (event,) = [json.loads(line) for line in run.events(1).read_text().splitlines()]
+    assert event["data"]["code"] == "P003"

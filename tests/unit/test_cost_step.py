@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from benchmarks.accuracy.ask import question_of
 
-from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction
+from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction, Seconds
 from trimaran.core.plan import TowerPlan
 from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of, slow_start_seconds
 from trimaran.cost.peak_memory import Memory
 from trimaran.cost.roofline import attention_seconds, matmul_seconds, rates_of
 from trimaran.cost.stage_time import stage_inputs_of, stage_times_of
 from trimaran.cost.step import allocator_slowdown
 from trimaran.cost.step_time import step_time_of
-from trimaran.hardware import DEVICES, Calibration, Cluster, apply_calibration, parse_cluster
+from trimaran.hardware import DEVICES, Calibration, Cluster, Link, apply_calibration, parse_cluster
 from trimaran.models import PRESETS, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 
 H200 = rates_of(DEVICES["H200"], "bf16")
@@ -213,6 +213,16 @@ def test_a_link_of_a_long_round_trip_delays_every_collective(tmp_path: Path) -> 
     near, far = (each["sums of the step on internet"] for each in found)
     assert far == pytest.approx(2 * 0.1, rel=0.1)
     assert near == pytest.approx(2 * 0.002, rel=0.1)
+
+
+def test_after_a_pause_tcp_begins_with_a_small_window() -> None:
+    link = Link(name="internet", devices=2, bandwidth=12.5e6, latency=Seconds(0.025))
+    levels = (replace(link, name="near", devices=1), link)
+    ring = ring_of(levels, 2, 1)
+    short, long = (slow_start_seconds(each, ring) for each in (10_000, 100_000_000))
+    assert short == 0  # it fits into the first window
+    assert long == pytest.approx(5.4 * 0.0525, rel=0.05)  # until 600 kB are on their way
+    assert slow_start_seconds(1e8, ring_of(parse_cluster("8x8xA100").levels, 64, 1)) == 0
 
 
 def test_top_k_traffic_grows_with_the_number_of_ranks() -> None:

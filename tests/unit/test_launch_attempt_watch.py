@@ -1,6 +1,7 @@
 """When silent ranks are a hang, and when they only wait for another rank."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ class FakeNode:
         self.events: list[NodeEvent] = []
 
     def start(self, spec: AttemptSpec) -> None: ...
+
+    def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None: ...
+
+    def kill_ranks(self, ranks: Sequence[int]) -> None: ...
 
     def request_stop(self) -> None: ...
 

@@ -76,6 +76,12 @@ def test_data_parallel_plans_are_legal(plan: dict[str, Any]) -> None:
         ({"comm": {"local_steps": 4}, "mesh": {"dp_shard": 8}}, "local_steps", "dp_replicate"),
         ({"comm": {"local_steps": {"steps": 4, "fragments": 5}}}, "local_steps.fragments", "4 or less"),
         ({"comm": {"local_steps": {"steps": 4, "overlap_steps": 4}}}, "local_steps.overlap_steps", "3 or less"),
+        ({"comm": {"local_steps": {"steps": 4, "elastic": True, "fragments": 2}}}, "local_steps.elastic", "leave out"),
+        (
+            {"comm": {"local_steps": {"steps": 4, "elastic": True, "overlap_steps": 1}}},
+            "local_steps.elastic",
+            "overlap",
+        ),
         ({"comm": {"local_steps": {"steps": 4, "outer": {"lr": 0.7}}}}, "local_steps.outer", "nesterov"),
         (
             {"comm": {"local_steps": {"compression": "sparse", "outer": {"optimizer": "nesterov"}}}},

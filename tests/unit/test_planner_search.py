@@ -206,6 +206,16 @@ def test_on_a_slow_link_hints_name_what_synchronises_less_and_it_is_as_fast_as_t
     assert not [hint for hint in near.hints if "changes the results:" in hint and "plan.comm" in hint]
 
 
+def test_local_steps_are_named_although_a_pipeline_is_the_fastest_exact_plan(tmp_path: Path) -> None:
+    file = tmp_path / "two-sites.yaml"
+    link = SLOW_LINK | {"gb_per_second": 0.0125}
+    file.write_text(json.dumps({"device": "cpu", "num_nodes": 2, "devices_per_node": 1, "links": [link]}))
+    answer = search(question_for(PRESETS["tiny"], str(file), batch=16, seq_len=64))
+    assert answer.ranked[0].mesh.pp == 2
+    named = [hint for hint in answer.hints if "changes the results:" in hint and "plan.comm" in hint]
+    assert [hint.startswith("synchronise less often") for hint in named] == [True]
+
+
 def test_if_nothing_fits_the_smallest_plan_and_cluster_are_named() -> None:
     pins = {"offload": "none", "mesh": {"ep": 1}}
     question = question_for(PRESETS["llama-3-70b"], "8xH100", batch=64, seq_len=2048, plan=pins)

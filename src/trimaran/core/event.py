@@ -24,6 +24,8 @@ EventKind = Literal[
     # reproduced {on_rank, again, same_device, verdict}: whether the same batch gives it again on another rank
     "differ",  # replicas differ, or memory changed between two updates. data: message, ranks, keys, since, action
     "rewind",  # data: to_step
+    "replicas",  # elastic replicas were lost or have joined. data: replicas (that synchronised), joined, rows_again
+    # (dealt out again), next_row
     "change",  # the answer to a request to change the plan. data: id, status (applied | refused | failed), patch, by,
     # reason, how (in place | rebuilt), pause_seconds, pause_parts {part: seconds}, error {code, what, fix} or null
     "replay",  # the metrics of all later steps were withdrawn: those steps run again. data: steps, seconds

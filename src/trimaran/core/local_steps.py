@@ -52,7 +52,8 @@ class LocalSteps(BaseModel):
     `steps`. The exchange of a part begins `overlap_steps` steps before its result is used; the new weights are then
     `mixing` parts local and the rest synchronised. `compression` is of the outer gradients. `sparse` sends the fraction
     `density` of the largest values of each block, in 2 bits, and keeps the rest for later: `error_decay` is what
-    remains of it at the next synchronisation, in place of outer momentum.
+    remains of it at the next synchronisation, in place of outer momentum. With `elastic` replicas may be lost and join
+    again, and the others go on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +66,7 @@ class LocalSteps(BaseModel):
     compression: Literal["none", "bf16", "int8", "sparse"] = "none"
     density: Annotated[float, Field(gt=0, le=1)] = 1 / 64
     error_decay: Annotated[float, Field(ge=0, le=1)] = 0.95
+    elastic: bool = False
 
     @property
     def is_on(self) -> bool:

@@ -193,6 +193,11 @@ class Plan(BaseModel):
         return self.comm.async_sgd.pause_every if self.engine == "async" else self.comm.sync_every
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether each replica is a world of its own, which the others can go on without."""
+        return self.comm.local.elastic and self.comm.local.is_on and self.mesh.dp_replicate > 1
+
+    @property
     def splits_weights(self) -> bool:
         """Whether each matrix is stored as two 16-bit halves; matmuls read the upper half.
 
@@ -200,6 +205,7 @@ class Plan(BaseModel):
         wide, as backward produced them.
         """
         alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
+        alone = alone and not self.comm.local.is_on  # the exchange reads and writes whole weights
         return alone and self.precision in ("bf16", "fp8") and self.offload in ("none", "activations")
 
     @property
@@ -278,6 +284,7 @@ class Plan(BaseModel):
         extras += ["inputs gathered again"] if self.comm.regather and self.mesh.tp > 1 else []
         extras += ["gradients summed after backward"] if self.reduces_after_backward else []
         extras += ["compiled"] if self.compile else []
+        extras += ["elastic replicas"] if self.is_elastic else []
         extras += [self.engine] if self.engine != "torch" else []
         extras += [f"staleness {self.comm.async_sgd.staleness}"] if self.engine == "async" else []
         return ", ".join([str(self.mesh), self.precision, batch, *extras])

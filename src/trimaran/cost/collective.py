@@ -21,7 +21,9 @@ MAX_SERIAL_HOPS = 16  # hops of an all-to-all that do not overlap
 MIN_GLOO_LATENCY_SECONDS, GLOO_GATHER_EFFICIENCY = 1e-4, 0.35
 # Between nodes, TCP reaches this fraction of a link, less headers, with any of Gloo's collectives. Each of its messages
 # takes a round trip, in an all-reduce too (`trimaran bench comm` on links of 100 Mbit/s and of 20 ms).
-GLOO_NETWORK_EFFICIENCY, MIN_GLOO_NETWORK_LATENCY_SECONDS = 0.92, 2.5e-4
+GLOO_NETWORK_EFFICIENCY, MIN_GLOO_NETWORK_LATENCY_SECONDS, GLOO_NETWORK_REDUCE_HOP = 0.92, 2.5e-4, 1.0
+# What TCP sends before the first answer, also after a pause: ten segments, as Linux does. Then twice as much each time.
+TCP_WINDOW_BYTES = 10 * 1448
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "send")
 
 
@@ -71,7 +73,8 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
     if link is levels[0]:
         usual, tree, hop = _near_bandwidths(link), 0.0, 1.0
     elif link.latency > MIN_GLOO_NETWORK_LATENCY_SECONDS:
-        usual, tree, hop, reduce_hop = (GLOO_NETWORK_EFFICIENCY * far,) * 4, 0.0, NETWORK_HOP_FACTOR, 1.0
+        usual, tree, hop = (GLOO_NETWORK_EFFICIENCY * far,) * 4, 0.0, NETWORK_HOP_FACTOR
+        reduce_hop = GLOO_NETWORK_REDUCE_HOP
     else:
         usual = (NETWORK_EFFICIENCY * far, NETWORK_GATHER_EFFICIENCY * far, one_card, one_card)
         tree, hop = TREE_EFFICIENCY * far, NETWORK_HOP_FACTOR
@@ -114,6 +117,17 @@ def all_gather_seconds(num_bytes: float, ring: Ring) -> Seconds:
     A reduce-scatter takes as long.
     """
     return Seconds((ring.num_ranks - 1) * (ring.latency + num_bytes / ring.num_ranks / ring.gather_bandwidth))
+
+
+def slow_start_seconds(num_bytes: float, ring: Ring) -> Seconds:
+    """Return how much longer the first `num_bytes` of a connection take after a pause; 0 where it is not Gloo's.
+
+    The window of TCP doubles with each round trip until it fills the link, or until everything is sent.
+    """
+    if ring.num_ranks == 1 or ring.reduce_hop != GLOO_NETWORK_REDUCE_HOP:
+        return Seconds(0.0)
+    window = min(num_bytes, ring.send_bandwidth * ring.latency)
+    return Seconds(ring.latency * max(0.0, math.log2(window / TCP_WINDOW_BYTES)) if window > 0 else 0.0)
 
 
 def all_to_all_seconds(num_bytes: float, ring: Ring, *, crossing: float = 1.0) -> Seconds:

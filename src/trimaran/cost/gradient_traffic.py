@@ -6,7 +6,14 @@ from typing import NamedTuple
 from trimaran.core import Plan
 from trimaran.core.compression_settings import FP32_BYTES, compressed_bytes
 from trimaran.core.local_steps import synchronisation_bytes
-from trimaran.cost.collective import RING_EFFICIENCY, Ring, all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost.collective import (
+    RING_EFFICIENCY,
+    Ring,
+    all_gather_seconds,
+    all_reduce_seconds,
+    ring_of,
+    slow_start_seconds,
+)
 from trimaran.cost.job import Job, frees_weights, gathers_fp8
 from trimaran.cost.roofline import DeviceRates
 from trimaran.cost.stage_time import StageTime, TimeUnit
@@ -180,17 +187,23 @@ def unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[floa
 
 
 def outer_seconds(path: TrafficPath, plan: Plan, stage: StageTime) -> float:
-    """Return the time that replicas with local steps take to exchange all their weights once, fragment by fragment."""
+    """Return the time that replicas with local steps take to exchange all their weights once, fragment by fragment.
+
+    Parameters outside of blocks are one exchange more, which is small. On TCP each exchange begins with a small window.
+    """
     local, ring = plan.comm.local, path.dense.replicas
     trained = sum(unit.count * (unit.trained_dense + unit.trained_experts) for unit in stage.units)
     of_fragment = trained / path.dense.shards.num_ranks / local.fragments
     sent = synchronisation_bytes(local, of_fragment, ring.num_ranks)
+    begin = local.fragments * slow_start_seconds(sent / 2, ring) if local.steps > 1 else 0.0
     if local.compression == "none":
-        return local.fragments * all_reduce_seconds(FP32_BYTES * of_fragment, ring)
+        outside = all_reduce_seconds(0.0, ring)
+        return begin + outside + local.fragments * all_reduce_seconds(FP32_BYTES * of_fragment, ring)
     # Sparse values are gathered from all; others are exchanged, summed, and then gathered.
     rounds = 1 if local.compression == "sparse" else 2
-    hops = max(1, ring.num_ranks - 1)
-    return local.fragments * rounds * all_gather_seconds(sent / rounds * ring.num_ranks / hops, ring)
+    hops, outside = max(1, ring.num_ranks - 1), rounds * all_gather_seconds(0.0, ring)
+    of_values = all_gather_seconds(sent / rounds * ring.num_ranks / hops, ring)
+    return begin + outside + local.fragments * rounds * of_values
 
 
 def _rings(levels: tuple[Link, ...], stride: int, shards: int, replicas: int, hops: str) -> Rings:

@@ -26,6 +26,11 @@ class DataShare:
         assert not self.rows or (len(self.rows) == self.dp and self.rows[self.rank] == self.micro_batch)
 
     @property
+    def first_step(self) -> int:
+        """The first step whose rows are known."""
+        return 0
+
+    @property
     def rows_by_rank(self) -> tuple[int, ...]:
         """The rows of a micro-batch of each rank."""
         return self.rows or (self.micro_batch,) * self.dp
@@ -49,6 +54,11 @@ class DataShare:
         first = sum(self.rows[: self.rank]) if self.rows else self.rank * self.micro_batch
         micro_steps = np.arange(self.grad_accum)[:, None] * self.rows_at_once
         return step * self.global_batch + micro_steps + first + np.arange(self.micro_batch)
+
+    def rows_of(self, steps: range, data_ranks: Sequence[int]) -> np.ndarray:
+        """Return the global indices of the rows of these ranks in each of the steps, [steps, rows]."""
+        rows = np.concatenate([self.of(rank).indices(0).ravel() for rank in data_ranks])
+        return np.array(steps)[:, None] * self.global_batch + rows
 
 
 def share_of(plan: Plan, rank: int) -> DataShare:

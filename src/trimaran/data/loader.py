@@ -128,6 +128,11 @@ class Loader:
             self._waits.skip(setting.depth)
             log.info("%d loader processes, %d batches ahead: %s", setting.workers, setting.depth, reason)
 
+    @property
+    def next_step(self) -> int:
+        """The step of the next batch."""
+        return self._next_step
+
     def stats(self) -> dict[str, Any]:
         """Return the current setting, the total wait for batches and the wait for the last one."""
         now = self._tuner.setting

@@ -36,6 +36,10 @@ class TokenFeed:
         self._ordered_steps = max(1, ORDERED_ROWS // (share.micro_batch * share.grad_accum))
         self._ordered: tuple[range, list[tuple[int, ...]]] = (range(0), [])  # steps, and this rank's samples of each
 
+    def with_share(self, share: DataShare) -> "TokenFeed":
+        """Return a feed of the same samples that deals them out as `share` says."""
+        return TokenFeed(self._sequences, seed=self._seed, share=share, reader=self._reader)
+
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may have blank rows."""
         return math.ceil(self._rows_in(epochs) / self.share.global_batch)
@@ -65,15 +69,14 @@ class TokenFeed:
         steps, samples = self._ordered
         if step not in steps:
             first = step - step % self._ordered_steps
-            steps = range(first, first + self._ordered_steps)
+            steps = range(max(first, self.share.first_step), first + self._ordered_steps)
             samples = self._samples(steps, data_ranks)
             self._ordered = steps, samples
         return samples[step - steps.start]
 
     def _samples(self, steps: range, data_ranks: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the sample ids of the ranks in each of the steps."""
-        rows = np.concatenate([self.share.of(rank).indices(0).ravel() for rank in data_ranks])
-        indices = np.array(steps)[:, None] * self.share.global_batch + rows
+        indices = self.share.rows_of(steps, data_ranks)
         ids = self._sequences.first + positions(self._seed, indices, len(self._sequences))
         if self._num_rows is None:
             return [*map(tuple, ids.tolist())]

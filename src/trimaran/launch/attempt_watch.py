@@ -26,11 +26,13 @@ class AttemptWatch:
     """The state of an attempt: which ranks ended, which are silent, which nodes are lost, and the ranks' events.
 
     `highest_step` is how many steps all ranks have finished. `events` are those of this attempt. `is_saved`: the last
-    step is done, and the last checkpoint and the model are on disk. Rank 0 knows, because it commits both.
+    step is done, and the last checkpoint and the model are on disk. The rank that commits both knows.
     """
 
     def __init__(self, run: RunDirectory, nodes: Sequence[Node], spec: AttemptSpec) -> None:
-        self.nodes, self.spec = nodes, spec
+        self.nodes: Sequence[Node] = nodes
+        self.spec = spec
+        self.lead_ranks: tuple[int, ...] = (0,)  # one of them commits the last checkpoint and the model
         self.ended: dict[int, RankEnded] = {}
         self.silent: dict[int, RankSilent] = {}
         self.lost: list[NodeLost] = []
@@ -62,13 +64,20 @@ class AttemptWatch:
                     case NodeLost(back=False):
                         self.lost.append(event)
         heartbeats = {rank: heartbeat for node in self.nodes for rank, heartbeat in node.heartbeats().items()}
-        self.highest_step = max(
-            self.highest_step, min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
-        )
+        self.highest_step = max(self.highest_step, self._finished_step(heartbeats))
         has_news = len(self.ended) + len(self.silent) + len(self.lost) > num_known
         self._read_events(self._followers if has_news or self._lacks_last_event else self._next_ranks())
-        told = any(event["rank"] == 0 for event in self.of_kind("trained"))
-        self.is_saved = self.is_saved or told or (0 in heartbeats and heartbeats[0].saved)
+        told = any(event["rank"] in self.lead_ranks for event in self.of_kind("trained"))
+        marked = any(rank in heartbeats and heartbeats[rank].saved for rank in self.lead_ranks)
+        self.is_saved = self.is_saved or told or marked
+        return self._outcome(heartbeats)
+
+    def _finished_step(self, heartbeats: Mapping[int, Heartbeat]) -> int:
+        """Return how many steps all ranks have finished."""
+        return min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
+
+    def _outcome(self, heartbeats: Mapping[int, Heartbeat]) -> AttemptOutcome | None:
+        """Return how the attempt ended, from what is known now; None while it runs."""
         if self.lost or self._is_hung(heartbeats) or self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
             return "trouble"
         if len(self.ended) < self.spec.world_size:
@@ -125,8 +134,8 @@ class AttemptWatch:
         return [rank for rank in range(self.spec.world_size) if rank not in self.ended]
 
     def not_done(self) -> list[str]:
-        """Return the kinds of the events that were to follow training and that rank 0 has not written."""
-        mine = [event for event in self.events if event["rank"] == 0]
+        """Return the kinds of the events that were to follow training and that the rank for it has not written."""
+        mine = [event for event in self.events if event["rank"] in self.lead_ranks]
         planned = next((event["data"].get("next", []) for event in mine if event["kind"] == "trained"), [])
         written = {event["kind"] for event in mine if event["kind"] != "unfinished"}
         reported = {event["data"].get("what") for event in mine if event["kind"] == "unfinished"}
@@ -140,7 +149,7 @@ class AttemptWatch:
         return {0, *islice(self._turns, min(FILES_PER_POLL, self.spec.world_size))}
 
     def _read_events(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
+        for rank in [*ranks]:
             for event in self._followers[rank].new():
                 if event.get("attempt", 0) == self.spec.attempt:
                     self.events.append(event)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -166,6 +166,24 @@ class Channel:
     def end_attempt(self, attempt: int) -> None:
         """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
         self._call(lambda: self._end(attempt))
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`.
+
+        None deletes a key.
+        """
+        found: dict[str, bytes] = {}
+
+        def exchange() -> None:
+            if (keys := self._keys_of({"attempt": attempt})) is None:
+                return
+            for key, value in written.items():
+                keys.values.pop(key, None) if value is None else keys.put(key, value)
+            found.update({key: value for key, value in keys.values.items() if key.startswith(prefix)})
+            self._flush()
+
+        self._call(exchange)
+        return found
 
     def relay_to(self, client: ChannelClient, *, attempt: int) -> None:
         """From now on relay the requests of the ranks of `attempt` to the coordinator, to which `client` is connected.

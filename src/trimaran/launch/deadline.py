@@ -2,7 +2,7 @@
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trimaran.core import FaultsSection
 from trimaran.run import Heartbeat, Section
@@ -45,6 +45,12 @@ class Deadlines:
         self._step_learnt.clear()
         self._queued.clear()
         self._core_wait_at.clear()
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Forget these ranks, which are started again."""
+        for rank in ranks:
+            for known in (self._before, self._step_began, self._step_learnt, self._queued, self._core_wait_at):
+                known.pop(rank, None)
 
     def of(self, section: Section) -> float:
         """Return the seconds that one unit of `section` may take."""

@@ -147,6 +147,7 @@ class Follower:
         self._coordinator.send(**about, switches=read_switches(os.environ), **error)
         self._refusal: UserError | None = None
         self._ranks_running, self._stop_sent = False, False
+        self._store = ""  # of the running ranks
         self._heartbeats_due = self._lease_due = 0.0
         self._end: int | None = None
 
@@ -251,7 +252,17 @@ class Follower:
                 self._ranks_running, self._heartbeats_due = True, 0.0
                 if "files" in command:
                     write_run_files(self.run, command["files"])
-                self.node.start(self._relayed(AttemptSpec(**command["spec"] | {"token": self._token})))
+                spec = self._relayed(AttemptSpec(**command["spec"] | {"token": self._token}))
+                self._store = spec.store
+                self.node.start(spec)
+            case "start_ranks":
+                spec = AttemptSpec(**command["spec"] | {"token": self._token})
+                if not self._ranks_running:
+                    self._ranks_running, self._heartbeats_due = True, 0.0
+                    self._store = self._relayed(spec).store
+                self.node.start_ranks(replace(spec, store=self._store), command["ranks"])
+            case "kill_ranks":
+                self.node.kill_ranks(command["ranks"])
             case "collect_reports":
                 how = {key: command[key] for key in ("seconds", "gently") if key in command}
                 self.node.collect_reports(self.run.path / command["folder"], **how)

@@ -6,7 +6,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class LocalNode:
         self._deadlines = Deadlines(faults)
         self._ranks: dict[int, LocalRank] = {}
         self._silent: set[tuple[int, bool]] = set()  # ranks that were reported, and whether they were stopped
+        self._unreported: list[NodeEvent] = []  # of other ranks, while some were killed
         self._polled = time.monotonic()
         self._fork_server = self._bind(fork_server or start_fork_server(environment))
         self._sidecar = self._new_sidecar()
@@ -88,22 +89,35 @@ class LocalNode:
         return self._fork_server.warm or not self._fork_server.alive
 
     def start(self, spec: AttemptSpec) -> None:
+        self._board.clear()
+        self._deadlines.start()
+        self._silent.clear()
+        self._unreported.clear()
+        self._polled = time.monotonic()
+        self._ranks = {}
+        self.start_ranks(spec, range(spec.first_rank, spec.first_rank + spec.num_ranks))
+        self._sidecar.start(spec.node)
+
+    def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None:
         if not self._fork_server.alive:
             self._fork_server.end()
             self._sidecar.end()
             self._fork_server = self._bind(start_fork_server(self._environment))
             self._sidecar = self._new_sidecar()
-        self._board.clear()
-        self._deadlines.start()
-        self._silent.clear()
-        self._polled = time.monotonic()
-        ranks = [LocalRank(spec.first_rank + local_rank, local_rank) for local_rank in range(spec.num_ranks)]
-        self._ranks = {each.rank: each for each in ranks}
+        new = [LocalRank(rank, rank - spec.first_rank) for rank in ranks]
+        self._board.clear([each.local_rank for each in new])
+        self._deadlines.forget(ranks)
+        self._ranks |= {each.rank: each for each in new}
         # The board is the first descriptor that the fork server got, the rank memories are the others.
         descriptors = {"TRIMARAN_PULSE": [0], "TRIMARAN_BERTHS": [*range(1, 1 + self.num_ranks)]}
-        ranks = [(each.rank, self._environment_of(each, spec), descriptors) for each in self._ranks.values()]
-        self._fork_server.fork(ranks)
-        self._sidecar.start(spec.node)
+        self._fork_server.fork([(each.rank, self._environment_of(each, spec), descriptors) for each in new])
+
+    def kill_ranks(self, ranks: Sequence[int]) -> None:
+        found = [self._ranks[rank] for rank in ranks if rank in self._ranks]
+        self._unreported += self._kill(found)
+        for each in found:
+            self._ranks.pop(each.rank)
+            self._silent -= {(each.rank, True), (each.rank, False)}
 
     def _environment_of(self, rank: LocalRank, spec: AttemptSpec) -> dict[str, str]:
         """Return the variables of a rank on top of those of the fork server, which has our own."""
@@ -114,6 +128,7 @@ class LocalNode:
             "WORLD_SIZE": str(spec.world_size),
             "LOCAL_WORLD_SIZE": str(spec.num_ranks),
             "TRIMARAN_ATTEMPT": str(spec.attempt),
+            "TRIMARAN_REPLICA_START": str(spec.replica_start),
             "TRIMARAN_STORE": spec.store,
             "TRIMARAN_TOKEN": spec.token,
             "TRIMARAN_FORK_SERVER": self._fork_server.process.note,
@@ -122,7 +137,8 @@ class LocalNode:
         }
 
     def poll(self) -> list[NodeEvent]:
-        events = [*self._poll_fork_server()]
+        events = [*self._unreported, *self._poll_fork_server()]
+        self._unreported.clear()
         self._sidecar.restart_if_dead()
         now, before, self._polled = time.monotonic(), self._polled, time.monotonic()
         if now - before > PAUSE_SECONDS:
@@ -197,18 +213,24 @@ class LocalNode:
                     os.kill(rank.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        deadline = time.monotonic() + KILL_SECONDS
+        self._kill([*self._ranks.values()])
+        self._ranks = {}
+
+    def _kill(self, ranks: Sequence[LocalRank]) -> list[NodeEvent]:
+        """Kill these ranks, and return what happened to others meanwhile."""
+        events, deadline = list[NodeEvent](), time.monotonic() + KILL_SECONDS
+        killed = {rank.rank for rank in ranks}
         while time.monotonic() < deadline:
-            for rank in self._ranks.values():
+            for rank in ranks:
                 if rank.pid:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(rank.pid, signal.SIGKILL)  # also the loader processes of ranks that are gone
-            [*self._poll_fork_server(wait=0.02)]
-            if not self._alive() and not any(_exists(rank.pid) for rank in self._ranks.values()):
+            events += self._poll_fork_server(wait=0.02)
+            if not any(rank.code is None or _exists(rank.pid) for rank in ranks):
                 break
         else:
-            log.error("processes of %s cannot be killed: %s", self.name, [rank.pid for rank in self._ranks.values()])
-        self._ranks = {}
+            log.error("processes of %s cannot be killed: %s", self.name, [rank.pid for rank in ranks])
+        return [each for each in events if not isinstance(each, RankEnded) or each.rank not in killed]
 
     def close(self) -> None:
         """End all processes of this node and free the rank memories."""

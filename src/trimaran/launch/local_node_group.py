@@ -43,6 +43,12 @@ class LocalNodeGroup:
     def environment(self, plan: Plan) -> Mapping[str, str]:
         return {**self._environment(plan), "TRIMARAN_TERM": str(self._lease.term)}
 
+    def joined(self, nodes: Sequence[Node]) -> list[Node]:
+        return []
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        return self._channel.exchange_keys(attempt, prefix, written)
+
     def end_attempt(self, attempt: int) -> None:
         self._channel.end_attempt(attempt)
 

@@ -13,9 +13,10 @@ from trimaran.run import Heartbeat
 class AttemptSpec:
     """What a node starts: `num_ranks` ranks from `first_rank` on, of `world_size`. `node` is the node's number.
 
-    Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_STORE and TRIMARAN_TOKEN
-    from here, TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) and TRIMARAN_FORK_SERVER from its node, and
-    `environment` on top.
+    `replica_start` counts the starts of an elastic replica in this attempt. Each rank gets RANK, LOCAL_RANK,
+    WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_REPLICA_START, TRIMARAN_STORE and TRIMARAN_TOKEN from here,
+    TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) and TRIMARAN_FORK_SERVER from its node, and `environment` on
+    top.
     """
 
     attempt: int
@@ -26,6 +27,7 @@ class AttemptSpec:
     token: str
     environment: Mapping[str, str] = field(default_factory=dict)
     node: int = 0
+    replica_start: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,14 @@ class Node(Protocol):
 
     def start(self, spec: AttemptSpec) -> None:
         """Start the ranks. Those of an earlier attempt must be gone."""
+        ...
+
+    def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None:
+        """Start only these of the ranks of `spec`, beside those that are running."""
+        ...
+
+    def kill_ranks(self, ranks: Sequence[int]) -> None:
+        """Kill every process of these ranks. They may be started again at once; how they ended is not reported."""
         ...
 
     def poll(self) -> list[NodeEvent]:

@@ -70,6 +70,17 @@ class RemoteNode:
         # The node knows the token, which must not be sent: frames are not encrypted.
         self._send("start", spec=asdict(replace(spec, token="")), **({"files": texts} if texts else {}))
 
+    def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None:
+        """See `Node.start_ranks`. A node that has just connected has no other ranks."""
+        if not self._ranks:
+            self._ranks = range(spec.first_rank, spec.first_rank + spec.num_ranks)
+        for rank in ranks:
+            self._heartbeats.pop(rank, None)
+        self._send("start_ranks", spec=asdict(replace(spec, token="")), ranks=[*ranks])
+
+    def kill_ranks(self, ranks: Sequence[int]) -> None:
+        self._send("kill_ranks", ranks=[*ranks])
+
     def poll(self) -> list[NodeEvent]:
         self._read()
         events, self._events = self._events, []

@@ -108,6 +108,12 @@ class RemoteNodeGroup:
         }
         return shared | {"TRIMARAN_TERM": str(self._lease.term)}
 
+    def joined(self, nodes: Sequence[Node]) -> list[Node]:
+        return [node for node in self._present() if not any(node is each for each in nodes)]
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        return self._agent.channel.exchange_keys(attempt, prefix, written)
+
     def end_attempt(self, attempt: int) -> None:
         self._agent.channel.end_attempt(attempt)
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Incident
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Incident, Plan
 from trimaran.launch.attempt_watch import AttemptWatch
 from trimaran.launch.directory_watch import DirectoryWatch
+from trimaran.launch.elastic_watch import ElasticReplicas, ElasticWatch
 from trimaran.launch.incident_text import headline
 from trimaran.launch.investigate import Investigation, investigate
 from trimaran.launch.network_check import NetworkCheck
@@ -21,7 +22,7 @@ from trimaran.launch.next_attempt import (
     read_resize_request,
     recovery_options,
 )
-from trimaran.launch.node import Node, on_all_nodes
+from trimaran.launch.node import AttemptSpec, Node, on_all_nodes
 from trimaran.launch.note_bad_nodes import note_lost_nodes
 from trimaran.launch.rank_events import RankEventIncidents
 from trimaran.launch.recovery_policy import EXIT_FAULT, Cycle, PolicyDecision, decide
@@ -66,6 +67,14 @@ class NodeGroup(Rendezvous, Protocol):
 
     def can_hand_over(self) -> bool:
         """Return whether another node can coordinate, and enough nodes would be left without this one."""
+        ...
+
+    def joined(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes that are present and not among `nodes`."""
+        ...
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`."""
         ...
 
     def end_attempt(self, attempt: int) -> None:
@@ -186,7 +195,7 @@ class Supervisor:
         plan, before = self.run.read_plan(), self._highest_step
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
-        watch = AttemptWatch(self.run, nodes, attempt_spec(self.run, plan, self.node_group, attempt=number))
+        watch = self._start_ranks(nodes, plan, attempt_spec(self.run, plan, self.node_group, attempt=number))
         outcome = self._watch(watch)
         investigation = None
         is_closing = watch.is_saved and not watch.not_done() and len(watch.of_kind("done")) == plan.mesh.world_size
@@ -197,7 +206,7 @@ class Supervisor:
             investigation = investigate(self.run, watch, self.incidents, step=watch.highest_step)
             if self._stop_incident is None:  # a node that leaves while the run stops was asked to
                 note_lost_nodes(self.run, nodes, watch.lost, incident=investigation.incident.id)
-        on_all_nodes(nodes, lambda node: node.kill())
+        on_all_nodes(watch.nodes, lambda node: node.kill())
         if outcome == "fenced":
             return EXIT_FAULT  # another process holds the lease: this one must not write any more
         if outcome == "deleted" and self._directory.held is not None:
@@ -216,6 +225,13 @@ class Supervisor:
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
         return self._over(EXIT_DONE, "all steps are done") if outcome == "done" else self._stopped(watch)
 
+    def _start_ranks(self, nodes: Sequence[Node], plan: Plan, spec: AttemptSpec) -> AttemptWatch:
+        """Start the ranks and return what watches them."""
+        if plan.is_elastic:
+            replicas = ElasticReplicas(num=plan.mesh.dp_replicate, restart=self.recipe.faults.restart)
+            return ElasticWatch(self.run, nodes, spec, replicas, incidents=self.incidents, group=self.node_group)
+        return AttemptWatch(self.run, nodes, spec)
+
     def _finish(self, watch: AttemptWatch, investigation: Investigation | None) -> int:
         """End a run whose training is done and saved. Returns 0, whatever happened to its ranks after that."""
         why = "all steps are done and saved"
@@ -232,7 +248,8 @@ class Supervisor:
             with Journal(self.run, 0, attempt=watch.spec.attempt) as journal:  # the ranks are gone
                 for kind in left:
                     journal.event("unfinished", step=step, what=kind, why=reason)
-        skipped = [*left, *(event["data"].get("what") for event in watch.of_kind("unfinished") if event["rank"] == 0)]
+        unfinished = [event for event in watch.of_kind("unfinished") if event["rank"] in watch.lead_ranks]
+        skipped = [*left, *(event["data"].get("what") for event in unfinished)]
         return self._over(EXIT_DONE, f"{why}; not done: {', '.join(skipped)}" if skipped else "all steps are done")
 
     def _watch(self, watch: AttemptWatch) -> SupervisorOutcome:
@@ -288,7 +305,7 @@ class Supervisor:
         elif not self._stopping:
             self._leaving = self.node_group.leaving(watch.nodes)
             self._new_size = None
-            if not self._leaving:
+            if not self._leaving and not isinstance(watch, ElasticWatch):  # its nodes come and go within the attempt
                 self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)
         if not self._stopping and (self._stop_incident or self._new_size or self._leaving):
             self._stopping = True

@@ -41,12 +41,16 @@ def hints_for(best: Plan, question: Question) -> tuple[str, ...]:
 
 
 def _slow_link_hints(best: Plan, question: Question) -> Iterator[str]:
-    """Yield the fastest compression and the fastest local steps, where communication takes much of a step."""
+    """Yield the fastest compression and the fastest local steps, where communication takes much of a step.
+
+    Local steps need replicas, which a plan for slow links may not have: a pipeline sends less than gradients.
+    """
     assert best.prediction is not None
     seconds, comm = best.prediction.step_seconds, best.prediction.time.get("comm", 0.0)
-    if comm < MIN_COMM_FRACTION * seconds or best.mesh.dp == 1 or "comm" in question.pins.model_fields_set:
+    if comm < MIN_COMM_FRACTION * seconds or "comm" in question.pins.model_fields_set:
         return
-    for what, settings in (("compress gradients", _compressions()), ("synchronise less often", _local_steps(question))):
+    compressions = _compressions() if best.mesh.dp > 1 else ()
+    for what, settings in (("compress gradients", compressions), ("synchronise less often", _local_steps(question))):
         found = {}
         for text, fields in settings:
             changed = _with(question, plan=_pinned(question.pins, **fields))

@@ -34,6 +34,16 @@ def check_local_steps(plan: Plan, steps: int) -> None:
                        f"set train.steps to {steps + -steps % local.steps}, or local_steps to "
                        f"{either(divisors(steps, most=64))}")  # fmt: skip
     _check_outer(plan)
+    if local.elastic:
+        _check_elastic(plan)
+
+
+def _check_elastic(plan: Plan) -> None:
+    """Raise unless the other replicas could go on without one of them."""
+    local, where = plan.comm.local, f"{FIELD}.elastic"
+    if local.fragments > 1 or local.overlap_steps:
+        raise _refusal("an exchange that overlaps training cannot be repeated if a replica is lost during it",
+                       "leave out fragments and overlap_steps, or elastic", where=where)  # fmt: skip
 
 
 def _check_outer(plan: Plan) -> None:

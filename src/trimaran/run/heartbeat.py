@@ -7,6 +7,7 @@ lock; a reader sees all of them or none.
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,6 +29,7 @@ Section = Literal[
     "profile",  # a profiler is started, or writes what it recorded
     "search",  # a step is computed again to find where a NaN or Inf came from
     "close",  # after the last event
+    "synchronise",  # an elastic replica waits for the others, or exchanges weights with them; unit: a moment of it
 ]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 HEADER_WORDS = ROW_WORDS = 8  # 64 bytes, a cache line; the first word of the header is the last report request
@@ -67,11 +69,13 @@ class HeartbeatBoard:
         os.ftruncate(fd, WORD_BYTES * (HEADER_WORDS + ROW_WORDS * num_ranks))
         return cls(fd)
 
-    def clear(self) -> None:
-        """Reset all rows for new ranks, which are in section `start` from now on."""
-        self._last.clear()
+    def clear(self, local_ranks: Sequence[int] | None = None) -> None:
+        """Reset the rows of these ranks, or of all, for new ones, which are in section `start` from now on."""
         now, request = time.monotonic(), self.request
-        for row in range(HEADER_WORDS, len(self._words), ROW_WORDS):
+        every = range((len(self._words) - HEADER_WORDS) // ROW_WORDS)
+        for local_rank in every if local_ranks is None else local_ranks:
+            self._last.pop(local_rank, None)
+            row = HEADER_WORDS + ROW_WORDS * local_rank
             self._times[row + ENTERED] = self._times[row + ALIVE] = now
             self._words[row + ANSWERED] = request
             for word in (SECTION, STEP, SAVED, VERSION):

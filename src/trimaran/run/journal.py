@@ -32,23 +32,34 @@ class Journal:
     again. Events may use the run's reserve.
     """
 
-    def __init__(self, run: RunDirectory, rank: int, *, attempt: int = 0) -> None:
-        self.rank, self.attempt, self._run = rank, attempt, run
+    def __init__(self, run: RunDirectory, rank: int, *, attempt: int = 0, first_rank: int = 0) -> None:
+        """`first_rank` is that of an elastic replica: its ranks count from 0, but name their events as the run does."""
+        self.rank, self.attempt, self._run, self._first_rank = rank - first_rank, attempt, run, first_rank
         self._events = LineWriter(run.events(rank), reserve=run.reserve)
-        self._metrics = LineWriter(run.metrics, max_kept_bytes=METRICS_KEPT_BYTES) if rank == 0 else None
-        if rank == 0:
+        writes = rank == first_rank
+        self._metrics = LineWriter(run.metrics, max_kept_bytes=METRICS_KEPT_BYTES) if writes else None
+        self.held: list[StepMetrics] | None = None  # lines that are not written yet, if lines are to be held
+        if writes:
             with contextlib.suppress(OSError):  # a run has this file from its start; a full disk is reported later
                 append_regular_file(run.metrics).close()
         self._failure = ""  # why metrics could not be written, as the last `disk` event says
         self._room_due = 0.0
 
     def event(self, kind: EventKind, *, step: int = 0, **data: Any) -> None:
-        record = Event(kind=kind, rank=self.rank, time=time.time(), step=step, attempt=self.attempt, data=data)
+        rank = self._first_rank + self.rank
+        record = Event(kind=kind, rank=rank, time=time.time(), step=step, attempt=self.attempt, data=data)
         self._events.write(record.as_dict())
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one line of `metrics.jsonl`. Ranks other than 0 write nothing."""
         self._events.flush(at_once=False)
+        if self.held is not None:
+            self.held.append(metrics)
+        elif self._metrics is not None:
+            self.write_line(metrics)
+
+    def write_line(self, metrics: StepMetrics) -> None:
+        """Write a line that was held. Only the replica whose turn it is does so."""
         if self._metrics is not None:
             self._metrics.write(metrics.as_dict())
             self._report_failure(self._metrics, metrics.step)

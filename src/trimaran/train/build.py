@@ -15,6 +15,7 @@ from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare, share_of
 from trimaran.data.loader import Loader
+from trimaran.data.row_ledger import RowLedger
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.hf_facts import refuse_seq_len
@@ -45,6 +46,9 @@ from trimaran.train.async_sgd.async_trainer import AsyncTrainer
 from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.elastic.dealt_loader import dealt_data
+from trimaran.train.elastic.elastic_outer import build_elastic_outer
+from trimaran.train.elastic.replica import Replica
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
@@ -92,6 +96,7 @@ class RankContext:
     link: SupervisorLink = NO_SUPERVISOR
     stop: StopRequest = field(default_factory=StopRequest)
     change_requested: Callable[[int], bool] = lambda step: False
+    ledger: RowLedger | None = None  # of an elastic replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +122,17 @@ def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
     link: SupervisorLink = NO_SUPERVISOR,
     stop: StopRequest | None = None,
     change_requested: Callable[[int], bool] = lambda step: False,
+    replica: Replica | None = None,
 ) -> WorkerParts:
-    """Return the parts of one rank of `run`. The process group must be initialised."""
+    """Return the parts of one rank of `run`. The process group must be initialised.
+
+    `replica`: that of this rank, if replicas are elastic. `rank_info` counts in it then.
+    """
     recipe, plan, timer = run.read_recipe(), run.read_plan(), StartupTimer()
+    ledger = None
+    if replica is not None:
+        global_batch, recipe, plan = plan.global_batch, replica.recipe(recipe), replica.plan(plan)
+        ledger = RowLedger(share_of(plan, 0), global_batch=global_batch)
     context = RankContext(
         run=run,
         rank_info=rank_info,
@@ -130,6 +143,7 @@ def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
         link=link,
         stop=StopRequest() if stop is None else stop,
         change_requested=change_requested,
+        ledger=ledger,
     )
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -143,6 +157,9 @@ def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
     refuse_unsavable(recipe, networks)
     timer.lap("network")
     training_data = load_data(context, ranks, networks)
+    if replica is not None and ledger is not None:
+        ledger.share = share_of(plan, ranks.data_rank)
+        training_data = dealt_data(training_data, ledger, replica.number)
     timer.lap("data")
     trainer = build_trainer(context, ranks, networks, training_data, base)
     timer.lap("optimizer")
@@ -206,8 +223,9 @@ def build_trainer(
     guard = before.check.guard if before else build_guard(recipe, plan, context.run)
     every = recipe.telemetry.details_every
     stepper = build_stepper(
-        networks, recipe.train, plan, ranks, clock, guard, training_data.objective, groups_every=every
-    )
+        networks, recipe.train, plan, ranks, clock, guard, training_data.objective, groups_every=every,
+        ledger=context.ledger,
+    )  # fmt: skip
     state = stepper.state(recipe.train, without_base=base is not None)
     stepper.set_training(True)  # transformers loads models in eval mode
     checkpointer = Checkpointer(context.run, rank_info, context.journal, link, state, data=training_data.digest,
@@ -271,7 +289,7 @@ def _build_recorder(context: RankContext, parts: StepParts, before: StepRecorder
         profiler=build_profiler(run, journal, parts.clock, parts.networks, rank_info.device, link),
         compilations=Compilations(link, journal),
         axes=axes,
-        indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 else None,
+        indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 and not context.ledger else None,
         connections=ConnectionWatch(journal) if link.store else None,
     )
 
@@ -523,10 +541,12 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
     objective: Objective | None = None,
     *,
     groups_every: int = 0,
+    ledger: RowLedger | None = None,
 ) -> Stepper:
     """Return the stepper that the plan asks for, with its optimizer.
 
-    Every `groups_every`-th step measures gradients and updates by groups of modules; 0 measures none.
+    Every `groups_every`-th step measures gradients and updates by groups of modules; 0 measures none. `ledger` is that
+    of an elastic replica, which synchronises with others outside of its steps.
     """
     network, guard = networks[0], guard or Guard(loss_scale=build_torch_loss_scale(plan, train))
     if plan.engine == "deepspeed":
@@ -547,7 +567,11 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
         guard=guard,
         meter=build_group_meter(networks, plan, ranks, trained, every=groups_every),
     )
-    updater.outer_step = build_outer_step(plan, ranks, networks, last_step=train.steps)
+    if ledger is not None:
+        updater.outer_state = build_elastic_outer(plan, networks)
+        updater.more_counters["rows"] = ledger
+    else:
+        updater.outer_step = build_outer_step(plan, ranks, networks, last_step=train.steps)
     updater.compressor = compressor_of(network.module)
     if updater.compressor is not None:
         updater.compressor.state.seed = train.seed

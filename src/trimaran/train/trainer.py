@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ class Trainer:
 
     recipe: Recipe
     device: torch.device
-    loader_from: Callable[[int], Loader]
+    loader_from: Callable[[int], AbstractContextManager[Loader]]
     stepper: Stepper
     evaluator: HoldoutEvaluator
     checkpointer: Checkpointer

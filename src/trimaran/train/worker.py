@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from trimaran.train.build import WorkerParts, build_worker_parts
 from trimaran.train.change.apply_change import PlanChanger
 from trimaran.train.change.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.elastic.elastic_loop import build_elastic_loop
+from trimaran.train.elastic.replica import Replica, check_replica, find_replica, join_replica
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.process.bind_cores import bind_cores
@@ -60,10 +63,15 @@ def run_worker(
     started = time.time()
     stop = StopRequest(run.stop_request if rank_info.rank == 0 else None)
     stop.listen()  # first of all: a stop may be requested while the parts are built
-    with Journal(run, rank_info.rank, attempt=link.attempt) as journal, HeartbeatThread(run, rank_info.rank, link):
+    replica = find_replica(run, rank_info)
+    first_rank = replica.first_rank if replica else 0
+    with (
+        Journal(run, rank_info.rank, attempt=link.attempt, first_rank=first_rank) as journal,
+        HeartbeatThread(run, rank_info.rank, link),
+    ):
         change_file = ChangeFile(run, journal, environment or {})
         try:
-            code, not_done = _train_rank(run, rank_info, journal, cache, link, stop, change_file)
+            code, not_done = _train_rank(run, rank_info, journal, cache, link, stop, change_file, replica)
         except UserError as error:
             journal.event("error", **error.as_dict())
             return EXIT_USER
@@ -153,21 +161,26 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     link: SupervisorLink,
     stop: StopRequest,
     change_file: ChangeFile,
+    replica: Replica | None = None,
 ) -> tuple[int, dict[str, str]]:
     """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
-    started, timer = time.monotonic(), StartupTimer()
+    started, timer, of_run = time.monotonic(), StartupTimer(), rank_info
     bound = bind_cores(rank_info.device) if rank_info.binds_cores else {}
-    if not dist.is_initialized():
+    if replica is not None:
+        check_replica(run.read_recipe(), link)
+        rank_info, link = replica.rank_info(of_run), replace(link, rank_memories=())
+        join_replica(replica, rank_info, link)
+    elif not dist.is_initialized():
         join_process_group(rank_info, link)
     timer.lap("join")
     here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
     here |= bound | ({"fork_server": link.note} if link.note else {})
-    journal.event("start", world_size=rank_info.world_size, version=__version__, **here)
-    parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, stop=stop,
-                               change_requested=change_file.is_requested)  # fmt: skip
+    journal.event("start", world_size=of_run.world_size, version=__version__, **here)
+    ask: dict[str, Any] = {"stop": stop, "change_requested": change_file.is_requested} if replica is None else {}
+    parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, replica=replica, **ask)
     timer.lap("build")
-    start = parts.trainer.checkpointer.resume()
-    journal.resume(start)
+    elastic = build_elastic_loop(parts, replica, of_run.rank, stop, change_file) if replica is not None else None
+    start = elastic.start() if elastic is not None else _resume(parts)
     timer.lap("keep")
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
     copies = parts.trainer.checkpointer.copy_memory
@@ -176,17 +189,40 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     change_file.drop("the ranks were started again before this change was made")
     changer = PlanChanger(parts, change_file)
     del parts  # a change of the plan frees them
-    loop_exit = _run_loop(changer, change_file, start)
-    parts = changer.parts
-    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
+    loop_exit = elastic.run(start) if elastic is not None else _run_loop(changer, change_file, start)
     if loop_exit.reason == "rewind":
+        checkpointer = changer.parts.trainer.checkpointer
         return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
     change_file.drop("the run has ended", status="refused")
     link.report_section("finish", loop_exit.step)
+    if elastic is not None and not elastic.saves_end():
+        return _end_without_saving(journal, loop_exit, started)
+    report_saved = elastic.membership.report_finished if elastic is not None else _report_nothing
+    return _end_run(changer.parts, loop_exit, started, report_saved)
+
+
+def _resume(parts: WorkerParts) -> int:
+    start = parts.trainer.checkpointer.resume()
+    parts.context.journal.resume(start)
+    return start
+
+
+def _report_nothing() -> None:
+    """Tell nobody: there are no other replicas that wait."""
+
+
+def _end_run(
+    parts: WorkerParts, loop_exit: LoopExit, started: float, report_saved: Callable[[], None]
+) -> tuple[int, dict[str, str]]:
+    """Save the end of training and do what follows it. `report_saved` is called once what must be saved is saved."""
+    run, rank_info = parts.context.run, parts.context.rank_info
+    journal, link = parts.context.journal, parts.context.link
+    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
     not_saved = _save_last_checkpoint(parts, run, journal, rank_info, loop_exit) if loop_exit.weights_are_valid else ""
     if loop_exit.reason != "done":
         checkpointer.wait_until_uploaded(loop_exit.step)
     if loop_exit.reason == "stop":
+        report_saved()
         journal.event("stop", step=loop_exit.step, reason="asked to stop")
         return EXIT_AGAIN, {}
     if loop_exit.reason == "numeric":
@@ -198,12 +234,22 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     # From here on nothing fails the run, and the supervisor does not restart it.
     journal.event("trained", step=loop_exit.step, next=planned_parts(parts))
     link.report_saved()
+    report_saved()
     not_done = evaluate_and_sample(parts, journal, loop_exit.step)
     checkpointer.wait_until_uploaded(loop_exit.step)
     facts: dict[str, Any] = {"seconds": time.monotonic() - started, "kept": checkpointer.totals()}
     facts |= {"not_done": not_done} if not_done else {}
     journal.event("done", step=loop_exit.step, steps=loop_exit.step, **facts)
     return EXIT_DONE, not_done
+
+
+def _end_without_saving(journal: Journal, loop_exit: LoopExit, started: float) -> tuple[int, dict[str, str]]:
+    """End a rank of an elastic replica: another replica has saved the end of the run."""
+    if loop_exit.reason == "stop":
+        journal.event("stop", step=loop_exit.step, reason="asked to stop")
+        return EXIT_AGAIN, {}
+    journal.event("done", step=loop_exit.step, steps=loop_exit.step, seconds=time.monotonic() - started)
+    return EXIT_DONE, {}
 
 
 def _run_loop(changer: PlanChanger, change_file: ChangeFile, start: int) -> LoopExit:

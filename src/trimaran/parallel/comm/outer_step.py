@@ -1,8 +1,8 @@
 """The outer step: synchronises replicas that train alone for some steps (local SGD, DiLoCo and its variants)."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,13 @@ class OuterTensor(NamedTuple):
     tensor: Tensor
 
 
+class BucketExchange(NamedTuple):
+    """A bucket's exchange on its way. `error` is what it does not send, for the error feedback of a sparse one."""
+
+    mean: MeanExchange
+    error: Tensor | None = None
+
+
 class OuterBucket:
     """Parameters that are exchanged together, and their outer state: flat tensors in fp32, on one device."""
 
@@ -57,22 +64,26 @@ class OuterBucket:
         parts = [local_part(each).reshape(-1).to(self._device, torch.float32) for _, each in self.named]
         return torch.cat(parts)
 
-    def start(self, start: StartExchange) -> MeanExchange:
-        """Start to exchange the outer gradient, or the weights themselves for a plain average."""
+    def start(self, start: StartExchange) -> BucketExchange:
+        """Start to exchange the outer gradient, or the weights themselves for a plain average. No state changes."""
         values = self.local_weights()
         if not self._local.keeps_outer_weights:
-            return start(values)
+            return BucketExchange(start(values))
         outer_gradient = torch.sub(self._state["weights"].to(self._device), values, out=values)
         if (error := self._state.get("error")) is None:
-            return start(outer_gradient)
+            return BucketExchange(start(outer_gradient))
         total = outer_gradient.add_(error.to(self._device), alpha=self._local.error_decay)
-        exchange = start(total)
-        error.copy_(total.sub_(exchange.sent))
-        return exchange
+        mean = start(total)
+        return BucketExchange(mean, total.sub_(mean.sent))
 
-    def finish(self, exchange: MeanExchange, mixing: float) -> None:
+    def finish(self, exchange: BucketExchange, mixing: float) -> None:
+        """Wait for the mean of the replicas, and `take` it."""
+        self.take(exchange.mean.finish(), exchange.error, mixing)
+
+    def take(self, mean: Tensor, error: Tensor | None = None, mixing: float = 0.0) -> None:
         """Update the outer state from the mean of the replicas, and the weights: `mixing` parts of them stay local."""
-        mean = exchange.finish()
+        if error is not None:
+            self._state["error"].copy_(error)
         self._write(self._update(mean) if self._local.keeps_outer_weights else mean, mixing)
 
     def _update(self, gradient: Tensor) -> Tensor:
@@ -90,6 +101,24 @@ class OuterBucket:
             weights = local_part(parameter)
             new = part.view(weights.shape).to(weights.device)
             weights.copy_(new.lerp(weights.float(), mixing) if mixing else new)
+
+
+class OuterState(Protocol):
+    """What a checkpoint holds of replicas that train alone. `replica` says under which keys."""
+
+    @property
+    def replica(self) -> int: ...
+
+    @property
+    def local(self) -> LocalSteps: ...
+
+    def tensors(self) -> Iterator[OuterTensor]:
+        """Yield the outer state that checkpoints hold. The tensors never move."""
+        ...
+
+    def restore(self, loaded: Callable[[OuterTensor], bool]) -> None:
+        """Start over what no checkpoint had. Weights and state are filled; `loaded` says which of the state."""
+        ...
 
 
 class OuterStep:
@@ -113,7 +142,7 @@ class OuterStep:
         self.local, self.replica, self.fragments = local, group.rank(), fragments
         self._start, self._num_replicas = exchange_of(local, group), group.size()
         self._last_step, self._device = last_step, device
-        self._running: dict[int, list[MeanExchange]] = {}
+        self._running: dict[int, list[BucketExchange]] = {}
 
     def tensors(self) -> Iterator[OuterTensor]:
         """Yield the outer state that checkpoints hold. The tensors never move."""
@@ -126,11 +155,9 @@ class OuterStep:
         Weights and state are filled; `loaded` says which of the state.
         """
         for exchange in (each for exchanges in self._running.values() for each in exchanges):
-            exchange.finish()
+            exchange.mean.finish()
         self._running = {}
-        for each in self.tensors():
-            if not loaded(each):
-                each.tensor.zero_() if each.kind != "weights" else each.tensor.copy_(local_part(each.parameter))
+        start_over(each for each in self.tensors() if not loaded(each))
 
     @torch.no_grad()
     def after_update(self, step: int) -> Callable[[], dict[str, Any]]:
@@ -161,7 +188,7 @@ class OuterStep:
         half = self.local.overlap_steps // 2
         for number in self.local.fragments_due(step + half) if half else ():
             for exchange in self._running.get(number, ()):
-                exchange.advance()
+                exchange.mean.advance()
 
     def _synchronise(self, number: int, *, mixing: float) -> None:
         """Finish the exchange of a fragment. If none is running, exchange it now, two buckets at a time."""
@@ -170,7 +197,7 @@ class OuterStep:
             for bucket, exchange in zip(buckets, running, strict=True):
                 bucket.finish(exchange, mixing)
             return
-        before: tuple[OuterBucket, MeanExchange] | None = None
+        before: tuple[OuterBucket, BucketExchange] | None = None
         for bucket in buckets:
             exchange = bucket.start(self._start)
             if before is not None:
@@ -178,6 +205,12 @@ class OuterStep:
             before = bucket, exchange
         if before is not None:
             before[0].finish(before[1], mixing)
+
+
+def start_over(tensors: Iterable[OuterTensor]) -> None:
+    """Set outer state that no checkpoint had: from the weights, which are filled."""
+    for each in tensors:
+        each.tensor.zero_() if each.kind != "weights" else each.tensor.copy_(local_part(each.parameter))
 
 
 class ExchangeTimer:

@@ -72,7 +72,7 @@ class Checkpointer:
         self._run, self._rank_info, self._journal, self._link, self._state = run, rank_info, journal, link, state
         self._recipe, self._plan = settings or (run.read_recipe(), run.read_plan())
         self._stride = self._plan.sync_every
-        self._has_begun = False
+        self._has_begun = self.is_held = False  # held: an elastic replica saves after synchronisations, not steps
         self.num_updates = 0  # how often `before_update` was called
         self._num_rewinds = 0
         self._wants_save = False
@@ -80,18 +80,16 @@ class Checkpointer:
         self._failure = ""
         self._writing: MemorySlot | None = None
         self._totals: dict[str, float] = {"checkpoints": 0, "copies": 0, "stall_seconds": 0.0, "failed": 0}
-        self._bound: LossBound | None = None
-        """What the last `loss_bound` event says."""
-        self._bound_inputs: tuple[object, ...] = ()
-        """What the bound depended on when it was last computed."""
-        self._num_asks = 0
-        """How often the ranks have asked each other whether there is memory for copies."""
-        self._step_seconds = self._returned_at = 0.0
-        """When the last call of `after_step` returned."""
+        self._bound: LossBound | None = None  # what the last `loss_bound` event says
+        self._bound_inputs: tuple[object, ...] = ()  # what it depended on when it was last computed
+        self._num_asks = 0  # how often the ranks have asked each other whether there is memory for copies
+        self._step_seconds = self._returned_at = 0.0  # when the last call of `after_step` returned
 
-    def resume(self) -> int:
-        """Restore the newest verified state, the same on all ranks, and return its step; 0 if there is none."""
-        began = time.monotonic()
+    def resume(self, *, received: int | None = None) -> int:
+        """Restore the newest verified state, the same on all ranks, and return its step; 0 if there is none.
+
+        `received`: the state is already that of this step, and came from another replica. No disk is read.
+        """
         self._rank_layout = exchange_rank_layout(self._rank_info.rank, self._rank_info.local_rank)
         self._rank_memories = [
             RankMemory(fd) for fd in self._link.rank_memories or (os.memfd_create("trimaran-rank-memory"),)
@@ -100,21 +98,23 @@ class Checkpointer:
         alone = RankLayout(rank=self._rank_info.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
         self._restorer = self._build_restorer()
+        restored = RestoredState(step=received) if received is not None else self._restore_newest()
+        self._restorer.base = None  # the base of this process stays the same
+        before_discard = partial(self._save_before_discard, restored)
+        inputs, is_restart = self._backend_inputs(), restored.tier == "memory"
+        self._backend = build_backend(inputs, self._state.shards(), before_discard, is_restart=is_restart)
+        self._slots_decided = not self._backend.copier.allocates_in_background  # do all know if there is memory?
+        self._begin(restored)
+        return restored.step
+
+    def _restore_newest(self) -> RestoredState:
+        began = time.monotonic()
         with self._link.section("restore") as report_progress:
             restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
-        self._restorer.base = None  # the base of this process stays the same
         self._log_resume(restored, began)
         if restored.tier is None:
             refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
-        before_discard = partial(self._save_before_discard, restored)
-        is_restart = restored.tier == "memory"
-        self._backend = build_backend(
-            self._backend_inputs(), self._state.shards(), before_discard, is_restart=is_restart
-        )
-        # Whether all ranks know if there is memory for copies.
-        self._slots_decided = not self._backend.copier.allocates_in_background
-        self._begin(restored)
-        return restored.step
+        return restored
 
     def _build_restorer(self) -> Restorer:
         return Restorer(
@@ -276,7 +276,7 @@ class Checkpointer:
 
     def after_step(self, step: int, decision: StepDecision) -> None:
         """Copy or save the state after `step` steps, if due. `decision` is what the ranks agreed on a step before."""
-        if not self._has_begun:
+        if not self._has_begun or self.is_held:
             return
         entered = time.perf_counter()
         self._step_seconds = (entered - self._returned_at) / self._stride

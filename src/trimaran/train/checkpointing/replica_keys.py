@@ -7,7 +7,7 @@ from dataclasses import replace
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.nets.local_shards import local_slices
-from trimaran.parallel.comm.outer_step import OuterStep, OuterTensor
+from trimaran.parallel.comm.outer_step import OuterState, OuterTensor
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class ReplicaKeys:
     outer momentum are `outer/weights/NAME` and `outer/momentum/NAME`.
     """
 
-    def __init__(self, outer_step: OuterStep | None) -> None:
+    def __init__(self, outer_step: OuterState | None) -> None:
         self._outer_step = outer_step
         is_other = outer_step is not None and outer_step.replica > 0
         self._prefix = f"{REPLICA_PREFIX}{outer_step.replica}/" if outer_step is not None and is_other else ""

@@ -17,7 +17,7 @@ from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.optim.split_weights import split_weight_of
 from trimaran.parallel.comm.compression import Compressor
-from trimaran.parallel.comm.outer_step import OuterStep
+from trimaran.parallel.comm.outer_step import OuterState
 from trimaran.train.checkpointing.feedback_state import FeedbackState
 from trimaran.train.checkpointing.replica_keys import ReplicaKeys
 
@@ -56,7 +56,7 @@ class TrainingState:
         counters: Mapping[str, TrainingCounter],
         settings: Mapping[str, Any],
         without_base: bool = False,
-        outer_step: OuterStep | None = None,
+        outer_step: OuterState | None = None,
         compressor: Compressor | None = None,
     ) -> None:
         self._keys = ReplicaKeys(outer_step)

@@ -16,7 +16,8 @@ class SupervisorLink:
     MASTER_ADDR. `term` is the term of the supervisor's lease: a rank with a lower term than the newest must not write
     checkpoints. `local_rank` is this rank's row of the board. `rank_memories` are the file descriptors of the node's
     rank memories, one per local rank, see `checkpoint/memory_copies.py`. `note` says if a warm fork server is used.
-    `own_disk` is the name of this node if every node has its own run directory on its own disk.
+    `own_disk` is the name of this node if every node has its own run directory on its own disk. `replica_start` counts
+    how often the ranks of this elastic replica were started in this attempt.
     """
 
     attempt: int = 0
@@ -28,6 +29,7 @@ class SupervisorLink:
     rank_memories: tuple[int, ...] = ()
     note: str = ""
     own_disk: str = ""
+    replica_start: int = 0
 
     def report_section(self, section: Section, step: int = 0) -> None:
         """Report to the supervisor which section of which step this rank is in. Each call counts as progress."""
@@ -82,4 +84,5 @@ def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
         rank_memories=tuple(int(fd) for fd in rank_memories.split(",") if fd),
         note=environment.get("TRIMARAN_FORK_SERVER", ""),
         own_disk=environment.get("TRIMARAN_OWN_DISK", ""),
+        replica_start=int(environment.get("TRIMARAN_REPLICA_START", 0)),
     )

@@ -15,6 +15,7 @@ from trimaran.train.process.supervisor_link import SupervisorLink
 
 TIMEOUT = timedelta(minutes=10)
 CONNECT_SECONDS = 30.0
+TIMED_OUT = "wait timeout"  # in the message of the error; torch's own stores say it too
 ANSWER_SECONDS = 60.0  # no answer takes longer, unless the supervisor's machine is down
 
 
@@ -102,7 +103,7 @@ class TokenStore(dist.Store):
             raise dist.DistNetworkError(f"the supervisor at {self.address} does not answer: {error}") from error
         if answer.get("error") == "timeout":
             missing = ", ".join(answer.get("missing", []))
-            raise dist.DistStoreError(f"no rank set {missing} within {fields['seconds']:g} s (wait timeout)")
+            raise dist.DistStoreError(f"no rank set {missing} within {fields['seconds']:g} s ({TIMED_OUT})")
         if "error" in answer:
             raise dist.DistStoreError(f"the supervisor at {self.address} refused {operation}: {answer['error']}")
         return answer

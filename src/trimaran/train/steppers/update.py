@@ -17,7 +17,7 @@ from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.image_split import sum_partial_gradients
 from trimaran.parallel.axes.pp import TrainedParameters
 from trimaran.parallel.comm.compression import Compressor
-from trimaran.parallel.comm.outer_step import OuterStep
+from trimaran.parallel.comm.outer_step import OuterState, OuterStep
 from trimaran.parallel.gradient_norm import GradientSquares
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
@@ -59,6 +59,8 @@ class Updater:
         self._details: Callable[[], dict[str, Any]] = dict
         self._step = 0  # of the run, the current one included
         self.outer_step: OuterStep | None = None  # synchronises replicas that train alone
+        self.outer_state: OuterState | None = None  # that of elastic replicas, which synchronise outside of updates
+        self.more_counters: dict[str, TrainingCounter] = {}
         self.compressor: Compressor | None = None  # compresses what ranks send in place of gradients
         self.unused: Callable[[], dict[str, Any]] = dict  # see `watch_unused_parameters`
 
@@ -103,9 +105,13 @@ class Updater:
         compression_details = self._settle_compression(refused)
         self._details = lambda: norm_details() | group_details() | outer_details() | compression_details()
         self._optimizer.zero_grad()
+        self.record_shards()
+        return norm, refused
+
+    def record_shards(self) -> None:
+        """Record what the memory of this rank holds now: whoever has just written to it calls this."""
         if self.guard.shard_check is not None:
             self.guard.shard_check.record(self._gradients.parameters)
-        return norm, refused
 
     def _synchronise_replicas(self) -> Callable[[], dict[str, Any]]:
         """Take the outer step if one is due. It counts as communication; the update before it as the optimizer's."""
@@ -158,7 +164,7 @@ class Updater:
         counters: dict[str, TrainingCounter] = {"guard": self.guard}
         if self.guard.loss_scale is not None:
             counters["loss_scale"] = self.guard.loss_scale
-        return counters
+        return counters | self.more_counters
 
     def state(
         self, modules: Sequence[nn.Module], train: TrainSection, plan: Plan, *, without_base: bool
@@ -170,7 +176,7 @@ class Updater:
             counters=self.counters,
             settings=saved_settings(train),
             without_base=without_base,
-            outer_step=self.outer_step,
+            outer_step=self.outer_state or self.outer_step,
             compressor=self.compressor,
         )
 

@@ -1,0 +1,133 @@
+"""Elastic replicas under a real supervisor: one is killed, at any point, and the others go on; it joins again."""
+
+import json
+import os
+import signal
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fault.harness import Supervised, lines, wait_for
+from trimaran.data import TokenShards, cache_folder, prepare
+from trimaran.data.sample_order import positions
+from trimaran.data.sequences import split
+
+EVERY, BATCH = 5, 12
+LOCAL = f"{{steps: {EVERY}, elastic: true, outer: {{optimizer: nesterov}}}}"
+SECONDS = 300.0  # on a busy machine
+
+
+def start(tmp_path: Path, *settings: str, replicas: int = 3, steps: int = 40, faults: str = "", pause: float = 0.0,
+          local: str = LOCAL, ranks: int = 0) -> Supervised:  # fmt: skip
+    (tmp_path / "samples").mkdir()
+    extra = {
+        "TRIMARAN_TEST_PLUGIN": "tests.fault.replica_plugin",
+        "TRIMARAN_TEST_REPLICA_FAULTS": faults,
+        "TRIMARAN_TEST_SAMPLES": str(tmp_path / "samples"),
+        "TRIMARAN_TEST_PAUSE": str(pause),
+    }
+    overrides = [f"train.steps={steps}", f"train.global_batch={BATCH}", f"plan.comm.local_steps={local}",
+                 f"plan.mesh.dp_replicate={replicas}", *settings]  # fmt: skip
+    return Supervised.start(tmp_path / "run", *overrides, ranks=ranks or replicas, extra=extra)
+
+
+def losses(supervised: Supervised) -> list[float]:
+    found = lines(supervised.run.metrics)
+    assert [each["step"] for each in found] == list(range(1, len(found) + 1))
+    return [each["loss"] for each in found]
+
+
+def trained(tmp_path: Path) -> dict[tuple[int, int], dict[int, list[int]]]:
+    """Return the samples of each step, by rank and start."""
+    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for path in (tmp_path / "samples").iterdir():
+        rank, number = path.stem.split("-")
+        found[int(rank), int(number)] = dict(json.loads(line) for line in path.read_text().splitlines())
+    return found
+
+
+def assert_each_sample_once(tmp_path: Path, supervised: Supervised, steps: int) -> None:
+    """Fail unless the samples that contributed are the first ones of the order, each once."""
+    changes = {each["step"]: each["data"] for rank in range(3) for each in supervised.events(rank, "replicas")}
+    losses_of = {rank: sum(rank in each.suspects for each in supervised.faults) for rank in range(3)}
+    consumed: list[int] = []
+    for (rank, number), of_step in trained(tmp_path).items():
+        is_lost = number < losses_of[rank]
+        ready = supervised.events(rank, "ready")
+        began = ready[number]["step"] if number < len(ready) else 0
+        reached = last_contribution(rank, began, changes, max(of_step)) if is_lost else steps
+        consumed += chain.from_iterable(ids for step, ids in of_step.items() if step <= reached)
+    assert len(consumed) == len({*consumed})
+    num_rows, length = len(consumed), num_samples(supervised)
+    assert 0 < num_rows < length
+    expected = positions(supervised.run.read_recipe().train.seed, np.arange(num_rows), length)
+    assert {*consumed} == {*expected.tolist()}
+
+
+def last_contribution(rank: int, began: int, changes: dict[int, Any], reached: int) -> int:
+    """Return the last synchronisation that a lost rank contributed to: the one before it was first missed."""
+    missed = [step for step, data in changes.items() if step > began and rank not in data["replicas"]]
+    return min(missed) - EVERY if missed else reached
+
+
+def num_samples(supervised: Supervised) -> int:
+    """Return how many training sequences the run has."""
+    data = supervised.run.read_recipe().data
+    return len(split(TokenShards.open(prepare(data, cache=cache_folder(os.environ))), data)[0])
+
+
+@pytest.mark.slow
+def test_a_healthy_run_trains_as_replicas_that_are_not_elastic(tmp_path: Path) -> None:
+    found = []
+    for name, local in (("elastic", LOCAL), ("plain", LOCAL.replace("elastic: true, ", ""))):
+        (tmp_path / name).mkdir()
+        with start(tmp_path / name, replicas=2, steps=20, local=local) as supervised:
+            assert supervised.wait(SECONDS) == 0, supervised.run.agent_log.read_text()
+            assert supervised.attempts() == 1
+            assert supervised.faults == []
+            found.append(losses(supervised))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("when", ["exchange", pytest.param("vote", marks=pytest.mark.slow)])
+def test_a_replica_killed_during_the_exchange_costs_the_others_no_step(tmp_path: Path, when: str) -> None:
+    with start(tmp_path, steps=30, faults=f"{when}:1:10") as supervised:
+        assert supervised.wait(SECONDS) == 0, supervised.run.agent_log.read_text()
+        assert supervised.attempts() == 1
+        assert len(losses(supervised)) == 30
+        (incident,) = supervised.faults
+        assert incident.action == "continued"
+        assert incident.suspects == (1,)
+        assert len(supervised.events(0, "start")) == len(supervised.events(2, "start")) == 1
+        of_step = trained(tmp_path)
+        for rank in (0, 2):  # each of their steps was trained once
+            assert [*of_step[rank, 0]] == list(range(1, 31))
+        samples = {each["step"]: each["samples"] for each in lines(supervised.run.metrics)}
+        assert samples[5] == BATCH
+        assert samples[10] == BATCH * 2 // 3  # what the killed one trained since step 5 does not count
+        assert_each_sample_once(tmp_path, supervised, 30)
+
+
+@pytest.mark.slow
+def test_two_of_three_are_killed_and_the_last_goes_on_alone_until_they_join(tmp_path: Path) -> None:
+    with start(tmp_path, steps=200, pause=0.1) as supervised:
+        supervised.wait_for_step(10, SECONDS)
+        supervised.send_signal(0, signal.SIGKILL)  # it writes the metrics
+        wait_for(lambda: len(supervised.faults) == 1, SECONDS)
+        supervised.send_signal(2, signal.SIGKILL)
+        assert supervised.wait(SECONDS) == 0, supervised.run.agent_log.read_text()
+        assert supervised.attempts() == 1
+        assert len(losses(supervised)) == 200
+        assert [*trained(tmp_path)[1, 0]] == list(range(1, 201))
+        assert [each.action for each in supervised.faults] == ["continued"] * 2
+        for rank in (0, 2):
+            first, second = supervised.events(rank, "ready")
+            assert first["step"] == 0 < second["step"]
+            assert second["step"] % EVERY == 0
+        counts = [each["samples"] for each in lines(supervised.run.metrics)]
+        assert counts[0] == counts[-1] == BATCH
+        assert min(counts) < BATCH
+        assert_each_sample_once(tmp_path, supervised, 200)

@@ -1,7 +1,8 @@
 """A network link between two namespaces, in user space: delay, loss, rate and cut. This kernel has no netem.
 
 `python -m tests.chaos.wire A B --delay 0.1 --loss 0.05 --rate 10` gives 10.78.0.1 to namespace A and 10.78.0.2 to B,
-prints `up` and relays packets until it is killed. SIGUSR1 cuts the link, and restores it again.
+prints `up` and relays packets until it is killed. SIGUSR1 cuts the link, and restores it again. A line such as
+`0.1 0 5` on its standard input changes delay, loss and rate.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import random
 import select
 import signal
+import stat
 import struct
 import subprocess
 import time
@@ -36,6 +38,7 @@ class Wire:
     def __init__(self, ends: tuple[End, End], *, delay: float, loss: float, rate: float) -> None:
         self.ends, self.delay, self.loss, self.rate = ends, delay, loss, rate
         self.cut = False
+        self.orders: list[int] = []  # a file descriptor with lines that change the link
         self._count = 0
         self._random = random.Random(0)
 
@@ -44,11 +47,24 @@ class Wire:
         while True:
             due = [end.in_flight[0][0] for end in self.ends if end.in_flight]
             wait = max(0.0, min([*due, time.monotonic() + 1.0]) - time.monotonic())
-            readable, _, _ = select.select([end.fd for end in self.ends], [], [], wait)
+            readable, _, _ = select.select([end.fd for end in self.ends] + self.orders, [], [], wait)
+            if self.orders and self.orders[0] in readable:
+                self._reshape()
             for here, there in (self.ends, self.ends[::-1]):
                 if here.fd in readable:
                     self._take(here)
                 self._give(here, there)
+
+    def _reshape(self) -> None:
+        """Change the link as the newest line says: delay, loss and rate. Packets in flight leave as before."""
+        lines = os.read(self.orders[0], 4096).decode().splitlines()
+        if not lines:
+            self.orders = []  # nobody will write more
+            return
+        self.delay, self.loss, megabits = map(float, lines[-1].split())
+        self.rate = megabits * 1e6 / 8
+        for end in self.ends:
+            end.free, end.waiting = 0.0, sum(len(packet) for _, _, packet in end.in_flight)
 
     def _take(self, end: End) -> None:
         now = time.monotonic()
@@ -60,16 +76,16 @@ class Wire:
             full = self.rate and end.waiting + len(packet) > QUEUE_BYTES
             if self.cut or full or self._random.random() < self.loss:
                 continue
+            end.waiting += len(packet)
             if self.rate:
                 end.free = max(end.free, now) + len(packet) / self.rate
-                end.waiting += len(packet)
             self._count += 1
             heapq.heappush(end.in_flight, (max(end.free, now) + self.delay, self._count, packet))
 
     def _give(self, here: End, there: End) -> None:
         while here.in_flight and here.in_flight[0][0] <= time.monotonic():
             _, _, packet = heapq.heappop(here.in_flight)
-            here.waiting -= len(packet) if self.rate else 0
+            here.waiting -= len(packet)
             if not self.cut:
                 try:
                     os.write(there.fd, packet)
@@ -105,6 +121,7 @@ def main() -> None:
         wire.cut = not wire.cut
 
     signal.signal(signal.SIGUSR1, toggle)
+    wire.orders = [0] if stat.S_ISFIFO(os.fstat(0).st_mode) else []
     print("up", flush=True)
     wire.relay()
 

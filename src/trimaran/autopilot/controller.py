@@ -20,13 +20,16 @@ from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output,
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
 from trimaran.autopilot.proposal import Proposal, settings_of
 from trimaran.autopilot.propose_changes import proposals_of
+from trimaran.autopilot.propose_rows import rows_by_speed
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, read_evidence
-from trimaran.doctor.step_breakdown import get_number
+from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
+from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.hardware import Link
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.change_request import read_change_request, write_change_request
@@ -60,6 +63,7 @@ class Controller:
         # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
         self._diagnose_due = time.monotonic() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
         self._searched: set[str] = set()  # plans for which another layout was searched
+        self._links: tuple[Link, ...] | None = None  # as they were last measured
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
         self._settings_version: tuple[tuple[int, int], ...] = ()
@@ -81,6 +85,9 @@ class Controller:
         if self._has_open_incident or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
             return
+        if (shift := loop.find_shift()) is not None:
+            log.info("%s", shift)
+            self._searched, self._links, self._diagnose_due = set(), None, time.monotonic()
         if loop.trial is None and (not loop.is_due() or time.monotonic() < self._diagnose_due):
             self._write(loop.take_output())
             return
@@ -149,7 +156,10 @@ class Controller:
         is_near = limit is not None and peak > GROWING_MEMORY_FRACTION * limit
         is_new = str(self.plan) not in self._searched
         self._searched.add(str(self.plan))
-        found = proposals_of(evidence, diagnose(evidence), peak_is_near=is_near, whole_layout=is_new)
+        priced = self._with_measured_links(evidence)
+        found = proposals_of(priced, diagnose(evidence), peak_is_near=is_near, whole_layout=is_new)
+        found = [each for each in found if each.patch.get("plan.micro_batches") != "measured"]  # at a start only
+        found += rows_by_speed(evidence, self._settings())
         took = time.thread_time() - began
         mode = self.recipe.autopilot.mode
         if mode in MAX_CPU_FRACTION and self.loop.trial is None:
@@ -160,6 +170,18 @@ class Controller:
         """Return the evidence of the steps that `baseline` is made of."""
         evidence = read_evidence(self.run, calibrations=self._calibrations)
         return replace(evidence, steps=evidence.steps[-baseline.steps :])
+
+    def _with_measured_links(self, evidence: Evidence) -> Evidence:
+        """Return the evidence with links as slow as they were measured, under this plan or an earlier one."""
+        question, measured = evidence.planner_inputs(), step_breakdown(evidence)
+        if question is None or measured is None:
+            return evidence
+        if can_measure_links(evidence.plan):
+            question = with_measured_links(question, evidence.plan, measured)
+            self._links = question.cluster.links
+        elif self._links is not None:
+            question = replace(question, cluster=replace(question.cluster, links=self._links))
+        return replace(evidence, planner_inputs=lambda: question)
 
     def _write(self, output: Output) -> None:
         for decision in output.decisions:

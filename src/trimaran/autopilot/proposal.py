@@ -30,7 +30,8 @@ class Proposal:
 
     `gain` is the fraction of a step that it should save, `uncertainty` the standard deviation of that. `reason` is one
     sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
-    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time.
+    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_measured`: its gain
+    follows from steps that were measured, so it may take back a change that was kept.
     """
 
     patch: Patch
@@ -41,6 +42,7 @@ class Proposal:
     finding: str = ""
     peak_ratio: float = 1.0
     saves_memory: bool = False
+    is_measured: bool = False
 
     @property
     def is_in_place(self) -> bool:

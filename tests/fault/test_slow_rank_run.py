@@ -1,18 +1,21 @@
-"""A rank that becomes slow in the middle of a run and recovers, and the autopilot that deals rows by speed."""
+"""A rank that becomes slow in the middle of a run: the autopilot deals rows by speed, or leaves its node out."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.elastic_runs import assert_as_one_size
-from tests.fault.harness import Supervised, wait_for
+from tests.chaos.nodes import TwoMachines, make_run
+from tests.chaos.test_nodes import ROOT_NEEDED
+from tests.elastic_runs import assert_as_one_size, sizes
+from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.autopilot.decision_ledger import read_decisions
 from trimaran.core import Decision
 from trimaran.run import RunDirectory
+from trimaran.run.left_out_nodes import read_left_out
 
 pytestmark = pytest.mark.slow
 SLEEPING = {"TRIMARAN_TEST_PLUGIN": "tests.fault.sleeping_layers", "TRIMARAN_TEST_ROW_SECONDS": "0.015"}
-SETTINGS = ("train.steps=170", "plan.micro_batch=4", "autopilot={mode: act, budget: 0.3}")
+SETTINGS = ("train.steps=260", "plan.micro_batch=4", "autopilot={mode: act, budget: 0.3}")
 
 
 def kept(run: RunDirectory) -> list[Decision]:
@@ -37,4 +40,24 @@ def test_a_rank_that_becomes_slow_gets_fewer_rows_and_equal_ones_when_it_recover
     assert there.measured["gain"] > 0.15
     assert len(later) <= 2
     assert not run.read_plan().micro_batches, "equal again"
+    assert_as_one_size(run, tmp_path / "calm", tolerance=1e-4)
+
+
+@ROOT_NEEDED
+def test_a_node_that_becomes_very_slow_is_left_out_and_the_others_do_its_work(tmp_path: Path) -> None:
+    settings = ("train.steps=170", "plan.mesh.dp_replicate=2", "plan.micro_batch=1", "faults.ranks=[1, 2]")
+    run = make_run(tmp_path / "run", *settings, "autopilot={mode: act, budget: 0.3, keep: [micro_batch, mesh]}")
+    with TwoMachines(run, "--no-check", "--min-nodes", "1", environments=(SLEEPING, SLEEPING)) as machines:
+        machines.wait_for_step(22)
+        (run.path / "slow-1").write_text("8")
+        wait_for(lambda: kept(run), 300)
+        assert [machine.wait(400) for machine in machines.all] == [0, 0]
+    (decision,) = kept(run)
+    (host,) = read_left_out(run)
+    assert f"leave {host} out: 1 of 2 ranks go on" in decision.reason
+    assert decision.measured is not None
+    assert decision.measured["gain"] > 0.3
+    assert sizes(run) == [2, 1]
+    resumed = [each["data"] for each in lines(run.events(0)) if each["kind"] == "resume"]
+    assert [each["tier"] for each in resumed] == ["memory"], "nothing was read from the disk"
     assert_as_one_size(run, tmp_path / "calm", tolerance=1e-4)

@@ -20,6 +20,7 @@ from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output,
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
 from trimaran.autopilot.proposal import Proposal, settings_of
 from trimaran.autopilot.propose_changes import proposals_of
+from trimaran.autopilot.propose_nodes import without_slow_node
 from trimaran.autopilot.propose_rows import rows_by_speed
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
@@ -33,6 +34,7 @@ from trimaran.hardware import Link
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.change_request import read_change_request, write_change_request
+from trimaran.run.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Controller:
         self._links: tuple[Link, ...] | None = None  # as they were last measured
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
+        self._waits_for_nodes = False  # the ranks start again because we asked for it
         self._settings_version: tuple[tuple[int, int], ...] = ()
         self._known_settings: dict[str, Any] = {}
         self._read(first=True)
@@ -107,7 +110,10 @@ class Controller:
         for event in self._events.new():
             self._read_event(event)
         if restarted and not first:
-            self.loop.restarted(self.loop.step)
+            self._links = None  # the number of ranks may be another
+            if not self._waits_for_nodes:
+                self.loop.restarted(self.loop.step)
+        self._waits_for_nodes = _is_about_nodes(self.loop.pending)
         self._read_incidents()
 
     def _read_memory(self, line: Mapping[str, Any]) -> None:
@@ -118,8 +124,17 @@ class Controller:
         kind, step = event.get("kind"), int(event.get("step") or 0)
         if kind == "change" and (answer := read_answer(event)) is not None:
             self.loop.add_answer(answer)
+        elif kind == "ready" and (pending := self.loop.pending) is not None and _is_about_nodes(pending):
+            self._answer_about_nodes(pending, step)
         elif kind in LEFT_OUT_AFTER:
             self.loop.leave_out(range(step, step + LEFT_OUT_AFTER[kind] + 1))
+
+    def _answer_about_nodes(self, pending: PendingRequest, step: int) -> None:
+        """The ranks were started again on other nodes, after `step`."""
+        seconds = time.monotonic() - self._requested_at
+        self.loop.add_answer(
+            ChangeAnswer(id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=seconds)
+        )
 
     def _read_incidents(self) -> None:
         """Note whether an incident is open; its file is read only if it has changed."""
@@ -141,7 +156,7 @@ class Controller:
         if version != self._settings_version:
             self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
             self._known_settings, self._settings_version = settings_of(self.plan, self.recipe), version
-        return self._known_settings
+        return self._known_settings | {LEFT_OUT_FIELD: sorted(read_left_out(self.run))}
 
     def _is_off(self) -> bool:
         return self.run.autopilot_off.exists()
@@ -159,7 +174,9 @@ class Controller:
         priced = self._with_measured_links(evidence)
         found = proposals_of(priced, diagnose(evidence), peak_is_near=is_near, whole_layout=is_new)
         found = [each for each in found if each.patch.get("plan.micro_batches") != "measured"]  # at a start only
-        found += rows_by_speed(evidence, self._settings())
+        settings = self._settings()
+        rows = rows_by_speed(evidence, settings)
+        found += [*rows, *without_slow_node(evidence, settings, instead=rows)]
         took = time.thread_time() - began
         mode = self.recipe.autopilot.mode
         if mode in MAX_CPU_FRACTION and self.loop.trial is None:
@@ -187,10 +204,17 @@ class Controller:
         for decision in output.decisions:
             self._ledger.write(decision)
             log.info("decision %d: %s: %s", decision.id, decision.outcome, decision.reason)
+            if LEFT_OUT_FIELD in decision.patch and decision.outcome in ("rolled-back", "failed"):
+                write_left_out(self.run, decision.undo[LEFT_OUT_FIELD])
         if output.request is not None:
             self._request(output.request)
 
     def _request(self, pending: PendingRequest) -> None:
+        self._requested_at, self._lost_polls = time.monotonic(), 0
+        if _is_about_nodes(pending):
+            write_left_out(self.run, pending.patch[LEFT_OUT_FIELD], reason=pending.reason)
+            self._waits_for_nodes = True
+            return
         try:
             request = write_change_request(self.run, pending.patch, by="autopilot", reason=pending.reason)
         except UserError as error:
@@ -200,12 +224,14 @@ class Controller:
             return
         if self.loop.pending is not None:
             self.loop.pending = replace(self.loop.pending, id=request.id)
-        self._requested_at, self._lost_polls = time.monotonic(), 0
 
     def _check_pending(self, pending: PendingRequest) -> None:
         """Give up a request that was replaced, lost, or not answered for long."""
         found = read_change_request(self.run)
-        if found is None or found.id != pending.id:
+        if _is_about_nodes(pending):
+            if time.monotonic() - self._requested_at > ANSWER_SECONDS:
+                self.loop.abandon_request(f"the ranks were not started on other nodes for {ANSWER_SECONDS:.0f} s")
+        elif found is None or found.id != pending.id:
             self._lost_polls += 1
             if self._lost_polls >= LOST_POLLS:
                 self.loop.abandon_request("the ranks did not answer the request")
@@ -224,6 +250,11 @@ class Controller:
             pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
             self._requested_at = time.monotonic()
         self.loop.resume_trial(pending)
+
+
+def _is_about_nodes(pending: PendingRequest | None) -> bool:
+    """Return whether the supervisor answers a request, by a start of the ranks, and not the ranks themselves."""
+    return pending is not None and LEFT_OUT_FIELD in pending.patch
 
 
 def read_sample(line: Mapping[str, Any]) -> TimedStep | None:

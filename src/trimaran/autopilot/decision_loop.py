@@ -303,7 +303,7 @@ class DecisionLoop:
                     gain=gain,
                     uncertainty=gain / 2,
                     is_measured=True,
-                    reason=f"{describe(old.undo, old.patch)}: with it a step took {usual:.3g} s before decision {old.id}",
+                    reason=f"{describe(old.undo, old.patch)}: a step took {usual:.3g} s before decision {old.id}",
                 )
 
     def _decision(self, chosen: Proposal, situation: Situation, now: float) -> Decision:

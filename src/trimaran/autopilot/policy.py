@@ -63,8 +63,8 @@ class Situation:
 
     `settings` are the present values of the fields that can change. `decisions` are those so far, in order. `pins` are
     fields that must stay. `budget_seconds` is what all trials of the run may cost together. `pause_seconds` is the
-    measured pause of changes, by whether they are in place. `shifted_at` is the step at which steps last became longer or
-    shorter without a change: what was found to help before it, or not to help, is open again.
+    measured pause of changes, by whether they are in place. `shifted_at` is the step since which steps take longer or
+    shorter, without a change: what was found to help before it, or not to help, is open again.
     """
 
     step: int

@@ -6,6 +6,7 @@ from typing import Any
 
 from trimaran.core import Plan, Recipe
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
+from trimaran.run.left_out_nodes import LEFT_OUT_FIELD
 
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
 # Fields that change the results of training, not only how they are computed.
@@ -51,7 +52,7 @@ class Proposal:
 
 def is_changeable(field: str) -> bool:
     """Return whether a running run can change the field at all."""
-    return field.startswith("plan.") or field in OTHER_CHANGEABLE_FIELDS
+    return field.startswith("plan.") or field in OTHER_CHANGEABLE_FIELDS or field == LEFT_OUT_FIELD
 
 
 def changes_course(patch: Iterable[str]) -> bool:

@@ -15,7 +15,7 @@ MIN_UNCERTAINTY = 0.05  # of a step
 
 
 def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:
-    """Return the change of the ranks' rows that one slow rank asks for; none if all are as fast, or equal rows are best.
+    """Return the change of rows that one slow rank asks for; none if there is no slow rank, or no better deal.
 
     The global batch stays, and with it the results.
     """
@@ -47,7 +47,10 @@ def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Propo
 
 
 def _dealt(total: int, num_ranks: int, slow: int, slowdown: float) -> list[int]:
-    """Return rows for each data rank, at least one, with which the last one is done first. `slowdown`: of rank `slow`."""
+    """Return the rows of each data rank, at least one, with which the last one is done earliest.
+
+    The data rank `slow` takes `slowdown` times as long for a row as the others.
+    """
 
     def seconds(rows: int) -> float:
         return max(rows * slowdown, -((rows - total) // (num_ranks - 1)))  # the others round up

@@ -50,6 +50,24 @@ def test_a_slow_rank_gets_fewer_rows_and_the_global_batch_stays() -> None:
     assert "rank 1 computes" in found.reason
 
 
+def test_rows_are_equal_again_when_the_rank_has_recovered() -> None:
+    evidence = recorded("throttled-rank")
+    rows = (3, 1, 3, 3)
+    plan = evidence.plan.model_copy(update={"micro_batches": rows})
+
+    def with_busy(least: float) -> Evidence:
+        busy = {"busy_seconds": {"min": least, "median": 0.3, "max": 0.3, "at": 0}}
+        return replace(evidence, plan=plan, steps=tuple(each | {"ranks": busy} for each in evidence.steps))
+
+    recovered = with_busy(0.1)
+    (found,) = rows_by_speed(recovered, settings(recovered))
+    assert found.patch == {"plan.micro_batches": []}
+    assert found.undo == {"plan.micro_batches": [*rows]}
+    assert found.is_measured, "it may take back a change that was kept"
+    still_slow = with_busy(0.29)
+    assert rows_by_speed(still_slow, settings(still_slow)) == []
+
+
 def on_nodes(evidence: Evidence) -> Evidence:
     """Return the evidence of a run of which each rank is on a node of its own, and which may have fewer ranks."""
     faults = FaultsSection(ranks=(1, evidence.plan.mesh.world_size))

@@ -275,6 +275,8 @@ class DecisionLoop:
         chosen = decide(situation) if acts else advise(situation)
         if chosen is None:
             self.due, self._recheck = self.step + self._recheck, min(2 * self._recheck, MAX_RECHECK_STEPS)
+            if any(each.outcome == "kept" and USUAL_SECONDS in each.baseline for each in self.decisions.values()):
+                self.due = min(self.due, self.step + MIN_BASELINE_STEPS)  # what made it pay may be over at any time
             return
         if acts and not chosen.saves_memory and (more := baseline_steps_needed(chosen, situation) - len(steps)) > 0:
             self.due = self.step + more

@@ -1,17 +1,19 @@
 """Rows by measured speed: if one rank computes more slowly than the others, it gets fewer rows of each micro-batch."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from trimaran.autopilot.proposal import Patch, Proposal, describe
 from trimaran.core import Plan, UserError
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.rules.speed.straggler import slow_computer
-from trimaran.doctor.step_breakdown import step_breakdown
+from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, steady_steps, step_breakdown
 from trimaran.planner.unequal_rules import check_micro_batches
 
 FIELD = "plan.micro_batches"
 MIN_UNCERTAINTY = 0.05  # of a step
+MAX_DIFFERENCE = 1.2  # times, between the speeds of ranks that count as equally fast
 
 
 def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:
@@ -20,7 +22,11 @@ def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Propo
     The global batch stays, and with it the results.
     """
     plan, slow, measured = evidence.plan, slow_computer(evidence), step_breakdown(evidence)
-    if slow is None or measured is None or plan.mesh.dp == 1 or FIELD not in settings:
+    if measured is None or plan.mesh.dp == 1 or plan.mesh.pp > 1 or FIELD not in settings:
+        return []
+    if plan.rows_by_rank and _are_alike(evidence):
+        return _equal_rows(plan, measured, settings)
+    if slow is None:
         return []
     number = slow.rank // (plan.mesh.tp * plan.mesh.cp)
     now = plan.rows_by_rank or (plan.micro_batch,) * plan.mesh.dp
@@ -44,6 +50,24 @@ def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Propo
             is_measured=True,
         )
     ]
+
+
+def _are_alike(evidence: Evidence) -> bool:
+    """Return whether ranks with unequal rows take equally long for a row: then the slow one has recovered."""
+    busy = [each["ranks"]["busy_seconds"] for each in steady_steps(evidence) if "busy_seconds" in each.get("ranks", {})]
+    ratios = [least / most for each in busy if (least := each.get("min")) and (most := each.get("max"))]
+    if len(ratios) < MIN_STEPS:
+        return False
+    expected = min(evidence.plan.rows_by_rank) / max(evidence.plan.rows_by_rank)
+    return expected / MAX_DIFFERENCE < median(ratios) < expected * MAX_DIFFERENCE
+
+
+def _equal_rows(plan: Plan, measured: StepBreakdown, settings: Mapping[str, Any]) -> list[Proposal]:
+    rows, undo = plan.rows_by_rank, {FIELD: settings[FIELD]}
+    gain = (1 - sum(rows) / len(rows) / max(rows)) * (measured.compute + measured.straggler) / measured.step
+    reason = f"all ranks take equally long for a row; {describe({FIELD: []}, undo)}"
+    known: dict[str, Any] = {"gain": gain, "uncertainty": max(MIN_UNCERTAINTY, gain / 3), "reason": reason}
+    return [Proposal(patch={FIELD: []}, undo=undo, is_measured=True, **known)] if gain > 0 else []
 
 
 def _dealt(total: int, num_ranks: int, slow: int, slowdown: float) -> list[int]:

@@ -353,7 +353,8 @@ class Supervisor:
         leaving, self._leaving = self.node_group.leaving(watch.nodes), []
         if self._stop_incident is None and (self._new_size is not None or (leaving and self.node_group.can_go_on())):
             if leaving:
-                is_slow = bool(read_left_out(self.run))
+                was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
+                is_slow = bool(read_left_out(self.run)) and not was_asked
                 why = "left out" if is_slow else "asked to stop"
                 what = f"{', '.join(leaving)}: {why}; the other nodes continue"
                 cause: Cause = "straggler" if is_slow else "preempted"

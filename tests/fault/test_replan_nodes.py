@@ -15,7 +15,7 @@ from trimaran.app.main import main
 from trimaran.run import RunDirectory
 from trimaran.run.change_request import change_answers, write_change_request
 
-pytestmark = ROOT_NEEDED
+pytestmark = [pytest.mark.slow, ROOT_NEEDED]
 HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"
 SLOW = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin", "TRIMARAN_TEST_PAUSE": "0.3"}  # until `remove_pause`
 
@@ -55,7 +55,6 @@ def test_two_nodes_change_their_plan_in_place_and_rebuilt(tmp_path: Path, capsys
     assert_as_one_size(run, tmp_path / "calm")
 
 
-@pytest.mark.slow
 def test_two_nodes_with_two_ranks_each_change_to_other_meshes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +74,6 @@ def test_two_nodes_with_two_ranks_each_change_to_other_meshes(
     assert_as_one_size(run, tmp_path / "calm")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill-build", "kill-step"])
 def test_a_rank_of_the_other_node_that_dies_in_a_change_restarts_the_old_plan_and_loses_nothing(
     tmp_path: Path, fault: str
@@ -98,7 +96,6 @@ def test_a_rank_of_the_other_node_that_dies_in_a_change_restarts_the_old_plan_an
     assert_as_one_size(run, tmp_path / "calm")
 
 
-@pytest.mark.slow
 def test_nodes_with_their_own_disks_change_their_plan_and_resume_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ def remove_pause(run: RunDirectory) -> None:
     (run.path / "no-pause").touch()
 
 
-def assert_as_one_size(run: RunDirectory, path: Path) -> None:
+def assert_as_one_size(run: RunDirectory, path: Path, *, tolerance: float = TOLERANCE) -> None:
     """Fail unless the metrics are those of an undisturbed run at `path`, on this machine, with the planned ranks.
 
     The same loss of each step means the same samples in it, and the same number of them a constant global batch.
@@ -47,4 +47,4 @@ def assert_as_one_size(run: RunDirectory, path: Path) -> None:
     assert [each["step"] for each in ours] == [*range(1, recipe.train.steps + 1)]
     for name in ("step", "samples", "tokens"):
         assert [each[name] for each in ours] == [each[name] for each in theirs], name
-    assert [each["loss"] for each in ours] == pytest.approx([each["loss"] for each in theirs], rel=TOLERANCE)
+    assert [each["loss"] for each in ours] == pytest.approx([each["loss"] for each in theirs], rel=tolerance)

@@ -61,7 +61,8 @@ class Machine:
             "TRIMARAN_TEST_PLUGIN": "tests.fault.plugin",
             "TRIMARAN_TEST_PAUSE": str(PAUSE),
         }
-        paths = [path for path in (self.environment.get("PYTHONPATH"), str(ROOT)) if path]
+        known = self.environment.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")
+        paths = [path for path in known if path]
         environment = os.environ | ours | self.environment | {"PYTHONPATH": ":".join(paths)}
         with self.log.open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -116,7 +117,7 @@ class TwoMachines:
             subprocess.run(["ip", "netns", "add", name], check=True)
             subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
         command = [sys.executable, "-m", "tests.chaos.wire", *self._names, *self._wire_flags]
-        self.wire = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        self.wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         assert self.wire.stdout is not None
         assert self.wire.stdout.readline() == b"up\n"
         runs = [self.run, *[self._other_run or self.run] * (len(self._names) - 1)]
@@ -139,6 +140,12 @@ class TwoMachines:
     def toggle_wire(self) -> None:
         """Cut the network, or restore it."""
         self.wire.send_signal(signal.SIGUSR1)
+
+    def shape_wire(self, *, delay: float = 0.0, loss: float = 0.0, rate: float = 0.0) -> None:
+        """Change the network: seconds each way, fraction of packets that are lost, Mbit/s (0: no limit)."""
+        assert self.wire.stdin is not None
+        self.wire.stdin.write(f"{delay} {loss} {rate}\n".encode())
+        self.wire.stdin.flush()
 
     @property
     def coordinator(self) -> Machine:

@@ -1,8 +1,9 @@
 """A network between namespaces, in user space: delay, loss, rate and cut. This kernel has no netem.
 
 `python -m tests.chaos.wire A B --delay 0.1 --loss 0.05 --rate 10` gives 10.78.0.1 to namespace A and 10.78.0.2 to B,
-prints `up` and relays packets until it is killed. SIGUSR1 cuts the network, and restores it again. With more than two
-namespaces each has a link of its own to all others, whose rate limits what it sends and what it receives.
+prints `up` and relays packets until it is killed. SIGUSR1 cuts the network, and restores it again. A line such as
+`0.1 0 5` on its standard input changes delay, loss and rate. With more than two namespaces each has a link of its own
+to all others, whose rate limits what it sends and what it receives.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import random
 import select
 import signal
+import stat
 import struct
 import subprocess
 import time
@@ -40,6 +42,7 @@ class Wire:
     def __init__(self, ends: tuple[End, ...], *, delay: float, loss: float, rate: float) -> None:
         self.ends, self.delay, self.loss, self.rate = ends, delay, loss, rate
         self.cut = False
+        self.orders: list[int] = []  # a file descriptor with lines that change the link
         self._count = 0
         self._random = random.Random(0)
 
@@ -48,11 +51,24 @@ class Wire:
         while True:
             due = [end.in_flight[0][0] for end in self.ends if end.in_flight]
             wait = max(0.0, min([*due, time.monotonic() + 1.0]) - time.monotonic())
-            readable, _, _ = select.select([end.fd for end in self.ends], [], [], wait)
+            readable, _, _ = select.select([end.fd for end in self.ends] + self.orders, [], [], wait)
+            if self.orders and self.orders[0] in readable:
+                self._reshape()
             for here in self.ends:
                 if here.fd in readable:
                     self._take(here)
                 self._give(here)
+
+    def _reshape(self) -> None:
+        """Change the link as the newest line says: delay, loss and rate. Packets in flight leave as before."""
+        lines = os.read(self.orders[0], 4096).decode().splitlines()
+        if not lines:
+            self.orders = []  # nobody will write more
+            return
+        self.delay, self.loss, megabits = map(float, lines[-1].split())
+        self.rate = megabits * 1e6 / 8
+        for end in self.ends:
+            end.free, end.receives, end.waiting = 0.0, 0.0, sum(len(packet) for _, _, packet in end.in_flight)
 
     def _take(self, end: End) -> None:
         now = time.monotonic()
@@ -64,9 +80,9 @@ class Wire:
             full = self.rate and end.waiting + len(packet) > QUEUE_BYTES
             if self.cut or full or self._random.random() < self.loss:
                 continue
+            end.waiting += len(packet)
             if self.rate:
                 end.free = max(end.free, now) + len(packet) / self.rate
-                end.waiting += len(packet)
             leaves = max(end.free, now)
             target = self._target(end, packet)
             if self.rate and len(self.ends) > 2 and target is not None:  # several may send to one
@@ -84,7 +100,7 @@ class Wire:
     def _give(self, here: End) -> None:
         while here.in_flight and here.in_flight[0][0] <= time.monotonic():
             _, _, packet = heapq.heappop(here.in_flight)
-            here.waiting -= len(packet) if self.rate else 0
+            here.waiting -= len(packet)
             there = self._target(here, packet)
             if not self.cut and there is not None:
                 try:
@@ -123,6 +139,7 @@ def main() -> None:
         wire.cut = not wire.cut
 
     signal.signal(signal.SIGUSR1, toggle)
+    wire.orders = [0] if stat.S_ISFIFO(os.fstat(0).st_mode) else []
     print("up", flush=True)
     wire.relay()
 

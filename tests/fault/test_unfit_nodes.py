@@ -27,6 +27,7 @@ from trimaran.launch.remote_node_group import RemoteNodeGroup
 from trimaran.launch.signals import Signals
 from trimaran.run import RunDirectory
 from trimaran.run.lease import LeaseWatch, read_holder, run_token, take_lease
+from trimaran.run.left_out_nodes import write_left_out
 
 BAD_INTERFACE = {"GLOO_SOCKET_IFNAME": "nosuch0"}
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
@@ -228,3 +229,24 @@ def rank_of(run: RunDirectory, machine: Machine) -> int:
 
 def newest(run: RunDirectory, rank: int) -> dict[str, Any]:
     return [json.loads(line) for line in run.events(rank).read_text().splitlines() if '"start"' in line][-1]["data"]
+
+
+def test_a_node_that_is_left_out_stays_connected_and_returns_when_it_is_wanted_again(
+    tmp_path: Path, channel: Channel
+) -> None:
+    run = RunDirectory(tmp_path)
+    group = node_group(run, channel, min_nodes=1)
+    other = FollowerThread(run, "b", None)
+    nodes = group.wait_for_nodes()
+    assert nodes is not None
+    assert [node.name for node in nodes] == ["a", "b"]
+    write_left_out(run, ["somewhere-else"])
+    assert group.leaving(nodes) == []
+    nodes[1].host = "slow-host"  # type: ignore[attr-defined]
+    write_left_out(run, ["slow-host"])
+    assert group.leaving(nodes) == ["b"]
+    assert [node.name for node in group.wait_for_nodes() or []] == ["a"]
+    assert group.growth(nodes[:1]) is None
+    write_left_out(run, [])
+    assert group.growth(nodes[:1]) == sum(node.num_ranks for node in nodes)
+    other.signals.stop_requested = other.signals.kill_requested = True

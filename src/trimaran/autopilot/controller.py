@@ -20,17 +20,22 @@ from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output,
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
 from trimaran.autopilot.proposal import Patch, Proposal, settings_of
 from trimaran.autopilot.propose_changes import best_layout, proposals_of
+from trimaran.autopilot.propose_nodes import without_slow_node
+from trimaran.autopilot.propose_rows import rows_by_speed
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, read_evidence
-from trimaran.doctor.step_breakdown import get_number
+from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
+from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.hardware import Link
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.change_request import read_change_request, write_change_request
 from trimaran.run.decision_records import read_decisions
+from trimaran.run.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +66,10 @@ class Controller:
         # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
         self._diagnose_due = time.monotonic() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
         self._layouts: dict[str, Patch] = {}  # the patch to the best layout, by plan: searched once for each
+        self._links: tuple[Link, ...] | None = None  # as they were last measured
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
+        self._waits_for_nodes = False  # the ranks start again because we asked for it
         self._settings_version: tuple[tuple[int, int], ...] = ()
         self._known_settings: dict[str, Any] = {}
         self._read(first=True)
@@ -82,6 +89,9 @@ class Controller:
         if self._has_open_incident or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
             return
+        if (shift := loop.find_shift()) is not None:
+            log.info("%s", shift)
+            self._layouts, self._links, self._diagnose_due = {}, None, time.monotonic()
         if loop.trial is None and (not loop.is_due() or time.monotonic() < self._diagnose_due):
             self._write(loop.take_output())
             return
@@ -101,7 +111,10 @@ class Controller:
         for event in self._events.new():
             self._read_event(event)
         if restarted and not first:
-            self.loop.restarted(self.loop.step)
+            self._links = None  # the number of ranks may be another
+            if not self._waits_for_nodes:
+                self.loop.restarted(self.loop.step)
+        self._waits_for_nodes = _is_about_nodes(self.loop.pending)
         self._read_incidents()
 
     def _read_memory(self, line: Mapping[str, Any]) -> None:
@@ -112,8 +125,17 @@ class Controller:
         kind, step = event.get("kind"), int(event.get("step") or 0)
         if kind == "change" and (answer := read_answer(event)) is not None:
             self.loop.add_answer(answer)
+        elif kind == "ready" and (pending := self.loop.pending) is not None and _is_about_nodes(pending):
+            self._answer_about_nodes(pending, step)
         elif kind in LEFT_OUT_AFTER:
             self.loop.leave_out(range(step, step + LEFT_OUT_AFTER[kind] + 1))
+
+    def _answer_about_nodes(self, pending: PendingRequest, step: int) -> None:
+        """The ranks were started again on other nodes, after `step`."""
+        seconds = time.monotonic() - self._requested_at
+        self.loop.add_answer(
+            ChangeAnswer(id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=seconds)
+        )
 
     def _read_incidents(self) -> None:
         """Note whether an incident is open; its file is read only if it has changed."""
@@ -135,7 +157,7 @@ class Controller:
         if version != self._settings_version:
             self.recipe, self.plan = self.run.read_recipe(), self.run.read_plan()
             self._known_settings, self._settings_version = settings_of(self.plan, self.recipe), version
-        return self._known_settings
+        return self._known_settings | {LEFT_OUT_FIELD: sorted(read_left_out(self.run))}
 
     def _is_off(self) -> bool:
         return self.run.autopilot_off.exists()
@@ -148,10 +170,14 @@ class Controller:
         evidence = self._evidence(baseline)
         limit, peak = self._memory_limit, max((each.get("peak_bytes") or 0 for each in evidence.steps), default=0)
         is_near = limit is not None and peak > GROWING_MEMORY_FRACTION * limit
-        key = self.plan.model_dump_json()
+        key, priced = self.plan.model_dump_json(), self._with_measured_links(evidence)
         if key not in self._layouts:
-            self._layouts[key] = best_layout(evidence)
-        found = proposals_of(evidence, diagnose(evidence), peak_is_near=is_near, layout=self._layouts[key])
+            self._layouts[key] = best_layout(priced)
+        found = proposals_of(priced, diagnose(evidence), peak_is_near=is_near, layout=self._layouts[key])
+        found = [each for each in found if each.patch.get("plan.micro_batches") != "measured"]  # at a start only
+        settings = self._settings()
+        rows = rows_by_speed(evidence, settings)
+        found += [*rows, *without_slow_node(evidence, settings, instead=rows)]
         took = time.thread_time() - began
         mode = self.recipe.autopilot.mode
         if mode in MAX_CPU_FRACTION and self.loop.trial is None:
@@ -163,14 +189,33 @@ class Controller:
         evidence = read_evidence(self.run, calibrations=self._calibrations)
         return replace(evidence, steps=evidence.steps[-baseline.steps :])
 
+    def _with_measured_links(self, evidence: Evidence) -> Evidence:
+        """Return the evidence with links as slow as they were measured, under this plan or an earlier one."""
+        question, measured = evidence.planner_inputs(), step_breakdown(evidence)
+        if question is None or measured is None:
+            return evidence
+        if can_measure_links(evidence.plan):
+            question = with_measured_links(question, evidence.plan, measured)
+            self._links = question.cluster.links
+        elif self._links is not None:
+            question = replace(question, cluster=replace(question.cluster, links=self._links))
+        return replace(evidence, planner_inputs=lambda: question)
+
     def _write(self, output: Output) -> None:
         for decision in output.decisions:
             self._ledger.write(decision)
             log.info("decision %d: %s: %s", decision.id, decision.outcome, decision.reason)
+            if LEFT_OUT_FIELD in decision.patch and decision.outcome in ("rolled-back", "failed"):
+                write_left_out(self.run, decision.undo[LEFT_OUT_FIELD])
         if output.request is not None:
             self._request(output.request)
 
     def _request(self, pending: PendingRequest) -> None:
+        self._requested_at, self._lost_polls = time.monotonic(), 0
+        if _is_about_nodes(pending):
+            write_left_out(self.run, pending.patch[LEFT_OUT_FIELD], reason=pending.reason)
+            self._waits_for_nodes = True
+            return
         try:
             request = write_change_request(self.run, pending.patch, by="autopilot", reason=pending.reason)
         except UserError as error:
@@ -180,12 +225,14 @@ class Controller:
             return
         if self.loop.pending is not None:
             self.loop.pending = replace(self.loop.pending, id=request.id)
-        self._requested_at, self._lost_polls = time.monotonic(), 0
 
     def _check_pending(self, pending: PendingRequest) -> None:
         """Give up a request that was replaced, lost, or not answered for long."""
         found = read_change_request(self.run)
-        if found is None or found.id != pending.id:
+        if _is_about_nodes(pending):
+            if time.monotonic() - self._requested_at > ANSWER_SECONDS:
+                self.loop.abandon_request(f"the ranks were not started on other nodes for {ANSWER_SECONDS:.0f} s")
+        elif found is None or found.id != pending.id:
             self._lost_polls += 1
             if self._lost_polls >= LOST_POLLS:
                 self.loop.abandon_request("the ranks did not answer the request")
@@ -204,6 +251,11 @@ class Controller:
             pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
             self._requested_at = time.monotonic()
         self.loop.resume_trial(pending)
+
+
+def _is_about_nodes(pending: PendingRequest | None) -> bool:
+    """Return whether the supervisor answers a request, by a start of the ranks, and not the ranks themselves."""
+    return pending is not None and LEFT_OUT_FIELD in pending.patch
 
 
 def read_sample(line: Mapping[str, Any]) -> TimedStep | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, decide
-from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal
+from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal, describe
+from trimaran.autopilot.step_shift import StepShift, find_shift
 from trimaran.autopilot.trial import (
     MAX_BASELINE_STEPS,
     AppliedChange,
@@ -22,6 +23,9 @@ MIN_BASELINE_STEPS = 24  # under the present plan, before anything is decided
 MAX_KEPT_STEPS = 1200
 FIRST_RECHECK_STEPS, MAX_RECHECK_STEPS = 100, 1600  # from one look without a decision to the next; doubled each time
 UNSETTLED_STEPS = 5  # after a start or a change that nobody measures
+MAX_SHIFTS = 6  # sudden changes of the speed in a run after which it starts anew: a speed that flaps is left alone
+MIN_RECOVERY = 0.15  # of a step that is saved since a change was kept, to look at the plan before it again
+USUAL_SECONDS = "usual_seconds"  # of a decision's baseline: a step before it suddenly became longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,9 @@ class DecisionLoop:
         self._pauses: dict[bool, list[float]] = {True: [], False: []}
         self.due, self._recheck = 0, FIRST_RECHECK_STEPS
         self._output = Output()
+        self.shift: StepShift | None = None  # the last sudden change of the speed
+        self._num_shifts = 0
+        self._known: Baseline | None = None  # a step under the present plan, as the last trial measured it
 
     @property
     def trial(self) -> Decision | None:
@@ -113,6 +120,19 @@ class DecisionLoop:
         self._left_out.update(steps)
         if self._samples and len(self._left_out) > MAX_KEPT_STEPS:
             self._left_out = {each for each in self._left_out if each >= self._samples[0].step}
+
+    def find_shift(self) -> StepShift | None:
+        """Return a sudden change of the speed under the present plan, once; then measure and decide anew from there.
+
+        Nothing is looked for during a trial: its verdict compares the steps anyway.
+        """
+        if self.trial is not None or self._num_shifts >= MAX_SHIFTS:
+            return None
+        shift = find_shift(self._baseline_steps(), self._known)
+        if shift is not None:
+            self.shift, self._since, self.due, self._known = shift, shift.step, 0, None
+            self._num_shifts, self._recheck = self._num_shifts + 1, FIRST_RECHECK_STEPS
+        return shift
 
     def restarted(self, step: int) -> None:
         """The ranks start again after `step`. A change that was being tried may be the cause: it is taken back."""
@@ -242,18 +262,21 @@ class DecisionLoop:
             steps_left=left,
             baseline=baseline,
             settings=facts.settings,
-            proposals=propose(baseline),
+            proposals=[*self._returns(baseline, facts.settings)] or propose(baseline),
             budget_seconds=self.section.budget * facts.total_steps * baseline.step_seconds,
             decisions=list(self.decisions.values()),
             pins=self.pins,
             may_change_course=self.section.may_change_course,
             memory=_memory_use(steps, facts.memory_limit),
             pause_seconds={kind: sum(pauses) / len(pauses) for kind, pauses in self._pauses.items() if pauses},
+            shifted_at=self.shift.step if self.shift else 0,
         )
         acts = self.section.mode == "act"
         chosen = decide(situation) if acts else advise(situation)
         if chosen is None:
             self.due, self._recheck = self.step + self._recheck, min(2 * self._recheck, MAX_RECHECK_STEPS)
+            if any(each.outcome == "kept" and USUAL_SECONDS in each.baseline for each in self.decisions.values()):
+                self.due = min(self.due, self.step + MIN_BASELINE_STEPS)  # what made it pay may be over at any time
             return
         if acts and not chosen.saves_memory and (more := baseline_steps_needed(chosen, situation) - len(steps)) > 0:
             self.due = self.step + more
@@ -265,8 +288,28 @@ class DecisionLoop:
         else:
             self._write(decision)
 
+    def _returns(self, baseline: Baseline, settings: Mapping[str, Any]) -> Iterable[Proposal]:
+        """Yield the way back to what the run had before its steps became longer, if they are clearly shorter again.
+
+        What a step took then is known: no cost model is needed.
+        """
+        for old in self.decisions.values():
+            usual, after = old.baseline.get(USUAL_SECONDS, 0.0), (old.measured or {}).get("step_seconds", 0.0)
+            is_present = all(settings.get(name) == value for name, value in old.patch.items())
+            now = baseline.step_seconds
+            if old.outcome == "kept" and usual and is_present and usual < now < (1 - MIN_RECOVERY) * after:
+                gain = 1 - usual / now
+                yield Proposal(
+                    patch=old.undo,
+                    undo=old.patch,
+                    gain=gain,
+                    uncertainty=gain / 2,
+                    is_measured=True,
+                    reason=f"{describe(old.undo, old.patch)}: a step took {usual:.3g} s before decision {old.id}",
+                )
+
     def _decision(self, chosen: Proposal, situation: Situation, now: float) -> Decision:
-        before = situation.baseline
+        before, shift = situation.baseline, self.shift if self.shift and self.shift.step >= self._since else None
         expected = {
             "gain": chosen.gain,
             "uncertainty": chosen.uncertainty,
@@ -274,16 +317,19 @@ class DecisionLoop:
         }
         if chosen.saves_memory and situation.memory:
             expected["peak_bytes"] = situation.memory.peak * chosen.peak_ratio
+        baseline = {"step_seconds": before.step_seconds, "spread": before.spread, "steps": before.steps}
+        if shift is not None and shift.is_slower:
+            baseline[USUAL_SECONDS] = shift.before
         return Decision(
             id=max(self.decisions, default=0) + 1,
             time=now,
             step=self.step,
             finding=chosen.finding,
-            reason=chosen.reason,
+            reason=f"{shift}; {chosen.reason}" if shift else chosen.reason,
             patch=chosen.patch,
             undo=chosen.undo,
             expected=expected,
-            baseline={"step_seconds": before.step_seconds, "spread": before.spread, "steps": before.steps},
+            baseline=baseline,
             outcome="trying" if self.section.mode == "act" else "advised",
         )
 
@@ -321,8 +367,18 @@ class DecisionLoop:
         )
 
     def _end(self, trial: Decision, outcome: DecisionOutcome) -> None:
+        known = self._known_step(trial, outcome)
         self._write(replace(self.decisions[trial.id], outcome=outcome, measured=self._measured(trial)))
         self._forget_trial(self._changes[-1].step if self._changes else self.step)
+        self._known = known
+
+    def _known_step(self, trial: Decision, outcome: DecisionOutcome) -> Baseline | None:
+        """Return a step under the plan that the run goes on with, as the trial has measured it."""
+        record = self._record(trial)
+        if not record.before or not self._changes:
+            return None
+        after = [each for window in record.windows if window.is_after for each in window.seconds]
+        return (baseline_of(after) if after else None) if outcome == "kept" else record.baseline
 
     def _measured(self, trial: Decision) -> dict[str, float] | None:
         """Return what the trial has measured so far."""
@@ -343,7 +399,7 @@ class DecisionLoop:
     def _forget_trial(self, last_change: int) -> None:
         """Measure the present plan from now on: from the last change, without the first steps after it."""
         self._since, self._changes = max(self._since, last_change + UNSETTLED_STEPS + 1), []
-        self.due = 0
+        self.due, self._known = 0, None
 
     def _request(self, trial: Decision, patch: Patch, outcome: DecisionOutcome | None, reason: str) -> None:
         self.last_request += 1

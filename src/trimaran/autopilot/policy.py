@@ -35,6 +35,7 @@ WINDOWS_OF_A_TRIAL = 3  # with the change, without it, and with it again
 MIN_CLEAR_LOSS = 0.05  # of a step: a change that cost this much is not tried under another plan either
 MAX_TRIES = 2  # of one change, under different plans
 MIN_DRIFT_TO_RETURN = 0.15  # of a step by which it changed since a decision, to reconsider what that decision left
+MAX_MEASURED_RETURNS = 3  # to an earlier value of a field, in one run
 MIN_ADVISED_GAIN = 0.05
 MAX_ADVISED = 5  # decisions that wait for a person
 
@@ -62,7 +63,8 @@ class Situation:
 
     `settings` are the present values of the fields that can change. `decisions` are those so far, in order. `pins` are
     fields that must stay. `budget_seconds` is what all trials of the run may cost together. `pause_seconds` is the
-    measured pause of changes, by whether they are in place.
+    measured pause of changes, by whether they are in place. `shifted_at` is the step since which steps take longer or
+    shorter, without a change: what was found to help before it, or not to help, is open again.
     """
 
     step: int
@@ -76,6 +78,7 @@ class Situation:
     may_change_course: bool = False
     memory: MemoryTrend | None = None
     pause_seconds: Mapping[bool, float] = field(default_factory=dict)
+    shifted_at: int = 0
 
     def pause_of(self, proposal: Proposal) -> float:
         return self.pause_seconds.get(proposal.is_in_place, PAUSE_SECONDS[proposal.is_in_place])
@@ -194,7 +197,7 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
 
 def _why_not_again(proposal: Proposal, situation: Situation) -> str | None:
     """Return why the decisions so far forbid the proposal; None if they do not."""
-    if _key(proposal.patch) in _tried_enough(situation.decisions):
+    if _key(proposal.patch) in _tried_enough([each for each in situation.decisions if is_current(each, situation)]):
         return "it did not help before"
     for index, old in enumerate(situation.decisions):
         is_same_plan = not any(each.outcome in ("kept", "undone") for each in situation.decisions[index + 1 :])
@@ -209,16 +212,25 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     further = is_same_plan and _goes_further(proposal, old, situation)
     if old.outcome in ("failed", "refused"):
         return "it failed before" if further or _contains(proposal.patch, old.patch) else None
+    if old.outcome in ("rolled-back", "kept") and not is_current(old, situation):
+        return None
     if old.outcome == "rolled-back" and old.measured:
         if _was_better(old, situation):
             return None
         further |= same and old.measured.get("gain", 0.0) < -MIN_CLEAR_LOSS
         return "it did not help before" if further or (same and is_same_plan) else None
     if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
-        may_return = _has_drifted(old, situation) and not _num_returns(proposal, situation.decisions)
+        num_returns = _num_returns(proposal, situation.decisions)
+        may_return = num_returns < MAX_MEASURED_RETURNS if proposal.is_measured else not num_returns
+        may_return &= proposal.is_measured or _has_drifted(old, situation)
         return None if may_return else "it would take back a change that was kept"
     forbidden = {"undone": "a person took it back", "advised": "it was advised before"}
     return forbidden.get(old.outcome) if same else None
+
+
+def is_current(old: Decision, situation: Situation) -> bool:
+    """Return whether a decision was made at the present speed of the machines, before which nothing counts."""
+    return old.step >= situation.shifted_at
 
 
 def _tried_enough(decisions: Sequence[Decision]) -> set[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from trimaran.core import Plan, Recipe
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
 from trimaran.planner.change_plan import RESULT_FIELDS
+from trimaran.run.left_out_nodes import LEFT_OUT_FIELD
 
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
 CHECKPOINT_FIELDS = tuple(field for field in OTHER_CHANGEABLE_FIELDS if field.startswith("checkpoint."))
@@ -20,6 +21,7 @@ class Proposal:
     sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
     that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_in_place`: ranks
     make it without building networks again. `first_step_seconds` is what the first step takes longer: compilation.
+    `is_measured`: its gain follows from steps that were measured, so it may take back a change that was kept.
     """
 
     patch: Patch
@@ -32,11 +34,12 @@ class Proposal:
     saves_memory: bool = False
     is_in_place: bool = False
     first_step_seconds: float = 0.0
+    is_measured: bool = False
 
 
 def is_changeable(field: str) -> bool:
     """Return whether a running run can change the field at all."""
-    return field.startswith("plan.") or field in OTHER_CHANGEABLE_FIELDS
+    return field.startswith("plan.") or field in OTHER_CHANGEABLE_FIELDS or field == LEFT_OUT_FIELD
 
 
 def changes_course(patch: Iterable[str]) -> bool:

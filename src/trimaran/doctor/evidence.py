@@ -12,6 +12,7 @@ from trimaran.doctor.profile_evidence import read_traces
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
+from trimaran.planner.started_run import part_of
 from trimaran.run import JsonlFollower, RunDirectory
 from trimaran.run.journal import parse_lines
 from trimaran.run.lines_from_end import last_lines
@@ -102,7 +103,7 @@ def read_planner_inputs(recipe: Recipe, plan: Plan, *, calibrations: Path | None
     The speed of a CPU is the one at planning time: now it is busy with the run itself.
     """
     try:
-        cluster = parse_cluster(recipe.cluster, calibrations=calibrations)
+        cluster = part_of(parse_cluster(recipe.cluster, calibrations=calibrations), plan.mesh.world_size)
         spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
     except UserError:
         return None

@@ -80,26 +80,40 @@ def predicted_gain(evidence: Evidence, measured: StepBreakdown, patch: Patch) ->
 def with_measured_links(question: Question, plan: Plan, measured: StepBreakdown) -> Question:
     """Return the inputs with links slowed down until the predicted communication equals the measured one.
 
-    Links are never made faster than the catalogue says. With a pipeline they stay as they are, because its waits have
-    other causes too.
+    Between nodes the network is slowed down alone, if that explains what was measured. Links are never made faster than
+    the catalogue says. With a pipeline they stay as they are, because its waits have other causes too.
     """
-    if plan.mesh.world_size == 1 or plan.mesh.pp > 1 or forecast(question, plan).time["comm"] >= measured.comm:
+    if not can_measure_links(plan) or forecast(question, plan).time["comm"] >= measured.comm:
         return question
+    only_network = question.cluster.num_nodes > 1
+
+    def seconds(times: float) -> float:
+        return forecast(_slower(question, times, only_network=only_network), plan).time["comm"]
+
+    if only_network and seconds(MAX_LINK_SLOWDOWN) < measured.comm:
+        only_network = False
     low, high = 1.0, MAX_LINK_SLOWDOWN
     for _ in range(12):
         middle = math.sqrt(low * high)
-        slower = forecast(_slower(question, middle), plan).time["comm"] < measured.comm
-        low, high = (middle, high) if slower else (low, middle)
-    return _slower(question, low)
+        low, high = (middle, high) if seconds(middle) < measured.comm else (low, middle)
+    return _slower(question, low, only_network=only_network)
 
 
-def _slower(question: Question, times: float) -> Question:
-    """Return the inputs with every link's bandwidth divided by `times`."""
+def can_measure_links(plan: Plan) -> bool:
+    """Return whether the exposed communication of a plan says how fast the links are."""
+    return plan.mesh.world_size > 1 and plan.mesh.pp == 1
+
+
+def _slower(question: Question, times: float, *, only_network: bool) -> Question:
+    """Return the inputs with the bandwidth of links divided by `times`: of all, or of the one between nodes."""
+    levels = question.cluster.levels
     links = tuple(
         replace(
             link, bandwidth=link.bandwidth / times, reached={name: rate / times for name, rate in link.reached.items()}
         )
-        for link in question.cluster.levels
+        if not only_network or number == len(levels) - 1
+        else link
+        for number, link in enumerate(levels)
     )
     return replace(question, cluster=replace(question.cluster, links=links))
 

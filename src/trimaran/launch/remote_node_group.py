@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ from trimaran.launch.remote_node import RemoteNode
 from trimaran.launch.signals import Signals
 from trimaran.run import IncidentLog
 from trimaran.run.lease import Lease
+from trimaran.run.left_out_nodes import read_left_out
 from trimaran.run.wire import Record
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class RemoteNodeGroup:
         """
         options, began = self._agent.node_options, time.monotonic()
         num_awaited = self._num_before or (options.nodes if self._formed else options.num_at_start)
+        num_awaited -= len(self._left_out(self._connected()))
         wait_for_all_seconds = REGROUP_SECONDS if self._formed else options.wait_seconds
         while not self._signals.stop_requested:
             if not self.holds():
@@ -86,7 +89,8 @@ class RemoteNodeGroup:
         return capacity if has_grown else None
 
     def leaving(self, nodes: Sequence[Node]) -> list[str]:
-        return [node.name for node in nodes if isinstance(node, RemoteNode) and node.leaving]
+        stopping = [node.name for node in nodes if isinstance(node, RemoteNode) and node.leaving]
+        return stopping or [node.name for node in self._left_out(nodes)]
 
     def can_go_on(self) -> bool:
         return len(self._present()) >= self._agent.node_options.min_nodes
@@ -133,7 +137,21 @@ class RemoteNodeGroup:
         while time.monotonic() < until and any(not node.lost for node in present):
             time.sleep(POLL_SECONDS)
 
+    def _left_out(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return those of `nodes` that are to be left out; none if too few would stay."""
+        hosts, own = read_left_out(self._agent.run), platform.node()
+        found = [node for node in nodes if getattr(node, "host", own) in hosts] if hosts else []
+        if self._own_disk:  # the head has the run's records, and writes them as rank 0
+            found = [node for node in found if node is not self._agent.node]
+        return found if len(nodes) - len(found) >= self._agent.node_options.min_nodes else []
+
     def _present(self) -> list[Node]:
+        """Return the nodes to start ranks on: those that are connected, without those that are left out."""
+        connected = self._connected()
+        left_out = self._left_out(connected)
+        return [node for node in connected if node not in left_out]
+
+    def _connected(self) -> list[Node]:
         """Return this node and those connected to it, in the order of their ranks; at most as many as are needed."""
         for name, mailbox in list(self._agent.channel.mailboxes.items()):
             known = self._remote.get(name)

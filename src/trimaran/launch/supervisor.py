@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Incident, Plan
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Cause, Incident, Plan
 from trimaran.launch.attempt_watch import AttemptWatch
 from trimaran.launch.directory_watch import DirectoryWatch
 from trimaran.launch.elastic_watch import ElasticReplicas, ElasticWatch
@@ -33,6 +33,7 @@ from trimaran.launch.stranger_check import StrangerCheck
 from trimaran.run import IncidentLog, Journal, JsonlFollower, RunDirectory, last_step
 from trimaran.run.attempts import AttemptLog, AttemptOutcome, read_attempts
 from trimaran.run.held_directory import HeldDirectory
+from trimaran.run.left_out_nodes import read_left_out
 
 log = logging.getLogger(__name__)
 
@@ -369,8 +370,12 @@ class Supervisor:
         leaving, self._leaving = self.node_group.leaving(watch.nodes), []
         if self._stop_incident is None and (self._new_size is not None or (leaving and self.node_group.can_go_on())):
             if leaving:
-                what = f"{', '.join(leaving)}: asked to stop; the other nodes continue"
-                incident = self.incidents.notice("preempted", what, action="continued", **known)
+                was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
+                is_slow = bool(read_left_out(self.run)) and not was_asked
+                why = "left out" if is_slow else "asked to stop"
+                what = f"{', '.join(leaving)}: {why}; the other nodes continue"
+                cause: Cause = "straggler" if is_slow else "preempted"
+                incident = self.incidents.notice(cause, what, action="continued", **known)
                 log.warning("%s", headline(incident))
                 opened = OpenIncident(incident=incident, since=time.monotonic(), highest_step=watch.highest_step)
                 self._open_incidents.append(opened)

@@ -87,7 +87,10 @@ def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[P
     new = _completed(patched.plan, plan, recipe.train.global_batch, patch.keys())
     pins = recipe.plan
     if isinstance(pins, Plan):
-        pins = pins.model_copy(update={name: getattr(new, name) for name in pins.model_fields_set - {"prediction"}})
+        names = pins.model_fields_set - {"prediction"}
+        if "micro_batch" in names and new.micro_batches:  # it is the most rows of a rank then, and means little alone
+            names |= {"micro_batches"}
+        pins = pins.model_copy(update={name: getattr(new, name) for name in names})
     return new, patched.model_copy(update={"plan": pins})
 
 

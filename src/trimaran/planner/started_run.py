@@ -32,10 +32,15 @@ def with_prediction(plan: Plan, recipe: Recipe, environment: Mapping[str, str]) 
 def cluster_of(recipe: Recipe, world_size: int, environment: Mapping[str, str]) -> Cluster:
     """Return the part of the recipe's cluster that `world_size` ranks use."""
     cluster = full_cluster(recipe, environment)
+    if cluster.world_size != world_size and cluster.device.kind == "cpu" and cluster.num_nodes == 1:
+        return parse_cluster(f"{world_size}xcpu", calibrations=calibration_folder(environment))
+    return part_of(cluster, world_size)
+
+
+def part_of(cluster: Cluster, world_size: int) -> Cluster:
+    """Return the part of a cluster that `world_size` ranks use: whole nodes, or a part of one."""
     if cluster.world_size == world_size:
         return cluster
-    if cluster.device.kind == "cpu" and cluster.num_nodes == 1:
-        return parse_cluster(f"{world_size}xcpu", calibrations=calibration_folder(environment))
     per_node = min(world_size, cluster.devices_per_node)
     if world_size % per_node:
         raise UserError("C003", f"{world_size} devices do not fill equal nodes of {per_node}", where="faults.ranks",

@@ -100,6 +100,11 @@ class RunDirectory:
         return self.path / "resize"
 
     @property
+    def left_out_nodes(self) -> Path:
+        """The host names of nodes that the run goes on without; see `left_out_nodes.py`."""
+        return self.path / "nodes-left-out.json"
+
+    @property
     def decisions(self) -> Path:
         """The decisions of the autopilot, one JSON line for each state of one; see `decision_records.py`."""
         return self.path / "decisions.jsonl"

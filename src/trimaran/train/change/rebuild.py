@@ -105,6 +105,7 @@ def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], st
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
     set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
+    forget_meshes()  # torch would give new tensors an equal mesh of the old plan, whose process groups will be gone
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     networks = agree(lambda: build_empty_networks(recipe, plan, rank_info, ranks))
@@ -130,6 +131,7 @@ def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], st
 def _fill(new: WorkerParts, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> None:
     state, with_base = new.trainer.checkpointer.state, _hands_base_over(new)
     held = HeldState(state_shards(old, with_base=_hands_base_over(old)), step=step)
+    forget_meshes()  # of the old tensors
 
     def targets() -> list[TensorShard]:
         base = state.base_shards() if with_base and isinstance(state, TrainingState) else []
@@ -185,6 +187,7 @@ def release_state(parts: WorkerParts) -> None:
     for shard in state_shards(parts):
         if isinstance(shard.tensor, Tensor) and (storage := shard.tensor.untyped_storage()).resizable():
             storage.resize_(0)
+    forget_meshes()
 
 
 def forget_compiled(is_compiled: bool) -> None:

@@ -116,6 +116,15 @@ def _slowest(evidence: Evidence, what: str) -> SlowRank | None:
     return SlowRank(what, int(rank or 0), most, usual)
 
 
+def slow_computer(evidence: Evidence) -> SlowRank | None:
+    """Return the rank whose compute all others wait for; None if there is none, or with a pipeline."""
+    measured = step_breakdown(evidence)
+    if measured is None or evidence.plan.mesh.pp > 1 or evidence.plan.mesh.world_size == 1:
+        return None
+    found = [_slowest(evidence, what) for what in OWN_TIMES if what != "data_seconds"]
+    return max((each for each in found if each and each.is_slow(measured)), key=lambda each: each.lost, default=None)
+
+
 def _from_incidents(evidence: Evidence) -> Iterator[Finding]:
     """Yield the stragglers that the supervisor reported, if the ranks' own times show none."""
     latest = {

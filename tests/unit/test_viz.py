@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from trimaran.app.main import main
 from trimaran.app.report.view_page import view_page
 from trimaran.app.request.viz_request import read_subject
 from trimaran.core import Mesh
+from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.parallel import build_mesh
 from trimaran.simulate.pipeline_order import pipeline_order
 from trimaran.simulate.step_simulation import simulate_step
 from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, view_as_dict
 from trimaran.viz.collectives import OPERATIONS, collective_steps
+from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets
 from trimaran.viz.figures import Bars, Table, Timeline
+from trimaran.viz.fsdp_units import fsdp_units, gathered_bytes, shard_step, waited_seconds
 from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held
 from trimaran.viz.rank_grid import ORDER, groups_of
 from trimaran.viz.zero_stages import bytes_of, sent_bytes
@@ -129,6 +133,44 @@ def test_a_pipeline_is_drawn_in_the_order_that_the_trainer_executes(schedule: An
         assert bubble.value == pytest.approx(simulate_step(equal_stages(schedule, 4, 8, 2.0)).bubble)
         assert bubble.value == pytest.approx(3 / 11)
     assert most_held(order)[0] == {"gpipe": 8, "1f1b": 4}.get(schedule, most_held(order)[0])
+
+
+def test_buckets_are_reduced_in_turn_and_carry_every_gradient() -> None:
+    subject = subject_of("plan.mesh.dp_replicate=8", plan="llama-3.2-1b", cluster="8xH100")
+    blocks = backward_blocks(subject)
+    ring = ring_of(subject.cluster.levels, 8, 1)
+    gradients = 4 * subject.job.outline.num_parameters
+    for size in (1e6, 25e6, 1e12):
+        buckets = reduce_in_buckets(blocks, size, ring)
+        assert sum(each.num_bytes for each in buckets) == pytest.approx(gradients, rel=0.01)
+        assert all(before.end <= after.start for before, after in pairwise(buckets))
+        assert all(each.start >= each.ready for each in buckets)
+    (whole,) = reduce_in_buckets(blocks, 1e12, ring)
+    assert exposed_seconds(blocks, [whole]) == pytest.approx(float(all_reduce_seconds(whole.num_bytes, ring)))
+    assert exposed_seconds(blocks, reduce_in_buckets(blocks, 25e6, ring)) < exposed_seconds(blocks, [whole])
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_sharded_weights_are_gathered_before_their_pass_and_as_often_as_the_formula_says(reshards: bool) -> None:
+    subject = subject_of("plan.mesh.dp_shard=8", "plan.sharding=parameters", cluster="8xH100")
+    units, ring = fsdp_units(subject), ring_of(subject.cluster.levels, 8, 1)
+    works = shard_step(units, ring, prefetch=1, reshards=reshards)
+    moved = sum(units[each.unit].weight_bytes for each in works if each.kind == "gather") * 7 / 8
+    assert moved == pytest.approx(gathered_bytes(units, 8, reshards=reshards))
+    weights = {(each.kind, each.unit): each for each in works if each.kind != "gather"}
+    first_gathers = {each.unit: each for each in reversed(works) if each.kind == "gather"}
+    for number in range(len(units)):
+        assert weights["forward", number].start >= first_gathers[number].end
+        assert weights["reduce", number].start >= weights["backward", number].end
+    waits = [waited_seconds(shard_step(units, ring, prefetch=each, reshards=reshards)) for each in (1, 2, 4)]
+    assert waits == sorted(waits, reverse=True)
+
+
+def test_offload_is_priced_as_the_planner_prices_it() -> None:
+    subject = subject_of("plan.offload=optimizer", cluster="8xH100")
+    seconds = figures(build_view("offload", subject), "simulate", Bars)[0]
+    at = seconds.categories.index("optimizer")
+    assert sum(each.values[at] for each in seconds.series) == pytest.approx(subject.prediction.step_seconds)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=8, pp=4, tp=2), Mesh(dp_replicate=2, dp_shard=2, cp=2, tp=2)])

@@ -4,7 +4,18 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from trimaran.core import UserError, did_you_mean
-from trimaran.viz import collectives, memory_need, pipeline, rank_grid, strategies, tensor_split, zero_stages
+from trimaran.viz import (
+    collectives,
+    ddp_buckets,
+    fsdp_units,
+    memory_need,
+    offload,
+    pipeline,
+    rank_grid,
+    strategies,
+    tensor_split,
+    zero_stages,
+)
 from trimaran.viz.figures import PlanView
 from trimaran.viz.subject import Subject
 
@@ -12,7 +23,10 @@ Builder = Callable[[Subject], PlanView]
 SHORT_NAMES: Mapping[str, ModuleType] = {
     "need": memory_need,
     "strategies": strategies,
+    "ddp": ddp_buckets,
+    "fsdp": fsdp_units,
     "zero": zero_stages,
+    "offload": offload,
     "pipeline": pipeline,
     "tensor": tensor_split,
     "mesh": rank_grid,

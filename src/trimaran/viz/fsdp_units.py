@@ -13,6 +13,7 @@ from trimaran.viz.subject import Controls, Subject
 NAME = "FSDPShardingVisualizer"
 TITLE = "Sharded weights over time"
 QUESTION = "Which weights does a rank hold when, what is sent, and does the step wait for it?"
+ROWS = {"gather": 1, "reduce": 2}  # of the timeline; passes are in the first
 MAX_SHOWN_LAYERS, MAX_SHOWN_RANKS = 12, 16
 
 
@@ -48,12 +49,12 @@ def fsdp_units(subject: Subject) -> list[FsdpUnit]:
 
 
 def shard_step(units: Sequence[FsdpUnit], ring: Ring, *, prefetch: int, reshards: bool) -> list[Work]:
-    """Return what happens in a step: gathers and reductions on one link, passes on the device.
+    """Return what happens in a step: passes on the device, gathers on one stream and reductions on another.
 
-    A gather begins when the link is free and the pass `prefetch` units before it begins. A pass begins when its weights
-    are there. If weights are not freed after forward (`reshards` is False), backward gathers nothing.
+    A gather begins when the one before is done and the pass `prefetch` units before it begins. A pass begins when its
+    weights are there. If weights are not freed after forward (`reshards` is False), backward gathers nothing.
     """
-    works, link, device = list[Work](), 0.0, 0.0
+    works, device, gathered, reduced = list[Work](), 0.0, 0.0, 0.0
     passes = [("forward", number) for number in range(len(units))]
     passes += [("backward", number) for number in reversed(range(len(units)))]
     starts: list[float] = []
@@ -63,17 +64,17 @@ def shard_step(units: Sequence[FsdpUnit], ring: Ring, *, prefetch: int, reshards
         is_held = kind == "backward" and (not reshards or number == len(units) - 1)  # the last is still there
         if not is_held:
             allowed = starts[at - prefetch] if at >= prefetch else 0.0
-            begin = max(link, allowed)
-            link = has_weights = begin + float(all_gather_seconds(unit.weight_bytes, ring))
-            works.append(Work("gather", number, begin, link))
+            begin = max(gathered, allowed)
+            gathered = has_weights = begin + float(all_gather_seconds(unit.weight_bytes, ring))
+            works.append(Work("gather", number, begin, gathered))
         begin = max(device, has_weights)
         starts.append(begin)
         device = begin + (unit.forward if kind == "forward" else unit.backward)
         works.append(Work(kind, number, begin, device))
         if kind == "backward":
-            begin = max(link, device)
-            link = begin + float(all_gather_seconds(unit.gradient_bytes, ring))
-            works.append(Work("reduce", number, begin, link))
+            begin = max(reduced, device)
+            reduced = begin + float(all_gather_seconds(unit.gradient_bytes, ring))
+            works.append(Work("reduce", number, begin, reduced))
     return works
 
 
@@ -145,9 +146,9 @@ def _simulate(units: Sequence[FsdpUnit], ring: Ring, *, prefetch: int, reshards:
     timeline = Timeline(
         title="A micro-batch",
         unit="seconds",
-        rows=("device", "link"),
+        rows=("passes", "gathers", "reductions"),
         spans=tuple(
-            Span(row=int(each.kind in ("gather", "reduce")), start=each.start, end=each.end, label=str(each.unit),
+            Span(row=ROWS.get(each.kind, 0), start=each.start, end=each.end, label=str(each.unit),
                  kind=each.kind)
             for each in works
         ),

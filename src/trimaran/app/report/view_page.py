@@ -14,7 +14,7 @@ from trimaran.viz.figures import Bars, Lines, Matrix, Scatter, Span, Table, Time
 KINDS = ("blue", "orange", "green", "purple", "sky", "red", "brown", "yellow", "grey")
 WIDTH, ROW_HEIGHT, SCATTER_HEIGHT = 1000, 26, 360
 MAX_LABELLED = 600  # spans of a timeline that have their labels inside
-MIN_LABEL_WIDTH = 9  # of a span, in units of the picture
+LABEL_CHARACTER_WIDTH = 7  # in units of the picture
 TITLES = {"explain": "Explained", "simulate": "Simulated", "live": "Measured"}
 
 
@@ -109,12 +109,18 @@ def _svg(height: float, shapes: Sequence[Html], name: str, *, stretched: bool = 
 
 
 def _lines(figure: Lines) -> Html:
+    if figure.log_x and figure.x_unit != "bytes":  # the plots have no such axis
+        names = (figure.x_name, *(series.name for series in figure.series))
+        values = zip(*(series.values for series in figure.series), strict=True)
+        rows = [(f"{at:g}", *(show_value(each, figure.unit) for each in row))
+                for at, row in zip(figure.x, values, strict=True)]  # fmt: skip
+        return _titled(figure.title, table(names, rows))
     kinds = _kinds([series.name for series in figure.series])
     x = [math.log2(each) for each in figure.x] if figure.log_x else figure.x
     curves = [Curve(name=series.name, kind=kinds[series.name], points=_points(x, series)) for series in figure.series]
     unit = {"bytes/second": "bytes/s", "count": ""}.get(figure.unit, figure.unit)
-    plot = Plot(title=f"{figure.title} (by {figure.x_name})", unit=unit, curves=curves, may_log=figure.log_y,
-                wide=True, by_size=figure.x_unit == "bytes" and figure.log_x)  # fmt: skip
+    plot = Plot(title=figure.title, unit=unit, curves=curves, may_log=figure.log_y, wide=True, by_size=figure.log_x,
+                since=0.0 if figure.x_unit == "seconds" else None)  # fmt: skip
     return tag("div", {"class": "plots"}, draw(plot))
 
 
@@ -166,8 +172,8 @@ def _timeline(figure: Timeline) -> Html:
 def _span(figure: Timeline, span: Span, end: float, kind: str, *, is_labelled: bool) -> Iterator[Html]:
     x, width = span.start / end * WIDTH, (span.end - span.start) / end * WIDTH
     when = f"{show_value(span.start, figure.unit)} to {show_value(span.end, figure.unit)}"
-    yield _rect(kind, x, width - 0.6, 1, ROW_HEIGHT - 2, f"{span.kind} {span.label}: {when}")
-    if is_labelled and width >= MIN_LABEL_WIDTH:
+    yield _rect(kind, x, max(width - 0.6, 0.6 * width), 1, ROW_HEIGHT - 2, f"{span.kind} {span.label}: {when}")
+    if is_labelled and width > LABEL_CHARACTER_WIDTH * (len(span.label) + 0.5):
         place = {"x": round(x + width / 2, 2), "y": round(0.68 * ROW_HEIGHT, 2), "text-anchor": "middle"}
         yield tag("text", {"class": "inside", **place}, span.label)
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trimaran.app.main import main
 from trimaran.app.report.view_page import view_page
 from trimaran.app.request.viz_request import read_subject
-from trimaran.core import Mesh
+from trimaran.core import Mesh, Pipeline
 from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.parallel import build_mesh
 from trimaran.simulate.pipeline_order import pipeline_order
@@ -236,3 +236,16 @@ def test_what_a_run_measured_stands_beside_the_prediction(example: Subject) -> N
     run = RunMedians(name="x", steps=40, step_seconds=1.0, peak_bytes=float(example.prediction.peak_bytes) * 2)
     live = build_view("need", dataclasses.replace(example, run=run)).modes["live"]
     assert "off by -50.0%" in live.sentences[0]
+
+
+def test_a_pipeline_is_drawn_with_the_stages_that_a_run_measured() -> None:
+    subject = subject_of("plan.mesh.pp=2", "plan.mesh.dp_shard=4", cluster="8xH100")
+    layers = subject.job.outline.main.layers
+    times = RunMedians(name="x", steps=9, step_seconds=1.0, peak_bytes=1.0, stage_seconds=(0.1, 0.3),
+                       stage_layers=(8, layers - 8))  # fmt: skip
+    plan = subject.plan.model_copy(update={"pipeline": Pipeline(schedule="1f1b", stages=times.stage_layers)})
+    live = build_view("pipeline", dataclasses.replace(subject, plan=plan, run=times)).modes["live"]
+    (timeline,) = (each for each in live.figures if isinstance(each, Timeline))
+    first = [each for each in timeline.spans if each.label == "0"]
+    assert sum(each.end - each.start for each in first) == pytest.approx(0.4)
+    assert "should make steps" in live.sentences[1]

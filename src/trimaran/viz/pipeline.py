@@ -3,12 +3,13 @@
 from typing import get_args
 
 from trimaran.core import Plan
+from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
 from trimaran.simulate.fabric import Demands
 from trimaran.simulate.pipeline_order import Order, Schedule, pipeline_order
-from trimaran.simulate.step_costs import StageCost, StepCosts, step_costs_of
+from trimaran.simulate.step_costs import StageCost, StepCosts, step_costs_of, with_other_compute
 from trimaran.simulate.step_simulation import SimulatedStep, simulate_step
 from trimaran.viz.figures import Bars, Formula, Mode, ModeName, PlanView, Span, Timeline, ValueSeries
-from trimaran.viz.subject import Controls, Subject
+from trimaran.viz.subject import Controls, RunMedians, Subject
 
 NAME = "PipelineParallelismVisualizer"
 TITLE = "The pipeline, pass by pass"
@@ -33,6 +34,8 @@ def build(subject: Subject) -> PlanView:
         "explain": _explain(chosen, ranks, count, backward),
         "simulate": _simulate(subject),
     }
+    if subject.run is not None and plan.mesh.pp > 1:
+        modes["live"] = _live(subject, subject.run)
     return PlanView(
         name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
     )
@@ -102,6 +105,42 @@ def _simulate(subject: Subject) -> Mode:
     sentences = (f"Ranks wait {step.bubble:.1%} of the time. Stage {slowest} is the slowest.",)
     timeline = _timeline(step, f"A step of {plan.grad_accum} micro-batches, {plan.pipeline.schedule}", "seconds")
     return Mode(sentences=sentences, figures=(timeline, stages, _held(costs.order)))
+
+
+def _live(subject: Subject, run: RunMedians) -> Mode:
+    """Return the plan's schedule with the stages as the run measured them, and the cut that would be faster."""
+    costs, plan = step_costs_of(subject.job, subject.cluster, subject.plan), subject.plan
+    predicted = [each.forward + each.backward for each in costs.stages]
+    if len(run.stage_seconds) != len(predicted):
+        return Mode(sentences=("The run has not measured its stages yet.",))
+    longer = [
+        ((measured / each - 1) * stage.forward, (measured / each - 1) * stage.backward) if each else (0.0, 0.0)
+        for measured, each, stage in zip(run.stage_seconds, predicted, costs.stages, strict=True)
+    ]
+    step = simulate_step(with_other_compute(costs, longer))
+    bars = Bars(
+        title="Time of a micro-batch by stage",
+        unit="seconds",
+        categories=tuple(
+            f"stage {number} {what}" for number in range(len(predicted)) for what in ("predicted", "measured")
+        ),
+        series=(
+            ValueSeries(
+                name="forward and backward",
+                values=tuple(each for pair in zip(predicted, run.stage_seconds, strict=True) for each in pair),
+            ),
+        ),
+    )
+    sentences = [f"With the measured stages, ranks wait {step.bubble:.1%} of the time."]
+    measured = MeasuredStages(layers=run.stage_layers, seconds=run.stage_seconds)
+    best = balanced_cut(measured, plan, subject.job.outline, seq_len=subject.job.seq_len)
+    if best is not None and best.layers != run.stage_layers:
+        gain = 1 - best.step_seconds / present_cut(measured, plan).step_seconds
+        cut = ", ".join(map(str, best.layers))
+        sentences.append(f"Layers cut as {cut} should make steps {gain:.0%} shorter (plan.pipeline.stages).")
+    return Mode(
+        sentences=tuple(sentences), figures=(_timeline(step, "A step with the measured stages", "seconds"), bars)
+    )
 
 
 def _timeline(step: SimulatedStep, title: str, unit: str) -> Timeline:

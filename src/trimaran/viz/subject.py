@@ -12,7 +12,10 @@ from trimaran.viz.figures import Control
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMedians:
-    """What a run has measured so far: medians over its last steps, and the peak of its fullest rank."""
+    """What a run has measured so far: medians over its last steps, and the peak of its fullest rank.
+
+    `stage_seconds` and `stage_layers` are of the stages of a pipeline, for one micro-batch.
+    """
 
     name: str
     steps: int
@@ -20,6 +23,8 @@ class RunMedians:
     peak_bytes: float
     phases: Mapping[str, float] = field(default_factory=dict)
     comm_seconds: Mapping[str, float] = field(default_factory=dict)
+    stage_seconds: tuple[float, ...] = ()
+    stage_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,14 @@ def _measured(run: RunDirectory) -> RunMedians | None:
         peak_bytes=max(_peak(each) for each in lines),
         phases=_medians(lines, "phases"),
         comm_seconds=_medians(lines, "comm_seconds"),
+        **_stages(lines),
     )
+
+
+def _stages(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the newest times of the stages of a pipeline, which not every step has."""
+    found = [bubble for line in lines if isinstance(bubble := line.get("bubble"), dict) and bubble.get("stage_seconds")]
+    return {name: tuple(found[-1][name]) for name in ("stage_seconds", "stage_layers")} if found else {}
 
 
 def _peak(line: Mapping[str, Any]) -> float:

@@ -21,12 +21,12 @@ ViewName = Annotated[
 ]  # fmt: skip
 PlanFile = Annotated[
     str | None,
-    typer.Option("--plan", metavar="PLAN", help="A recipe, a model, or a plan.json. [default: an example]",
+    typer.Option("--plan", metavar="FILE", help="A recipe, a model, or a plan.json. [default: an example]",
                  autocompletion=complete_model_or_recipe),
 ]  # fmt: skip
 RunName = Annotated[
     str | None,
-    typer.Option("--run", metavar="RUN", help="A run, to see what it measured.", autocompletion=complete_run),
+    typer.Option("--run", metavar="NAME", help="A run, to see what it measured.", autocompletion=complete_run),
 ]
 ClusterName = Annotated[
     str | None,

@@ -24,9 +24,9 @@ from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, vi
 from trimaran.viz.collectives import OPERATIONS, collective_steps
 from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets
 from trimaran.viz.figures import Bars, Table, Timeline
-from trimaran.viz.fsdp_units import fsdp_units, gathered_bytes, shard_step, waited_seconds
 from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held
 from trimaran.viz.rank_grid import ORDER, groups_of
+from trimaran.viz.shard_timeline import gathered_blocks, gathered_bytes, shard_step, waited_seconds
 from trimaran.viz.zero_stages import bytes_of, sent_bytes
 
 GB = 1e9
@@ -153,7 +153,7 @@ def test_buckets_are_reduced_in_turn_and_carry_every_gradient() -> None:
 @pytest.mark.parametrize("reshards", [True, False])
 def test_sharded_weights_are_gathered_before_their_pass_and_as_often_as_the_formula_says(reshards: bool) -> None:
     subject = subject_of("plan.mesh.dp_shard=8", "plan.sharding=parameters", cluster="8xH100")
-    units, ring = fsdp_units(subject), ring_of(subject.cluster.levels, 8, 1)
+    units, ring = gathered_blocks(subject), ring_of(subject.cluster.levels, 8, 1)
     works = shard_step(units, ring, prefetch=1, reshards=reshards)
     moved = sum(units[each.unit].weight_bytes for each in works if each.kind == "gather") * 7 / 8
     assert moved == pytest.approx(gathered_bytes(units, 8, reshards=reshards))

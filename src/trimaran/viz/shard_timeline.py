@@ -17,7 +17,7 @@ ROWS = {"gather": 1, "reduce": 2}  # of the timeline; passes are in the first
 MAX_SHOWN_LAYERS, MAX_SHOWN_RANKS = 12, 16
 
 
-class FsdpUnit(NamedTuple):
+class GatheredBlock(NamedTuple):
     """A block whose weights are gathered together: seconds of its passes, and bytes of its weights and gradients."""
 
     forward: float
@@ -35,20 +35,20 @@ class Work(NamedTuple):
     end: float
 
 
-def fsdp_units(subject: Subject) -> list[FsdpUnit]:
+def gathered_blocks(subject: Subject) -> list[GatheredBlock]:
     """Return the layers of the first pipeline rank as units, in the order of forward."""
     stage = pipeline_times_of(subject.job, subject.cluster, subject.plan)[0]
     element_bytes = ELEMENT_BYTES[subject.plan.precision]
     gradient = float(subject.job.stack.time.parameter_bytes.gradient)
     return [
-        FsdpUnit(unit.forward, unit.backward, element_bytes * (unit.dense + unit.experts),
+        GatheredBlock(unit.forward, unit.backward, element_bytes * (unit.dense + unit.experts),
                  gradient * (unit.trained_dense + unit.trained_experts))
         for unit in stage.units[:-1]
         for _ in range(unit.count)
     ]  # fmt: skip
 
 
-def shard_step(units: Sequence[FsdpUnit], ring: Ring, *, prefetch: int, reshards: bool) -> list[Work]:
+def shard_step(units: Sequence[GatheredBlock], ring: Ring, *, prefetch: int, reshards: bool) -> list[Work]:
     """Return what happens in a step: passes on the device, gathers on one stream and reductions on another.
 
     A gather begins when the one before is done and the pass `prefetch` units before it begins. A pass begins when its
@@ -84,7 +84,7 @@ def waited_seconds(works: Sequence[Work]) -> float:
     return max(each.end for each in works) - busy
 
 
-def gathered_bytes(units: Sequence[FsdpUnit], ranks: int, *, reshards: bool) -> float:
+def gathered_bytes(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool) -> float:
     """Return what a rank receives in a step: weights for forward and, unless they are kept, for backward."""
     whole = sum(each.weight_bytes for each in units)
     again = whole - units[-1].weight_bytes if reshards and units else 0.0
@@ -99,7 +99,7 @@ def build(subject: Subject) -> PlanView:
     prefetch = controls.whole("prefetch", "units that are gathered ahead", plan.comm.prefetch, least=1, most=64)
     usual = "no" if plan.comm.reshard == "never" else "yes"
     reshards = controls.choice("reshard", "weights are freed after forward", usual, ("yes", "no")) == "yes"
-    units = fsdp_units(subject)
+    units = gathered_blocks(subject)
     ring = ring_of(subject.cluster.levels, ranks, plan.mesh.tp)
     modes: dict[ModeName, Mode] = {
         "explain": _explain(units, ranks, reshards=reshards),
@@ -110,7 +110,7 @@ def build(subject: Subject) -> PlanView:
     )
 
 
-def _explain(units: Sequence[FsdpUnit], ranks: int, *, reshards: bool) -> Mode:
+def _explain(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool) -> Mode:
     whole = sum(each.weight_bytes for each in units)
     passes = "2" if reshards else "1"
     formulas = (
@@ -141,7 +141,7 @@ def _explain(units: Sequence[FsdpUnit], ranks: int, *, reshards: bool) -> Mode:
     return Mode(formulas=formulas, figures=(matrix,))
 
 
-def _simulate(units: Sequence[FsdpUnit], ring: Ring, *, prefetch: int, reshards: bool) -> Mode:
+def _simulate(units: Sequence[GatheredBlock], ring: Ring, *, prefetch: int, reshards: bool) -> Mode:
     works = shard_step(units, ring, prefetch=prefetch, reshards=reshards)
     timeline = Timeline(
         title="A micro-batch",
@@ -168,7 +168,7 @@ def _simulate(units: Sequence[FsdpUnit], ring: Ring, *, prefetch: int, reshards:
 
 
 def _held_over_time(
-    units: Sequence[FsdpUnit], works: Sequence[Work], ranks: int, *, reshards: bool
+    units: Sequence[GatheredBlock], works: Sequence[Work], ranks: int, *, reshards: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return moments and the bytes of weights that a rank holds then: its shards, and gathered layers."""
     changes = []

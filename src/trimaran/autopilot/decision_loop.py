@@ -289,7 +289,7 @@ class DecisionLoop:
             self._write(decision)
 
     def _returns(self, baseline: Baseline, settings: Mapping[str, Any]) -> Iterable[Proposal]:
-        """Yield the way back to what the run had before its steps became longer, if they are clearly shorter again.
+        """Yield the patch that restores the plan before the steps became longer, if they are clearly shorter again.
 
         What a step took then is known: no cost model is needed.
         """

@@ -213,6 +213,9 @@ def test_strategies_name_the_planners_choice_and_each_plan_once(example: Subject
         (["zero", "--with", "ranks"], "V002"),
         (["zero", "--with", "color=red"], "V003"),
         (["zero", "--plan", "tiny", "--run", "x"], "V004"),
+        (["zero", "--run", "no-such-run"], "D001"),
+        (["zero", "--html", "/no/such/folder/page.html"], "A020"),
+        (["zero", "--html", "README.md"], "A020"),
     ],
 )
 def test_mistakes_are_named(options: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,9 @@ def viz(  # noqa: PLR0913  (the options of a command)
     view = build_view(name, read_subject(plan, run, cluster, settings or [], controls or []))
     if html is not None:
         from trimaran.app.report.view_page import view_page
+        from trimaran.app.report.write_page import write_page
 
-        html.write_text(view_page(view), encoding="utf-8")
+        write_page(html, view_page(view), option="--html")
     if as_json:
         answer: dict[str, Any] = view_as_dict(view)
         typer.echo(json.dumps(answer))

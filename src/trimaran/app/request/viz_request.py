@@ -23,11 +23,12 @@ def read_subject(
     if plan is not None and run is not None:
         raise UserError("V004", "a view is of a plan or of a run, not of both", where="--plan, --run",
                         fix="leave one of them out")  # fmt: skip
-    what = run or plan
+    directory = find_run(run) if run is not None else None
+    what = str(directory.path) if directory is not None else plan
     if what is None and not settings:
         what, cluster = EXAMPLE["what"], cluster or EXAMPLE["cluster"]
     request = read_simulate_request(what, {"cluster": cluster}, settings)
-    measured = _measured(find_run(run)) if run is not None else None
+    measured = _measured(directory) if directory is not None else None
     return Subject(
         question=request.question,
         cluster=request.cluster,

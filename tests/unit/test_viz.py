@@ -48,7 +48,7 @@ def figures(view: Any, mode: str, kind: type) -> list[Any]:
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_every_view_is_json_and_one_page_that_fetches_nothing(example: Subject, name: str) -> None:
     view = build_view(name, example)
-    assert VIEWS[view.name] is SHORT_NAMES[name].build
+    assert VIEWS[view.name] is SHORT_NAMES[name]
     tree = json.loads(json.dumps(view_as_dict(view)))
     assert tree["question"].endswith("?")
     assert tree["modes"]

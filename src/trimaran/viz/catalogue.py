@@ -1,6 +1,6 @@
 """All views by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 
 from trimaran.core import UserError, did_you_mean
@@ -17,9 +17,8 @@ from trimaran.viz import (
     zero_stages,
 )
 from trimaran.viz.figures import PlanView
-from trimaran.viz.subject import Subject
+from trimaran.viz.subject import Controls, Subject
 
-Builder = Callable[[Subject], PlanView]
 SHORT_NAMES: Mapping[str, ModuleType] = {
     "need": memory_need,
     "strategies": strategies,
@@ -32,13 +31,13 @@ SHORT_NAMES: Mapping[str, ModuleType] = {
     "mesh": rank_grid,
     "collectives": collectives,
 }
-VIEWS: Mapping[str, Builder] = {module.NAME: module.build for module in SHORT_NAMES.values()}
+VIEWS: Mapping[str, ModuleType] = {module.NAME: module for module in SHORT_NAMES.values()}
 
 
-def find_view(name: str) -> Builder:
+def find_view(name: str) -> ModuleType:
     """Return the view with this name, long or short; raise UserError if there is none."""
     if name in SHORT_NAMES:
-        return SHORT_NAMES[name].build
+        return SHORT_NAMES[name]
     if name in VIEWS:
         return VIEWS[name]
     known = (*SHORT_NAMES, *VIEWS)
@@ -47,4 +46,15 @@ def find_view(name: str) -> Builder:
 
 
 def build_view(name: str, subject: Subject) -> PlanView:
-    return find_view(name)(subject)
+    """Return the view with this name of `subject`. Each module has the texts of its view, and computes its modes."""
+    module = find_view(name)
+    controls = Controls(subject, module.NAME)
+    modes = module.modes_of(subject, controls)
+    return PlanView(
+        name=module.NAME,
+        title=module.TITLE,
+        question=module.QUESTION,
+        about=subject.about,
+        modes=modes,
+        controls=controls.done(),
+    )

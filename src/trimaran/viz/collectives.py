@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.viz.figures import Formula, Lines, Matrix, Mode, ModeName, PlanView, ValueSeries
+from trimaran.viz.figures import Formula, Lines, Matrix, Mode, ModeName, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "CollectiveCommunicationPrimitives"
@@ -98,9 +98,8 @@ def _tree_rounds(operation: str, ranks: int) -> list[Round]:
     return down if operation == "broadcast" else up + down
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: the steps of one collective, and its time by size on the subject's links."""
-    controls = Controls(subject, NAME)
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the steps of one collective, and its time by size on the subject's links."""
     operation = controls.choice("operation", "operation", "all-reduce", OPERATIONS)
     can_tree = operation in ("all-reduce", "broadcast")
     algorithm = controls.choice("algorithm", "algorithm", "ring", ALGORITHMS if can_tree else ("ring",))
@@ -110,9 +109,7 @@ def build(subject: Subject) -> PlanView:
         "explain": _explain(operation, algorithm, ranks, size),
         "simulate": _simulate(subject, operation),
     }
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return modes
 
 
 def _explain(operation: str, algorithm: str, ranks: int, size: float) -> Mode:

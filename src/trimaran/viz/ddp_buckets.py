@@ -6,7 +6,7 @@ from typing import NamedTuple
 from trimaran.core import show_seconds
 from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.cost.step_time import pipeline_times_of
-from trimaran.viz.figures import Formula, Lines, Mode, ModeName, PlanView, Span, Table, Timeline, ValueSeries
+from trimaran.viz.figures import Formula, Lines, Mode, ModeName, Span, Table, Timeline, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DDPCommunicationFlow"
@@ -67,9 +67,9 @@ def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) 
     return max(0.0, max((each.end for each in buckets), default=0.0) - sum(block.seconds for block in blocks))
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: one bucket after the other beside backward, and what another size would expose."""
-    controls, plan = Controls(subject, NAME), subject.plan
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: one bucket after the other beside backward, and what another size would expose."""
+    plan = subject.plan
     size = controls.number("bucket_mb", "MiB of gradients in a bucket", plan.comm.bucket_mb, least=0.1, most=1e5)
     default = max(2, plan.mesh.data)
     ranks = controls.whole("ranks", "ranks with the same weights", default, least=2, most=1 << 16)
@@ -87,9 +87,7 @@ def build(subject: Subject) -> PlanView:
     }
     if subject.run is not None:
         modes["live"] = _live(subject)
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return modes
 
 
 def _explain(blocks: Sequence[BackwardBlock], size: float, ring: Ring) -> Mode:

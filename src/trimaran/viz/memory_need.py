@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
 from trimaran.planner.least_memory import fits_on, resized_cluster, smallest_cluster
-from trimaran.viz.figures import Bars, Formula, Mode, ModeName, PlanView, Table, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DistributedTrainingNeedVisualizer"
@@ -13,9 +13,8 @@ PARAMETER_TERMS = ("weights", "masters", "gradients", "optimizer")
 DAY_SECONDS = 86400.0
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: explained for one device, simulated for the plan, live for a run."""
-    controls = Controls(subject, NAME)
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: explained for one device, simulated for the plan, live for a run."""
     rows = controls.whole("micro_batch", "sequences at once on one device", 1, least=1, most=4096)
     tokens = controls.number(
         "tokens", "tokens to train on", 20 * subject.job.outline.num_parameters, least=1, most=1e16
@@ -29,9 +28,7 @@ def build(subject: Subject) -> PlanView:
     }
     if subject.run is not None:
         modes["live"] = _live(subject)
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return modes
 
 
 def _explain(subject: Subject, one: Prediction, rows: int) -> Mode:

@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, UserError, show_bytes
 from trimaran.planner import check_plan
-from trimaran.viz.figures import Bars, Formula, Mode, ModeName, PlanView, Table, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DeepSpeedOffloadFlow"
@@ -17,15 +17,12 @@ MOVES = {
 }
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: the time to copy states over PCIe, and the plan with each kind of offload."""
-    controls, cluster = Controls(subject, NAME), subject.cluster
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the time to copy states over PCIe, and the plan with each kind of offload."""
+    cluster = subject.cluster
     usual = cluster.device.pcie_bandwidth / 1e9
     bandwidth = 1e9 * controls.number("pcie", "GB/s of PCIe in one direction", usual, least=0.1, most=1e4)
-    modes: dict[ModeName, Mode] = {"explain": _explain(subject, bandwidth), "simulate": _simulate(subject)}
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return {"explain": _explain(subject, bandwidth), "simulate": _simulate(subject)}
 
 
 def plans_by_offload(subject: Subject) -> dict[str, Plan]:

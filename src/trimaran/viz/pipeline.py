@@ -8,7 +8,7 @@ from trimaran.simulate.fabric import Demands
 from trimaran.simulate.pipeline_order import Order, Schedule, pipeline_order
 from trimaran.simulate.step_costs import StageCost, StepCosts, step_costs_of, with_other_compute
 from trimaran.simulate.step_simulation import SimulatedStep, simulate_step
-from trimaran.viz.figures import Bars, Formula, Mode, ModeName, PlanView, Span, Timeline, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Span, Timeline, ValueSeries
 from trimaran.viz.subject import Controls, RunMedians, Subject
 
 NAME = "PipelineParallelismVisualizer"
@@ -21,9 +21,9 @@ MAX_SPANS = 4096
 MAX_EXPLAINED = 16  # micro-batches of the first picture, unless more are asked for
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: equal stages in units of one forward, the plan's stages by the cost model, and a run's."""
-    plan, controls = subject.plan, Controls(subject, NAME)
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: equal stages in units of one forward, the plan's stages by the cost model, and a run's."""
+    plan = subject.plan
     schedule = controls.choice("schedule", "schedule", plan.pipeline.schedule, SCHEDULES)
     ranks = controls.whole("ranks", "ranks of the pipeline", plan.mesh.pp if plan.mesh.pp > 1 else 4, least=2, most=64)
     default = min(plan.grad_accum, MAX_EXPLAINED) if plan.mesh.pp > 1 else 8
@@ -36,9 +36,7 @@ def build(subject: Subject) -> PlanView:
     }
     if subject.run is not None and plan.mesh.pp > 1:
         modes["live"] = _live(subject, subject.run)
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return modes
 
 
 def equal_stages(schedule: Schedule, ranks: int, micro_batches: int, backward: float) -> StepCosts:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Mesh
 from trimaran.cost.collective import ring_of
-from trimaran.viz.figures import Matrix, Mode, ModeName, PlanView, Table
+from trimaran.viz.figures import Matrix, Mode, ModeName, Table
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "ThreeDParallelismVisualizer"
@@ -40,17 +40,14 @@ def groups_of(mesh: Mesh, axis: str) -> list[list[int]]:
     return list(groups.values())
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: which rank is where, coloured by one axis."""
-    controls, mesh = Controls(subject, NAME), subject.plan.mesh
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: which rank is where, coloured by one axis."""
+    mesh = subject.plan.mesh
     degrees = {axis: controls.whole(axis, MEANINGS[axis], getattr(mesh, axis), least=1, most=1024) for axis in ORDER}
     used = [axis for axis in ORDER if degrees[axis] > 1] or ["dp_replicate"]
     colored = controls.choice("color", "axis that is coloured", used[-1], tuple(used))
     drawn = Mesh(**degrees)
-    modes: dict[ModeName, Mode] = {"explain": _explain(subject, drawn, colored)}
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return {"explain": _explain(subject, drawn, colored)}
 
 
 def _explain(subject: Subject, mesh: Mesh, colored: str) -> Mode:

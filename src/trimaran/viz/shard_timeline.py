@@ -7,7 +7,7 @@ from trimaran.core import show_bytes
 from trimaran.cost.collective import Ring, all_gather_seconds, ring_of
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.step_time import pipeline_times_of
-from trimaran.viz.figures import Formula, Lines, Matrix, Mode, ModeName, PlanView, Span, Timeline, ValueSeries
+from trimaran.viz.figures import Formula, Lines, Matrix, Mode, ModeName, Span, Timeline, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "FSDPShardingVisualizer"
@@ -91,9 +91,9 @@ def gathered_bytes(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool
     return (whole + again) * (ranks - 1) / ranks
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: who holds which shard, and gathers, passes and reductions over time."""
-    controls, plan = Controls(subject, NAME), subject.plan
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: who holds which shard, and gathers, passes and reductions over time."""
+    plan = subject.plan
     default = plan.mesh.shards if plan.mesh.shards > 1 else max(2, plan.mesh.dp)
     ranks = controls.whole("ranks", "ranks that share the weights", default, least=2, most=1 << 16)
     prefetch = controls.whole("prefetch", "units that are gathered ahead", plan.comm.prefetch, least=1, most=64)
@@ -105,9 +105,7 @@ def build(subject: Subject) -> PlanView:
         "explain": _explain(units, ranks, reshards=reshards),
         "simulate": _simulate(units, ring, prefetch=prefetch, reshards=reshards),
     }
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return modes
 
 
 def _explain(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool) -> Mode:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from trimaran.core import Plan, show_bytes, show_seconds
 from trimaran.planner import search
-from trimaran.viz.figures import Mode, ModeName, PlanView, Point, Scatter, Table
+from trimaran.viz.figures import Mode, ModeName, Point, Scatter, Table
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "ParallelismStrategyComparison"
@@ -22,14 +22,10 @@ WAYS = (
 )  # fmt: skip
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: the best plan of each mesh, and the plans that lost with the reason."""
-    controls = Controls(subject, NAME)
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the best plan of each mesh, and the plans that lost with the reason."""
     count = controls.whole("plans", "plans to show", 12, least=1, most=64)
-    modes: dict[ModeName, Mode] = {"explain": _explain(), "simulate": _simulate(subject, count)}
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return {"explain": _explain(), "simulate": _simulate(subject, count)}
 
 
 def _explain() -> Mode:

@@ -5,7 +5,7 @@ from trimaran.cost.collective import all_gather_seconds, ring_of
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.models import OutlineLayer
 from trimaran.models.outline import linears_of
-from trimaran.viz.figures import Bars, Formula, Mode, ModeName, PlanView, Table, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "TensorParallelismVisualizer"
@@ -15,14 +15,11 @@ SPLITS = {"outputs": "columns", "inputs": "rows", "nothing": "whole"}
 DEGREES = (1, 2, 4, 8, 16)
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: the split of every linear of a block, and the traffic by degree."""
-    controls, plan = Controls(subject, NAME), subject.plan
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the split of every linear of a block, and the traffic by degree."""
+    plan = subject.plan
     tp = controls.whole("tp", "ranks that split each matrix", plan.mesh.tp if plan.mesh.tp > 1 else 2, least=1, most=64)
-    modes: dict[ModeName, Mode] = {"explain": _explain(subject, tp), "simulate": _simulate(subject)}
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return {"explain": _explain(subject, tp), "simulate": _simulate(subject)}
 
 
 def layers_of(subject: Subject) -> list[tuple[str, OutlineLayer]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trimaran.core import Plan, show_bytes, show_count
 from trimaran.planner.memory_ladder import SHARDING_ORDER
-from trimaran.viz.figures import Bars, Formula, Lines, Mode, ModeName, PlanView, Table, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DeepSpeedZeROStages"
@@ -35,9 +35,8 @@ def sent_bytes(stage: int, parameters: float, ranks: int) -> float:
     return rounds * WEIGHT_BYTES * parameters * (ranks - 1) / ranks
 
 
-def build(subject: Subject) -> PlanView:
-    """Return the view: the usual arithmetic, our trainer by the cost model, and what a run measured."""
-    controls = Controls(subject, NAME)
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the usual arithmetic, our trainer by the cost model, and what a run measured."""
     ranks = controls.whole("ranks", "data ranks", max(2, subject.plan.mesh.dp), least=1, most=MAX_RANKS)
     billions = subject.job.outline.num_parameters / 1e9
     parameters = 1e9 * controls.number("parameters", "billions of parameters", billions, least=1e-6, most=1e5)
@@ -47,9 +46,7 @@ def build(subject: Subject) -> PlanView:
     }
     if subject.run is not None:
         modes["live"] = _live(subject)
-    return PlanView(
-        name=NAME, title=TITLE, question=QUESTION, about=subject.about, modes=modes, controls=controls.done()
-    )
+    return modes
 
 
 def _explain(parameters: float, ranks: int, limit: float) -> Mode:

@@ -159,6 +159,23 @@ class PlanView:
     controls: tuple[Control, ...] = ()
 
 
+def stacked_bars(
+    title: str, unit: Unit, parts: Mapping[str, Mapping[str, float]], limits: Mapping[str, float] | None = None
+) -> Bars:
+    """Return one bar for each entry of `parts`, which has the terms of the bar by name."""
+    terms = dict.fromkeys(term for each in parts.values() for term in each)
+    return Bars(
+        title=title,
+        unit=unit,
+        categories=tuple(parts),
+        series=tuple(
+            ValueSeries(name=term, values=tuple(float(each.get(term, 0.0)) for each in parts.values()))
+            for term in terms
+        ),
+        limits=limits or {},
+    )
+
+
 def view_as_dict(view: PlanView) -> dict[str, Any]:
     """Return a view as JSON values; each figure says its kind."""
     tree = asdict(view)

@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
 from trimaran.planner.least_memory import fits_on, resized_cluster, smallest_cluster
-from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries, stacked_bars
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DistributedTrainingNeedVisualizer"
@@ -106,17 +106,9 @@ def _live(subject: Subject) -> Mode:
 
 def _bars(subject: Subject, predictions: dict[str, Prediction]) -> Bars:
     """Return one stacked bar for each prediction; the terms of a bar add up to its peak."""
-    terms = dict.fromkeys(term for each in predictions.values() for term in each.memory)
-    return Bars(
-        title="Peak memory of a device",
-        unit="bytes",
-        categories=tuple(predictions),
-        series=tuple(
-            ValueSeries(name=term, values=tuple(float(each.memory.get(term, 0)) for each in predictions.values()))
-            for term in terms
-        ),
-        limits={subject.cluster.device.name: float(subject.cluster.device.memory_bytes)},
-    )
+    memory = {name: each.memory for name, each in predictions.items()}
+    limits = {subject.cluster.device.name: float(subject.cluster.device.memory_bytes)}
+    return stacked_bars("Peak memory of a device", "bytes", memory, limits)
 
 
 def _verdict(prediction: Prediction, memory: float) -> str:

@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, UserError, show_bytes
 from trimaran.planner import check_plan
-from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
+from trimaran.viz.figures import Formula, Mode, ModeName, Table, stacked_bars
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DeepSpeedOffloadFlow"
@@ -65,28 +65,10 @@ def _simulate(subject: Subject) -> Mode:
     predictions = {kind: subject.predict(plan) for kind, plan in plans_by_offload(subject).items()}
     if len(predictions) < 2:
         return Mode(sentences=("This plan cannot offload anything.",))
-    terms = dict.fromkeys(term for each in predictions.values() for term in each.time)
-    seconds = Bars(
-        title="Time of a step",
-        unit="seconds",
-        categories=tuple(predictions),
-        series=tuple(
-            ValueSeries(name=term, values=tuple(float(each.time.get(term, 0.0)) for each in predictions.values()))
-            for term in terms
-        ),
-    )
-    memory = Bars(
-        title="Memory of a device",
-        unit="bytes",
-        categories=tuple(predictions),
-        series=(ValueSeries(name="needed", values=tuple(float(each.device_bytes) for each in predictions.values())),),
-        limits={subject.cluster.device.name: float(subject.cluster.device.memory_bytes)},
-    )
-    pinned = Bars(
-        title="Pinned memory of a host",
-        unit="bytes",
-        categories=tuple(predictions),
-        series=(ValueSeries(name="pinned", values=tuple(float(each.host_bytes) for each in predictions.values())),),
-        limits={"host": float(subject.cluster.host_bytes)},
-    )
+    seconds = stacked_bars("Time of a step", "seconds", {kind: each.time for kind, each in predictions.items()})
+    needed = {kind: {"needed": each.device_bytes} for kind, each in predictions.items()}
+    limits = {subject.cluster.device.name: float(subject.cluster.device.memory_bytes)}
+    memory = stacked_bars("Memory of a device", "bytes", needed, limits)
+    held = {kind: {"pinned": each.host_bytes} for kind, each in predictions.items()}
+    pinned = stacked_bars("Pinned memory of a host", "bytes", held, {"host": float(subject.cluster.host_bytes)})
     return Mode(figures=(seconds, memory, pinned))

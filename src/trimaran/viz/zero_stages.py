@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trimaran.core import Plan, show_bytes, show_count
 from trimaran.planner.memory_ladder import SHARDING_ORDER
-from trimaran.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries
+from trimaran.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, stacked_bars
 from trimaran.viz.subject import Controls, Subject
 
 NAME = "DeepSpeedZeROStages"
@@ -111,27 +111,11 @@ def _simulate(subject: Subject) -> Mode:
     plans = _stage_plans(subject)
     if not plans:
         return Mode(sentences=("The plan has a single data rank: there is nothing to shard.",))
-    predictions = [subject.predict(plan) for _, plan in plans]
-    terms = dict.fromkeys(term for each in predictions for term in each.memory)
-    bars = Bars(
-        title="Peak memory of a rank in our trainer",
-        unit="bytes",
-        categories=tuple(name for name, _ in plans),
-        series=tuple(
-            ValueSeries(name=term, values=tuple(float(each.memory.get(term, 0)) for each in predictions))
-            for term in terms
-        ),
-        limits={subject.cluster.device.name: float(subject.cluster.device.memory_bytes)},
-    )
-    seconds = Bars(
-        title="Time of a step",
-        unit="seconds",
-        categories=tuple(name for name, _ in plans),
-        series=tuple(
-            ValueSeries(name=term, values=tuple(float(each.time.get(term, 0)) for each in predictions))
-            for term in dict.fromkeys(term for each in predictions for term in each.time)
-        ),
-    )
+    predictions = {name: subject.predict(plan) for name, plan in plans}
+    memory = {name: each.memory for name, each in predictions.items()}
+    limits = {subject.cluster.device.name: float(subject.cluster.device.memory_bytes)}
+    bars = stacked_bars("Peak memory of a rank in our trainer", "bytes", memory, limits)
+    seconds = stacked_bars("Time of a step", "seconds", {name: each.time for name, each in predictions.items()})
     now = SHARDING_ORDER.index(subject.plan.sharding)
     return Mode(
         sentences=(f"The plan uses {STAGES[now]} (`sharding: {subject.plan.sharding}`).",), figures=(bars, seconds)

@@ -35,11 +35,11 @@ GRID_STEPS, WARM_STEPS, LAST_STEPS = 16, 6, 12
 QUIET_STEPS = 60  # without a decision, after which the run is stopped
 HELD_FRACTION = 0.5
 HOLD = """
-import sys, time, torch
+import sys, torch
 free, total = torch.cuda.mem_get_info()
 held = torch.empty(int(float(sys.argv[1]) * total), dtype=torch.uint8, device="cuda")
 print("held", flush=True)
-time.sleep(3600)
+sys.stdin.read()  # ends with the process that started this one
 """
 
 
@@ -126,7 +126,8 @@ def held_memory(fraction: float) -> Iterator[None]:
     if not fraction:
         yield
         return
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(fraction)], stdout=subprocess.PIPE) as process:
+    command, pipe = [sys.executable, "-c", HOLD, str(fraction)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:

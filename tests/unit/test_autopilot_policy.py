@@ -150,6 +150,20 @@ def test_a_kept_change_is_taken_back_only_if_steps_became_longer_and_only_once()
     assert decide(situation(RECOMPUTE, decisions=[kept, back, forth], baseline=slower)) is None
 
 
+def test_where_the_cost_model_was_wrong_other_values_of_the_field_are_worth_a_trial() -> None:
+    smaller = proposal({"plan.micro_batch": 8, "plan.grad_accum": 2}, -0.1, is_in_place=True)
+    expected, patch = {"gain": 0.4, "uncertainty": 0.2}, {"plan.micro_batch": 16, "plan.grad_accum": 1}
+    settings = SETTINGS | patch
+    as_predicted = decision(patch, "kept", seconds=0.6, expected=expected)
+    assert decide(situation(smaller, settings=settings, steps_left=400, decisions=[as_predicted])) is None
+    worse = decision(patch, "kept", seconds=0.85, expected=expected)
+    tried = decide(situation(smaller, settings=settings, steps_left=400, decisions=[worse]))
+    assert tried is not None
+    assert (tried.patch, tried.uncertainty) == (smaller.patch, pytest.approx(0.25))
+    of_another_field = decision({"plan.recompute": "none"}, "kept", seconds=0.85, expected=expected)
+    assert decide(situation(smaller, settings=settings, steps_left=400, decisions=[of_another_field])) is None
+
+
 def test_memory_that_is_about_to_run_out_comes_first_whatever_it_costs() -> None:
     saving = proposal({"plan.micro_batch": 1, "plan.grad_accum": 16}, -0.1, saves_memory=True, peak_ratio=0.6)
     costly = proposal({"plan.offload": "optimizer"}, -0.4, saves_memory=True, peak_ratio=0.5)

@@ -77,7 +77,7 @@ def test_the_largest_part_of_an_odd_vocabulary_counts() -> None:
     (part,) = parts_of(outline, plan, seq_len=64)
     assert (part.embedding, part.head) == (10_668 * TINY.hidden, 10_668 * TINY.hidden)
     job = Job(outline=outline, seq_len=64)
-    assert head_memory(memory_inputs_of(job, H100, plan), part).logits == pytest.approx(10 * 64 * 10_668)
+    assert head_memory(memory_inputs_of(job, H100, plan), part).logits == pytest.approx(8 * 64 * 10_668)  # in fp32
 
 
 @pytest.mark.parametrize(("sharding", "shards"), [("none", 1), ("parameters", 4)])

@@ -8,8 +8,9 @@ import benchmarks
 from benchmarks.rehearsals import with_prediction
 
 LINES = [json.loads(line) for line in (Path(benchmarks.__path__[0]) / "h200_rehearsals.jsonl").read_text().splitlines()]
-# Stages whose micro-batches wait for their weight gradients, or for the other stages of the rank; and one other.
-KNOWN_PEAK_ERRORS = {"pp4-8b-zero-bubble": 0.18, "pp4-8b-interleaved": 0.08, "tp4-fsdp8-70b-full": 0.06}
+# Stages whose micro-batches wait for their weight gradients, or for the other stages of the rank; and two others.
+KNOWN_PEAK_ERRORS = {"pp4-8b-zero-bubble": 0.18, "pp4-8b-interleaved": 0.08, "tp4-fsdp8-70b-full": 0.06,
+                     "tp8-pp4-70b-first": 0.06}  # fmt: skip
 
 
 def test_peaks_and_compute_of_rehearsed_ranks_are_predicted() -> None:
@@ -19,5 +20,5 @@ def test_peaks_and_compute_of_rehearsed_ranks_are_predicted() -> None:
     assert {name for name, error in peaks.items() if error > KNOWN_PEAK_ERRORS.get(name, 0.03)} == set()
     assert median(peaks.values()) < 0.01
     compute = sorted(abs(error["compute"]) for error in errors.values())
-    assert median(compute) < 0.08
-    assert compute[-1] < 0.21
+    assert median(compute) < 0.05
+    assert compute[-1] < 0.09

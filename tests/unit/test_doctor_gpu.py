@@ -15,6 +15,7 @@ from tests.runs import finished_run
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.status_lines import status_lines
 from trimaran.core import Finding, Plan, parse_recipe
+from trimaran.doctor.device_memory import usable_bytes
 from trimaran.doctor.evidence import Evidence, read_planner_inputs
 from trimaran.doctor.rules.health import RULES
 from trimaran.run import append_line
@@ -26,18 +27,23 @@ NAME = "GPU 0 of vm"
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 
 
-def health_findings(samples: list[dict[str, Any]], steps: Sequence[dict[str, Any]] = ()) -> list[Finding]:
-    """Return the findings of the health rules for these samples and steps of a 1B model."""
+def evidence_of(samples: list[dict[str, Any]], steps: Sequence[dict[str, Any]] = ()) -> Evidence:
+    """Return the evidence of these samples and steps of a 1B model."""
     settings = ["cluster=1xH200", "model.preset=llama-3.2-1b", "data.seq_len=4096", "train.global_batch=4"]
     recipe = parse_recipe("", name="test", overrides=settings)
     plan = Plan(micro_batch=4, precision="bf16", compile=True, loss="fused")
-    evidence = Evidence(
+    return Evidence(
         recipe=recipe,
         plan=plan,
         samples=tuple(samples),
         steps=tuple(steps),
         planner_inputs=cache(lambda: read_planner_inputs(recipe, plan)),
     )
+
+
+def health_findings(samples: list[dict[str, Any]], steps: Sequence[dict[str, Any]] = ()) -> list[Finding]:
+    """Return the findings of the health rules for these samples and steps of a 1B model."""
+    evidence = evidence_of(samples, steps)
     return [each for rule in RULES for each in rule(evidence)]
 
 
@@ -124,6 +130,8 @@ def test_a_device_filled_by_another_process_is_reported() -> None:
     assert found.verdict.endswith("96%, and other processes hold 101.4 GiB of that")
     assert "other processes on the device" in found.fix
     assert found.patch
+    usable = usable_bytes(evidence_of(crowded, steps))
+    assert usable == pytest.approx(memory["total"] - 101.4 * 2**30, rel=0.001)
     assert full([*crowded[:18], *SAMPLES[18:]]) == []  # the other process has exited
     later = [each | {"time": each["time"] + 3600} for each in crowded]
     assert full(later) == []  # the other process came after the run

@@ -17,7 +17,7 @@ from typing import Any
 
 from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
-from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION
+from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION, fits
 from trimaran.autopilot.proposal import Patch, Proposal, settings_of
 from trimaran.autopilot.propose_changes import best_layout, proposals_of
 from trimaran.autopilot.propose_nodes import without_slow_node
@@ -26,6 +26,7 @@ from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
+from trimaran.doctor.device_memory import usable_bytes
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, read_evidence
 from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
@@ -169,6 +170,8 @@ class Controller:
         began = time.thread_time()
         evidence = self._evidence(baseline)
         limit, peak = self._memory_limit, max((each.get("peak_bytes") or 0 for each in evidence.steps), default=0)
+        if limit is not None:  # other processes may hold a part of the device
+            limit = min(limit, usable_bytes(evidence) or limit)
         is_near = limit is not None and peak > GROWING_MEMORY_FRACTION * limit
         key, priced = self.plan.model_dump_json(), self._with_measured_links(evidence)
         if key not in self._layouts:
@@ -178,6 +181,8 @@ class Controller:
         settings = self._settings()
         rows = rows_by_speed(evidence, settings)
         found += [*rows, *without_slow_node(evidence, settings, instead=rows)]
+        if limit is not None:
+            found = [each for each in found if fits(each, peak, limit)]
         took = time.thread_time() - began
         mode = self.recipe.autopilot.mode
         if mode in MAX_CPU_FRACTION and self.loop.trial is None:

@@ -139,16 +139,20 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
 
     The gain is taken as normally distributed. Only gains that a trial can show are kept, so only those count.
     """
+    proposal = replace(proposal, uncertainty=max(proposal.uncertainty, seen_error(proposal, situation.decisions)))
     before, seconds = situation.baseline, situation.baseline.step_seconds
     most = max_trial_steps(situation.steps_left)
     # More steps before the change can be measured first, at no cost.
     measured = replace(before, steps=max(before.steps, most))
     shown = max(MIN_GAIN, smallest_gain_to_show(measured, most, confidence=LOOK_CONFIDENCE))
     kept_gain, kept_chance = _gain_above(shown, proposal)
-    needed = steps_to_show(max(proposal.gain, shown), measured, confidence=LOOK_CONFIDENCE)
+    if_kept = max(proposal.gain, shown, kept_gain / max(kept_chance, 1e-6))
+    needed = steps_to_show(if_kept, measured, confidence=LOOK_CONFIDENCE)
     window = max(MIN_WINDOW_STEPS, min(most, needed))
     pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
-    loss = _loss(proposal) * (window + settle) * seconds
+    worse = _loss(proposal)
+    noticed = steps_to_show(max(worse, shown), measured, confidence=LOOK_CONFIDENCE)  # then the trial is over
+    loss = worse * (max(MIN_HARM_STEPS, min(window, noticed)) + settle) * seconds
     cost = pause * (2 - kept_chance) + loss + proposal.first_step_seconds
     rest = situation.steps_left - WINDOWS_OF_A_TRIAL * (window + settle)  # one that is too late cannot pay
     saved = kept_gain * seconds * max(0.0, rest)
@@ -161,6 +165,19 @@ def baseline_steps_needed(proposal: Proposal, situation: Situation) -> int:
     most, endless = max_trial_steps(situation.steps_left), replace(situation.baseline, steps=10**9)
     alone = steps_to_show(max(proposal.gain, 2 * MIN_GAIN), endless, confidence=LOOK_CONFIDENCE)
     return math.ceil(min(2 * alone, most))
+
+
+def seen_error(proposal: Proposal, decisions: Sequence[Decision]) -> float:
+    """Return by how much the gain of earlier changes of the same fields differed from the predicted one, at most.
+
+    Where the cost model was wrong about a field, its other values may be better than it says, and are worth a trial.
+    """
+    kind = kind_of(proposal.patch)
+    if proposal.is_measured:
+        return 0.0
+    gains = [(each.expected, each.measured or {}) for each in decisions if kind_of(each.patch) == kind]
+    known = [(then, now) for then, now in gains if "gain" in then and "gain" in now]
+    return max((abs(now["gain"] - then["gain"]) for then, now in known), default=0.0)
 
 
 def _gain_above(least: float, proposal: Proposal) -> tuple[float, float]:
@@ -177,6 +194,11 @@ def _loss(proposal: Proposal) -> float:
     return max(0.0, mean * NORMAL.cdf(mean / deviation) + deviation * NORMAL.pdf(mean / deviation))
 
 
+def fits(proposal: Proposal, peak: float, limit: float) -> bool:
+    """Return whether the changed plan fits into `limit` bytes, or needs no more memory than the present one."""
+    return proposal.peak_ratio <= 1 or peak * proposal.peak_ratio <= MAX_MEMORY_FRACTION * limit
+
+
 def why_not(proposal: Proposal, situation: Situation) -> str | None:
     """Return why a proposal must not be tried; None if it may be."""
     fields = [each for each in proposal.patch if situation.settings.get(each) != proposal.patch[each]]
@@ -188,9 +210,7 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
         return "a field is pinned"
     if changes_course(fields) and not situation.may_change_course:
         return "it would change the results of training"
-    memory = situation.memory
-    grows = memory is not None and proposal.peak_ratio > 1
-    if grows and memory.peak * proposal.peak_ratio > MAX_MEMORY_FRACTION * memory.limit:
+    if situation.memory is not None and not fits(proposal, situation.memory.peak, situation.memory.limit):
         return "it would not fit"
     return _why_not_again(proposal, situation)
 

@@ -215,9 +215,8 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
         inputs.saved, inputs.element_bytes, parts, inputs.cpu and not is_joint, gathered,
         inputs.profile.gathered_input_bytes[1] if inputs.tp > 1 else 0, plan.micro_batch, plan.mesh.ep,
         tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if job.stack.name == "trimaran" else 0,
-        # All micro-batches in flight share one copy of a whole weight. That slices share theirs is not counted:
-        # it was not measured on a GPU yet. Compiled blocks cast for each of them.
-        job.stack.name == "trimaran" and inputs.tp == 1 and not plan.compile,
+        # All micro-batches in flight share one copy of a weight. Compiled blocks cast for each of them.
+        job.stack.name == "trimaran" and not plan.compile,
     )  # fmt: skip
     return _saved_by_part(part, view)
 

@@ -67,7 +67,7 @@ class MemoryProfile:
         owns.
     fsdp: where FSDP gathers embedding and head: in one root unit, each at its own end, or no FSDP at all.
     logit_bytes: per logit: while the loss is computed, while it waits for backward, and while the loss is computed by
-        ranks that split the vocabulary.
+        ranks that split the vocabulary (0: only logits and their gradient, in the precision of the matmul).
     gathered_input_bytes: per token and feature under tensor parallelism: gathered inputs that a rank saves, and
         buffers that ranks exchange.
     fragmentation: allocator overhead as a fraction of temporary memory: unsharded, sharded, on the worst of many ranks.
@@ -147,7 +147,7 @@ TRANSFORMERS = Saved(norm_bytes=12, projection_bytes=4, repeats_kv=True)
 AUTOCAST = Saved(norm_bytes=16, projection_bytes=10, input_bytes=4, repeats_kv=True)
 
 MEMORY_PROFILES = {
-    "trimaran": MemoryProfile(saved=TRIMARAN, logit_bytes=(12, 8, 10)),
+    "trimaran": MemoryProfile(saved=TRIMARAN, logit_bytes=(12, 8, 0)),
     "torchtitan": MemoryProfile(
         saved=_by_execution(TORCHTITAN, **{"fp8": TORCHTITAN_FP8, "compiled fp8": TORCHTITAN_FP8}), fsdp="ends",
     ),

@@ -22,6 +22,7 @@ PROCESS_BYTES = 330 * 2**20
 WORKSPACE_BYTES = 2 * 2**25
 # Unused space in the allocator's segments, however small the temporary tensors are.
 SEGMENT_BYTES = 2**28
+CPU_SPLIT_LOGIT_BYTES = 10  # per logit of our loss of a split vocabulary: fp32 logits and exponentials beside 16 bits
 # Memory outside the allocator, so not part of the peak: a CUDA context with cuBLAS (0.92 GiB on an H200; BigScience saw
 # 1.1 on V100, 1.5 on A100), and NCCL's buffers per process group. The latter is a guess: runs with two groups had
 # 2 GiB for all of it, and ran.
@@ -189,9 +190,10 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
     if (tower := part.head_tower) is None:
         return PeakMoment()
     positions, plan = inputs.job.positions(tower, inputs.plan) / inputs.tp, inputs.plan
+    element_bytes = inputs.element_bytes
     is_fp32 = inputs.profile.weight_bytes == 4 or (inputs.splits_weights and (tower.tied or tower.frozen))
     is_fp32 = is_fp32 and (not tower.compact or tower.trains_head)
-    casts = inputs.element_bytes == 2 and is_fp32 and inputs.job.sharding_of(tower, plan) == "none"
+    casts = element_bytes == 2 and is_fp32 and inputs.job.sharding_of(tower, plan) == "none"
     memory = PeakMoment(
         activations=positions * inputs.saved.norm_bytes * tower.hidden,
         casts=2 * tower.head_rows(inputs.tp) * tower.hidden if casts else 0,
@@ -200,9 +202,14 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
         return memory._replace(**_fused_loss(inputs, tower, chunked=loss == "chunked"))
     whole, waiting, split = inputs.profile.logit_bytes
     at_loss = split if inputs.tp > 1 else whole
+    if inputs.tp > 1 and not split:  # our kernels; a CPU computes in fp32
+        at_loss, waiting = (CPU_SPLIT_LOGIT_BYTES, waiting) if inputs.cpu else (2 * element_bytes, element_bytes)
     if inputs.pp > 1 and plan.pipeline.schedule == "gpipe":
         at_loss += (plan.grad_accum - 1) * waiting
-    return memory._replace(logits=positions * inputs.tp * at_loss * tower.head_rows(inputs.tp))
+    logits = positions * inputs.tp * at_loss * tower.head_rows(inputs.tp)
+    if inputs.tp > 1 and casts and plan.grad_accum > 1:  # a new gradient of the head, in both precisions, and the sum
+        logits = max(logits, (element_bytes + FP32_BYTES) * tower.head_rows(inputs.tp) * tower.hidden)
+    return memory._replace(logits=logits)
 
 
 def _head_gradients_in_backward(inputs: MemoryInputs, part: RankPart, head: PeakMoment) -> float:

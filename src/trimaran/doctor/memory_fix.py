@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trimaran.core import AdapterSection, Prediction, Recipe, show_bytes
+from trimaran.doctor.device_memory import usable_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import forecast
@@ -95,8 +96,6 @@ def _needed_bytes(evidence: Evidence, question: Question, now: Prediction, least
 
 
 def capacity(evidence: Evidence, question: Question) -> float:
-    """Return the memory of one device, from the run's metrics or else from the cluster."""
-    if question.cluster.device.kind == "cpu":
-        return float(question.cluster.device.memory_bytes)
-    totals = [total for each in evidence.steps[-1:] if (total := get_number(each, "memory", "total"))]
-    return totals[-1] if totals else float(question.cluster.device.memory_bytes)
+    """Return the memory of one device that the run can use, from its metrics or else from the cluster."""
+    usable = usable_bytes(evidence) if question.cluster.device.kind != "cpu" else None
+    return usable or float(question.cluster.device.memory_bytes)

@@ -20,17 +20,49 @@ def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: in
 
 
 def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
-    """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`.
+    """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`, NaN if it is no token.
 
     The last ranks hold fewer columns than the others if the number of ranks does not divide the vocabulary.
     """
     (placement,) = logits.placements
     assert placement.is_shard(logits.ndim - 1), "the head must shard its columns"
     group = logits.device_mesh.get_group()
-    local = logits.to_local().flatten(0, -2).float()
+    local = logits.to_local().flatten(0, -2)
     columns = -(-logits.shape[-1] // group.size())  # of every rank but the last ones
-    local_labels, valid = labels.flatten() - group.rank() * columns, labels.flatten() != ignored
-    return _VocabParallelCrossEntropy.apply(local, local_labels, valid, group)
+    labels = labels.flatten()
+    local_labels, valid = labels - group.rank() * columns, labels != ignored
+    if local.is_cuda:
+        losses = _FusedCrossEntropy.apply(local, torch.where(valid, local_labels, -1), valid, group)
+    else:
+        losses = _VocabParallelCrossEntropy.apply(local.float(), local_labels, valid, group)
+    is_wrong = valid & ((labels < 0) | (labels >= logits.shape[-1]))
+    return losses.masked_fill(is_wrong, float("nan"))
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """On a GPU: each pass reads the logits once, in their own dtype, and only they are saved for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, group: dist.ProcessGroup) -> Tensor:
+        from trimaran.parallel.kernels.vocab_rows import row_sums  # noqa: PLC0415  needs Triton
+
+        local_highest, totals, chosen = row_sums(logits, labels)
+        highest = local_highest.clone()
+        with axis_span("tp"):
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        sums = torch.stack([totals * (local_highest - highest).exp(), chosen])
+        with axis_span("tp"):
+            dist.all_reduce(sums, group=group)
+        log_sums = highest + sums[0].log()
+        ctx.save_for_backward(logits, labels, log_sums, valid)
+        return (log_sums - sums[1]) * valid
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        from trimaran.parallel.kernels.vocab_rows import row_gradients  # noqa: PLC0415
+
+        logits, labels, log_sums, valid = ctx.saved_tensors
+        return row_gradients(logits, labels, log_sums, gradients[0] * valid), None, None, None
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

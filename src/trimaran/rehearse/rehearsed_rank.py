@@ -27,7 +27,6 @@ from trimaran.rehearse.rehearsal_group import BACKEND, register_backend
 from trimaran.rehearse.tensor_peak import TensorPeak, measured_tensors
 from trimaran.train.build import (
     build_loader,
-    build_memory_checks,
     build_networks,
     build_stepper,
     build_torch_loss_scale,
@@ -128,10 +127,9 @@ class _RankRun:
         guard = Guard(recipe.faults, loss_scale=build_torch_loss_scale(plan, recipe.train))
         self._stepper = build_stepper(networks, recipe.train, plan, ranks, self._clock, guard, data.objective,
                                       groups_every=recipe.telemetry.details_every)  # fmt: skip
-        state = self._stepper.state(recipe.train, without_base=recipe.model.adapter is not None)
+        # In the first steps of a run checksums of all its state are computed, later of so much as takes 1 % of a step:
+        # none are in a rehearsal, so that its steps are like later ones.
         self._stepper.set_training(True)
-        if plan.engine == "torch":
-            build_memory_checks(guard, state, recipe, self._info.device)
         longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
         return build_loader(longer, self._info, lambda: data.training(frozenset()), 0)
 

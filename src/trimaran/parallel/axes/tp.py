@@ -130,11 +130,11 @@ class ShardedParameters(ParallelStyle):
 class ReducedOutput(ShardedParameters):
     """Shards a linear layer by its inputs. The partial sums of the ranks are reduced, and the bias is added to them.
 
-    `sequence`: each rank gets its positions of the result.
+    `sequence`: each rank gets its tokens of the result.
     """
 
     def __init__(self, *, sequence: bool = False) -> None:
-        otherwise = partial(RowwiseCopied, output_layouts=Shard(1) if sequence else Replicate())
+        otherwise = None if sequence else partial(RowwiseCopied, output_layouts=Replicate())
         super().__init__(None, reduce_to_sequence if sequence else reduce_sum, otherwise, weight=Shard(1))
         self._is_partial = sequence
 
@@ -160,7 +160,8 @@ class ScatterRows(ParallelStyle):
 
         def enter(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             stream, rows, slots = inputs
-            return stream, reduce_gradient(rows, device_mesh), slots.chunk(size, dim=1)[rank]
+            local_slots = slots.flatten().chunk(size)[rank].view(slots.shape[0], -1)
+            return stream, reduce_gradient(rows, device_mesh), local_slots
 
         module.register_forward_pre_hook(enter)
         return module

@@ -1,5 +1,9 @@
 """The collectives inside layers, between plain tensors, each with the collective of its backward.
 
+Sequence parallelism splits the tokens of a micro-batch, not each of its sequences: the first rank has the first tokens
+of `x.flatten(0, 1)`, in the shape [B, T / ranks, ...]. So gathers and reduce-scatters read and write contiguous memory;
+parts of each sequence would have to be copied into this order and back. Between the collectives tokens are independent.
+
 Those without an argument `axis` are for tensor parallelism. Each is one autograd function around torch's functional
 operators, which compiled code and recompute by operator see.
 DTensors would do the same for ten times the host time: every operator between two collectives is dispatched in Python.
@@ -22,12 +26,12 @@ TP = "tp"
 
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the full sequences [B, T, ...] from each rank's positions. The gradient is a partial sum on each rank."""
+    """Return the full sequences [B, T, ...] from each rank's tokens. The gradient is a partial sum on each rank."""
     return _GatherSequence.apply(x, mesh.size(), group_name(mesh))
 
 
 def reduce_to_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's positions of the sum over the ranks of `x` [B, T, ...]."""
+    """Return this rank's tokens of the sum over the ranks of `x` [B, T, ...], in the shape [B, T / ranks, ...]."""
     return _ReduceToSequence.apply(x, mesh.size(), group_name(mesh))
 
 
@@ -152,20 +156,15 @@ class _Await(Function):
 
 
 def _gathered(x: Tensor, size: int, group: str) -> Tensor:
-    """Return the parts [B, T / size, ...] of all ranks, joined along dim 1. A single row needs no copy."""
+    """Return the tokens of all ranks, [B, T, ...], from this rank's, [B, T / size, ...]."""
     parts = _run(TP, collective.all_gather_into_tensor, x.contiguous(), size, group)
-    if x.shape[0] == 1:
-        return parts.view(1, -1, *x.shape[2:])
-    return torch.cat(parts.split(x.shape[0]), dim=1)
+    return parts.view(x.shape[0], -1, *x.shape[2:])
 
 
 def _scattered(x: Tensor, size: int, group: str) -> Tensor:
-    """Return this rank's part, along dim 1, of the sum of `x` [B, T, ...] over all ranks."""
-    assert x.shape[1] % size == 0, "each rank has equally many positions"
-    if x.shape[0] == 1:
-        parts = x.contiguous().view(size, -1, *x.shape[2:])
-    else:
-        parts = torch.cat(x.split(x.shape[1] // size, dim=1))
+    """Return this rank's tokens, [B, T / size, ...], of the sum of `x` [B, T, ...] over all ranks."""
+    assert x.shape[1] % size == 0, "each rank has equally many tokens"
+    parts = x.contiguous().view(size * x.shape[0], -1, *x.shape[2:])
     return _run(TP, collective.reduce_scatter_tensor, parts, "sum", size, group)
 
 

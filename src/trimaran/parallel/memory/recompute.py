@@ -52,9 +52,7 @@ MATMUL_OPS: frozenset[Any] = frozenset(
     {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
 )
 # Operators that follow an all-gather along another than the first dim, in this order.
-REORDERING_OPS: frozenset[Any] = frozenset(
-    {collective.wait_tensor.default, aten.split.Tensor, aten.cat.default, aten.view.default}
-)
+REORDERING_OPS: frozenset[Any] = frozenset({collective.wait_tensor.default, aten.view.default})
 
 RECOMPUTED_ATTRIBUTE = "_trimaran_recomputed"  # of a forward that recomputes: the function that it recomputes
 

@@ -183,17 +183,13 @@ class GatheredCall:
         if self.work is not None:
             with AXIS_WAITS.span("tp"):
                 self.work.wait()
-            self.work, self.again = None, _joined(self.again)
+            shape = self.again.shape[1:]
+            self.work, self.again = None, self.again.view(shape[0], -1, *shape[2:])
         whole = self.again
         self.num_used += 1
         if self.num_used == self.num_views:
             self.again, self.num_used, self.num_passes = None, 0, self.num_passes + 1
         return whole.to(view.dtype).as_strided(view.size, view.stride, view.offset)
-
-
-def _joined(parts: Tensor) -> Tensor:
-    """Return the sequences [batch, positions, ...] from those of each rank, [ranks, batch, positions / ranks, ...]."""
-    return parts.transpose(0, 1).reshape(parts.shape[1], -1, *parts.shape[3:])
 
 
 def unpack(packed: OtherTensor | GatheredView) -> Tensor:

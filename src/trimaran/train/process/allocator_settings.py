@@ -21,8 +21,10 @@ def set_expandable_segments(wanted: Literal["auto"] | bool, device: torch.device
     value = at_start if wanted == "auto" else wanted
     if value == _uses_expandable_segments():
         return
-    private: Any = torch._C
-    private._accelerator_setAllocatorSettings(f"expandable_segments:{value}")
+    change: Any = (
+        getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    )
+    change(f"expandable_segments:{value}")  # the first is the newer one; both are private in torch
     torch.cuda.empty_cache()
     log.info("expandable segments: %s", value)
 
@@ -34,6 +36,6 @@ def _at_start() -> bool:
 
 
 def _uses_expandable_segments() -> bool:
-    private: Any = torch._C
-    settings = str(private._accelerator_getAllocatorSettings()).replace(" ", "").lower()
-    return "expandable_segments:true" in settings
+    """Return the setting in use. Only snapshots have it in every version of torch that we support."""
+    snapshot: Any = torch.cuda.memory._snapshot()
+    return bool(snapshot["allocator_settings"]["expandable_segments"])

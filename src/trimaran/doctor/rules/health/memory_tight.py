@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trimaran.core import Finding, show_bytes
-from trimaran.doctor.evidence import Evidence, Line
+from trimaran.doctor.device_memory import held_by_others
+from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import incidents_of, samples_by_node
 from trimaran.doctor.memory_fix import cheapest_memory_fix
 from trimaran.doctor.step_breakdown import get_number
 
 MAX_DEVICE_FRACTION = 0.95  # of a device's memory, at the peak of allocated tensors
 MAX_HOST_FRACTION = 0.97  # of a node's memory
-CONTEXT_BYTES = 4 << 30  # of a rank outside its allocator: CUDA context, libraries, NCCL buffers
-OTHERS_SAMPLES = 3  # the lowest of these counts, so that memory freed meanwhile does not
 
 
 class MemoryUse(NamedTuple):
@@ -59,21 +58,10 @@ def _uses(evidence: Evidence) -> Iterator[MemoryUse]:
         most = max(peak or 0.0, get_number(ranks, "ranks", "peak_bytes", "max") or 0.0)
         if on_device and total and most > MAX_DEVICE_FRACTION * total:
             yield MemoryUse(f"the device of rank {at:.0f}", most, total)
-        others = _others(evidence, step)
+        others = held_by_others(evidence)
         if on_device and total and peak and others and peak + others > MAX_DEVICE_FRACTION * total:
             yield MemoryUse("the device of rank 0", min(peak + others, total), total, others)
     for name, samples in samples_by_node(evidence):
         used, total = get_number(samples[-1], "ram_used"), get_number(samples[-1], "ram")
         if used and total and used > MAX_HOST_FRACTION * total:
             yield MemoryUse(f"the host {name}", used, total)
-
-
-def _others(evidence: Evidence, last: Line) -> float:
-    """Return the bytes that other processes hold on rank 0's device, from samples taken while it trained."""
-    begin, end = get_number(evidence.steps[0], "time") or 0.0, get_number(last, "time") or 0.0
-    during = [
-        each for each in evidence.samples if each.get("node") == 0 and begin <= (get_number(each, "time") or 0) <= end
-    ]
-    first = [gpu for each in during for gpu in each.get("gpus") or () if gpu.get("index") == 0]
-    held = [used for each in first[-OTHERS_SAMPLES:] if (used := get_number(each, "memory_used"))]
-    return max(0.0, min(held, default=0.0) - (get_number(last, "memory", "reserved") or 0.0) - CONTEXT_BYTES)

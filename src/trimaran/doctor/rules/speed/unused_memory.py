@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, show_bytes
+from trimaran.doctor.device_memory import usable_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
@@ -17,8 +18,7 @@ def unused_memory(evidence: Evidence) -> Iterator[Finding]:
     if measured is None or question is None:
         return
     peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
-    totals = [total for each in evidence.steps if (total := get_number(each, "memory", "total"))]
-    total = totals[-1] if totals else float(question.cluster.device.memory_bytes)
+    total = usable_bytes(evidence) or float(question.cluster.device.memory_bytes)
     if not peak or peak > MAX_USED_FRACTION * total:
         return
     best = best_patch(evidence, measured, _candidates(evidence.plan))

@@ -1,0 +1,1 @@
+"""Triton kernels of this package. Only CUDA builds of torch have Triton."""

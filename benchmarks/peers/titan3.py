@@ -49,8 +49,8 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import CompileConfig, DebugConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
-from torchtitan.models import llama3  # noqa: E402
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
+from torchtitan.models import llama3, qwen3  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
@@ -157,8 +157,45 @@ def _set_rank_environment() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
+def _mixture(work: Work) -> Any:
+    """Return the specification of this shape as torchtitan's Qwen3-MoE with an untied head, without load balancing."""
+    shape = work.model
+    spec = qwen3.model_registry("debugmodel_moe", attn_backend="flex")
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=shape.layers,
+        dim=shape.hidden,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        moe_hidden_dim=shape.ffn,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=work.seq_len, theta=THETA),
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.moe.load_balance_coeff = None
+    spec.model = qwen3.Qwen3Model.Config(
+        vocab_size=shape.vocab,
+        dim=shape.hidden,
+        norm=qwen3._qwen3_norm(shape.hidden),
+        enable_weight_tying=False,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab, embedding_dim=shape.hidden, param_init=qwen3._EMBEDDING_INIT
+        ),
+        lm_head=Linear.Config(in_features=shape.hidden, out_features=shape.vocab, param_init=qwen3._LINEAR_INIT),
+        layers=layers,
+    )
+    spec.state_dict_adapter = None
+    return spec
+
+
 def _model(work: Work) -> Any:
     """Return the specification of this shape; everything else is torchtitan's Llama 3 with an untied head."""
+    if work.model.experts:
+        return _mixture(work)
     shape = work.model
     spec = llama3.model_registry("debugmodel", attn_backend=work.options.get("attention", "flex"))
     layers = llama3._build_llama3_layers(

@@ -27,7 +27,9 @@ HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"
 
 
 @pytest.fixture
-def channel(tmp_path: Path) -> Iterator[Channel]:
+def channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    for limit in ("measure_links.MAX_SECONDS", "measure_links.ANSWER_SECONDS", "link_probe.CONNECT_SECONDS"):
+        monkeypatch.setattr(f"trimaran.launch.{limit}", 60.0)  # a busy machine may take long
     run = RunDirectory(tmp_path)
     made = Channel("127.0.0.1", run_token(run), own_node="a")
     made.streams[link_probe.OPERATION] = link_probe.serve_link
@@ -116,11 +118,7 @@ def test_links_are_not_measured_if_switches_are_known(
     leave(*others)
 
 
-def test_a_node_that_does_not_answer_delays_the_start_but_does_not_stop_it(
-    tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trimaran.launch.measure_links.ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr("trimaran.launch.link_probe.CONNECT_SECONDS", 0.2)
+def test_a_node_that_cannot_be_measured_does_not_stop_the_start(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
     group, others = group_of(run, channel, nodes=3), [follower(run, "b"), follower(run, "c")]
     del others[1].channel.streams[link_probe.OPERATION]  # an older version
@@ -138,7 +136,7 @@ def step_seconds(run: RunDirectory) -> float:
 def test_four_nodes_at_two_sites_are_ordered_by_site_and_train_faster(tmp_path: Path) -> None:
     """The order of names puts each tensor-parallel pair across the slow link; the measured order does not."""
     wire = ("--sites", "0,1,0,1", "--between-delay", "0.02", "--between-rate", "50")
-    settings = ("train.steps=12", "plan.mesh.dp_replicate=2", "plan.mesh.tp=2", HEADS, "faults.hang_seconds=60")
+    settings = ("train.steps=8", "plan.mesh.dp_replicate=2", "plan.mesh.tp=2", HEADS, "faults.hang_seconds=60")
     environments = ({"TRIMARAN_TEST_PAUSE": "0"},) * 4
     took = {}
     for order in ("switches", "measured"):

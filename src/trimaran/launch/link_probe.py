@@ -14,7 +14,7 @@ from trimaran.run.measured_links import LinkSpeed
 from trimaran.run.wire import ChannelClient, frame
 
 OPERATION = "measure_link"
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS = 5.0
 NUM_PINGS = 8
 SETTLING_FRACTION = 0.3  # of the time, at its beginning: TCP starts slowly
 MAX_SEND_SECONDS = 5.0  # of one measurement, if the other side does not end it

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAX_SECONDS = 10.0  # for all rounds
 PAIR_SECONDS, MIN_PAIR_SECONDS = 0.3, 0.05  # in which a link is busy; shorter with many nodes
 OVERHEAD_SECONDS = 0.15  # of a round: commands, connections, answers
-ANSWER_SECONDS = 3.0  # later answers do not count
+ANSWER_SECONDS = 5.0  # later answers do not count
 POLL_SECONDS = 0.01
 
 

@@ -9,12 +9,12 @@ Pair = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class MergedNodes:
     """Nodes that were merged at `seconds`, the geometric mean of an exchange between its two `parts`."""
 
     nodes: tuple[str, ...]
     seconds: float = 0.0
-    parts: tuple["Cluster", ...] = ()
+    parts: tuple["MergedNodes", ...] = ()
 
 
 def group_nodes(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> dict[str, tuple[str, ...]]:
@@ -29,7 +29,7 @@ def group_nodes(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> dict[str
     return found
 
 
-def _add_groups(cluster: Cluster, found: dict[str, tuple[str, ...]]) -> None:
+def _add_groups(cluster: MergedNodes, found: dict[str, tuple[str, ...]]) -> None:
     """Add the groups inside of `cluster` to those of its nodes.
 
     Links inside of a part that are much faster than those between the parts make it a group of its own.
@@ -41,18 +41,20 @@ def _add_groups(cluster: Cluster, found: dict[str, tuple[str, ...]]) -> None:
         _add_groups(part, found)
 
 
-def _merge(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> Cluster:
+def _merge(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> MergedNodes:
     """Return the tree of clusters that begins with single nodes and always merges the two closest."""
-    clusters = [Cluster(nodes=(node,)) for node in nodes]
+    clusters = [MergedNodes(nodes=(node,)) for node in nodes]
     while len(clusters) > 1:
         pairs = [(left, right) for index, left in enumerate(clusters) for right in clusters[index + 1 :]]
         left, right = min(pairs, key=lambda pair: _between(*pair, seconds))
-        merged = Cluster(nodes=(*left.nodes, *right.nodes), seconds=_between(left, right, seconds), parts=(left, right))
+        merged = MergedNodes(
+            nodes=(*left.nodes, *right.nodes), seconds=_between(left, right, seconds), parts=(left, right)
+        )
         clusters = [merged if each is left else each for each in clusters if each is not right]
     return clusters[0]
 
 
-def _between(left: Cluster, right: Cluster, seconds: Mapping[Pair, float]) -> float:
+def _between(left: MergedNodes, right: MergedNodes, seconds: Mapping[Pair, float]) -> float:
     """Return the geometric mean over the pairs with one node in each: one interrupted measurement weighs little."""
     pairs = (frozenset((one, other)) for one in left.nodes for other in right.nodes)
     known = [math.log(seconds[pair]) for pair in pairs if pair in seconds]

@@ -3,7 +3,8 @@
 `python -m tests.chaos.wire A B --delay 0.1 --loss 0.05 --rate 10` gives 10.78.0.1 to namespace A and 10.78.0.2 to B,
 prints `up` and relays packets until it is killed. SIGUSR1 cuts the network, and restores it again. A line such as
 `0.1 0 5` on its standard input changes delay, loss and rate. With more than two namespaces each has a link of its own
-to all others, whose rate limits what it sends and what it receives.
+to all others, whose rate limits what it sends and what it receives. With `--sites 0,1,0,1` the first and the third are
+at one site, the others at another; all between two sites shares one link, with `--between-delay` and `--between-rate`.
 """
 
 import argparse
@@ -42,6 +43,9 @@ class Wire:
     def __init__(self, ends: tuple[End, ...], *, delay: float, loss: float, rate: float) -> None:
         self.ends, self.delay, self.loss, self.rate = ends, delay, loss, rate
         self.cut = False
+        self.sites: tuple[int, ...] = ()  # of the ends
+        self.between_delay, self.between_rate = 0.0, 0.0
+        self._between_free: dict[tuple[int, int], float] = {}  # when the queue between two sites will be empty
         self.orders: list[int] = []  # a file descriptor with lines that change the link
         self._count = 0
         self._random = random.Random(0)
@@ -87,8 +91,28 @@ class Wire:
             target = self._target(end, packet)
             if self.rate and len(self.ends) > 2 and target is not None:  # several may send to one
                 target.receives = leaves = max(leaves, target.receives + len(packet) / self.rate)
+            if target is not None and self.sites:
+                crossed = self._cross(end, target, leaves, len(packet))
+                if crossed is None:
+                    end.waiting -= len(packet)
+                    continue
+                leaves = crossed
             self._count += 1
             heapq.heappush(end.in_flight, (leaves + self.delay, self._count, packet))
+
+    def _cross(self, here: End, there: End, leaves: float, size: int) -> float | None:
+        """Return when a packet has passed the link between sites; None if its queue is full."""
+        ends = [*self.ends]
+        way = self.sites[ends.index(here)], self.sites[ends.index(there)]
+        if way[0] == way[1]:
+            return leaves
+        begins = max(self._between_free.get(way, 0.0), leaves)
+        if self.between_rate:
+            if (begins - leaves) * self.between_rate > QUEUE_BYTES:
+                return None
+            begins += size / self.between_rate
+            self._between_free[way] = begins
+        return begins + self.between_delay
 
     def _target(self, here: End, packet: bytes) -> End | None:
         """Return the end that a packet is sent to; None if there is none, as for those of IPv6."""
@@ -128,12 +152,18 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, each way")
     parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets")
     parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s each way; 0: no limit")
+    parser.add_argument("--sites", default="", help="the site of each namespace, such as 0,1,0,1")
+    parser.add_argument("--between-delay", type=float, default=0.0, help="seconds between sites, each way")
+    parser.add_argument("--between-rate", type=float, default=0.0, help="Mbit/s between two sites; 0: no limit")
     flags = parser.parse_args()
     names = [f"{namespace[:12]}w" for namespace in flags.namespaces]
     placed = zip(names, flags.namespaces, ALL_ADDRESSES, strict=False)
     wire = Wire(
         tuple(open_end(*each) for each in placed), delay=flags.delay, loss=flags.loss, rate=flags.rate * 1e6 / 8
     )
+
+    wire.sites = tuple(map(int, filter(None, flags.sites.split(","))))
+    wire.between_delay, wire.between_rate = flags.between_delay, flags.between_rate * 1e6 / 8
 
     def toggle(*_: object) -> None:
         wire.cut = not wire.cut

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed._composable.replicate import replicate
 
@@ -14,7 +15,7 @@ from trimaran.autopilot.proposal import settings_of, undo_of
 from trimaran.core import Plan
 from trimaran.parallel.axes import fsdp
 from trimaran.parallel.memory.recompute import RECOMPUTED_ATTRIBUTE
-from trimaran.train.change import apply_change, rebuild
+from trimaran.train.change import apply_change, rebuild, staged_state
 from trimaran.train.steppers.stepper import PlainStepper
 
 STEPS = 20
@@ -291,6 +292,84 @@ def test_a_change_that_fails_is_undone(
     assert_same_trajectory(trajectory_of(trained.run), unchanged)
     assert trained.run.read_plan() == plan
     assert trained.run.earlier_plans() == []
+
+
+def have_no_room() -> None:
+    """Give the device room for two states, twice none, and the last time room, but memory runs out anyway.
+
+    Only after a first change does torch own the memory of weights on a CPU: numpy has filled it at the start.
+    """
+    build, stage, answers = rebuild.build_empty_networks, staged_state.StagedState.__init__, [True, False, False, True]
+    staged: list[Any] = []
+    staged_state.has_room = lambda context: answers.pop(0)
+
+    def remembered(self: Any, shards: Any) -> None:
+        stage(self, shards)
+        staged.append(self)
+
+    def build_with_freed_state(*args: Any) -> Any:
+        if len(staged) == 2 and not answers:
+            answers.append(True)  # once
+            if dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (planted)")
+        elif staged:
+            storages = [storage for storage, _ in staged[-1]._moved.values()]
+            assert storages, "weights and optimizer states are elsewhere"
+            assert all(each.nbytes() == 0 for each in storages), "and the device has their memory back"
+        return build(*args)
+
+    staged_state.StagedState.__init__ = remembered  # type: ignore[method-assign]
+    rebuild.build_empty_networks = build_with_freed_state  # pyrefly: ignore[bad-assignment]
+
+
+def test_without_room_for_both_states_the_old_one_waits_in_host_memory(folder: Path, unchanged: Trajectory) -> None:
+    recipe = change_recipe(steps=STEPS, faults={"shard_check": 0.0})  # it lends memory to numpy, too
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    changes = {
+        2: {"plan.sharding": "optimizer"},
+        5: {"plan.sharding": "parameters"},
+        8: {"plan.mesh.tp": 2},
+        11: {"plan.mesh": {"dp_shard": 2}},
+    }
+    trained = train_with_changes(recipe, plan, folder, changes, inject=have_no_room)
+    assert_applied(trained, len(changes))
+    assert ["stage" in each["pause_parts"] for each in trained.answers] == [False, True, True, True]
+    assert_same_trajectory(trajectory_of(trained.run), unchanged)
+    for rank in trained.leftovers:
+        assert len({*rank["groups"]}) == 1, "the groups of the attempt that ran out of memory are gone"
+
+
+def have_no_room_and_fail() -> None:
+    """Give the device no room after a first change, break the next build, and then give host memory no room either."""
+    build, room, num_built = rebuild.build_empty_networks, [True], [0]
+    staged_state.has_room = lambda context: bool(room) and room.pop()
+
+    def broken(*args: Any) -> Any:
+        num_built[0] += 1
+        networks = build(*args)
+        if num_built[0] == 2 and dist.get_rank() == 1:
+            raise MemoryError("no memory for the new networks")
+        return networks
+
+    rebuild.build_empty_networks = broken  # pyrefly: ignore[bad-assignment]
+    free = [10**15, 0]
+    staged_state.free_bytes = lambda: free.pop(0)  # pyrefly: ignore[bad-assignment]
+
+
+@pytest.mark.slow
+def test_a_change_that_fails_gives_the_old_state_its_memory_back(folder: Path, unchanged: Trajectory) -> None:
+    recipe = change_recipe(steps=STEPS, faults={"shard_check": 0.0})
+    plan = plan_for(recipe, dp_replicate=2, grad_accum=2)
+    changes = {2: {"plan.sharding": "optimizer"}, 5: {"plan.sharding": "parameters"}, 8: {"plan.mesh.tp": 2}}
+    trained = train_with_changes(recipe, plan, folder, changes, inject=have_no_room_and_fail)
+    applied, broken, refused = trained.answers
+    assert (applied["status"], broken["status"], refused["status"]) == ("applied", "failed", "failed")
+    assert "rank 1: MemoryError: no memory" in broken["error"]["what"]
+    assert "S046: the device has no room for the states of both plans" in refused["error"]["what"]
+    assert "stage" in broken["pause_parts"]
+    assert "stage" not in refused["pause_parts"]
+    assert_same_trajectory(trajectory_of(trained.run), unchanged)
+    assert trained.run.read_plan().sharding == "optimizer"
 
 
 def test_a_request_that_is_not_valid_is_refused_and_the_run_goes_on(folder: Path, unchanged: Trajectory) -> None:

@@ -1,5 +1,6 @@
 """An elastic run on several nodes that share a disk: it starts with those that were asked for, grows and shrinks."""
 
+import pickle
 import signal
 import time
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import pytest
 from tests.chaos.nodes import Machine, make_run
 from tests.elastic_runs import assert_as_one_size, last_step, remove_pause, sizes
 from tests.fault.harness import lines, wait_for
+from tests.resume import SavedState
+from trimaran.checkpoint.step_dirs import step_path
+from trimaran.checkpoint.step_files import StepFiles
 from trimaran.run import RunDirectory, read_incidents
 from trimaran.run.lease import read_holder
 
@@ -26,10 +30,11 @@ class ElasticNodes:
 
     def __init__(self, run: RunDirectory, *flags: str) -> None:
         self.run, self._flags, self.all = run, [*flags, *FLAGS], dict[str, Machine]()
+        self.environment = PAUSE
 
     def start(self, *addresses: str) -> None:
         for each in addresses:
-            self.all[each] = Machine(self.run, each, self._flags, environment=PAUSE)
+            self.all[each] = Machine(self.run, each, self._flags, environment=self.environment)
 
     def wait_for_sizes(self, *expected: int) -> None:
         """Return when the run has started with each number of ranks, and has made a step with the last one."""
@@ -145,3 +150,49 @@ def test_a_run_that_became_smaller_starts_again_with_all_nodes_and_ends_when_all
         assert nodes.codes(*ADDRESSES[:2]) == [0, 0], nodes.logs()
     assert sizes(run) == [2, 1, 2, 2]
     assert_as_one_size(run, tmp_path / "calm")
+
+
+def restored(run: RunDirectory, *, attempt: int, world_size: int) -> SavedState:
+    """Return the state that the ranks of an attempt have restored at its start, see `record_restored`."""
+    files = [run.path / f"restored-{attempt}-{rank}" for rank in range(world_size)]
+    rows = [pickle.loads(file.read_bytes()) for file in files]
+    step, _, progress = rows[0]
+    assert all((each[0], each[2]) == (step, progress) for each in rows), "ranks differ in their progress"
+    return SavedState(step, [shares for _, shares, _ in rows], progress)
+
+
+@pytest.mark.parametrize(
+    ("planned", "axis"),
+    [
+        (("plan.mesh.tp=2",), "tp"),
+        (("plan.mesh.dp_shard=2", "plan.sharding=parameters"), "dp_shard"),
+        (("plan.mesh.pp=2",), "pp"),
+    ],
+    ids=["tensors", "shards", "stages"],
+)
+def test_a_run_that_grows_gets_another_layout_and_the_same_state(
+    tmp_path: Path, planned: tuple[str, ...], axis: str
+) -> None:
+    settings = ("faults.ranks=[1, 2]", "train.steps=60", "checkpoint.every=20", "checkpoint.keep_every=1")
+    run = make_run(tmp_path / "run", *settings, *planned)  # planned for two nodes
+    with elastic_nodes(run, "--nodes", "2", "--start-nodes", "1", "--min-nodes", "1") as nodes:
+        nodes.environment = PAUSE | {"TRIMARAN_TEST_PLUGIN": "tests.fault.record_restored"}
+        nodes.start(ADDRESSES[0])
+        nodes.wait_for_sizes(1)
+        assert getattr(run.read_plan().mesh, axis) == 1
+        nodes.start(ADDRESSES[1])
+        nodes.wait_for_sizes(1, 2)
+        assert getattr(run.read_plan().mesh, axis) == 2, "the plan is another one"
+        remove_pause(run)
+        assert nodes.codes(*ADDRESSES[:2]) == [0, 0], nodes.logs()
+    state = restored(run, attempt=1, world_size=2)
+    saved = StepFiles(step_path(run.checkpoints, state.step))  # by the one rank, when it stopped
+    assert saved.manifest.world_size == 1
+    assert saved.index.keys() == state.index.keys()
+    for key, entry in saved.index.items():
+        (whole,) = entry.regions
+        ours = state.full_tensor(key).numpy().tobytes()
+        assert ours == saved.bytes_of(entry.meta, whole).tobytes(), key
+    assert any(key.startswith("optimizer/") for key in saved.index)
+    assert {name: saved.manifest.progress[name] for name in state.progress} == state.progress
+    assert_as_one_size(run, tmp_path / "calm")  # every step once, with its samples and its loss

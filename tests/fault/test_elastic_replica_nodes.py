@@ -87,3 +87,25 @@ def test_a_killed_rank_of_another_node_is_started_again_there(tmp_path: Path) ->
         assert [each["step"] for each in lines(run.metrics)] == list(range(1, STEPS + 1))
         assert len([each for each in lines(run.events(rank)) if each["kind"] == "start"]) == 2
         assert sum("world_size" in each for each in lines(run.attempts)) == 1
+
+
+def test_a_node_that_is_asked_to_stop_leaves_alone_and_another_takes_its_place(tmp_path: Path) -> None:
+    with three_nodes(tmp_path) as (run, machines):
+        leaving = others(run, machines)[0]
+        pids = {rank: lines(run.events(rank))[0]["data"]["pid"] for rank in range(3)}
+        leaving.process.send_signal(signal.SIGTERM)
+        assert leaving.wait(SECONDS) == 75, logs(machines)
+        wait_for(lambda: lines(run.metrics)[-1]["samples"] < BATCH, SECONDS)
+        leaving.come_back()
+        codes = [machine.wait(SECONDS) for machine in machines.values()]
+        assert codes == [0, 0, 0], logs(machines)
+        found = lines(run.metrics)
+        assert [each["step"] for each in found] == list(range(1, STEPS + 1))
+        assert found[-1]["samples"] == BATCH, "it has joined again"
+        assert sum("world_size" in each for each in lines(run.attempts)) == 1
+        (left,) = [each for each in read_incidents(run) if each.cause == "preempted"]
+        assert left.action == "continued"
+        assert left.cost["lost_steps"] == 0
+        for rank in {0, 1, 2} - {left.evidence["replica"]}:
+            started = [each["data"]["pid"] for each in lines(run.events(rank)) if each["kind"] == "start"]
+            assert started == [pids[rank]], "the others were not started again"

@@ -111,6 +111,37 @@ def test_a_replica_killed_during_the_exchange_costs_the_others_no_step(tmp_path:
         assert_each_sample_once(tmp_path, supervised, 30)
 
 
+def assert_one_left(tmp_path: Path, supervised: Supervised, left: int, steps: int) -> None:
+    """Fail unless one replica has left at a synchronisation, and the others have trained every step once."""
+    assert supervised.attempts() == 1
+    assert len(losses(supervised)) == steps
+    (incident,) = supervised.faults
+    assert (incident.cause, incident.action, incident.cost) == ("preempted", "continued", {"lost_steps": 0.0})
+    assert incident.evidence["replica"] == left
+    (stopped,) = supervised.events(left, "stop")
+    assert stopped["step"] % EVERY == 0
+    assert 0 < stopped["step"] < steps
+    of_step = trained(tmp_path)
+    assert [*of_step[left, 0]] == list(range(1, stopped["step"] + 1)), "it finished its round, and is not started again"
+    for rank in {0, 1, 2} - {left}:
+        assert len(supervised.events(rank, "start")) == 1
+        assert [*of_step[rank, 0]] == list(range(1, steps + 1))
+    samples = {each["step"]: each["samples"] for each in lines(supervised.run.metrics)}
+    assert samples[stopped["step"]] == BATCH, "what it trained counts"
+    assert samples[stopped["step"] + 1] == BATCH * 2 // 3
+    assert_each_sample_once(tmp_path, supervised, steps)
+
+
+@pytest.mark.parametrize("left", [1, pytest.param(0, marks=pytest.mark.slow)])  # replica 0 writes metrics and saves
+def test_a_replica_that_is_asked_to_stop_leaves_alone(tmp_path: Path, left: int) -> None:
+    with start(tmp_path, "checkpoint.every=10", steps=40, pause=0.1) as supervised:
+        supervised.wait_for_step(EVERY, SECONDS)
+        supervised.send_signal(left, signal.SIGTERM)
+        assert supervised.wait(SECONDS) == 0, supervised.run.agent_log.read_text()
+        assert_one_left(tmp_path, supervised, left, 40)
+        assert (supervised.run.model / "config.json").exists()
+
+
 @pytest.mark.slow
 def test_two_of_three_are_killed_and_the_last_goes_on_alone_until_they_join(tmp_path: Path) -> None:
     with start(tmp_path, steps=200, pause=0.1) as supervised:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from trimaran.core import Recipe
 from trimaran.launch import channel as channel_module
 from trimaran.launch import follower as follower_module
 from trimaran.launch import remote_node as remote_node_module
@@ -81,6 +82,12 @@ class FakeNode:
 
     def kill(self) -> None:
         self.calls.append("kill")
+
+    def begin_speed(self, kind: str, *, seconds: float) -> None:
+        self.calls.append(f"measure {kind}")
+
+    def take_speed(self) -> float | None:
+        return None
 
 
 class FollowerThread:
@@ -297,7 +304,7 @@ def test_a_second_supervisor_of_a_node_is_turned_away(run: RunDirectory, channel
 class FakeAgent:
     def __init__(self, run: RunDirectory, channel: Channel, node_options: NodeOptions) -> None:
         self.run, self.channel, self.node_options, self.token = run, channel, node_options, run_token(run)
-        self.node, self.per_node = FakeNode("a", 1), frozenset()
+        self.node, self.per_node, self.recipe, self.kind = FakeNode("a", 1), frozenset(), Recipe(), "cpu"
 
 
 def node_group(run: RunDirectory, channel: Channel, *, min_nodes: int, wait_seconds: float = 20.0) -> RemoteNodeGroup:

@@ -19,7 +19,7 @@ from trimaran.run.lease import take_lease
 @pytest.mark.parametrize(
     "setting",
     ["train.steps=7", "cluster=2xcpu", "plan.mesh.tp=2", "checkpoint.every=5", "faults.cycles=9", "train.save=false",
-     "train.evaluate.every=3", "train.sample.tokens=1", "data.workers=2"],
+     "train.evaluate.every=3", "train.sample.tokens=1", "data.workers=2", "nodes.order=measured"],
 )  # fmt: skip
 def test_steps_cluster_plan_and_checkpoints_may_change(setting: str) -> None:
     refuse_other_run(parse_recipe("", name="a"), parse_recipe("", name="b", overrides=[setting]), where="runs/a")

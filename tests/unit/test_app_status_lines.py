@@ -26,6 +26,7 @@ from trimaran.doctor import evidence
 from trimaran.doctor.rules import speed
 from trimaran.run import IncidentLog, Journal, RunDirectory, append_line
 from trimaran.run.attempts import AttemptLog
+from trimaran.run.measured_links import MeasuredLinks, write_measured_links
 
 GIB = 2**30
 RANKS = {
@@ -106,6 +107,14 @@ def test_each_kind_of_data_has_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
         "2 gpus    busy 90%, memory 94%, 650 W, 71 °C, at the power limit",
     ]
     assert lines[1].startswith("goodput   ")
+
+
+def test_groups_of_nodes_by_measured_links_have_a_line(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    write_measured_links(run, MeasuredLinks(order=("a", "c", "b", "d")))
+    assert status_lines(state_of(run)) == [], "all links are alike"
+    write_measured_links(run, MeasuredLinks(groups=(("a", "c"), ("b", "d")), order=("a", "c", "b", "d")))
+    assert [each.plain for each in status_lines(state_of(run))] == ["links     faster among a, c; b, d"]
 
 
 def test_a_run_of_an_older_version_has_no_lines(tmp_path: Path) -> None:

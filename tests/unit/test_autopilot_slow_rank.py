@@ -8,14 +8,15 @@ import pytest
 
 from tests.unit.test_doctor_speed import predicted_run, recorded
 from trimaran.autopilot.proposal import settings_of
-from trimaran.autopilot.propose_nodes import without_slow_node
+from trimaran.autopilot.propose_nodes import SLOW_RANKS, SLOW_RATIO, with_recovered_node, without_slow_node
 from trimaran.autopilot.propose_rows import _dealt, rows_by_speed
-from trimaran.core import FaultsSection, Plan, Recipe
+from trimaran.core import Decision, FaultsSection, Plan, Recipe
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import predicted_gain, with_measured_links
 from trimaran.doctor.step_breakdown import step_breakdown
 from trimaran.run import create_run
 from trimaran.run.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
+from trimaran.run.node_speeds import MAX_KEPT, add_speed, has_recovered, read_node_speeds, write_node_speeds
 
 
 def settings(evidence: Evidence) -> dict[str, Any]:
@@ -115,6 +116,59 @@ def test_the_nodes_to_leave_out_are_a_file_of_the_run(tmp_path: Path) -> None:
     assert read_left_out(run) == frozenset()
     write_left_out(run, [])
     assert not run.left_out_nodes.exists()
+
+
+def leaving(host: str, *, ratio: float = 8.0) -> Decision:
+    return Decision(
+        id=1,
+        time=0.0,
+        step=40,
+        finding="F005",
+        reason="slow",
+        patch={LEFT_OUT_FIELD: [host]},
+        undo={LEFT_OUT_FIELD: []},
+        outcome="kept",
+        baseline={"step_seconds": 1.0, SLOW_RATIO: ratio, SLOW_RANKS: 1},
+    )
+
+
+def three_of_four() -> tuple[Evidence, dict[str, Any]]:
+    """Return the evidence of a run of four ranks that goes on with three of them, and its settings."""
+    evidence = on_nodes(recorded("throttled-rank"))
+    mesh = evidence.plan.mesh.model_copy(update={"dp_replicate": 3, "dp_shard": 1})
+    now = replace(evidence, plan=evidence.plan.model_copy(update={"mesh": mesh, "micro_batch": 1}))
+    assert now.plan.mesh.world_size == 3
+    return now, settings(now) | {LEFT_OUT_FIELD: ["node1"]}
+
+
+def test_a_node_is_taken_back_only_if_it_is_clearly_faster_than_when_it_was_left_out() -> None:
+    evidence, now = three_of_four()
+    fast, cause = {"node1": (1.0, 1.0, 8.0, 8.1)}, leaving("node1")
+    (found,) = with_recovered_node(evidence, now, decisions=[cause], speeds=fast)
+    assert found.patch == {LEFT_OUT_FIELD: []}
+    assert found.undo == {LEFT_OUT_FIELD: ["node1"]}
+    assert found.gain > 0.05
+    assert found.is_measured, "it may take back a decision that was kept"
+    for speeds in ((1.0,), (1.0, 8.0), (1.0, 1.1, 8.0), (1.0, 8.0, 1.0)):
+        assert with_recovered_node(evidence, now, decisions=[cause], speeds={"node1": speeds}) == [], speeds
+    half = with_recovered_node(evidence, now, decisions=[cause], speeds={"node1": (1.0, 2.0, 2.0)})
+    assert half == [], "four times as slow as the others is still too slow"
+    assert with_recovered_node(evidence, now, decisions=[], speeds=fast) == [], "a person left it out"
+
+
+def test_the_first_speed_of_a_node_is_kept(tmp_path: Path) -> None:
+    speeds: tuple[float, ...] = ()
+    for number in range(1, 100):
+        speeds = add_speed(speeds, float(number))
+    assert speeds == (1.0, *map(float, range(101 - MAX_KEPT, 100)))
+    assert has_recovered(speeds)
+    run = create_run(tmp_path / "run", Recipe(), Plan())
+    assert read_node_speeds(run) == {}
+    write_node_speeds(run, {"a": speeds})
+    assert read_node_speeds(run) == {"a": speeds}
+    for damaged in ("{", '{"hosts": 3}', '{"hosts": {"a": [0]}}', '{"hosts": {"a": ["x"]}}'):
+        run.node_speeds.write_text(damaged)
+        assert read_node_speeds(run) == {}
 
 
 def test_of_a_slow_network_only_the_link_between_nodes_is_slowed_down() -> None:

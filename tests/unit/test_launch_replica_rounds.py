@@ -199,3 +199,53 @@ def test_old_rounds_leave_the_store() -> None:
         each.vote(0, 1)
     kept = [key for key, value in each.store.items() if value is not None and key.startswith("replicas/round/")]
     assert len(kept) == KEPT_ROUNDS
+
+
+def test_a_replica_that_is_asked_to_leave_contributes_once_more_and_the_others_go_on() -> None:
+    each = Replicas()
+    each.arrive(0, 2, step=5, save=True)
+    each.arrive(1, step=5, leave=True)
+    opened = each.opened()
+    assert opened is not None
+    assert (opened.contributors, opened.leaving, opened.stop, opened.save) == ((0, 1, 2), (1,), False, True)
+    each.vote(0, 1, 2)
+    result = each.result()
+    assert result is not None
+    assert (result.ok, result.members) == (True, (0, 2))
+    assert each.rounds.left == {1}
+    each.arrive(0, 2, step=10)
+    opened = each.opened()
+    assert opened is not None
+    assert opened.contributors == (0, 2)
+    each.vote(0, 2)
+    each.lose(1)  # its processes have ended
+    each.rounds.start_again(1)
+    assert each.rounds.left == set()
+    each.joining(1)
+    each.arrive(0, 2, step=15)
+    opened = each.opened()
+    assert opened is not None
+    assert (opened.contributors, opened.joiners) == ((0, 2), (1,))
+
+
+def test_if_all_are_asked_to_leave_the_run_stops() -> None:
+    each = Replicas(2)
+    each.arrive(0, 1, step=5, leave=True)
+    opened = each.opened()
+    assert opened is not None
+    assert (opened.stop, opened.leaving) == (True, ())
+
+
+def test_a_replica_that_is_lost_while_it_leaves_is_a_lost_one() -> None:
+    each = Replicas()
+    each.arrive(0, 2, step=5)
+    each.arrive(1, step=5, leave=True)
+    each.lose(1)  # before its vote
+    result = each.result()
+    assert result is not None
+    assert not result.ok
+    assert each.rounds.left == set()
+    each.arrive(0, 2, step=5)
+    opened = each.opened()
+    assert opened is not None
+    assert (opened.contributors, opened.leaving) == ((0, 2), ())

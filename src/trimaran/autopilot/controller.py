@@ -20,7 +20,7 @@ from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output,
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION, fits
 from trimaran.autopilot.proposal import Patch, Proposal, settings_of
 from trimaran.autopilot.propose_changes import best_layout, proposals_of
-from trimaran.autopilot.propose_nodes import without_slow_node
+from trimaran.autopilot.propose_nodes import with_recovered_node, without_slow_node
 from trimaran.autopilot.propose_rows import rows_by_speed
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
@@ -37,6 +37,7 @@ from trimaran.run.attempts import Attempts
 from trimaran.run.change_request import read_change_request, write_change_request
 from trimaran.run.decision_records import read_decisions
 from trimaran.run.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
+from trimaran.run.node_speeds import has_recovered, read_node_speeds
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Controller:
         self._links: tuple[Link, ...] | None = None  # as they were last measured
         self._incidents_version: tuple[int, int] | None = None
         self._has_open_incident = False
+        self._speeds_version, self._recovered = 0, set[str]()  # hosts that are left out and fast again
         self._waits_for_nodes = False  # the ranks start again because we asked for it
         self._settings_version: tuple[tuple[int, int], ...] = ()
         self._known_settings: dict[str, Any] = {}
@@ -90,6 +92,7 @@ class Controller:
         if self._has_open_incident or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
             return
+        self._notice_recovery()
         if (shift := loop.find_shift()) is not None:
             log.info("%s", shift)
             self._layouts, self._links, self._diagnose_due = {}, None, time.monotonic()
@@ -152,6 +155,18 @@ class Controller:
                 for each in read_incidents(self.run)[-1:]
             )
 
+    def _notice_recovery(self) -> None:
+        """If a node that was left out is fast again, look at once whether to take it back."""
+        try:
+            version = self.run.node_speeds.stat().st_mtime_ns
+        except OSError:
+            return
+        if version != self._speeds_version:
+            self._speeds_version, before = version, self._recovered
+            self._recovered = {host for host, each in read_node_speeds(self.run).items() if has_recovered(each)}
+            if self._recovered - before:
+                self.loop.due, self._diagnose_due = min(self.loop.due, self.loop.step), time.monotonic()
+
     def _settings(self) -> dict[str, Any]:
         """Return the present values of the fields that can change; the ranks replace both files after a change."""
         version = tuple((each.st_ino, each.st_mtime_ns) for each in (self.run.recipe.stat(), self.run.plan.stat()))
@@ -181,6 +196,8 @@ class Controller:
         settings = self._settings()
         rows = rows_by_speed(evidence, settings)
         found += [*rows, *without_slow_node(evidence, settings, instead=rows)]
+        decisions, speeds = [*self.loop.decisions.values()], read_node_speeds(self.run)
+        found += with_recovered_node(evidence, settings, decisions=decisions, speeds=speeds)
         if limit is not None:
             found = [each for each in found if fits(each, peak, limit)]
         took = time.thread_time() - began

@@ -318,6 +318,7 @@ class DecisionLoop:
         if chosen.saves_memory and situation.memory:
             expected["peak_bytes"] = situation.memory.peak * chosen.peak_ratio
         baseline = {"step_seconds": before.step_seconds, "spread": before.spread, "steps": before.steps}
+        baseline |= chosen.facts
         if shift is not None and shift.is_slower:
             baseline[USUAL_SECONDS] = shift.before
         return Decision(

@@ -1,7 +1,7 @@
 """A change that could be made to a running run, what it should gain, and what trying it costs."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.core import Plan, Recipe
@@ -21,7 +21,8 @@ class Proposal:
     sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
     that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_in_place`: ranks
     make it without building networks again. `first_step_seconds` is what the first step takes longer: compilation.
-    `is_measured`: its gain follows from steps that were measured, so it may take back a change that was kept.
+    `facts` are further numbers to write down with the decision. `is_measured`: its gain follows from steps that were
+    measured, so it may take back a change that was kept.
     """
 
     patch: Patch
@@ -35,6 +36,7 @@ class Proposal:
     is_in_place: bool = False
     first_step_seconds: float = 0.0
     is_measured: bool = False
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 def is_changeable(field: str) -> bool:

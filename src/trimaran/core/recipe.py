@@ -370,6 +370,17 @@ class FaultsSection(BaseModel):
         return ranks
 
 
+class NodesSection(BaseModel):
+    """How the nodes of a run on several machines are numbered: neighbours are to have fast links between them."""
+
+    model_config = STRICT
+
+    order: Annotated[
+        Literal["switches", "measured"],
+        Field(description="by the switches that are known, then by name; measured: by a short test if none is known"),
+    ] = "switches"
+
+
 class PrometheusSection(BaseModel):
     """The Prometheus endpoint. It listens on this machine only, unless `host` says otherwise."""
 
@@ -442,6 +453,7 @@ class Recipe(BaseModel):
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
     telemetry: TelemetrySection = TelemetrySection()
+    nodes: NodesSection = NodesSection()
     cluster: Annotated[FilePath, Field(description="auto, 8xH100, 4x8xA100-80GB, 2xcpu or a YAML file")] = "auto"
     plan: Literal["auto"] | Plan = "auto"
     autopilot: Annotated[

@@ -20,6 +20,7 @@ CHANGEABLE_FIELDS = (
     "plan",
     "checkpoint",
     "faults",
+    "nodes",
     "telemetry",
     "autopilot",
 )

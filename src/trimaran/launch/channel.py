@@ -131,6 +131,7 @@ class Channel:
         self.refused: Counter[str] = Counter()
         self.mailboxes: dict[str, Mailbox] = {}
         self.operations: dict[str, Callable[[Record], Record]] = {}  # further requests of nodes, answered at once
+        self.streams: dict[str, Callable[[socket.socket], None]] = {}  # requests that take over the connection
         self._own_node = own_node  # no other node may use this name
         self._token, self._run = token, fingerprint(token)
         self._read_until = time.monotonic()
@@ -371,6 +372,8 @@ class Channel:
                 connection.reply(operation(request))
             except (OSError, ValueError) as error:
                 connection.reply({"error": str(error)})
+        elif (stream := self.streams.get(name)) is not None:
+            self._hand_over(connection, stream)
         elif self._upstream is not None and self._upstream.relay is not None:
             if self._upstream.socket.fileno() < 0:
                 self._close(connection)
@@ -380,6 +383,13 @@ class Channel:
             connection.reply({"error": "over"})
         else:
             keys.answer(request, connection.reply, client=connection, now=time.monotonic())
+
+    def _hand_over(self, connection: Connection, stream: Callable[[socket.socket], None]) -> None:
+        """Let `stream` use the connection from now on, in a thread of its own. It has to close it."""
+        del self._connections[connection.socket.fileno()]
+        self._selector.unregister(connection.socket)
+        connection.socket.setblocking(True)
+        threading.Thread(target=stream, args=(connection.socket,), name="channel-stream", daemon=True).start()
 
     def _answer_relay(self, connection: Connection, message: Record) -> None:
         """Answer the requests of the ranks of another node. A malformed one is answered with an error."""

@@ -1,6 +1,7 @@
 """Watches an attempt of elastic replicas: the others go on when one is lost, and it is started again beside them."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from trimaran.run.replica_records import STATEMENTS, Statement
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3  # of a replica before it contributes again; then it is not started any more
+LEAVE_SECONDS = 10.0  # for the ranks of a replica that leaves to end, after its last synchronisation
 PAUSE_SECONDS = 1.0  # before a second start without having contributed; doubled each time
 
 
@@ -82,6 +84,9 @@ class ElasticWatch(AttemptWatch):
         self._unwritten: Written = {}
         self._statements: dict[str, tuple[bytes, Statement]] = {}
         self._gone: dict[int, LostReplica] = {}
+        self._left_at: dict[int, float] = {}  # when replicas that were asked to leave had their last synchronisation
+        self._asked_to_leave: list[Node] = []
+        self._let_go: list[Node] = []  # of these, those without ranks
         self._started: dict[int, tuple[float, float]] = {}  # by the monotonic clock and the wall clock
         super().__init__(run, nodes, spec)
         self.lead_ranks = tuple(self.rounds.ranks_of(each)[0] for each in range(replicas.num))
@@ -110,11 +115,58 @@ class ElasticWatch(AttemptWatch):
         for replica, fault in faults.items():
             self._lose(replica, fault, heartbeats)
         self.lost = []
+        self._note_left()
         self._replace_nodes()
         self._start_lost()
         self._decide_rounds()
         self._note_joined()
         return "trouble" if self.rounds.is_stuck else self._end()
+
+    def let_leave(self, names: Sequence[str]) -> list[str]:
+        """Ask the replicas on these nodes to leave at their next synchronisation; the others go on.
+
+        Returns the nodes for which that is not possible, because nobody would be left: then all have to stop.
+        """
+        nodes = [(node, here) for node, here in zip(self.nodes, self._ranges, strict=True) if node.name in names]
+        leaving = {self.rounds.replica_of(rank) for _, here in nodes for rank in here}
+        if nodes and leaving >= {*self.rounds.living_members}:
+            return [*names]
+        for node, _ in nodes:
+            if not self._leaves(node):
+                self._asked_to_leave.append(node)
+                node.request_leave()
+        return []
+
+    def _note_left(self) -> None:
+        """File an incident for a replica that has left, and let nodes go whose replicas have all left."""
+        now = time.monotonic()
+        for replica in sorted(self.rounds.left - self.rounds.lost):
+            ranks, since = self.rounds.ranks_of(replica), self._left_at.setdefault(replica, now)
+            if now < since + LEAVE_SECONDS and not all(rank in self.ended for rank in ranks):
+                continue
+            self._unwritten |= self.rounds.lose(replica)
+            for node, here in self._parts(replica):
+                if not _is_gone(node):
+                    node.kill_ranks(here)  # nothing is left of it, as a rule
+            for rank in ranks:
+                self.ended.pop(rank, None)
+                self.silent.pop(rank, None)
+            what = f"replica {replica} was asked to stop and has left; the others continue"
+            evidence = {"replica": replica, "last_synchronisation": self.rounds.step}
+            known = {"attempt": self.spec.attempt, "step": self.highest_step, "cost": {"lost_steps": 0.0}}
+            incident = self._incidents.notice("preempted", what, action="continued", evidence=evidence, **known)
+            log.warning("%s", headline(incident))
+            # It is started again only on another node.
+            self._gone[replica] = LostReplica(incident, now, 0, due=math.inf)
+            del self._left_at[replica]
+        for node, here in zip(self.nodes, self._ranges, strict=True):
+            is_idle = all(self.rounds.replica_of(rank) in self.rounds.lost for rank in here)
+            if is_idle and self._leaves(node) and not any(node is each for each in self._let_go):
+                self._let_go.append(node)
+                node.kill()  # its supervisor, which was asked to stop, ends when it has no ranks
+
+    def _leaves(self, node: Node) -> bool:
+        return any(node is each for each in self._asked_to_leave)
 
     def _end(self) -> AttemptOutcome | None:
         """Return how the attempt ended if all replicas that trained have ended well; others are not waited for."""
@@ -144,7 +196,7 @@ class ElasticWatch(AttemptWatch):
             fault = ReplicaFault(cause=why.cause, what=f"rank {ended.rank} {why.what}", ranks=(ended.rank,))
             if why.primary or self.rounds.replica_of(ended.rank) not in found:
                 found[self.rounds.replica_of(ended.rank)] = fault
-        return {each: fault for each, fault in found.items() if each not in self.rounds.lost}
+        return {each: fault for each, fault in found.items() if each not in self.rounds.lost | self.rounds.left}
 
     def _hung_ranks(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         """Return the silent ranks that hang. They do not while they wait for a rank of their replica that is busy."""
@@ -206,6 +258,9 @@ class ElasticWatch(AttemptWatch):
             if fitting:
                 self.nodes = [*self.nodes[:number], fitting[0], *self.nodes[number + 1 :]]
                 joined.remove(fitting[0])
+                for rank in self._ranges[number]:
+                    if gone := self._gone.get(self.rounds.replica_of(rank)):
+                        gone.due = min(gone.due, time.monotonic())
                 log.info("%s takes the place of a node that was lost", fitting[0].name)
 
     def _start_lost(self) -> None:
@@ -214,7 +269,7 @@ class ElasticWatch(AttemptWatch):
         for replica in sorted(self.rounds.lost):
             gone, parts = self._gone[replica], self._parts(replica)
             may_start = self._may_start(gone.count) and now >= gone.due and not self.is_saved
-            if not may_start or any(_is_gone(node) for node, _ in parts):
+            if not may_start or any(_is_gone(node) or self._leaves(node) for node, _ in parts):
                 continue
             number = self.rounds.start_again(replica)
             self._started[replica] = now, time.time()

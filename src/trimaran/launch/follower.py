@@ -15,6 +15,7 @@ from trimaran.launch.channel import EXCHANGE_SECONDS, SILENT_SECONDS, Channel
 from trimaran.launch.file_stream import FileSender
 from trimaran.launch.head_client import write_run_files
 from trimaran.launch.local_node import LocalNode
+from trimaran.launch.measure_links import link_record, try_to_measure
 from trimaran.launch.node import AttemptSpec
 from trimaran.launch.node_order import read_switches
 from trimaran.launch.remote_node import record_of_event, record_of_heartbeat
@@ -144,9 +145,11 @@ class Follower:
         self._coordinator = CoordinatorClient(holder.address, self._token, self.node.name)
         about: Record = {"num_ranks": self.node.num_ranks, "time": time.time(), "host": platform.node()}
         error = {"unfit": unfit.as_dict()} if unfit else {}
+        about |= {"channel": agent.channel.address}
         self._coordinator.send(**about, switches=read_switches(os.environ), **error)
         self._refusal: UserError | None = None
         self._ranks_running, self._stop_sent = False, False
+        self._measures_speed = False
         self._store = ""  # of the running ranks
         self._heartbeats_due = self._lease_due = 0.0
         self._end: int | None = None
@@ -213,6 +216,7 @@ class Follower:
     def _report(self) -> None:
         """Send new events of this node, and heartbeats in regular intervals."""
         if not self._ranks_running:
+            self._report_speed()
             return
         now = time.monotonic()
         events = [record_of_event(each, now) for each in self.node.poll()]
@@ -223,6 +227,12 @@ class Follower:
                 str(rank): record_of_heartbeat(heartbeat, now) for rank, heartbeat in self.node.heartbeats().items()
             }
             self._coordinator.send(events=events, heartbeats=heartbeats, clock=now)
+
+    def _report_speed(self) -> None:
+        """Send the measured speed of this node, once it is known."""
+        if self._measures_speed and (speed := self.node.take_speed()) is not None:
+            self._measures_speed = False
+            self._coordinator.send(speed=speed)
 
     def _send_files(self, *, at_once: bool) -> None:
         """Send what is new in the files of this node; unless `at_once`, only if earlier messages have been sent."""
@@ -246,33 +256,57 @@ class Follower:
         self._channel.relay_to(client, attempt=spec.attempt)
         return replace(spec, store=self._channel.address)
 
+    def _start(self, command: Record) -> None:
+        self._ranks_running, self._heartbeats_due = True, 0.0
+        if "files" in command:
+            write_run_files(self.run, command["files"])
+        spec = self._relayed(AttemptSpec(**command["spec"] | {"token": self._token}))
+        self._store = spec.store
+        self.node.start(spec)
+
+    def _start_ranks(self, command: Record) -> None:
+        spec = AttemptSpec(**command["spec"] | {"token": self._token})
+        if not self._ranks_running:
+            self._ranks_running, self._heartbeats_due = True, 0.0
+            self._store = self._relayed(spec).store
+        self.node.start_ranks(replace(spec, store=self._store), command["ranks"])
+
+    def _measure(self, command: Record) -> None:
+        """Begin to measure this node's devices, or its link from another node, in a thread that sends the result."""
+        seconds = command["seconds"]
+        if command["command"] == "measure_speed":
+            self.node.begin_speed(command["kind"], seconds=seconds)
+            self._measures_speed = True
+            return
+
+        def measure() -> None:
+            link = try_to_measure(command["peer"], command["address"], self._token, seconds=seconds)
+            self._coordinator.send(link=link_record(command["peer"], link))
+
+        threading.Thread(target=measure, name="measure-link", daemon=True).start()
+
     def _execute(self, command: Record) -> None:
         match command["command"]:
             case "start":
-                self._ranks_running, self._heartbeats_due = True, 0.0
-                if "files" in command:
-                    write_run_files(self.run, command["files"])
-                spec = self._relayed(AttemptSpec(**command["spec"] | {"token": self._token}))
-                self._store = spec.store
-                self.node.start(spec)
+                self._start(command)
             case "start_ranks":
-                spec = AttemptSpec(**command["spec"] | {"token": self._token})
-                if not self._ranks_running:
-                    self._ranks_running, self._heartbeats_due = True, 0.0
-                    self._store = self._relayed(spec).store
-                self.node.start_ranks(replace(spec, store=self._store), command["ranks"])
+                self._start_ranks(command)
             case "kill_ranks":
                 self.node.kill_ranks(command["ranks"])
             case "collect_reports":
                 how = {key: command[key] for key in ("seconds", "gently") if key in command}
                 self.node.collect_reports(self.run.path / command["folder"], **how)
+            case "measure_link" | "measure_speed":
+                self._measure(command)
             case "stop":
                 self.node.request_stop()
+            case "leave":
+                self.node.request_leave()
             case "kill":
                 self.node.kill()
                 self._ranks_running = False
             case "end":
-                self._end = command["code"]
-                self._refusal = UserError(**command["refusal"]) if "refusal" in command else None
+                self._end, refusal = command["code"], command.get("refusal")
+                self._refusal = refusal and UserError(**refusal)
         self._send_files(at_once=True)
         self._coordinator.send(executed=command["number"])

@@ -58,6 +58,12 @@ class ForkServerClient:
         with self._blocking() as control:
             control.sendall(json.dumps({"start": command}).encode() + b"\n")
 
+    def measure(self, kind: str, *, devices: int, seconds: float, environment: Mapping[str, str]) -> None:
+        """Measure how fast the devices compute; the event `speed` has the answer."""
+        how = {"kind": kind, "devices": devices, "seconds": seconds, "environment": dict(environment)}
+        with self._blocking() as control:
+            control.sendall(json.dumps({"measure": how}).encode() + b"\n")
+
     @contextmanager
     def _blocking(self) -> Iterator[socket.socket]:
         """Yield the socket to send on. `alive` says if the fork server is dead."""

@@ -70,6 +70,7 @@ class LocalNode:
         self._ranks: dict[int, LocalRank] = {}
         self._silent: set[tuple[int, bool]] = set()  # ranks that were reported, and whether they were stopped
         self._unreported: list[NodeEvent] = []  # of other ranks, while some were killed
+        self._speed: float | None = None  # measured, and not taken yet
         self._polled = time.monotonic()
         self._fork_server = self._bind(fork_server or start_fork_server(environment))
         self._sidecar = self._new_sidecar()
@@ -136,6 +137,19 @@ class LocalNode:
             **spec.environment,
         }
 
+    def begin_speed(self, kind: str, *, seconds: float) -> None:
+        """See `MeasurableNode`. Not while ranks run."""
+        if self._fork_server.alive and not self._alive():
+            changed = {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
+            self._fork_server.measure(kind, devices=self.num_ranks, seconds=seconds, environment=changed)
+
+    def take_speed(self) -> float | None:
+        """See `MeasurableNode`."""
+        if not self._alive():
+            self._unreported += self._poll_fork_server()
+        speed, self._speed = self._speed, None
+        return speed
+
     def poll(self) -> list[NodeEvent]:
         events = [*self._unreported, *self._poll_fork_server()]
         self._unreported.clear()
@@ -180,6 +194,8 @@ class LocalNode:
         running = self._fork_server.alive  # read before its events, so that those before its end are not missed
         for event in self._fork_server.receive(wait=wait):
             rank = self._ranks.get(event.get("rank", -1))
+            if event["event"] == "speed":
+                self._speed = event["speed"]
             if event["event"] == "started" and rank is not None:
                 rank.pid = event["pid"]
             elif event["event"] == "ended" and rank is not None and rank.pid == event["pid"]:
@@ -207,6 +223,9 @@ class LocalNode:
     def request_stop(self) -> None:
         with contextlib.suppress(OSError):  # if the disk is full, the signal is enough
             self._run.stop_request.touch()
+        self.request_leave()
+
+    def request_leave(self) -> None:
         for rank in self._alive().values():
             if rank.pid:
                 with contextlib.suppress(ProcessLookupError):

@@ -113,6 +113,10 @@ class Node(Protocol):
         """Ask every rank to stop at a step that all of them agree on."""
         ...
 
+    def request_leave(self) -> None:
+        """Ask the ranks of this node alone to stop; those of other nodes go on."""
+        ...
+
     def kill(self) -> None:
         """Kill every process of the attempt, stopped ones too, and return when they are gone."""
         ...

@@ -3,6 +3,7 @@
 import os
 
 from trimaran.core import Plan
+from trimaran.launch import link_probe
 from trimaran.launch.channel import Channel
 from trimaran.launch.fork_server_process import ForkServerProcess
 from trimaran.launch.head_client import OPERATION, answer_not_ready
@@ -32,7 +33,7 @@ class NodeAgent:
         self.run, self.node_options = run, node_options
         self.token, self.recipe = run_token(run), run.read_recipe()
         plan, interface = run.read_plan(), node_options.interface
-        kind = cluster_of(self.recipe, plan.mesh.world_size).device.kind
+        self.kind = kind = cluster_of(self.recipe, plan.mesh.world_size).device.kind
         self._on_cpu = kind == "cpu"
         num_ranks = node_options.ranks or -(-plan.mesh.world_size // node_options.num_at_start)
         nodes, where = -(-plan.mesh.world_size // num_ranks), f"node {node_options.name}"
@@ -46,6 +47,7 @@ class NodeAgent:
         self.is_head = node_options.own_disk and node_options.is_head
         port = split_head(node_options.head)[1] if self.is_head else 0
         self.channel = Channel(node_options.address, self.token, port=port, own_node=node_options.name)
+        self.channel.streams[link_probe.OPERATION] = link_probe.serve_link
         if self.is_head:
             self.channel.operations[OPERATION] = answer_not_ready
         alone = {"TRIMARAN_OWN_DISK": node_options.name} if node_options.own_disk else {}

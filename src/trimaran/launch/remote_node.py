@@ -14,8 +14,10 @@ from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.channel import SILENT_SECONDS, Mailbox
 from trimaran.launch.file_stream import FileReceiver
+from trimaran.launch.measure_links import link_of_record
 from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
 from trimaran.run import Heartbeat, RunDirectory
+from trimaran.run.measured_links import LinkSpeed
 from trimaran.run.wire import Record
 
 KILL_SECONDS = 30.0
@@ -34,7 +36,10 @@ class RemoteNode:
     ) -> None:
         self.name, self.num_ranks, self.mailbox = name, num_ranks, mailbox
         self.host = name  # as the scheduler knows it; the node's first message says it
+        self.channel_address = ""  # its first message says it, too
         self._leaving = False
+        self._links: dict[str, LinkSpeed | None] = {}
+        self._speed: float | None = None
         self._run = run
         self._files = FileReceiver(run, name) if own_disk else None
         self._sent = self._executed = 0  # numbers of commands
@@ -103,6 +108,29 @@ class RemoteNode:
     def request_stop(self) -> None:
         self._send("stop")
 
+    def request_leave(self) -> None:
+        self._send("leave")
+
+    def measure_link(self, peer: str, address: str, *, seconds: float) -> None:
+        """See `LinkNode`."""
+        self._send("measure_link", peer=peer, address=address, seconds=seconds)
+
+    def begin_speed(self, kind: str, *, seconds: float) -> None:
+        """See `MeasurableNode`."""
+        self._send("measure_speed", kind=kind, seconds=seconds)
+
+    def take_speed(self) -> float | None:
+        """See `MeasurableNode`."""
+        self._read()
+        speed, self._speed = self._speed, None
+        return speed
+
+    def take_links(self) -> dict[str, LinkSpeed | None]:
+        """See `LinkNode`."""
+        self._read()
+        links, self._links = self._links, {}
+        return links
+
     def kill(self) -> None:
         """Return when the node has killed its ranks. A lost node kills them by itself, see `follower`."""
         self._wait_until_executed(self._send("kill"), seconds=KILL_SECONDS)
@@ -131,6 +159,10 @@ class RemoteNode:
                 self._files.write(message["files"])  # first: what follows may be about them
             if "executed" in message:
                 self._executed = max(self._executed, int(message["executed"]))
+            if "speed" in message:
+                self._speed = float(message["speed"])
+            if "link" in message:
+                self._links[str(message["link"]["peer"])] = link_of_record(message["link"])
             self._leaving |= bool(message.get("leaving", False))
             now = self._when(message)
             heartbeats = message.get("heartbeats", {})

@@ -7,6 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from trimaran.core import EXIT_USER, Plan, UserError
+from trimaran.launch.left_out_watch import LeftOutWatch
+from trimaran.launch.local_node import LocalNode
+from trimaran.launch.measure_links import OwnLinks, order_by_links
 from trimaran.launch.node import Node
 from trimaran.launch.node_agent import NodeAgent
 from trimaran.launch.node_order import order_nodes, read_switches
@@ -21,6 +24,7 @@ from trimaran.run.wire import Record
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+MIN_ORDERED_NODES = 3  # the order of two makes no difference
 REGROUP_SECONDS = 3.0  # for the remaining nodes to connect after one was lost
 DISMISS_SECONDS = 3.0  # for the other nodes to receive the run's exit code
 SKEW_SECONDS = 5.0  # a larger difference between wall clocks is reported, although nothing depends on it
@@ -46,6 +50,8 @@ class RemoteNodeGroup:
         self._own_disk = agent.node_options.own_disk
         self._remote: dict[str, RemoteNode] = {}
         self._switches = {agent.node.name: read_switches(os.environ)}  # above each node
+        self._groups: dict[str, tuple[str, ...]] = {}  # of each node, by measured links
+        self._left_out_watch: LeftOutWatch | None = None
         self._turned_away: set[str] = set()
         self._num_skewed = 0
         self._num_before = 0  # nodes of the last start
@@ -72,6 +78,7 @@ class RemoteNodeGroup:
                 continue
             if len(nodes) >= num_awaited or (len(nodes) >= options.min_nodes and waited > wait_for_all_seconds):
                 self._formed, self._num_before = True, len(nodes)
+                nodes = self._ordered_by_links(nodes)
                 log.info("%d of %d nodes: %s", len(nodes), options.nodes, ", ".join(node.name for node in nodes))
                 return nodes
             if waited > max(wait_for_all_seconds, options.wait_seconds):
@@ -84,6 +91,7 @@ class RemoteNodeGroup:
     def growth(self, nodes: Sequence[Node]) -> int | None:
         """Return how many ranks are possible now, if more nodes are present than `nodes`, which run; None if not."""
         present = self._present()
+        self._watch_left_out(present)
         capacity = sum(node.num_ranks for node in present)
         has_grown = len(present) > len(nodes) and capacity > sum(node.num_ranks for node in nodes)
         return capacity if has_grown else None
@@ -151,6 +159,16 @@ class RemoteNodeGroup:
         left_out = self._left_out(connected)
         return [node for node in connected if node not in left_out]
 
+    def _watch_left_out(self, present: Sequence[Node]) -> None:
+        """Measure from time to time how fast the nodes are that are left out."""
+        if self._left_out_watch is None:
+            if not read_left_out(self._agent.run):
+                return
+            self._left_out_watch = LeftOutWatch(self._agent.run, self._agent.kind)
+        left_out = [node for node in self._connected() if not any(node is each for each in present)]
+        idle = [node for node in left_out if isinstance(node, RemoteNode | LocalNode)]
+        self._left_out_watch.poll({getattr(node, "host", platform.node()): node for node in idle})
+
     def _connected(self) -> list[Node]:
         """Return this node and those connected to it, in the order of their ranks; at most as many as are needed."""
         for name, mailbox in list(self._agent.channel.mailboxes.items()):
@@ -161,6 +179,7 @@ class RemoteNodeGroup:
                     self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk
                 )
                 self._remote[name].host = str(hello.get("host", name))
+                self._remote[name].channel_address = str(hello.get("channel", ""))
                 self._switches[name] = tuple(map(str, hello.get("switches", ())))
                 self._report_skew(name, hello)
                 self._note_unfit(name, hello)
@@ -169,10 +188,34 @@ class RemoteNodeGroup:
         present: list[Node] = [self._agent.node]
         present += [node for node in self._remote.values() if not node.lost and not node.leaving]
         fit = [node for node in present if node.name not in self._unfit and node.name not in self._turned_away]
-        # Without a shared disk rank 0, which writes the metrics and the model, is on this node.
-        first = self._agent.node.name if self._own_disk else ""
-        order = order_nodes({node.name: self._switches[node.name] for node in fit}, first=first)
+        order = order_nodes({node.name: self._above(node.name) for node in fit}, first=self._first)
         return sorted(fit, key=lambda node: order.index(node.name))[: self._agent.node_options.nodes]
+
+    @property
+    def _first(self) -> str:
+        """The name of the node that has to be first, if any.
+
+        Without a shared disk rank 0, which writes the metrics and the model, is on this node.
+        """
+        return self._agent.node.name if self._own_disk else ""
+
+    def _above(self, name: str) -> Sequence[str]:
+        """Return the switches above a node or, if no node's are known, its groups by measured links."""
+        return self._switches[name] if any(self._switches.values()) else self._groups.get(name, ())
+
+    def _ordered_by_links(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes in the order that measured links give, if the recipe wants that and no switch is known."""
+        agent, remote = self._agent, [node for node in nodes if isinstance(node, RemoteNode)]
+        is_wanted = agent.recipe.nodes.order == "measured" and not any(self._switches.values())
+        if not is_wanted or len(nodes) < MIN_ORDERED_NODES:
+            return nodes
+        links = [OwnLinks(agent.node.name, agent.channel.address, agent.token)] if agent.node in nodes else []
+        measured = [*links, *(node for node in remote if node.channel_address)]
+        self._groups = order_by_links(
+            agent.run, measured, first=self._first, is_over=lambda: self._signals.stop_requested or not self.holds()
+        )
+        order = order_nodes({node.name: self._above(node.name) for node in nodes}, first=self._first)
+        return sorted(nodes, key=lambda node: order.index(node.name))
 
     def _note_unfit(self, name: str, hello: Record) -> None:
         """Record that the run cannot work on a node. If the run has already started, the node is turned away."""

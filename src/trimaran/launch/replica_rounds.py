@@ -38,6 +38,7 @@ class ReplicaRounds:
         self.step = 0  # of the last round that counts
         self._open: Round | None = None
         self._num_failed = 0
+        self.left: set[int] = set()  # replicas that were asked to leave, and take part no more
         self._contributors: dict[int, int] = {}  # of the last round that counts, with their starts
 
     @property
@@ -68,6 +69,7 @@ class ReplicaRounds:
         """Note that a lost replica is started again; return the number of this start."""
         assert replica in self.lost
         self.lost.discard(replica)
+        self.left.discard(replica)
         self.starts[replica] += 1
         return self.starts[replica]
 
@@ -107,6 +109,9 @@ class ReplicaRounds:
         assert len(steps) == 1, f"replicas arrived after different numbers of steps: {sorted(steps)}"
         others = [each for each in range(self.num_replicas) if each not in self.lost and each not in living]
         joiners = tuple(each for each in others if self._said(each, statements, "join"))
+        leaving = tuple(each for each, ranks in arrived.items() if any(rank.leave for rank in ranks))
+        # If nobody would stay, the run stops, with a checkpoint.
+        stop = any(rank.stop for ranks in arrived.values() for rank in ranks) or len(leaving) == len(living)
         self.number += 1
         self._open = Round(
             number=self.number,
@@ -115,7 +120,8 @@ class ReplicaRounds:
             joiners=joiners,
             source=living[0],
             starts={each: self.starts[each] for each in (*living, *joiners)},
-            stop=any(rank.stop for ranks in arrived.values() for rank in ranks),
+            stop=stop,
+            leaving=() if stop else leaving,
             save=any(rank.save for rank in arrived[living[0]]),
             lines={each: ranks[0].lines for each, ranks in arrived.items()},
         )
@@ -133,7 +139,9 @@ class ReplicaRounds:
         self._open = None
         if ok:
             joined = [each for each in opened.joiners if self._is_running(each, opened.starts[each])]
-            self.members = {each: opened.starts[each] for each in (*opened.contributors, *joined)}
+            staying = [each for each in opened.contributors if each not in opened.leaving]
+            self.members = {each: opened.starts[each] for each in (*staying, *joined)}
+            self.left |= {*opened.leaving}
             self.step, self._num_failed = opened.step, 0
             self._contributors = {each: opened.starts[each] for each in opened.contributors}
         elif is_complete:

@@ -305,6 +305,8 @@ class Supervisor:
             self._is_own_stop = not stop_file
         elif not self._stopping:
             self._leaving = self.node_group.leaving(watch.nodes)
+            if isinstance(watch, ElasticWatch):
+                self._leaving = watch.let_leave(self._leaving)
             self._new_size = None
             if not self._leaving and not isinstance(watch, ElasticWatch):  # its nodes come and go within the attempt
                 self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)

@@ -41,7 +41,8 @@ class Statement:
 
     `join`: it is ready to get the state of another replica, or has restored that of `step`. `arrive`: it has trained
     until `step` and is ready to synchronise. `vote`: whether it has got all values of the exchange (`ok`).
-    `lines` are the metrics of its steps, of the first rank of a replica only.
+    `stop`: the run is asked to stop; `leave`: only this rank is. `lines` are the metrics of its steps, of the first
+    rank of a replica only.
     """
 
     kind: Literal["join", "arrive", "vote"]
@@ -50,6 +51,7 @@ class Statement:
     round: int = -1
     ok: bool = False
     stop: bool = False
+    leave: bool = False
     save: bool = False
     lines: list[list[float]] = field(default_factory=list)
 
@@ -66,7 +68,8 @@ class Round:
     """Who synchronises after `step` steps. `contributors` exchange what they trained.
 
     Then `source` sends its state to `joiners`. `starts` has the start of each of them. `lines` are the metrics of each
-    contributor. `stop`: the run is to stop after this round. `save`: its first contributor is to save a checkpoint.
+    contributor. `stop`: the run is to stop after this round. `leaving` are contributors that were asked to leave: they
+    end after it. `save`: the first contributor that stays is to save a checkpoint.
     """
 
     number: int
@@ -76,6 +79,7 @@ class Round:
     source: int
     starts: dict[int, int]
     stop: bool = False
+    leaving: tuple[int, ...] = ()
     save: bool = False
     lines: dict[int, list[list[float]]] = field(default_factory=dict)
 
@@ -87,7 +91,7 @@ class Round:
         tree: dict[str, Any] = json.loads(value)
         for key in ("starts", "lines"):
             tree[key] = {int(each): item for each, item in tree[key].items()}
-        for key in ("contributors", "joiners"):
+        for key in ("contributors", "joiners", "leaving"):
             tree[key] = tuple(tree[key])
         return cls(**tree)
 

@@ -105,6 +105,16 @@ class RunDirectory:
         return self.path / "nodes-left-out.json"
 
     @property
+    def node_speeds(self) -> Path:
+        """How fast left-out nodes compute now; see `node_speeds.py`."""
+        return self.path / "node-speeds.json"
+
+    @property
+    def measured_links(self) -> Path:
+        """The measured links between nodes, and the order that follows; see `measured_links.py`."""
+        return self.path / "links.json"
+
+    @property
     def decisions(self) -> Path:
         """The decisions of the autopilot, one JSON line for each state of one; see `decision_records.py`."""
         return self.path / "decisions.jsonl"

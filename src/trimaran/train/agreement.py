@@ -69,10 +69,11 @@ class LoopExit:
 
     `rewind`: restore the state of `step` or of an earlier step and train again; `refusal` says why. `numeric`: a loss
     or a gradient was bad and the run cannot continue. `data`: too many samples were bad. `change`: another plan was
-    requested, see `train/change`. `pause`: the steps that `Trainer.train` was asked for are done, but not all steps.
+    requested, see `train/change`. `leave`: this elastic replica ends, and the others go on. `pause`: the steps that
+    `Trainer.train` was asked for are done, but not all steps.
     """
 
-    reason: Literal["done", "stop", "rewind", "numeric", "data", "change", "pause"]
+    reason: Literal["done", "stop", "rewind", "numeric", "data", "change", "leave", "pause"]
     step: int = 0
     refusal: RefusedStep | None = None
 

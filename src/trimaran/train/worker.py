@@ -190,6 +190,8 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     changer = PlanChanger(parts, change_file)
     del parts  # a change of the plan frees them
     loop_exit = elastic.run(start) if elastic is not None else _run_loop(changer, change_file, start)
+    if loop_exit.reason == "leave":
+        return _end_without_saving(journal, loop_exit, started)
     if loop_exit.reason == "rewind":
         checkpointer = changer.parts.trainer.checkpointer
         return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
@@ -244,9 +246,10 @@ def _end_run(
 
 
 def _end_without_saving(journal: Journal, loop_exit: LoopExit, started: float) -> tuple[int, dict[str, str]]:
-    """End a rank of an elastic replica: another replica has saved the end of the run."""
-    if loop_exit.reason == "stop":
-        journal.event("stop", step=loop_exit.step, reason="asked to stop")
+    """End a rank of an elastic replica: another replica has saved the end of the run, or goes on."""
+    if loop_exit.reason in ("stop", "leave"):
+        reason = "asked to stop" if loop_exit.reason == "stop" else "this replica was asked to leave"
+        journal.event("stop", step=loop_exit.step, reason=reason)
         return EXIT_AGAIN, {}
     journal.event("done", step=loop_exit.step, steps=loop_exit.step, seconds=time.monotonic() - started)
     return EXIT_DONE, {}

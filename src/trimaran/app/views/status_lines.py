@@ -12,6 +12,7 @@ from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.core import show_bytes, show_count, show_seconds
 from trimaran.core.plan import show_rows
+from trimaran.run.measured_links import read_measured_links
 
 Tree = dict[str, Any]
 SEVERITY = {"fault": ("✗", RED), "warning": ("!", ORANGE), "note": ("i", SKY)}  # a sign each, not only a colour
@@ -30,7 +31,7 @@ def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[
     """Return the lines, the most important first; without data there is no line."""
     found = [*_findings(poller), *_ledger(state)] if poller else []
     found += [*_decisions(state), *_incidents(state), *_change(state)]
-    return [*found, *_ranks(state), *_memory(state), *_machines(state)]
+    return [*found, *_ranks(state), *_memory(state), *_links(state), *_machines(state)]
 
 
 def finding_lines(found: RunFinding) -> list[Text]:
@@ -127,6 +128,12 @@ def _memory(state: RunState) -> Iterator[Text]:
     if counts:
         text, style = f"{text}, {', '.join(counts)}", ORANGE
     yield _line("memory", Text(text, style=style))
+
+
+def _links(state: RunState) -> Iterator[Text]:
+    """Yield which nodes have fast links between them, if that was measured and makes a difference."""
+    if groups := read_measured_links(state.run).groups:
+        yield _line("links", Text(f"faster among {'; '.join(', '.join(group) for group in groups)}"))
 
 
 def _machines(state: RunState) -> Iterator[Text]:

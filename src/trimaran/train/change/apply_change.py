@@ -35,10 +35,10 @@ from trimaran.train.change.rebuild import (
     forget_compiled,
     forget_peak_memory,
     free_earlier_parts,
-    rebuild,
     release_graphs,
     release_state,
 )
+from trimaran.train.change.staged_state import rebuild_with_room
 from trimaran.train.process.token_store import supervisor_store
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class PlanChanger:
         """Return the parts of the new plan. Raises FailedChangeError on all ranks if that failed on one."""
         if in_place:
             return change_in_place(context, parts, self._agree)
-        return rebuild(context, parts, progress, step, self._agree)
+        return rebuild_with_room(context, parts, progress, step, self._agree, self._seconds)
 
     def _agree(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns, once it has returned on all ranks; raise if it raised on one of them."""
@@ -215,7 +215,7 @@ class PlanChanger:
         clear_gradients(new)
         release_graphs(new)
         forget_compiled(new.context.plan.compile)
-        again = rebuild(old.context, new, progress, step, self._agree)
+        again = rebuild_with_room(old.context, new, progress, step, self._agree, self._seconds)
         release_state(new)
         again.trainer.checkpointer.take_over(old.trainer.checkpointer, step, copied_step=step)
         self.parts = again

@@ -97,11 +97,19 @@ def _change_networks(plan: Plan, parts: WorkerParts) -> None:
             change_buckets(network, plan, parts.ranks)
 
 
-def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> WorkerParts:
+def rebuild(
+    context: RankContext,
+    old: WorkerParts,
+    progress: dict[str, Any],
+    step: int,
+    agree: Agree,
+    shards: Sequence[TensorShard] | None = None,
+) -> WorkerParts:
     """Return the parts of the plan in `context`, with the state that `old` holds. `old` stays as it is.
 
-    Until `release_state(old)` a rank holds both states, and two buffers of the exchange, but no gradients and no
-    activations. Networks get memory without values: nothing is read from disk, and nothing is drawn.
+    `shards` are those of `old` if their values are elsewhere, see `staged_state`. Otherwise, until `release_state(old)`
+    a rank holds both states, and two buffers of the exchange, but no gradients and no activations. Networks get memory
+    without values: nothing is read from disk, and nothing is drawn.
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
     set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
@@ -124,13 +132,18 @@ def rebuild(context: RankContext, old: WorkerParts, progress: dict[str, Any], st
         seconds={},
         base=base,
     )
-    _fill(parts, old, progress, step, agree)
+    held = HeldState(shards if shards is not None else held_shards(old), step=step)
+    _fill(parts, old, held, progress, agree)
     return parts
 
 
-def _fill(new: WorkerParts, old: WorkerParts, progress: dict[str, Any], step: int, agree: Agree) -> None:
+def held_shards(parts: WorkerParts) -> list[TensorShard]:
+    """Return the shards that this rank hands over."""
+    return state_shards(parts, with_base=_hands_base_over(parts))
+
+
+def _fill(new: WorkerParts, old: WorkerParts, held: HeldState, progress: dict[str, Any], agree: Agree) -> None:
     state, with_base = new.trainer.checkpointer.state, _hands_base_over(new)
-    held = HeldState(state_shards(old, with_base=_hands_base_over(old)), step=step)
     forget_meshes()  # of the old tensors
 
     def targets() -> list[TensorShard]:
@@ -140,7 +153,7 @@ def _fill(new: WorkerParts, old: WorkerParts, progress: dict[str, Any], step: in
         return shards
 
     shards: Sequence[TensorShard] = agree(targets)
-    memory = old.trainer.checkpointer.open_copy(step) if _uses_sockets(new.context.rank_info) else None
+    memory = old.trainer.checkpointer.open_copy(held.step) if _uses_sockets(new.context.rank_info) else None
     hand_over(held, shards, new.trainer.device, memory)
     try:
         refuse_unused_tensors(shards, held, gather=all_gather_int64, allowed=MAY_BE_UNUSED)

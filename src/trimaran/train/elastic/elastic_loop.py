@@ -115,6 +115,8 @@ class ElasticLoop:
                     self._leave(loop_exit)
                 before, step = step, loop_exit.step
                 opened = self._synchronise(step)
+                if self._number in opened.leaving:
+                    return LoopExit(step=step, reason="leave")
                 self._after(opened, before)
                 if opened.stop and step < steps:
                     return LoopExit(step=step, reason="stop")
@@ -150,7 +152,10 @@ class ElasticLoop:
         began, members = time.perf_counter(), self.membership
         lines = [[each.step, each.loss, each.tokens, each.samples] for each in self.journal.held or ()]
         while True:
-            asked = {"stop": bool(self.stop), "save": self.trainer.checkpointer.wants_save}
+            # If the whole run is to stop, the supervisor creates the file before it sends signals.
+            is_asked, is_for_all = bool(self.stop), self.run_directory.stop_request.exists()
+            asked = {"stop": is_asked and is_for_all, "leave": is_asked and not is_for_all}
+            asked |= {"save": self.trainer.checkpointer.wants_save}
             opened = members.next_round(step, **asked, lines=lines)
             received = self._exchange(opened)
             result = members.vote(opened, ok=received is not None)
@@ -163,7 +168,8 @@ class ElasticLoop:
         receivers = [each for each in opened.joiners if each in result.members]
         self._write_lines(opened, time.perf_counter() - began)
         self._note_change(opened, result, num_returned)
-        self._follow(opened, (*opened.contributors, *receivers))
+        staying = [each for each in opened.contributors if each not in opened.leaving]
+        self._follow(opened, (*staying, *receivers))
         if self._number == opened.source:
             self._send(opened, receivers, step)
         return opened
@@ -234,10 +240,11 @@ class ElasticLoop:
             self.trainer.evaluator.run(step=step)
 
     def _note_change(self, opened: Round, result: RoundResult, num_returned: int) -> None:
-        """Write an event if replicas were lost or have joined since the last synchronisation."""
+        """Write an event if replicas were lost, leave or have joined since the last synchronisation."""
         joined = [each for each in opened.joiners if each in result.members]
-        if (joined or num_returned) and self.journal.rank == 0:
-            self.journal.event("replicas", step=opened.step, replicas=list(opened.contributors), joined=joined,
+        if (joined or num_returned or opened.leaving) and self.journal.rank == 0:
+            left = {"left": list(opened.leaving)} if opened.leaving else {}
+            self.journal.event("replicas", step=opened.step, replicas=list(opened.contributors), joined=joined, **left,
                                rows_again=num_returned, next_row=self.ledger.next_row)  # fmt: skip
 
     def _write_lines(self, opened: Round, seconds: float) -> None:

@@ -49,10 +49,10 @@ class Membership:
                     return opened, result
             number += 1
 
-    def next_round(self, step: int, *, stop: bool, save: bool, lines: list[list[float]]) -> Round:
+    def next_round(self, step: int, *, stop: bool, leave: bool, save: bool, lines: list[list[float]]) -> Round:
         """Say that this rank has trained until `step`, and wait for the round."""
-        self._say(Statement(kind="arrive", start=self._start, step=step, round=self._last, stop=stop, save=save,
-                            lines=lines))  # fmt: skip
+        self._say(Statement(kind="arrive", start=self._start, step=step, round=self._last, stop=stop,
+                            leave=leave, save=save, lines=lines))  # fmt: skip
         return Round.decode(self._wait(round_key(self._last + 1)))
 
     def vote(self, opened: Round, *, ok: bool) -> RoundResult:

@@ -6,6 +6,8 @@ opened below it. The answer is `{"event": "warm"}`. `{"start": [{"rank": 0, "env
 {"NAME": [0]}}, ...]}` is answered by `{"event": "started", "rank": 0, "pid": 4711}` and, when the rank ends, by
 `{"event": "ended", "rank": 0, "pid": 4711, "code": -9, "time": ...}` (monotonic clock). A rank's environment is added
 to the fork server's own; the variables in `descriptors` get the numbers of descriptors, given by their order.
+`{"measure": {"kind": "cpu", "devices": 1, "seconds": 1.0, "environment": {...}}}` is answered by `{"event": "speed",
+"speed": 81.5}`, see `measure_speed.py`; without an answer if it failed.
 
 The fork server has one thread and never initialises CUDA: neither survives a fork. It replaces warm spare ranks, as a
 new rank does not have to import torch. Ranks end with the fork server. It ends with PARENT, the supervisor, and when
@@ -54,6 +56,7 @@ from trimaran.data import cache_folder
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.run import RunDirectory, open_run
 from trimaran.run.run_directory import DESCRIPTORS
+from trimaran.train.process.measure_speed import measure_speed
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import run_worker
@@ -95,6 +98,7 @@ class ForkServer:
         self._run = Path()
         self._descriptors: list[int] = []
         self._ranks: dict[int, int] = {}  # by process id
+        self._measuring: dict[int, int] = {}  # the ends of pipes by process id
         self._unparsed = b""
 
     def serve(self) -> None:
@@ -115,6 +119,8 @@ class ForkServer:
                 for request in self._requests():
                     if "bind" in request:
                         self._bind(**request["bind"])
+                    if "measure" in request:
+                        self._measure(**request["measure"])
                     for each in request.get("start", ()):
                         numbers = {
                             name: ",".join(str(self._descriptors[place]) for place in places)
@@ -152,6 +158,15 @@ class ForkServer:
         self._ranks[pid] = rank
         self._send(event="started", rank=rank, pid=pid)
 
+    def _measure(self, *, environment: Mapping[str, str], **how: Any) -> None:
+        """Fork a process that measures how fast the devices compute."""
+        parent, (receives, sends) = os.getpid(), os.pipe2(os.O_CLOEXEC)
+        if (pid := os.fork()) == 0:
+            self._control.close()
+            _measure_and_exit(parent, environment, sends, how)
+        os.close(sends)
+        self._measuring[pid] = receives
+
     def _reap(self) -> None:
         """Report every rank that has ended since the last call."""
         while True:
@@ -161,6 +176,10 @@ class ForkServer:
                 return
             if pid == 0:
                 return
+            if (receives := self._measuring.pop(pid, None)) is not None:
+                if answer := os.read(receives, 4096):
+                    self._send(event="speed", speed=float(answer))
+                os.close(receives)
             if (rank := self._ranks.pop(pid, None)) is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._send(event="ended", rank=rank, pid=pid, code=code, time=time.monotonic())
@@ -175,6 +194,25 @@ def _run_rank_and_exit(run: Path, parent: int, environment: Mapping[str, str]) -
         code = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    os._exit(code)
+
+
+def _measure_and_exit(parent: int, environment: Mapping[str, str], sends: int, how: Mapping[str, Any]) -> NoReturn:
+    """Measure how fast the devices compute, in the forked process, write it to a pipe, and exit."""
+    code = 1
+    try:
+        die_with_parent(signal.SIGKILL, parent=parent)
+        os.environ.update(environment)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if threads := openmp_threads(os.environ.get("OMP_NUM_THREADS")):
+            torch.set_num_threads(threads)
+        if plugin := os.environ.get(PLUGIN):
+            import_module(plugin)
+        os.write(sends, str(measure_speed(**how)).encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     os._exit(code)
 
 

@@ -1,0 +1,40 @@
+"""How fast the devices of this machine compute now: matmuls per second, in a process that does nothing else."""
+
+import time
+
+import torch
+from torch import Tensor
+
+SIZE = {"cpu": 256, "cuda": 4096}
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+MAX_MATMULS = 64  # between two readings of the clock
+
+
+def measure_speed(kind: str, *, devices: int, seconds: float) -> float:
+    """Return the matmuls per second of the slowest device, measured for `seconds` on each. A CPU is one device.
+
+    The number is only comparable with others of the same machine.
+    """
+    names = ["cpu"] if kind == "cpu" else [f"cuda:{index}" for index in range(devices)]
+    return min(_rate(torch.device(name), seconds) for name in names)
+
+
+def multiply(matrix: Tensor, times: int) -> Tensor:
+    """Return the result of the last of so many matmuls, when they are done."""
+    result = matrix
+    for _ in range(times):
+        result = matrix @ matrix
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return result
+
+
+def _rate(device: torch.device, seconds: float) -> float:
+    size, dtype = SIZE[device.type], DTYPE[device.type]
+    matrix = torch.ones((size, size), dtype=dtype, device=device) / size
+    multiply(matrix, 1)  # the first one loads kernels
+    began, count, times = time.perf_counter(), 0, 1
+    while (took := time.perf_counter() - began) < seconds:
+        multiply(matrix, times)
+        count, times = count + times, min(MAX_MATMULS, 2 * times)
+    return count / took

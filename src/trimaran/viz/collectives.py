@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of
@@ -29,6 +29,11 @@ ALGORITHMS = ("ring", "tree", "hierarchical")
 COLLECTIVES = {each: each.replace("-", "_") for each in OPERATIONS}  # as `trimaran bench comm` names them
 MAX_RANKS = 16
 SIZES = tuple(2.0**power for power in range(10, 34, 2))
+
+NOT_MEASURED = (
+    "Nothing was measured. Write a file with `trimaran bench comm --out comm.json`, and show it with "
+    "`trimaran viz collectives --comm comm.json`."
+)
 
 Parts = frozenset[int]
 """The ranks whose contributions a chunk has summed up."""
@@ -253,11 +258,15 @@ def _graph(steps: Sequence[CollectiveStep], at: int) -> NodeGraph:
     return NodeGraph(title=title, nodes=nodes, arrows=arrows)
 
 
-def _ranges(chunks: Sequence[int]) -> str:
-    """Return the chunks as a short text: `3`, or `0-7` for all of a range."""
-    ordered = sorted(chunks)
-    is_range = len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1))
-    return f"{ordered[0]}-{ordered[-1]}" if is_range else ",".join(map(str, ordered))
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as a short text: `3`, `0,2`, or `0-7` for a range."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
 
 
 def _step_count(operation: str, algorithm: str) -> str:
@@ -270,7 +279,7 @@ def _step_count(operation: str, algorithm: str) -> str:
 
 def _picture(number: int, step: CollectiveStep, ranks: int) -> Matrix:
     """Return the chunks of all ranks after a step: the ranks whose values each has summed up."""
-    labels = tuple(tuple(as_is("+".join(map(str, sorted(parts)))) for parts in row) for row in step.held)
+    labels = tuple(tuple(as_is(_ranges(parts)) for parts in row) for row in step.held)
     received = {(target, chunk) for _, target, chunk in step.sends}
     colors = tuple(tuple(int((rank, chunk) in received) for chunk in range(ranks)) for rank in range(ranks))
     return Matrix(
@@ -315,12 +324,11 @@ def _simulate(subject: Subject, operation: str) -> Mode:
         unit="bytes/second",
         x=SIZES,
         series=tuple(
-            ValueSeries(name=each.name, values=tuple(_bus_bytes(operation, size, ring.num_ranks) / value if value else None
-                                                     for size, value in zip(SIZES, each.values, strict=True)))
+            ValueSeries(name=each.name, values=_bus_rates(operation, ring.num_ranks, each.values))
             for each, ring in zip(series, rings.values(), strict=True)
         ),
         log_x=True,
-    )  # fmt: skip
+    )
     measured = [link.name for link in cluster.levels if link.reached]
     said = (
         say("The rates of {links} were measured on these machines.", links=", ".join(measured))
@@ -334,8 +342,7 @@ def _live(subject: Subject, operation: str) -> Mode:
     """Return the measured times of a collective over the model's, for every group that was measured."""
     result = subject.comm
     if result is None:
-        return Mode(sentences=("Nothing was measured. Write a file with `trimaran bench comm --out comm.json`, and show "
-                               "it with `trimaran viz collectives --comm comm.json`.",))  # fmt: skip
+        return Mode(sentences=(NOT_MEASURED,))
     curves = [each for each in result.curves if each.collective == COLLECTIVES[operation]]
     if not curves:
         return Mode(sentences=(say("The file has no {operation}.", operation=say(operation)),))
@@ -380,3 +387,9 @@ def _measured_sentence(curve: CommCurve) -> str:
 
 def _bus_bytes(operation: str, size: float, ranks: int) -> float:
     return (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks * size
+
+
+def _bus_rates(operation: str, ranks: int, seconds: Sequence[float | None]) -> tuple[float | None, ...]:
+    """Return the bytes a second on the link of a rank, for each of `SIZES`."""
+    pairs = zip(SIZES, seconds, strict=True)
+    return tuple(_bus_bytes(operation, size, ranks) / value if value else None for size, value in pairs)

@@ -16,6 +16,8 @@ TITLE = "Buckets against backward"
 QUESTION = "Which gradients are reduced while backward still computes, and how long does the step wait for the rest?"
 MIB = float(1 << 20)
 SIZES_MB = (1, 2, 5, 10, 25, 50, 100, 250, 1000)
+MAX_BUCKETS = 4000  # of a size that is compared with others
+MAX_DRAWN = 600  # buckets of a picture
 
 
 class BackwardBlock(NamedTuple):
@@ -41,7 +43,11 @@ def backward_blocks(subject: Subject) -> list[BackwardBlock]:
     per_parameter = float(subject.job.stack.time.parameter_bytes.gradient)
     *units, root = stage.units
     layers = [
-        BackwardBlock(say("layer {number}", number=number), unit.backward, per_parameter * (unit.trained_dense + unit.trained_experts))
+        BackwardBlock(
+            say("layer {number}", number=number),
+            unit.backward,
+            per_parameter * (unit.trained_dense + unit.trained_experts),
+        )
         for number, unit in enumerate(each for each in units for _ in range(each.count))
     ]
     head = BackwardBlock(say("head"), root.backward, per_parameter * stage.part.head)
@@ -145,15 +151,25 @@ def _timeline(blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggle
         spans += _backward_spans(late, 1)
     spans += [
         Span(row=len(rows) - 1, start=each.start, end=each.end, label=as_is(number), kind="all-reduce")
-        for number, each in enumerate(buckets)
+        for number, each in enumerate(_joined(buckets))
     ]
-    title = say("{count} buckets of {size:g} MiB beside backward", count=len(buckets), size=size)
+    title = say("{count:,} buckets of {size:g} MiB beside backward", count=len(buckets), size=size)
     return Timeline(title=title, unit="seconds", rows=tuple(rows), spans=tuple(spans))
+
+
+def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the buckets to draw: of very many, several that follow each other without a gap are one."""
+    if len(buckets) <= MAX_DRAWN:
+        return list(buckets)
+    size = -(-len(buckets) // MAX_DRAWN)
+    parts = [buckets[first : first + size] for first in range(0, len(buckets), size)]
+    return [part[0]._replace(end=part[-1].end, num_bytes=sum(each.num_bytes for each in part)) for part in parts]
 
 
 def _simulate(subject: Subject, blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggler: float) -> Mode:
     late = slowed(blocks, straggler)
-    sizes = tuple(sorted({*map(float, SIZES_MB), size}))
+    least = sum(each.gradient_bytes for each in blocks) / MIB / MAX_BUCKETS
+    sizes = tuple(sorted({*(float(each) for each in SIZES_MB if each >= least), size}))
     lines = Lines(
         title="Exposed time by the size of a bucket",
         x_name="MiB in a bucket",

@@ -1,6 +1,7 @@
 """Why one device is not enough: what a model needs by term, what a device has, and the smallest cluster that fits."""
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from trimaran.core import Plan, Prediction, show_bytes, show_count
 from trimaran.cost import STATE_BYTES, Job, predict
@@ -16,7 +17,8 @@ TITLE = "Does it fit?"
 QUESTION = "How much memory does this model need, how much has a device, and what does training cost?"
 # Terms that are a number of bytes for each parameter; the others depend on the batch.
 PARAMETER_TERMS = ("weights", "masters", "gradients", "optimizer")
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 MAX_DEVICES = 1024  # of the smallest cluster that is looked for
 DAY_SECONDS = 86400.0
 
@@ -54,7 +56,8 @@ def _asked(subject: Subject, controls: Controls) -> _Need:
     device = controls.choice("gpu", "device", cluster.device.name, names)
     rows = controls.whole("micro_batch", "sequences at once on one device", 1, least=1, most=4096, log=True)
     seq_len = controls.whole("seq_len", "tokens of a sequence", job.seq_len, least=1, most=1 << 24, log=True)
-    precision = controls.choice("precision", "precision", plan.precision, PRECISIONS)
+    chosen = controls.choice("precision", "precision", plan.precision, PRECISIONS)
+    precision = next(each for each in PRECISIONS if each == chosen)
     usual = next(name for name, size in STATE_BYTES.items() if size == job.state_bytes)
     states = controls.choice("optimizer", "Adam's two moments in", usual, tuple(STATE_BYTES))
     tokens = controls.number("tokens", "tokens to train on", 20 * job.outline.num_parameters, least=1, most=1e16,
@@ -137,7 +140,7 @@ def _duration(need: _Need, tokens_per_second: float, planned: Prediction) -> str
 def _live(subject: Subject, run: RunMedians, need: _Need) -> Mode:
     prediction = subject.prediction
     error = prediction.peak_bytes / run.peak_bytes - 1 if run.peak_bytes else 0.0
-    limits = {subject.cluster.device.name: float(subject.cluster.device.memory_bytes)}
+    limits: dict[str, float] = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
     bars = Bars(
         title="Peak memory of a rank",
         unit="bytes",
@@ -177,7 +180,7 @@ def peak_lines(run: RunMedians, predicted: float) -> list[Lines]:
 def _bars(need: _Need, predictions: dict[str, Prediction]) -> Bars:
     """Return one stacked bar for each prediction; the terms of a bar add up to its peak."""
     memory = {name: each.memory for name, each in predictions.items()}
-    limits = {as_is(need.cluster.device.name): need.memory}
+    limits: dict[str, float] = {as_is(need.cluster.device.name): need.memory}
     return stacked_bars("Peak memory of a device", "bytes", memory, limits)
 
 

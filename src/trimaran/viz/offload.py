@@ -29,8 +29,8 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     pcie = 1e9 * controls.number("pcie", "GB/s of PCIe in one direction", usual, least=0.1, most=1e4, log=True)
     host = subject.cluster.host_bandwidth / 1e9
     memory = 1e9 * controls.number("host", "GB/s of a node's host memory", host, least=0.1, most=1e5, log=True)
-    rows = controls.whole("micro_batch", "sequences at once on one device", subject.plan.micro_batch, least=1, most=4096,
-                          log=True)  # fmt: skip
+    usual_rows = subject.plan.micro_batch
+    rows = controls.whole("micro_batch", "sequences at once on one device", usual_rows, least=1, most=4096, log=True)
     device = replace(subject.cluster.device, pcie_bandwidth=pcie)
     cluster = replace(subject.cluster, device=device, host_bandwidth=memory)
     plan = subject.plan
@@ -94,7 +94,7 @@ def _simulate(subject: Subject, cluster: Cluster) -> Mode:
     ]  # fmt: skip
     seconds = stacked_bars("Time of a step", "seconds", {kind: each.time for kind, each in predictions.items()})
     needed = {kind: {"needed": each.device_bytes} for kind, each in predictions.items()}
-    limits = {as_is(cluster.device.name): float(cluster.device.memory_bytes)}
+    limits: dict[str, float] = {as_is(cluster.device.name): float(cluster.device.memory_bytes)}
     memory = stacked_bars("Memory of a device", "bytes", needed, limits)
     held = {kind: {"pinned": each.host_bytes} for kind, each in predictions.items()}
     pinned = stacked_bars("Pinned memory of a host", "bytes", held, {"host": float(cluster.host_bytes)})

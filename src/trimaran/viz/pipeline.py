@@ -46,9 +46,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     return modes
 
 
-def equal_stages(
-    schedule: Schedule, ranks: int, micro_batches: int, backward: float, *, rounds: int = 2
-) -> StepCosts:
+def equal_stages(schedule: Schedule, ranks: int, micro_batches: int, backward: float, *, rounds: int = 2) -> StepCosts:
     """Return the costs of a step with equal stages, in units of a rank's forward, without communication.
 
     `rounds` are the stages of each rank in an interleaved schedule.
@@ -167,7 +165,9 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
 
 
 def _timeline(step: SimulatedStep, title: str, unit: str) -> Timeline:
-    spans = [each for each in step.spans if each.track == "compute"][:MAX_SPANS]
+    spans = sorted((each for each in step.spans if each.track == "compute"), key=lambda each: each.start)
+    if len(spans) > MAX_SPANS:
+        spans, title = spans[:MAX_SPANS], say("{title}, the first {count:,} passes", title=title, count=MAX_SPANS)
     return Timeline(
         title=title,
         unit="seconds" if unit == "seconds" else "count",

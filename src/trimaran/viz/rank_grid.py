@@ -101,11 +101,12 @@ def _cells(subject: Subject, mesh: Mesh) -> list[list[int | None]]:
             for node in nodes]  # fmt: skip
 
 
-def _frame(cells: list[list[int | None]]) -> dict[str, tuple[str, ...]]:
-    return {
-        "rows": tuple(say("node {node}", node=node) for node in range(len(cells))),
-        "columns": tuple(say("device {device}", device=device) for device in range(len(cells[0]))),
-    }
+def _nodes(cells: list[list[int | None]]) -> tuple[str, ...]:
+    return tuple(say("node {node}", node=node) for node in range(len(cells)))
+
+
+def _devices(cells: list[list[int | None]]) -> tuple[str, ...]:
+    return tuple(say("device {device}", device=device) for device in range(len(cells[0])))
 
 
 def _matrix(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -> Matrix:
@@ -118,7 +119,8 @@ def _matrix(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) ->
         title=say("Ranks by node, coloured by {axis}", axis=say(MEANINGS[colored])),
         labels=tuple(map(tuple, labels)),
         colors=tuple(map(tuple, colors)),
-        **_frame(cells),
+        rows=_nodes(cells),
+        columns=_devices(cells),
     )
 
 
@@ -152,8 +154,9 @@ def _simulate(subject: Subject, mesh: Mesh) -> Mode:
     if mesh != plan.mesh:
         batch = plan.global_batch // max(1, mesh.dp * plan.micro_batch) or 1
         sharding = plan.sharding if mesh.dp_shard > 1 else "none"
-        stages = {"pipeline": plan.pipeline.model_copy(update={"stages": ()})}
-        plan = plan.model_copy(update={"mesh": mesh, "grad_accum": batch, "sharding": sharding, "prediction": None} | stages)
+        fields = {"mesh": mesh, "grad_accum": batch, "sharding": sharding, "prediction": None}
+        fields |= {"pipeline": plan.pipeline.model_copy(update={"stages": ()})}
+        plan = plan.model_copy(update=fields)
         try:
             check_plan(plan, question.recipe, question.spec, subject.cluster, question.outline)
         except UserError as error:
@@ -187,11 +190,12 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
         labels=tuple(tuple("" if rank is None else as_is(f"{rank}: {shares.get(rank, 0.0):.0%}") for rank in row)
                      for row in cells),
         heat=tuple(tuple(None if rank is None else shares.get(rank, 0.0) for rank in row) for row in cells),
-        **_frame(cells),
+        rows=_nodes(cells),
+        columns=_devices(cells),
     )  # fmt: skip
     worst = max(shares, key=shares.__getitem__)
-    said = [say("Rank {rank} was the slowest in {share:.0%} of {count:,} compared steps; an equal share is {equal:.0%}.",
-                rank=worst, share=shares[worst], count=total, equal=1 / mesh.world_size)]  # fmt: skip
+    template = "Rank {rank} was the slowest in {share:.0%} of {count:,} compared steps; an equal share is {equal:.0%}."
+    said = [say(template, rank=worst, share=shares[worst], count=total, equal=1 / mesh.world_size)]
     if busy is not None:
         said.append(say("The slowest rank computes {lag} longer than the median in a step.",
                         lag=show_duration(max(0.0, busy.most - busy.median))))  # fmt: skip

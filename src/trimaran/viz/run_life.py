@@ -36,7 +36,7 @@ MEANINGS = {
     "adapt": ("the autopilot or a person changes the plan of the run", "decisions.jsonl", "trimaran decisions"),
 }  # fmt: skip
 LOOP = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 3), (3, 5), (5, 2), (3, 6), (6, 3))
-PLACES = ((0.06, 0.3), (0.235, 0.3), (0.41, 0.3), (0.6, 0.3), (0.92, 0.3), (0.5, 0.85), (0.75, 0.85))
+PLACES = ((0.08, 0.25), (0.28, 0.25), (0.48, 0.25), (0.68, 0.25), (0.92, 0.25), (0.56, 0.8), (0.8, 0.8))
 STATUSES = {
     "starting": "The run is starting.",
     "training": "The run is training.",
@@ -62,7 +62,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
 
 def _explain(subject: Subject, target: str) -> Mode:
     nodes = tuple(
-        GraphNode(name=phase, x=x, y=y, kind="fault" if phase == "incident" else "phase")
+        GraphNode(name=phase, x=x, y=y, kind="incident" if phase == "incident" else "phase")
         for phase, (x, y) in zip(PHASES, PLACES, strict=True)
     )
     graph = NodeGraph(

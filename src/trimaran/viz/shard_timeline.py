@@ -178,9 +178,7 @@ def _explain(units: Sequence[GatheredBlock], ranks: int, replicas: int, *, resha
     return Mode(formulas=tuple(formulas), figures=(matrix,))
 
 
-def _simulate(
-    units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *, prefetch: int, reshards: bool
-) -> Mode:
+def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *, prefetch: int, reshards: bool) -> Mode:
     works = shard_step(units, ring, among, prefetch=prefetch, reshards=reshards)
     timeline = Timeline(
         title="A micro-batch",

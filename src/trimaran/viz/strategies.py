@@ -33,10 +33,13 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     """Return the modes: the best plan of each mesh, and the plans that lost with the reason."""
     goal = controls.choice("goal", "what counts", subject.question.goal, GOALS)
     locked = {axis: controls.choice(axis, LABELS[axis], FREE, _degrees(subject)) for axis in LOCKED}
-    count = controls.whole("plans", "plans to show", 12, least=1, most=64)
+    count = controls.whole("plans", "plans to show", 8, least=1, most=64)
     question = replace(subject.question, max_plans=count, goal=next(each for each in GOALS if each == goal))
     degrees = {axis: int(degree) for axis, degree in locked.items() if degree != FREE}
-    answer = _search(question, degrees)
+    asked = (goal, count, *sorted(degrees.items()))
+    if asked not in subject.kept:
+        subject.kept[asked] = _search(question, degrees)
+    answer = subject.kept[asked]
     modes: dict[ModeName, Mode] = {"explain": _explain(), "simulate": _simulate(answer)}
     if subject.run is not None:
         modes["live"] = _live(subject, subject.run, answer)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trimaran.core import Plan, Prediction, UserError, show_count
 from trimaran.cost import Job, predict
@@ -93,7 +93,8 @@ Launches = Mapping[str, Callable[[], LaunchText]]
 class Subject:
     """A model and its data, the cluster, and the plan. `settings` are the values that a user gave to controls.
 
-    `comm` are collectives that `trimaran bench comm` measured.
+    `comm` are collectives that `trimaran bench comm` measured. `kept` are answers of the planner, which take long, by
+    what was asked; copies of the subject with other settings share them.
     """
 
     question: Question
@@ -104,6 +105,7 @@ class Subject:
     launches: Launches = field(default_factory=dict)
     comm: CommResult | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    kept: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)
 
     @property
     def job(self) -> Job:
@@ -130,7 +132,7 @@ class Controls:
     def __init__(self, subject: Subject, view: str) -> None:
         self._settings, self._view, self._read = dict(subject.settings), view, list[Control]()
 
-    def number(
+    def number(  # noqa: PLR0913  (a control has as many properties)
         self, name: str, label: str, default: float, *, least: float, most: float, log: bool = False, step: float = 0.0
     ) -> float:
         text = self._settings.pop(name, None)

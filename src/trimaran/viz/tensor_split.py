@@ -66,15 +66,15 @@ def _explain(subject: Subject, tp: int, *, splits: bool) -> Mode:
             rows.append((as_is(tower), as_is(linear.name), as_is(f"{linear.inputs:,} x {linear.outputs:,}"),
                          SPLITS[linear.tp_splits], as_is(f"{inputs:,} x {outputs:,}"),
                          AFTER[linear.tp_splits]))  # fmt: skip
-    main, plan = subject.job.outline.main, subject.plan
+    main = subject.job.outline.main
     if vocabulary := main.outputs:
         rows.append((as_is(main.name), as_is("lm_head"), as_is(f"{main.hidden:,} x {vocabulary:,}"), SPLITS["outputs"],
                      as_is(f"{main.hidden:,} x {-(-vocabulary // tp):,}"), AFTER["outputs"]))  # fmt: skip
         if vocabulary % tp:
-            sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the last rank holds fewer rows.",
+            sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the ranks hold unequal parts.",
                                  size=vocabulary, tp=tp))  # fmt: skip
-    table = Table(title="Linear layers of a block", columns=("tower", "linear", "whole", "split by", "on a rank", "then"),
-                  rows=tuple(rows))  # fmt: skip
+    columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
+    table = Table(title="Linear layers of a block", columns=columns, rows=tuple(rows))
     return Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,))
 
 
@@ -109,8 +109,8 @@ def _simulate(subject: Subject, *, splits: bool) -> Mode:
     if not degrees:
         return Mode(sentences=("The cluster has a single device: nothing can be split.",))
     rings = [ring_of(levels, each, 1) for each in degrees]
-    seconds = [4 * float(all_gather_seconds(num_bytes, ring)) if splits else 2 * float(all_reduce_seconds(num_bytes, ring))
-               for ring in rings]  # fmt: skip
+    times, seconds_of = (4, all_gather_seconds) if splits else (2, all_reduce_seconds)
+    seconds = [times * float(seconds_of(num_bytes, ring)) for ring in rings]
     bars = Bars(
         title="Communication of a block's forward, if nothing hides it",
         unit="seconds",

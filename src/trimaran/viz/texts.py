@@ -48,7 +48,9 @@ def translate(content: str, lookup: Lookup) -> str:
     if found is None:
         return content
     values = content.values.items()
-    return found.format(**{name: translate(each, lookup) if isinstance(each, ViewText) else each for name, each in values})
+    return found.format(
+        **{name: translate(each, lookup) if isinstance(each, ViewText) else each for name, each in values}
+    )
 
 
 def translate_view(view: PlanView, lookup: Lookup) -> PlanView:

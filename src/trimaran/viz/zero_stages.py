@@ -109,7 +109,9 @@ def _explain(parameters: float, ranks: int, each: ParameterBytes, subject: Subje
         unit="bytes",
         x=tuple(map(float, numbers)),
         series=tuple(
-            ValueSeries(name=STAGES[stage], values=tuple(sum(bytes_of(stage, parameters, num, each)) for num in numbers))
+            ValueSeries(
+                name=STAGES[stage], values=tuple(sum(bytes_of(stage, parameters, num, each)) for num in numbers)
+            )
             for stage in range(4)
         ),
         log_x=True,
@@ -153,11 +155,13 @@ def _simulate(subject: Subject) -> Mode:
         return Mode(sentences=("The plan has a single data rank: there is nothing to shard.",))
     predictions = {name: subject.predict(plan) for name, plan in plans}
     memory = {name: each.memory for name, each in predictions.items()}
-    limits = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
+    limits: dict[str, float] = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
     bars = stacked_bars("Peak memory of a rank in our trainer", "bytes", memory, limits)
     seconds = stacked_bars("Time of a step", "seconds", {name: each.time for name, each in predictions.items()})
     now = SHARDING_ORDER.index(subject.plan.sharding)
-    uses = say("The plan uses {stage} (`sharding: {sharding}`).", stage=say(STAGES[now]), sharding=subject.plan.sharding)
+    uses = say(
+        "The plan uses {stage} (`sharding: {sharding}`).", stage=say(STAGES[now]), sharding=subject.plan.sharding
+    )
     return Mode(sentences=(uses,), figures=(bars, seconds))
 
 

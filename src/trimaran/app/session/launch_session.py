@@ -12,11 +12,9 @@ import typer
 from rich.console import Console
 
 from trimaran.app.commands.plan import plan_as_dict
-from trimaran.app.request.hub_files import with_local_files
-from trimaran.app.request.launch_request import LaunchOptions, launch_request, read_site
+from trimaran.app.request.launch_request import LaunchOptions, launch_request, read_site, resolve_launch
 from trimaran.app.request.options import path_argument
-from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
-from trimaran.app.request.request import Request, resolve
+from trimaran.app.request.request import Request
 from trimaran.app.session.launched_job import print_job, wait_for_job
 from trimaran.app.session.prepare_data import check_data, prepare_data
 from trimaran.app.session.stored_run import refuse_occupied_store
@@ -132,10 +130,8 @@ def _writable_records() -> Path:
 
 def _resolved(recipe: str | None, settings: Sequence[str]) -> Request:
     """Return the recipe and its plan, after the checks that need no machine of the target."""
-    request = resolve(recipe, settings)
+    request = resolve_launch(recipe, settings)
     refuse_missing_sinks(request.recipe.telemetry)
-    local = with_local_files(request.recipe, weights=False)
-    request = replace(request, recipe=with_model_tokenizer(local))
     check_data(request.recipe)
     return request
 

@@ -16,7 +16,9 @@ OnClick = Callable[[], Awaitable[None] | None]
 TYPING_SECONDS = 0.25  # between two messages while the user types or drags
 
 
-def text_field(label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False) -> ui.element:
+def text_field(
+    label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False
+) -> ui.element:
     """Add a field for text; `on_change` is called while the user types."""
     with _labelled(label):
         field = ui.element("input")
@@ -35,7 +37,7 @@ def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: 
                 option = ui.element("option")
                 option.props["value"] = each
                 option.props["selected"] = each == value
-                option._text = shown  # noqa: SLF001  (NiceGUI has no other way for an element of its own)
+                option._text = shown
         return field
 
 
@@ -44,7 +46,7 @@ def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) 
     at = values.index(value) if value in values else 0
     with _labelled(label):
         shown = ui.element("output")
-        shown._text = values[at]  # noqa: SLF001
+        shown._text = values[at]
         field = ui.element("input")
         for name, setting in (("type", "range"), ("min", 0), ("max", len(values) - 1), ("step", 1)):
             field.props[name] = setting
@@ -53,7 +55,7 @@ def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) 
 
     def changed(text: str) -> Awaitable[None] | None:
         chosen = values[min(max(int(float(text)), 0), len(values) - 1)]
-        shown._text = chosen  # noqa: SLF001
+        shown._text = chosen
         shown.update()
         field.props["aria-valuetext"] = chosen
         return on_change(chosen)
@@ -65,7 +67,7 @@ def button(text: str, on_click: OnClick, *, is_main: bool = False) -> ui.element
     """Add a button."""
     field = ui.element("button").classes("main" if is_main else "plain")
     field.props["type"] = "button"
-    field._text = text  # noqa: SLF001
+    field._text = text
     return field.on("click", lambda _: on_click(), [])
 
 
@@ -74,7 +76,7 @@ def _labelled(label: str) -> ui.element:
     outer = ui.element("label").classes("control")
     with outer:
         name = ui.element("span")
-        name._text = label  # noqa: SLF001
+        name._text = label
     return outer
 
 

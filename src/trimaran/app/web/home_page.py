@@ -31,7 +31,10 @@ SHAPES: Mapping[Status | None, tuple[str, str]] = {
     "restarting": ("fair", "M5 0a5 5 0 1 0 0 10A5 5 0 0 0 5 0m0 2a3 3 0 1 1 0 6 3 3 0 0 1 0-6"),
     "done": ("good", "M1 5l1.500-1.500L4 5l4-4 1.500 1.500L4 8z"),
     "stopped": ("quiet", "M1 1h3v8H1zm5 0h3v8H6z"),
-    "failed": ("bad", "M1 2.500L2.500 1 5 3.500 7.500 1 9 2.500 6.500 5 9 7.500 7.500 9 5 6.500 2.500 9 1 7.500 3.500 5z"),
+    "failed": (
+        "bad",
+        "M1 2.500L2.500 1 5 3.500 7.500 1 9 2.500 6.500 5 9 7.500 7.500 9 5 6.500 2.500 9 1 7.500 3.500 5z",
+    ),
     "vanished": ("bad", "M4 0h2v6H4zm0 8h2v2H4z"),
     None: ("quiet", "M4 0h2v6H4zm0 8h2v2H4z"),
 }

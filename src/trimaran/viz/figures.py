@@ -166,14 +166,14 @@ class NodeGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextFile:
+class FileText:
     """A file or a command, to read and to copy."""
 
     title: str
     content: str
 
 
-Figure = Bars | Lines | Scatter | Timeline | Matrix | Table | NodeGraph | TextFile
+Figure = Bars | Lines | Scatter | Timeline | Matrix | Table | NodeGraph | FileText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,8 +163,9 @@ def _simulate(subject: Subject, mesh: Mesh) -> Mode:
             return Mode(sentences=(say("The planner refuses this mesh: {why}.", why=error.what),))
     changed = replace(subject, plan=plan)
     prediction, waits = changed.prediction, predicted_waits(changed)
+    comm = show_duration(prediction.time.get("comm", 0.0))
     said = say("A step is predicted to take {step}, of which {comm} is exposed communication.",
-               step=show_duration(prediction.step_seconds), comm=show_duration(prediction.time.get("comm", 0.0)))  # fmt: skip
+               step=show_duration(prediction.step_seconds), comm=comm)  # fmt: skip
     if not waits:
         return Mode(sentences=(said, say("A single rank waits for nobody.")))
     bars = Bars(

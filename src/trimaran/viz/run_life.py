@@ -13,7 +13,7 @@ from trimaran.viz.figures import (
     NodeGraph,
     Span,
     Table,
-    TextFile,
+    FileText,
     Timeline,
     ValueSeries,
 )
@@ -91,10 +91,10 @@ def _artefact(subject: Subject, target: str) -> tuple[tuple[str, ...], tuple[Fig
                    fix=error.fix)  # fmt: skip
         return (said,), ()
     names = sorted(launch.files, key=lambda name: name != launch.main)
-    files = [TextFile(title=say("{target}: {name}", target=target, name=name), content=launch.files[name])
+    files = [FileText(title=say("{target}: {name}", target=target, name=name), content=launch.files[name])
              for name in names]  # fmt: skip
-    command = TextFile(title=say("The command that writes these files"), content=launch.command)
-    submit = TextFile(title=say("To submit them from their folder"), content="\n".join(launch.submit))
+    command = FileText(title=say("The command that writes these files"), content=launch.command)
+    submit = FileText(title=say("To submit them from their folder"), content="\n".join(launch.submit))
     return (), (command, *files, submit)
 
 
@@ -143,6 +143,6 @@ def _live(life: RunLife) -> Mode:
     return Mode(sentences=tuple(said), figures=(timeline, table, *_launched(life)))
 
 
-def _launched(life: RunLife) -> Iterator[TextFile]:
+def _launched(life: RunLife) -> Iterator[FileText]:
     for name, content in life.files.items():
-        yield TextFile(title=say("Launched with {name}", name=name), content=content)
+        yield FileText(title=say("Launched with {name}", name=name), content=content)

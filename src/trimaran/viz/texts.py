@@ -14,7 +14,7 @@ Lookup = Callable[[str], str | None]
 
 # Fields that programs read: names of views and controls, units.
 KEPT = {"name": ("PlanView", "Control"), "kind": ("Control",), "value": ("Control",), "options": ("Control",),
-        "unit": (), "x_unit": (), "y_unit": (), "content": ("TextFile",)}  # fmt: skip
+        "unit": (), "x_unit": (), "y_unit": (), "content": ("FileText",)}  # fmt: skip
 
 
 class ViewText(str):

@@ -20,7 +20,7 @@ STAGES = ("stage 0", "stage 1", "stage 2", "stage 3")
 MAX_RANKS = 1024
 
 
-class ParameterBytes(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of a parameter: its weight, its gradient, and what the optimizer keeps."""
 
     weight: float = 2
@@ -28,12 +28,12 @@ class ParameterBytes(NamedTuple):
     states: float = 12
 
 
-MIXED = ParameterBytes()  # 16-bit weight and gradient; fp32 weight and Adam's two moments
+MIXED = StateBytes()  # 16-bit weight and gradient; fp32 weight and Adam's two moments
 OPTIMIZERS = {"adam": 8.0, "adam-8bit": 2.0, "sgd-momentum": 4.0, "sgd": 0.0}  # bytes of a parameter's moments
 PRECISIONS = ("mixed", "fp32")
 
 
-def bytes_of(stage: int, parameters: float, ranks: int, each: ParameterBytes = MIXED) -> tuple[float, float, float]:
+def bytes_of(stage: int, parameters: float, ranks: int, each: StateBytes = MIXED) -> tuple[float, float, float]:
     """Return what one of `ranks` data ranks holds of the weights, the gradients and the optimizer states."""
     return (
         each.weight * parameters / (ranks if stage >= 3 else 1),
@@ -42,7 +42,7 @@ def bytes_of(stage: int, parameters: float, ranks: int, each: ParameterBytes = M
     )
 
 
-def sent_bytes(stage: int, parameters: float, ranks: int, each: ParameterBytes = MIXED) -> float:
+def sent_bytes(stage: int, parameters: float, ranks: int, each: StateBytes = MIXED) -> float:
     """Return what a rank sends in a step with one micro-batch: reduced gradients, and gathered weights.
 
     An all-reduce is a reduce-scatter and an all-gather. Stage 3 gathers the weights for forward and for backward.
@@ -51,7 +51,7 @@ def sent_bytes(stage: int, parameters: float, ranks: int, each: ParameterBytes =
     return rounds * each.weight * parameters * (ranks - 1) / ranks
 
 
-def least_ranks(stage: int, parameters: float, memory: float, each: ParameterBytes = MIXED) -> int | None:
+def least_ranks(stage: int, parameters: float, memory: float, each: StateBytes = MIXED) -> int | None:
     """Return the fewest data ranks with which a stage needs at most `memory`; None if no number is enough."""
     whole = sum(bytes_of(stage, parameters, 1, each)[: 3 - stage])
     shared = sum(bytes_of(stage, parameters, 1, each)[3 - stage :])
@@ -68,7 +68,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     precision = controls.choice("precision", "precision of weights and gradients", "mixed", PRECISIONS)
     optimizer = controls.choice("optimizer", "optimizer", "adam", tuple(OPTIMIZERS))
     moments = OPTIMIZERS[optimizer]
-    each = ParameterBytes(2, 2, 4 + moments) if precision == "mixed" else ParameterBytes(4, 4, moments)
+    each = StateBytes(2, 2, 4 + moments) if precision == "mixed" else StateBytes(4, 4, moments)
     modes: dict[ModeName, Mode] = {
         "explain": _explain(parameters, ranks, each, subject),
         "simulate": _simulate(subject),
@@ -78,7 +78,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     return modes
 
 
-def _explain(parameters: float, ranks: int, each: ParameterBytes, subject: Subject) -> Mode:
+def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) -> Mode:
     device, limit = subject.cluster.device.name, float(subject.cluster.device.memory_bytes)
     held = [bytes_of(stage, parameters, ranks, each) for stage in range(4)]
     weight, gradient, states = (f"{size:g}P" for size in each)
@@ -129,7 +129,7 @@ def _explain(parameters: float, ranks: int, each: ParameterBytes, subject: Subje
     return Mode(sentences=sentences, formulas=tuple(formulas), figures=(bars, lines, table))
 
 
-def _from_ranks(stage: int, parameters: float, limit: float, each: ParameterBytes) -> str:
+def _from_ranks(stage: int, parameters: float, limit: float, each: StateBytes) -> str:
     least = least_ranks(stage, parameters, limit, each)
     return say("never") if least is None else say("{ranks:,} ranks", ranks=least)
 

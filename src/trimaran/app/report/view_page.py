@@ -11,7 +11,7 @@ from trimaran.app.report.markup import Html, tag
 from trimaran.app.report.page import html_document
 from trimaran.app.report.sections import table
 from trimaran.viz import Figure, Formula, Mode, PlanView, show_value
-from trimaran.viz.figures import Bars, Lines, Matrix, NodeGraph, Scatter, Table, TextFile, Timeline
+from trimaran.viz.figures import Bars, Lines, Matrix, NodeGraph, Scatter, Table, FileText, Timeline
 from trimaran.viz.texts import Lookup
 
 TITLES = {"explain": "Explained", "simulate": "Simulated", "live": "Measured"}
@@ -77,7 +77,7 @@ def draw_figure(figure: Figure) -> Html:
             return titled(figure.title, table(figure.columns, rows))
         case NodeGraph():
             return draw_graph(figure)
-        case TextFile():
+        case FileText():
             kind = "file" if "\n" in figure.content.strip() else None
             return titled(figure.title, tag("div", {"class": kind}, tag("pre", {"class": "command"}, figure.content)))
 

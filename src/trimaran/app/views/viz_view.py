@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.viz import SHORT_NAMES, Mode, PlanView, show_value
-from trimaran.viz.figures import Bars, Figure, Lines, Matrix, NodeGraph, Scatter, Table, TextFile, Timeline
+from trimaran.viz.figures import Bars, Figure, Lines, Matrix, NodeGraph, Scatter, Table, FileText, Timeline
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 BAR_CELLS, CURVE_CELLS, CURVE_LINES = 40, 60, 8
@@ -75,7 +75,7 @@ def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
             yield _timeline(figure)
         case NodeGraph():
             yield _graph(figure)
-        case TextFile():
+        case FileText():
             yield Text(figure.content)
 
 

@@ -18,7 +18,7 @@ from trimaran.app.web.web_state import WebState
 from trimaran.core import UserError
 from trimaran.viz import SHORT_NAMES, PlanView, build_view, find_view, translate_view
 from trimaran.viz.figures import ModeName
-from trimaran.viz.texts import Lookup
+from trimaran.viz.texts import Lookup, translate
 
 REFRESH_SECONDS = 2.0
 MAX_RUNS = 200  # of the list
@@ -126,6 +126,7 @@ class _ViewPage:
         with ui.element("div").classes("workshop view-layout"):
             self._panel = ui.element("div").classes("panel").props('id="controls"')
             with ui.element("div").classes("answer"):
+                self._about = Markup(tag="p").classes("quiet").props('id="about"')
                 self._answer = Markup().props('id="answer"')
                 self._command = Markup()
         await self._draw()
@@ -138,7 +139,8 @@ class _ViewPage:
         name = self._shown.name
         names = await run.io_bound(self._state.runs.names) or ()  # None while the server shuts down
         runs = [each.slug for each in names[:MAX_RUNS]]
-        plans = {"": say("Example: llama-3.1-8b"), **{each: each for each in (*model_names(), *recipe_names())}}
+        usual = say("as in the run") if name.run else say("Example: llama-3.1-8b")
+        plans = {"": usual, **{each: each for each in (*model_names(), *recipe_names())}}
         with ui.element("div").classes("bar-of-controls subject"):
             choice(say("Model or recipe"), plans, self._open_plan, value=name.plan)
             text_field(say("Cluster"), self._type_cluster, value=name.cluster, hint="2x8xH100")
@@ -182,6 +184,7 @@ class _ViewPage:
         if built is None:  # the server shuts down
             return
         view, markup = built
+        self._about.show(tag("span", None, translate(view.about, lookup_in(self._shown.language))))
         self._answer.show(markup)
         command = self._subjects.command(self._shown.short, self._shown.name, self._shown.settings)
         title = tag("h3", None, say("The same in a terminal"))

@@ -28,8 +28,12 @@ def text_field(label: str, on_change: OnText, *, value: str = "", hint: str = ""
 
 def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: str = "") -> ui.element:
     """Add a list of options to choose one from; `options` are values and what is shown for each."""
+
+    def chosen(text: str) -> Awaitable[None] | None:
+        return on_change(text) if text in options else None  # a browser can send anything
+
     with _labelled(label):
-        field = ui.element("select").on("change", _with_value(on_change), ["value"])
+        field = ui.element("select").on("change", _with_value(chosen), ["value"])
         with field:
             for each, shown in options.items():
                 option = ui.element("option")

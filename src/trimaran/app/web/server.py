@@ -18,6 +18,7 @@ from trimaran.app.report.markup import tag
 from trimaran.app.report.page import html_document
 from trimaran.app.web import (
     home_page,
+    workshop_page,
 )
 from trimaran.app.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
 from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in
@@ -30,6 +31,7 @@ TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8
 RECONNECT_SECONDS = 20.0  # how long the server keeps a page that has lost its connection
 PAGES = (
     home_page,
+    workshop_page,
 )
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from typing import get_args
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_every_text_is_there_in_chinese() -> None:
 
 
 def test_names_that_are_shown_are_there_in_chinese() -> None:
-    names = {*COLUMNS, *FILTERS, *GOALS, *MEANING, *PHASE_MEANING, *Status.__args__}
+    names = {*COLUMNS, *FILTERS, *GOALS, *MEANING, *PHASE_MEANING, *get_args(Status)}
     assert names - chinese().keys() == set()
 
 

@@ -69,8 +69,18 @@ def cookie(credentials: Credentials) -> str:
     return f"other=1; {credentials.cookie_name}={credentials.session}"
 
 
-@pytest.mark.parametrize("path", ["/", "/workshop", "/_nicegui/3.18.0/static/nicegui.js", "/_nicegui_ws/socket.io/",
-                                  "/_nicegui/client/upload/1", "/_trimaran/web.js", "/runs/../../etc/passwd"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/workshop",
+        "/_nicegui/3.18.0/static/nicegui.js",
+        "/_nicegui_ws/socket.io/",
+        "/_nicegui/client/upload/1",
+        "/_trimaran/web.js",
+        "/runs/../../etc/passwd",
+    ],
+)
 def test_nothing_is_answered_without_the_cookie(credentials: Credentials, path: str) -> None:
     assert ask(credentials, path).status == 401
     assert ask(credentials, path, cookie=f"{credentials.cookie_name}=wrong").status == 401
@@ -139,8 +149,12 @@ def test_a_write_needs_an_origin(credentials: Credentials) -> None:
 def test_a_websocket_needs_the_cookie_and_the_own_origin(credentials: Credentials) -> None:
     own, given = f"http://{HOST}", cookie(credentials)
     assert ask(credentials, kind="websocket", origin=own, cookie=given).kind == "websocket.accept"
-    for headers in ({"cookie": given}, {"origin": own}, {"origin": "http://evil.example", "cookie": given}):
-        assert ask(credentials, kind="websocket", **headers).kind == "websocket.close"
+    refused = [
+        ask(credentials, kind="websocket", cookie=given),
+        ask(credentials, kind="websocket", origin=own),
+        ask(credentials, kind="websocket", origin="http://evil.example", cookie=given),
+    ]
+    assert {each.kind for each in refused} == {"websocket.close"}
 
 
 def test_every_script_of_a_page_has_the_nonce_of_its_policy(credentials: Credentials) -> None:

@@ -123,7 +123,9 @@ def test_every_value_of_a_pin_is_one_of_the_recipe(field: str) -> None:
         parse_recipe("", name="pins", overrides=[f"plan.{field}={value}"])
 
 
-@pytest.mark.parametrize("what", ["../secret.yaml", "/etc/passwd", "recipes/../x.yaml", "~/.ssh/config.json", "org/model"])
+@pytest.mark.parametrize(
+    "what", ["../secret.yaml", "/etc/passwd", "recipes/../x.yaml", "~/.ssh/config.json", "org/model"]
+)
 def test_only_models_and_recipes_that_are_offered_are_read(what: str, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "x.yaml").write_text("name: x")
@@ -148,7 +150,7 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
     report = search_plans(replace(SMALL, what="llama-3.1-70b", devices=1))
     with speaking("en"):
         text = answer_markup(report, "command", server_seconds=0.1, is_kept=False)
-    assert "role=\"alert\"" in text
+    assert 'role="alert"' in text
     with pytest.raises(UserError, match="no plan fits"):
         recipe_text(report)
 

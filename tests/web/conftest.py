@@ -1,8 +1,8 @@
 """A real server, a real run and a real browser for the tests of the web page.
 
 `web_server` is `trimaran ui` in a process of its own, over a folder with `real_run`, which the trainer has made.
-`open_page` opens an address in Debian's chromium, logged in. After each test the browser must have reported no error, and
-must have asked for nothing outside of the server.
+`open_page` opens an address in Debian's chromium, logged in. After each test the browser must have reported no
+error, and must have asked for nothing outside of the server.
 """
 
 import json
@@ -59,7 +59,9 @@ class BrowserLog:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return an environment in which commands keep caches and states to the test."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRIMARAN_", "NICEGUI_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TRIMARAN_", "NICEGUI_", "PYTEST_"))
+    }
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state"),
            "XDG_CONFIG_HOME": str(folder / "config"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # fmt: skip
     return kept | own

@@ -46,8 +46,8 @@ def test_the_server_answers_nobody_without_the_token(web_server: WebServer) -> N
     assert ask(web_server, "/", Cookie=cookie, Origin="http://evil.example").status == 403
 
 
-@pytest.mark.parametrize("path", ["/../../etc/passwd", "/_trimaran/..%2f..%2fsecurity.py", "/_trimaran/../server.py",
-                                  "/runs/..%2f..%2fetc", "/docs", "/openapi.json", "/_trimaran/login.html"])  # fmt: skip
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "/_trimaran/..%2f..%2fsecurity.py", "/docs", "/openapi.json",
+                                  "/_trimaran/../server.py", "/runs/..%2f..%2f", "/_trimaran/login.html"])  # fmt: skip
 def test_no_file_but_the_pages_own_is_served(web_server: WebServer, path: str) -> None:
     answer = ask(web_server, path, Cookie=log_in(web_server), Accept="text/html")
     assert answer.status in (400, 404, 405, 500) or "W003" in answer.text
@@ -81,7 +81,10 @@ def test_the_printed_address_logs_in_and_the_token_leaves_the_address(browser: A
     page.wait_for_selector(".runs")
     assert "token" not in page.url
     assert page.evaluate("document.cookie").find("trimaran-") == -1  # scripts cannot read it
-    assert page.evaluate("performance.getEntriesByType('resource').filter((each) => each.name.includes('token')).length") == 0
+    assert (
+        page.evaluate("performance.getEntriesByType('resource').filter((each) => each.name.includes('token')).length")
+        == 0
+    )
     context.close()
 
 
@@ -176,7 +179,9 @@ def test_without_runs_the_page_shows_the_first_command(browser: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(("options", "code"), [(["--runs", "missing"], "W002"), (["--port", "{port}"], "W001")])
-def test_mistakes_are_named_with_their_fix(options: list[str], code: str, web_server: WebServer, tmp_path: Path) -> None:
+def test_mistakes_are_named_with_their_fix(
+    options: list[str], code: str, web_server: WebServer, tmp_path: Path
+) -> None:
     port = str(urlsplit(web_server.base).port)
     command = [sys.executable, "-m", "trimaran", "ui", "--json", *(each.format(port=port) for each in options)]
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path) | {"PYTHONPATH": str(ROOT / "src")},

@@ -16,8 +16,8 @@ def command_of(page: Any) -> str:
 def wait_for_command(page: Any, words: str) -> None:
     """Wait until the answer is that of a command with these words."""
     page.wait_for_function(
-        "(words) => [...document.querySelectorAll('.answer pre.command')].some((each) => each.textContent.includes(words))"
-        " && !document.querySelector('.stale')",
+        "(words) => [...document.querySelectorAll('.answer pre.command')].some((each) => each.textContent"
+        ".includes(words)) && !document.querySelector('.stale')",
         arg=words,
     )
 

@@ -101,9 +101,7 @@ def launch_on(
     return wait_for_job(target, job, console, as_json=steps.as_json) if steps.wait else EXIT_DONE
 
 
-def preview_launch(
-    target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions
-) -> LaunchFiles:
+def preview_launch(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> LaunchFiles:
     """Return the files that `launch --dry-run` shows. Nothing is written or submitted."""
     return target.render(launch_request(target, _resolved(recipe, settings), options))
 

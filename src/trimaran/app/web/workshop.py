@@ -6,7 +6,7 @@ Everything is what a command answers: `PlanInputs.plan_words` are the words of `
 import os
 import shlex
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from trimaran.app.request.options import complete_setting
 from trimaran.app.request.plan_answer import PlanReport, build_plan_report, run_settings, with_goal, with_top
 from trimaran.app.request.plan_request import adapter_setting, read_plan_request
+from trimaran.app.request.request import read_recipe
 from trimaran.app.request.run_cost import read_cost_terms
 from trimaran.app.request.tuned_recipe import pinned_recipe_text
 from trimaran.core import Plan, UserError, show_count
@@ -28,7 +29,7 @@ THIS_MACHINE = "auto"
 NODES = ("1", "2", "4", "8", "16", "32", "64", "128")
 DEVICES_PER_NODE = ("1", "2", "4", "8")
 LENGTHS = tuple(str(2**power) for power in range(8, 18))
-BATCHES = tuple(str(2**power) for power in range(0, 14))
+BATCHES = tuple(str(2**power) for power in range(14))
 STEPS = ("10", "30", "100", "300", "1000", "3000", "10000", "100000")
 DEGREES = ("1", "2", "4", "8", "16", "32", "64")
 # Fields of the plan that can be pinned, with the values that are offered; those without come from the recipe's schema.
@@ -220,6 +221,17 @@ def _changed(what: str) -> float:
         return 0.0
 
 
-def nearest(value: int, options: Iterable[str]) -> str:
-    """Return the option that is closest to a number."""
-    return min(options, key=lambda each: abs(int(each) - value))
+def with_sizes(inputs: PlanInputs) -> PlanInputs:
+    """Return the inputs with the sizes of a recipe, if it is one; a preset has none."""
+    if not inputs.what.endswith((".yaml", ".yml")):
+        return inputs
+    refuse_unknown_model(inputs.what)
+    recipe = read_recipe(inputs.what, [])
+    return replace(
+        inputs, seq_len=recipe.data.seq_len, global_batch=recipe.train.global_batch, steps=recipe.train.steps
+    )
+
+
+def with_value(options: Sequence[str], value: int) -> list[str]:
+    """Return the numbers of a slider with one that may not be among them."""
+    return sorted({*options, str(value)}, key=int)

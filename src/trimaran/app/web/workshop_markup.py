@@ -135,8 +135,8 @@ def _plans_table(plans: Sequence[tuple[Plan, str]], report: PlanReport) -> Html:
 def _plan_row(number: int, plan: Plan, why: str, report: PlanReport) -> Html:
     prediction, is_best = plan.prediction, plan is report.best
     numbers = ["", "", ""] if prediction is None else _numbers(plan, report.answer.cluster)
-    why_not = tag("details", None, tag("summary", None, say("Why not this one?")),
-                  tag("p", None, why or say("It is slower than the chosen plan, by the numbers in this row.")))  # fmt: skip
+    reason = why or say("It is slower than the chosen plan, by the numbers in this row.")
+    why_not = tag("details", None, tag("summary", None, say("Why not this one?")), tag("p", None, reason))
     verdict = tag("p", {"class": "good"}, say("chosen")) if is_best else why_not
     pin = tag("button", {"type": "button", "class": "plain", "data-value": number}, say("Pin"))
     cells = [

@@ -3,7 +3,9 @@
 import shlex
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from nicegui import run, ui
 from nicegui.events import GenericEventArguments
@@ -16,7 +18,7 @@ from trimaran.app.web.frame import Markup, error_state, loading_state, page_fram
 from trimaran.app.web.language import Language, current_language, say, speaking
 from trimaran.app.web.start_run import StartedRun, start_run
 from trimaran.app.web.web_state import WebState
-from trimaran.app.web.workshop import PIN_VALUES, PlanDesk, PlanInputs, pin_values
+from trimaran.app.web.workshop import PIN_VALUES, PlanDesk, PlanInputs, pin_values, with_value
 from trimaran.app.web.workshop_markup import answer_markup
 from trimaran.core import UserError
 from trimaran.planner import GOALS
@@ -39,7 +41,7 @@ class Workshop:
 
     def build(self) -> None:
         with ui.element("div").classes("workshop"):
-            self.panel = ui.element("form").classes("panel").props("id=panel")
+            self.panel = ui.element("div").classes("panel")
             with ui.element("div").classes("answer"):
                 self.status = Markup(loading_state(say("Searching plans")))
                 self.answer = Markup().on("click", self._pin_plan, ["value"])
@@ -50,18 +52,20 @@ class Workshop:
     def _build_panel(self) -> None:
         self.panel.clear()
         inputs = self.inputs
-        with self.panel:
-            choice(say("Model or recipe"), desk_of.model_options(), self._set("what"), value=inputs.what)
+        with self.panel, speaking(self.language):
+            choice(say("Model or recipe"), desk_of.model_options(), self._choose_model, value=inputs.what)
             choice(say("Device"), desk_of.device_options(say("this machine")), self._set("device"), value=inputs.device)
             slider(say("Nodes"), desk_of.NODES, self._set("nodes"), value=str(inputs.nodes))
             slider(say("Devices of a node"), desk_of.DEVICES_PER_NODE, self._set("devices"), value=str(inputs.devices))
-            slider(say("Tokens of a sequence"), desk_of.LENGTHS, self._set("seq_len"), value=str(inputs.seq_len))
-            slider(say("Sequences of a step"), desk_of.BATCHES, self._set("global_batch"),
-                   value=str(inputs.global_batch))  # fmt: skip
+            lengths = with_value(desk_of.LENGTHS, inputs.seq_len)
+            slider(say("Tokens of a sequence"), lengths, self._set("seq_len"), value=str(inputs.seq_len))
+            batches = with_value(desk_of.BATCHES, inputs.global_batch)
+            slider(say("Sequences of a step"), batches, self._set("global_batch"), value=str(inputs.global_batch))
             choice(say("Goal"), {each: say(each) for each in GOALS}, self._set("goal"), value=inputs.goal)
             adapters = {"": say("none: train all weights"), "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA"}
             choice(say("Adapter"), adapters, self._set("adapter"), value=inputs.adapter)
-            slider(say("Steps of the run"), desk_of.STEPS, self._set("steps"), value=str(inputs.steps or 100))
+            steps = inputs.steps or 100
+            slider(say("Steps of the run"), with_value(desk_of.STEPS, steps), self._set("steps"), value=str(steps))
             Markup(tag("h3", None, say("Pinned fields of the plan")))
             with ui.element("div").classes("pair"):
                 self._build_pins()
@@ -79,9 +83,19 @@ class Workshop:
         is_number = isinstance(getattr(self.inputs, field), int)
 
         async def changed(value: str) -> None:
-            await self._ask(replace(self.inputs, **{field: int(value) if is_number else value}))
+            change: dict[str, Any] = {field: int(value) if is_number else value}
+            await self._ask(replace(self.inputs, **change))
 
         return changed
+
+    async def _choose_model(self, what: str) -> None:
+        """Use another model; a recipe brings its own sizes."""
+        chosen = inputs = replace(self.inputs, what=what)
+        with suppress(UserError):  # the answer says what is wrong with the recipe
+            inputs = await run.io_bound(desk_of.with_sizes, chosen) or chosen
+        await self._ask(inputs)
+        if inputs != chosen:
+            self._build_panel()
 
     async def _release(self) -> None:
         await self._ask(replace(self.inputs, pins=()))
@@ -120,7 +134,7 @@ class Workshop:
             self.status.show(loading_state(say("Searching plans")))
         began = time.perf_counter()
         try:
-            markup = await run.io_bound(self._search, inputs, kept is not None)
+            markup = await run.io_bound(self._search, inputs, kept is not None) or Html("")
         except UserError as error:
             self.report, markup = None, error_state(error)
         self.answer.classes(remove="stale")
@@ -168,7 +182,7 @@ class Workshop:
             self.text.show(Html(""))
             return
         try:
-            self.text.show(await run.io_bound(self._text_markup, self.report, self.text_kind))
+            self.text.show(await run.io_bound(self._text_markup, self.report, self.text_kind) or Html(""))
         except UserError as error:
             self.text.show(error_state(error))
 
@@ -197,7 +211,8 @@ class Workshop:
         except UserError as error:
             self.started.show(error_state(error))
             return
-        timer = ui.timer(POLL_SECONDS, lambda: self._follow(started, timer))
+        if started is not None:
+            timer = ui.timer(POLL_SECONDS, lambda: self._follow(started, timer))
 
     def _follow(self, started: StartedRun, timer: ui.timer) -> None:
         if started.exists:

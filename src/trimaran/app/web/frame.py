@@ -137,7 +137,8 @@ def _header(active: str) -> Html:
     skip = tag("a", {"class": "skip", "href": "#content"}, say("Skip to the content"))
     brand = tag("a", {"class": "brand", "href": "/"}, Html(LOGO), tag("span", None, "Trimaran"))
     nav = tag("nav", {"aria-label": say("Pages")}, *links)
-    return tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools)) + _shortcuts()
+    top = tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools))
+    return Html(top + _shortcuts())
 
 
 def _shortcuts() -> Html:

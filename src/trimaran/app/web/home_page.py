@@ -16,6 +16,7 @@ from trimaran.core import show_count
 
 ROWS = 50
 REFRESH_SECONDS = 2.0
+RESPONSE_SECONDS = 30.0  # on a busy machine
 FIRST_COMMAND = "trimaran train"
 FILTERS: Mapping[str, tuple[Status, ...]] = {
     "All": (),
@@ -48,6 +49,10 @@ class RunList:
         self._runs, self._language = runs, language
         self.search, self.filter, self.count = "", "All", ROWS
 
+    @property
+    def asked(self) -> tuple[str, str, int]:
+        return self.search, self.filter, self.count
+
     def read(self) -> tuple[RunPage, Html]:
         """Return the runs and their markup. It reads files, so it runs outside of the event loop."""
         found = self._runs.list(search=self.search, statuses=FILTERS[self.filter], count=self.count)
@@ -65,7 +70,7 @@ class RunList:
 def add_page(state: WebState) -> None:
     """Register the list of runs at `/`."""
 
-    @ui.page("/")
+    @ui.page("/", response_timeout=RESPONSE_SECONDS)
     async def home() -> None:
         shown = RunList(state.runs, current_language())
         with page_frame(say("Runs"), active="/"):
@@ -77,7 +82,11 @@ async def _show_list(shown: RunList) -> None:
     chips: dict[str, ui.element] = {}
 
     async def refresh() -> None:
-        found, markup = await run.io_bound(shown.read)
+        asked = shown.asked
+        answer = await run.io_bound(shown.read)
+        if answer is None or asked != shown.asked:  # the server ends, or another answer is on its way
+            return
+        found, markup = answer
         table.show(markup)
         more.set_visibility(found.total > len(found.runs))
         count.show(_count_text(found))

@@ -19,6 +19,7 @@ from trimaran.app.report.page import html_document
 from trimaran.app.web import (
     home_page,
     views_page,
+    workshop_page,
 )
 from trimaran.app.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
 from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in
@@ -32,6 +33,7 @@ RECONNECT_SECONDS = 20.0  # how long the server keeps a page that has lost its c
 PAGES = (
     home_page,
     views_page,
+    workshop_page,
 )
 
 

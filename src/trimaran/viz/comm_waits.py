@@ -74,7 +74,7 @@ def comm_lines(run: RunMedians, predicted: float) -> list[Lines]:
     return [
         Lines(
             title="Exposed communication over the last steps",
-            x_name="step",
+            x_name="step number",
             x_unit="count",
             unit="seconds",
             x=tuple(map(float, run.last.numbers)),

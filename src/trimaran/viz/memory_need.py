@@ -167,7 +167,7 @@ def peak_lines(run: RunMedians, predicted: float) -> list[Lines]:
     return [
         Lines(
             title="Peak memory over the last steps",
-            x_name="step",
+            x_name="step number",
             x_unit="count",
             unit="bytes",
             x=tuple(map(float, run.last.numbers)),

@@ -37,37 +37,15 @@ def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: 
         field = ui.element("select")
         with field:
             for each, shown in options.items():
-<<<<<<< HEAD
-                option = ui.element("option")
-                option.props["value"] = each
-                option.props["selected"] = each == value
-                option._text = shown
-        return field
-=======
                 option = TextElement(tag="option", text=shown)
                 option.props["value"], option.props["selected"] = each, each == value
     return field.on("change", _with_value(chosen), ["value"])
->>>>>>> web
 
 
 def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) -> ui.element:
     """Add a slider over `values`, in their order; `on_change` is called while it is dragged."""
     at = values.index(value) if value in values else 0
     with _labelled(label):
-<<<<<<< HEAD
-        shown = ui.element("output")
-        shown._text = values[at]
-        field = ui.element("input")
-        for name, setting in (("type", "range"), ("min", 0), ("max", len(values) - 1), ("step", 1)):
-            field.props[name] = setting
-        field.props["defaultValue"], field.props["aria-label"] = str(at), label
-        field.props["aria-valuetext"] = values[at]
-
-    def changed(text: str) -> Awaitable[None] | None:
-        chosen = values[min(max(int(float(text)), 0), len(values) - 1)]
-        shown._text = chosen
-        shown.update()
-=======
         shown = TextElement(tag="output", text=values[at])
         # The type and the range come first: a browser would cut the value to those that it assumes.
         field = _element("input", type="range", min=0, max=len(values) - 1, step=1, defaultValue=str(at))
@@ -78,7 +56,6 @@ def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) 
             return None
         chosen = values[int(text)]
         shown.text = chosen
->>>>>>> web
         field.props["aria-valuetext"] = chosen
         return on_change(chosen)
 
@@ -89,32 +66,9 @@ def button(text: str, on_click: OnClick, *, is_main: bool = False) -> ui.element
     """Add a button."""
     field = TextElement(tag="button", text=text).classes("main" if is_main else "plain")
     field.props["type"] = "button"
-<<<<<<< HEAD
-    field._text = text
     return field.on("click", lambda _: on_click(), [])
 
 
-def _labelled(label: str) -> ui.element:
-    """Return a label element; the control is added inside it."""
-    outer = ui.element("label").classes("control")
-    with outer:
-        name = ui.element("span")
-        name._text = label
-    return outer
-
-
-def _with_value(on_change: OnText) -> Callable[[GenericEventArguments], Awaitable[None] | None]:
-    def handle(event: GenericEventArguments) -> Awaitable[None] | None:
-        return on_change(str(event.args.get("value", "")) if isinstance(event.args, dict) else "")
-
-    return handle
-
-
-=======
-    return field.on("click", lambda _: on_click(), [])
-
-
->>>>>>> web
 def show_age(seconds: float) -> str:
     """Return how long ago something was."""
     if seconds < 60:

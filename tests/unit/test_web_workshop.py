@@ -24,6 +24,7 @@ from trimaran.app.web.workshop import (
     TOP,
     PlanDesk,
     PlanInputs,
+    first_answer,
     launch_text,
     launch_words,
     pin_values,
@@ -32,6 +33,7 @@ from trimaran.app.web.workshop import (
 )
 from trimaran.app.web.workshop_markup import answer_markup, memory_stack, pareto_figure, time_stack
 from trimaran.core import UserError, parse_recipe
+from trimaran.planner.search import predicted
 
 SMALL = PlanInputs(what="llama-3.2-1b", nodes=1, devices=8, seq_len=2048, global_batch=64)
 INPUTS = [
@@ -106,6 +108,41 @@ def test_the_launch_file_is_that_of_trimaran_launch(target: str, capsys: pytest.
     assert launch_text(report, target) == found["files"][found["main"]]
 
 
+CHANGES = [
+    {"seq_len": 1024},
+    {"global_batch": 256},
+    {"devices": 4},
+    {"nodes": 2},
+    {"device": "A100-80GB"},
+    {"pins": (("recompute", "full"), ("sharding", "parameters"))},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_the_first_answer_prices_known_plans_for_the_new_inputs(change: dict[str, Any]) -> None:
+    inputs = replace(SMALL, **change)
+    found = first_answer(inputs, search_plans(SMALL))
+    assert found is not None
+    question, best = found.request.question, found.best
+    assert best is not None
+    for plan, why in all_plans(found):
+        assert plan == predicted(plan, found.answer.question)
+        assert plan.mesh.world_size == inputs.nodes * inputs.devices
+        assert plan.global_batch == inputs.global_batch
+        assert all(str(getattr(plan, field)) == value for field, value in inputs.pins)
+        assert plan is best or why
+    searched = search_plans(inputs).best
+    assert searched is not None
+    assert searched.prediction is not None
+    assert best.prediction is not None
+    assert best.prediction.step_seconds <= 1.5 * searched.prediction.step_seconds
+    assert question.cluster.world_size == best.mesh.world_size
+
+
+def test_the_first_answer_is_none_if_no_known_plan_fits() -> None:
+    assert first_answer(replace(SMALL, what="llama-3.1-70b", devices=1), search_plans(SMALL)) is None
+
+
 def test_a_plan_can_be_pinned_and_released() -> None:
     report = search_plans(SMALL)
     other, _ = all_plans(report)[1]
@@ -149,7 +186,7 @@ def test_a_recipe_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
 def test_what_does_not_fit_says_what_is_missing() -> None:
     report = search_plans(replace(SMALL, what="llama-3.1-70b", devices=1))
     with speaking("en"):
-        text = answer_markup(report, "command", server_seconds=0.1, is_kept=False)
+        text = answer_markup(report, "command", "a note")
     assert 'role="alert"' in text
     with pytest.raises(UserError, match="no plan fits"):
         recipe_text(report)

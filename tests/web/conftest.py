@@ -133,7 +133,7 @@ def logged_in(browser: Any, web_server: WebServer) -> Any:
     context = browser.new_context()
     page = context.new_page()
     page.goto(web_server.url)
-    page.wait_for_selector("main h1", timeout=WAIT_MILLISECONDS)
+    page.wait_for_selector(".page h1", timeout=WAIT_MILLISECONDS)
     state = context.storage_state()
     context.close()
     return state
@@ -168,7 +168,7 @@ def opening(browser: Any, server: WebServer, state: Any) -> Iterator[OpenPage]:
         page.on("pageerror", lambda each: log.errors.append(str(each)))
         page.on("websocket", lambda each: log.outside.append(each.url) if not log.is_own(each.url) else None)
         page.goto(server.base + path)
-        page.wait_for_selector("main h1")
+        page.wait_for_selector(".page h1")
         page.wait_for_function("window.did_handshake === true")
         return page
 

@@ -150,7 +150,7 @@ def test_the_keyboard_opens_pages_and_shows_its_shortcuts(open_page: OpenPage) -
     page.locator("input[type=search]").blur()
     page.keyboard.press("w")
     page.wait_for_url("**/workshop")
-    page.wait_for_selector("main h1")
+    page.wait_for_selector(".page h1")
 
 
 def test_pages_that_do_not_exist_say_so(browser: Any, web_server: WebServer, logged_in: Any) -> None:

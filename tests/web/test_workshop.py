@@ -87,7 +87,7 @@ def test_a_page_that_may_write_starts_a_real_run(browser: Any, tmp_path: Path) -
         context = browser.new_context()
         page = context.new_page()
         page.goto(server.url)
-        page.wait_for_selector("main h1")
+        page.wait_for_selector(".page h1")
         with opening(browser, server, context.storage_state()) as open_one:
             page = open_one("/workshop")
             page.get_by_label("Model or recipe").select_option("tiny")

@@ -63,7 +63,7 @@ def page_frame(title: str, *, active: str) -> Iterator[None]:
     ui.page_title(f"{title} · Trimaran")
     ui.add_head_html(_head())
     Markup(_header(active), tag="div").classes("top-bar")
-    with ui.element("main").props("id=content"):
+    with ui.element("div").props("id=content").classes("page"):  # Quasar's page around it is the `main` element
         yield
 
 

@@ -39,7 +39,7 @@ SHAPES: Mapping[Status | None, tuple[str, str]] = {
     "vanished": ("bad", "M4 0h2v6H4zm0 8h2v2H4z"),
     None: ("quiet", "M4 0h2v6H4zm0 8h2v2H4z"),
 }
-COLUMNS = ("run", "state", "model", "plan", "steps", "speed", "loss", "changed")
+COLUMNS = ("run", "state", "model", "plan", "steps", "speed", "loss", "updated")
 
 
 class RunList:

@@ -13,15 +13,17 @@ from pathlib import Path
 
 from trimaran.app.request.options import complete_setting
 from trimaran.app.request.plan_answer import PlanReport, build_plan_report, run_settings, with_goal, with_top
-from trimaran.app.request.plan_request import adapter_setting, read_plan_request
+from trimaran.app.request.plan_request import PlanRequest, adapter_setting, read_plan_request
 from trimaran.app.request.request import read_recipe
 from trimaran.app.request.run_cost import read_cost_terms
 from trimaran.app.request.tuned_recipe import pinned_recipe_text
+from trimaran.app.web.known_plans import price_known_plans
 from trimaran.core import Plan, UserError, show_count
 from trimaran.hardware import DEVICES
 from trimaran.models import PRESETS, VLM_PRESETS
 
 TOP = 12  # plans in the answer
+NO_TERMS = read_cost_terms(tokens=None, price=None, mtbf=None)
 MAX_KEPT = 64  # answers in memory
 RECIPES = Path("recipes")
 HEADER = "# Written by the workshop of `trimaran ui`"
@@ -139,9 +141,20 @@ class PlanDesk:
 
 def search_plans(inputs: PlanInputs) -> PlanReport:
     """Return the answer of `trimaran plan` for the inputs."""
+    return build_plan_report(_request(inputs), NO_TERMS, tool=None)
+
+
+def first_answer(inputs: PlanInputs, last: PlanReport) -> PlanReport | None:
+    """Return the plans of the last answer for these inputs, within milliseconds; None if none of them fits."""
+    refuse_unknown_model(inputs.what)
+    request = _request(inputs)
+    answer = price_known_plans(request.question, last)
+    return PlanReport(request=request, answer=answer, terms=NO_TERMS) if answer is not None else None
+
+
+def _request(inputs: PlanInputs) -> PlanRequest:
     request = read_plan_request(inputs.what, inputs.shortcuts, inputs.settings)
-    terms = read_cost_terms(tokens=None, price=None, mtbf=None)
-    return build_plan_report(with_top(with_goal(request, inputs.goal), TOP), terms, tool=None)
+    return with_top(with_goal(request, inputs.goal), TOP)
 
 
 @cache

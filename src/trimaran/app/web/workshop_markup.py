@@ -17,8 +17,8 @@ from trimaran.viz.figures import Bars, Point, Scatter, stacked_bars
 STACKED_PLANS = 4
 
 
-def answer_markup(report: PlanReport, command: str, *, server_seconds: float, is_kept: bool) -> Html:
-    """Return the whole answer; `command` gives the same one."""
+def answer_markup(report: PlanReport, command: str, note: str) -> Html:
+    """Return the whole answer; `note` says where it is from, and `command` gives the same one."""
     plans = all_plans(report)
     shown = [plan for plan, _ in plans if plan.prediction is not None]
     parts = [_verdict(report), _tiles(report)]
@@ -28,10 +28,7 @@ def answer_markup(report: PlanReport, command: str, *, server_seconds: float, is
             draw_figure(pareto_figure(plans, report)),
         ]
     parts += [_plans_table(plans, report), *_notes(report)]
-    took = say("from memory") if is_kept else say("{count} ms", count=round(1000 * server_seconds))
-    searched = say("{count} plans were searched ({took}). The same answer in a terminal:",
-                   count=f"{report.answer.num_considered:,}", took=took)  # fmt: skip
-    parts += [tag("p", {"class": "quiet"}, searched), tag("pre", {"class": "command"}, command)]
+    parts += [tag("p", {"class": "quiet"}, note), tag("pre", {"class": "command"}, command)]
     return Html("".join(parts))
 
 
@@ -71,17 +68,21 @@ def _point(plan: Plan, why: str, report: PlanReport, *, on_front: bool) -> Point
     kind = "does not fit" if not prediction.fits else "Pareto set" if on_front else "slower and larger"
     if plan is report.best:
         kind = "chosen"
-    return Point(name=short_plan(plan), x=float(prediction.device_bytes), y=float(prediction.step_seconds),
+    return Point(name=short_plan(plan, report.best), x=float(prediction.device_bytes), y=float(prediction.step_seconds),
                  kind=say(kind), note=why)  # fmt: skip
 
 
-def short_plan(plan: Plan) -> str:
-    """Return a plan as short text: the mesh and what differs from the simplest."""
+def short_plan(plan: Plan, best: Plan | None = None) -> str:
+    """Return a plan as short text: the mesh, what differs from the simplest, and what else differs from the best."""
     parts = [str(plan.mesh)]
     parts += [plan.pipeline.schedule] if plan.mesh.pp > 1 else []
     parts += [f"shard {plan.sharding}"] if plan.sharding != "none" else []
     parts += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
     parts += [f"offload {plan.offload}"] if plan.offload != "none" else []
+    if best is not None and plan.loss != best.loss:
+        parts.append(f"loss {plan.loss}")
+    if best is not None and plan.comm.overlap != best.comm.overlap:
+        parts.append("overlap" if plan.comm.overlap else "no overlap")
     return ", ".join(parts)
 
 
@@ -111,12 +112,13 @@ def _tiles(report: PlanReport) -> Html:
     best, cluster = report.best, report.answer.cluster
     if best is None or (prediction := best.prediction) is None:
         return Html("")
-    unit = say(unit_of(report.request.question.outline))
+    unit, size = say(unit_of(report.request.question.outline)), show_bytes(cluster.device.memory_bytes)
     tiles: Mapping[str, str] = {
         say("a step, ±{error}", error=f"{prediction.error:.0%}"): show_seconds(prediction.step_seconds),
         say("{unit}/s", unit=unit): show_count(prediction.tokens_per_second),
-        say("of {size} a device", size=show_bytes(cluster.device.memory_bytes)): show_bytes(prediction.device_bytes),
-        say("of the memory"): f"{occupancy(prediction, cluster):.0%}",
+        say("{percent} of {size} a device", percent=f"{occupancy(prediction, cluster):.0%}", size=size): show_bytes(
+            prediction.device_bytes
+        ),
         say("MFU"): f"{prediction.mfu:.0%}" if prediction.mfu_is_known else "",
     }
     shown = [tag("div", {"class": "tile"}, tag("b", None, value), tag("span", None, name))
@@ -125,8 +127,9 @@ def _tiles(report: PlanReport) -> Html:
 
 
 def _plans_table(plans: Sequence[tuple[Plan, str]], report: PlanReport) -> Html:
-    names = ("plan", "batch", "memory", "step", "speed", "")
-    head = tag("tr", None, *(tag("th", None, say(name) if name else "") for name in names))
+    unit = say("{unit}/s", unit=say(unit_of(report.request.question.outline)))
+    names = (say("plan"), say("batch"), say("memory"), say("step"), unit, "")
+    head = tag("tr", None, *(tag("th", None, name) for name in names))
     rows = [_plan_row(number, plan, why, report) for number, (plan, why) in enumerate(plans)]
     table = tag("table", {"class": "plans"}, tag("thead", None, head), tag("tbody", None, *rows))
     return Html(tag("h2", None, say("All plans")) + tag("div", {"class": "scroll"}, table))
@@ -140,7 +143,7 @@ def _plan_row(number: int, plan: Plan, why: str, report: PlanReport) -> Html:
     verdict = tag("p", {"class": "good"}, say("chosen")) if is_best else why_not
     pin = tag("button", {"type": "button", "class": "plain", "data-value": number}, say("Pin"))
     cells = [
-        tag("td", None, short_plan(plan), verdict),
+        tag("td", None, short_plan(plan, report.best), verdict),
         tag("td", None, f"{plan.micro_batch} x {plan.grad_accum}"),
         *(tag("td", None, each) for each in numbers),
         tag("td", None, pin),

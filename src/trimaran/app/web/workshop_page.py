@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nicegui import run, ui
+from nicegui import app, background_tasks, run, ui
 from nicegui.events import GenericEventArguments
 
 from trimaran.app.report.markup import Html, tag
@@ -35,9 +35,11 @@ class Workshop:
     def __init__(self, state: WebState, language: Language) -> None:
         self.state, self.language = state, language
         self.inputs = PlanInputs()
-        self.report: PlanReport | None = None
+        self.report: PlanReport | None = None  # what is shown
+        self._last: PlanReport | None = None  # the last answer of the search
         self.text_kind = "recipe"
-        self._is_asking = self._is_changed = False
+        self._searched: PlanInputs | None = None
+        self._is_searching = False
 
     def build(self) -> None:
         with ui.element("div").classes("workshop"):
@@ -109,47 +111,61 @@ class Workshop:
             self._build_panel()
 
     async def _ask(self, inputs: PlanInputs) -> None:
-        """Show the answer for the inputs. While one is searched, only the newest of the later ones is remembered."""
+        """Show the answer for the inputs: at once from memory or from known plans, then that of the search."""
         self.inputs = inputs
-        if self._is_asking:
-            self._is_changed = True
-            return
-        self._is_asking = True
-        try:
-            while True:
-                self._is_changed = False
-                await self._answer(self.inputs)
-                if not self._is_changed:
-                    return
-        finally:
-            self._is_asking = False
+        if DESK.find(inputs) is None:
+            self.status.show(loading_state(say("Searching plans")))
+            self.answer.classes(add="stale")
+            await self._show(inputs, self._price_known)
+        await self._search_newest()
 
-    async def first_answer(self) -> None:
+    async def first_question(self) -> None:
         await self._ask(self.inputs)
 
-    async def _answer(self, inputs: PlanInputs) -> None:
-        kept = DESK.find(inputs)
-        if kept is None:
-            self.answer.classes(add="stale")
-            self.status.show(loading_state(say("Searching plans")))
-        began = time.perf_counter()
+    async def _search_newest(self) -> None:
+        """Search until the answer is that of the newest inputs; one search at a time."""
+        if self._is_searching:
+            return
+        self._is_searching = True
         try:
-            markup = await run.io_bound(self._search, inputs, kept is not None) or Html("")
-        except UserError as error:
-            self.report, markup = None, error_state(error)
-        self.answer.classes(remove="stale")
-        self.answer.props["data-seconds"] = f"{time.perf_counter() - began:.4f}"
+            while self._searched != self.inputs:
+                self._searched = self.inputs
+                await self._show(self._searched, self._search)
+        finally:
+            self._is_searching = False
         self.status.show(Html(""))
-        self.answer.show(markup)
+        self.answer.classes(remove="stale")
         await self._show_text()
 
-    def _search(self, inputs: PlanInputs, is_kept: bool) -> Html:
-        """Return the answer as markup; it runs in a thread."""
+    async def _show(self, inputs: PlanInputs, find: Callable[[PlanInputs], tuple[PlanReport | None, Html]]) -> None:
+        """Show what a thread finds, unless the inputs have changed meanwhile."""
         began = time.perf_counter()
-        self.report = DESK.answer(inputs)
+        try:
+            found = await run.io_bound(find, inputs)
+        except UserError as error:
+            found = None, error_state(error)
+        if found is None or inputs != self.inputs or not found[1]:
+            return
+        self.report = found[0]
+        self.answer.props["data-seconds"] = f"{time.perf_counter() - began:.4f}"
+        self.answer.show(found[1])
+
+    def _price_known(self, inputs: PlanInputs) -> tuple[PlanReport | None, Html]:
+        if self._last is None or (report := desk_of.first_answer(inputs, self._last)) is None:
+            return None, Html("")
         with speaking(self.language):
-            seconds = time.perf_counter() - began
-            return answer_markup(self.report, inputs.command, server_seconds=seconds, is_kept=is_kept)
+            note = say("Only the plans of the last answer so far, with the new numbers. The search goes on.")
+            return report, answer_markup(report, inputs.command, note)
+
+    def _search(self, inputs: PlanInputs) -> tuple[PlanReport | None, Html]:
+        began, is_kept = time.perf_counter(), DESK.find(inputs) is not None
+        self._last = report = DESK.answer(inputs)
+        with speaking(self.language):
+            milliseconds = round(1000 * (time.perf_counter() - began))
+            took = say("from memory") if is_kept else say("{count} ms", count=milliseconds)
+            searched = say("{count} plans were searched ({took}). The same answer in a terminal:",
+                           count=f"{report.answer.num_considered:,}", took=took)  # fmt: skip
+            return report, answer_markup(report, inputs.command, searched)
 
     def _build_texts(self) -> None:
         with self.texts:
@@ -225,13 +241,20 @@ class Workshop:
 
 
 def add_page(state: WebState) -> None:
-    """Register the workshop at `/workshop`."""
+    """Register the workshop at `/workshop`, and find the answer that it shows first."""
+    app.on_startup(lambda: background_tasks.create(_prepare()))
 
     @ui.page("/workshop")
     def workshop() -> None:
         with page_frame(say("Workshop"), active="/workshop"):
-            lead = say("Choose a model and a cluster. The plan, what it needs and what it costs answer at once.")
+            lead = say(
+                "Choose a model and a cluster, and see at once which plan is best, what it needs and how fast it is."
+            )
             Markup(tag("div", None, tag("h1", None, say("Workshop")), tag("p", {"class": "quiet"}, lead)))
             page = Workshop(state, current_language())
             page.build()
-            ui.timer(0.01, page.first_answer, once=True)
+            ui.timer(0.01, page.first_question, once=True)
+
+
+async def _prepare() -> None:
+    await run.io_bound(DESK.answer, PlanInputs())

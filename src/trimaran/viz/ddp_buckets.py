@@ -78,7 +78,7 @@ def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     """Return the modes: one bucket after the other beside backward, what another size would expose, and a run."""
     plan = subject.plan
-    size = controls.number("bucket_mb", "MiB of gradients in a bucket", plan.comm.bucket_mb, least=0.1, most=4096,
+    size = controls.number("bucket_mb", "MiB of gradients in a bucket", plan.comm.bucket_mb, least=1, most=4096,
                            log=True)  # fmt: skip
     default = max(2, plan.mesh.data)
     ranks = controls.whole("ranks", "ranks with the same weights", default, least=2, most=1 << 16, log=True)

@@ -26,12 +26,12 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     plan = subject.plan
     has_pipeline = plan.mesh.pp > 1
     schedule = controls.choice("schedule", "schedule", plan.pipeline.schedule, SCHEDULES)
-    ranks = controls.whole("ranks", "ranks of the pipeline", plan.mesh.pp if has_pipeline else 4, least=2, most=64)
+    ranks = controls.whole("ranks", "ranks of the pipeline", plan.mesh.pp if has_pipeline else 4, least=2, most=32)
     default = min(plan.grad_accum, MAX_EXPLAINED) if has_pipeline else 8
-    count = controls.whole("micro_batches", "micro-batches of a step", default, least=1, most=256)
-    rounds = controls.whole("rounds", "stages of each rank (interleaved)", 2, least=2, most=8)
+    count = controls.whole("micro_batches", "micro-batches of a step", default, least=1, most=128)
+    rounds = controls.whole("rounds", "stages of each rank (interleaved)", 2, least=2, most=4)
     backward = controls.number("backward", "length of a backward, in forwards", 2.0, least=0.1, most=10)
-    slow = controls.whole("slow_rank", "rank whose stages are slower", 0, least=0, most=63)
+    slow = controls.whole("slow_rank", "rank whose stages are slower", 0, least=0, most=31)
     factor = controls.number("slow_factor", "times as slow are its stages", 1.0, least=1, most=10)
     chosen: Schedule = next(each for each in SCHEDULES if each == schedule)
     costs = equal_stages(chosen, ranks, count, backward, rounds=rounds)

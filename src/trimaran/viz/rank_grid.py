@@ -30,6 +30,7 @@ MEANINGS = {
     "tp": "slices of each matmul",
 }
 MAX_SHOWN_NODES = 64
+MAX_DRAWN_RANKS = 16_384
 MAX_SHOWN_GROUPS = 8
 SCORED_BYTES = float(1 << 26)  # of the collective with which placements are compared
 
@@ -69,6 +70,9 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     colored = controls.choice("color", "axis that is coloured", used[-1], tuple(used))
     order = ORDERS[controls.choice("order", "axes from the outermost to the innermost", "pp-dp-cp-tp", tuple(ORDERS))]
     drawn = Mesh(**degrees)
+    if drawn.world_size > MAX_DRAWN_RANKS:
+        many = Mode(sentences=(say("{ranks:,} ranks are too many to draw.", ranks=drawn.world_size),))
+        return {"explain": many, "simulate": many} | ({"live": _live(subject, subject.run)} if subject.run else {})
     modes: dict[ModeName, Mode] = {
         "explain": _explain(subject, drawn, colored, order),
         "simulate": _simulate(subject, drawn),

@@ -6,6 +6,7 @@ from trimaran.core import UserError
 from trimaran.viz.figures import (
     Bars,
     Figure,
+    FileText,
     GraphArrow,
     GraphNode,
     Mode,
@@ -13,7 +14,6 @@ from trimaran.viz.figures import (
     NodeGraph,
     Span,
     Table,
-    FileText,
     Timeline,
     ValueSeries,
 )

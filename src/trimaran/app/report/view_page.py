@@ -11,7 +11,7 @@ from trimaran.app.report.markup import Html, tag
 from trimaran.app.report.page import html_document
 from trimaran.app.report.sections import table
 from trimaran.viz import Figure, Formula, Mode, PlanView, show_value
-from trimaran.viz.figures import Bars, Lines, Matrix, NodeGraph, Scatter, Table, FileText, Timeline
+from trimaran.viz.figures import Bars, FileText, Lines, Matrix, NodeGraph, Scatter, Table, Timeline
 from trimaran.viz.texts import Lookup
 
 TITLES = {"explain": "Explained", "simulate": "Simulated", "live": "Measured"}

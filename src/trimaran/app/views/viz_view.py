@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.viz import SHORT_NAMES, Mode, PlanView, show_value
-from trimaran.viz.figures import Bars, Figure, Lines, Matrix, NodeGraph, Scatter, Table, FileText, Timeline
+from trimaran.viz.figures import Bars, Figure, FileText, Lines, Matrix, NodeGraph, Scatter, Table, Timeline
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 BAR_CELLS, CURVE_CELLS, CURVE_LINES = 40, 60, 8

@@ -74,7 +74,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """Points in two dimensions. `x_limit` is a line upwards, whose name is `limit_name`."""
+    """Points in two dimensions. `x_limit` is a line upwards, whose name is `limit_name`.
+
+    `colors` are the numbers of the colours of some kinds of points; the others follow in their order.
+    """
 
     title: str
     x_name: str
@@ -84,6 +87,7 @@ class Scatter:
     points: tuple[Point, ...]
     x_limit: float | None = None
     limit_name: str = ""
+    colors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

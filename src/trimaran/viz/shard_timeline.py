@@ -186,7 +186,7 @@ def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *,
         rows=("passes", "gathers", "reductions"),
         spans=tuple(
             Span(row=ROWS.get(each.kind, 0), start=each.start, end=each.end, label=as_is(each.unit), kind=each.kind)
-            for each in works
+            for each in sorted(works, key=lambda each: (ROWS.get(each.kind, 0), each.start))
         ),
     )
     times, held = _held_over_time(units, works, ring.num_ranks, reshards=reshards)

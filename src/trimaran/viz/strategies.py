@@ -27,6 +27,7 @@ LABELS = {"dp_replicate": "replicas", "dp_shard": "shards", "tp": "ranks that sp
           "pp": "pipeline stages", "cp": "parts of a sequence"}  # fmt: skip
 FREE = "any"
 CHOSEN = "chosen"
+COLORS = {CHOSEN: 0, "fits": 4, "does not fit": 5, "this run, predicted": 8, "this run, measured": 1}
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
@@ -113,6 +114,7 @@ def _scatter(answer: PlanAnswer, points: tuple[Point, ...]) -> Scatter:
         points=points,
         x_limit=float(answer.cluster.device.memory_bytes),
         limit_name=as_is(answer.cluster.device.name),
+        colors=COLORS,
     )
 
 

@@ -80,7 +80,7 @@ def _step(least: float, unit: Unit) -> float:
         return next((float(each) for each in MINUTES if each >= least), days)
     if unit in ("bytes", "bytes/second") and least > 1:
         power = 1024.0 ** math.floor(math.log(least, 1024))
-        return power * next((each for each in (1, 2, 4, 5, 10, 20, 25, 50, 100, 200, 256, 500, 512, 1024)
+        return power * next((each for each in (1, 2, 4, 5, 10, 20, 25, 50, 100, 128, 256, 512, 1024)
                              if each * power >= least * 0.999), 1024)  # fmt: skip
     step = _decimal(least)
     return max(1.0, step) if unit == "count" else step

@@ -61,7 +61,7 @@ def _values(figure: Lines, across: FigureAxis) -> str:
 def draw_scatter(figure: Scatter) -> Html:
     """Return points in two dimensions; what each is, is shown when the pointer is on it."""
     names = list(dict.fromkeys(point.kind for point in figure.points))
-    kinds = color_kinds(names)
+    kinds = color_kinds(names, figure.colors)
     limit = [figure.x_limit] if figure.x_limit else []
     across = axis_for([*(point.x for point in figure.points), *limit], figure.x_unit, from_zero=False)
     upwards = axis_for([point.y for point in figure.points], figure.y_unit, from_zero=False)

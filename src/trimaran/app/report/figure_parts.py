@@ -14,9 +14,10 @@ def titled(title: str, *parts: Html, data: str | None = None) -> Html:
     return tag("figure", {"class": "view", "data-plot": data}, caption, *parts)
 
 
-def color_kinds(names: Sequence[str]) -> Mapping[str, str]:
-    """Return a colour for each name, in their order."""
-    return {name: KINDS[number % len(KINDS)] for number, name in enumerate(names)}
+def color_kinds(names: Sequence[str], own: Mapping[str, int] | None = None) -> Mapping[str, str]:
+    """Return a colour for each name: the one that it has in `own`, or one by its place."""
+    numbers = {name: (own or {}).get(name, number) for number, name in enumerate(names)}
+    return {name: KINDS[number % len(KINDS)] for name, number in numbers.items()}
 
 
 def legend(kinds: Mapping[str, str], limits: Mapping[str, str] | None = None) -> Html:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from trimaran.app.request.viz_request import read_subject
 from trimaran.run import RunDirectory
 from trimaran.viz import SHORT_NAMES, PlanView, build_view, show_value, translate_view
 
+WAIT_SECONDS = 60.0  # on a busy machine
 MODES = ("explain", "simulate", "live")
 FITS = "() => document.documentElement.scrollWidth <= innerWidth"
 NEW_MARKUP = "before => document.querySelector('#answer').innerHTML !== before"
@@ -22,9 +24,19 @@ NEW_MARKUP = "before => document.querySelector('#answer').innerHTML !== before"
 QUICK = ("collectives", "zero", "life")
 
 
+def until(page: Any, expression: str, arg: Any = None) -> None:
+    """Wait until the function of JavaScript returns true. Playwright's own waiting needs eval, which pages refuse."""
+    end = time.monotonic() + WAIT_SECONDS
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < end, (
+            f"{expression} stays false, and the page shows {page.text_content('main')[:2000]}"
+        )
+        page.wait_for_timeout(50)
+
+
 def open_view(open_page: OpenPage, name: str, run: RunDirectory, **options: Any) -> Any:
     page = open_page(f"/views/{name}?run={run.path.name}", **options)
-    page.wait_for_function("document.querySelector('#answer')?.textContent.length > 0")
+    until(page, "() => document.querySelector('#answer')?.textContent.length > 0")
     return page
 
 
@@ -38,7 +50,7 @@ def choose_mode(page: Any, mode: str) -> None:
         return
     before = page.inner_html("#answer")
     page.click(f"#mode-{mode}")
-    page.wait_for_function(NEW_MARKUP, arg=before)
+    until(page, NEW_MARKUP, before)
 
 
 def expect(page: Any, view: PlanView, mode: str) -> None:
@@ -87,7 +99,7 @@ def move(page: Any, index: int) -> str:
             each.value = each.value === String(middle) ? middle + 1 : middle;
             each.dispatchEvent(new Event("input", { bubbles: true }));
         }""")
-    page.wait_for_function("before => document.querySelector('.same-command pre').textContent !== before", arg=before)
+    until(page, "before => document.querySelector('.same-command pre').textContent !== before", before)
     return page.text_content(".same-command pre")
 
 
@@ -115,8 +127,8 @@ def test_a_moved_control_shows_what_the_command_answers(
     done = subprocess.run([sys.executable, "-m", "trimaran", *words, "--json"], cwd=ROOT, env=environment(web_folder),
                           capture_output=True, text=True, timeout=300, check=True)  # fmt: skip
     answer = json.loads(done.stdout)
-    page.wait_for_function("n => document.querySelector('#answer').textContent.includes(n)",
-                           arg=answer["modes"]["explain"]["formulas"][0]["numbers"])  # fmt: skip
+    first = answer["modes"]["explain"]["formulas"][0]["numbers"]
+    until(page, "text => document.querySelector('#answer').textContent.includes(text)", first)
     shown = text_of(page)
     for formula in answer["modes"]["explain"]["formulas"]:
         assert formula["numbers"] in shown
@@ -164,6 +176,6 @@ def test_the_view_of_a_run_follows_its_files(open_page: OpenPage, real_run: RunD
         assert f"After {line['step']:,} steps" in text_of(page)
         with copied.metrics.open("a") as file:
             file.write(json.dumps(line | {"step": 4321, "peak_bytes": 1 << 40, "time": line["time"] + 1}) + "\n")
-        page.wait_for_function("document.querySelector('#answer').textContent.includes('After 4,321 steps')")
+        until(page, "() => document.querySelector('#answer').textContent.includes('After 4,321 steps')")
     finally:
         shutil.rmtree(copied.path)

@@ -9,7 +9,7 @@ from trimaran.app.report.markup import Html, tag
 from trimaran.viz import show_value
 from trimaran.viz.figures import Unit
 
-MAX_TICKS = 6
+MAX_TICKS = 5
 MINUTES = (60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
 AXIS_HEIGHT = 22
 

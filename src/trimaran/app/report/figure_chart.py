@@ -9,6 +9,7 @@ from trimaran.app.report.markup import Html, tag
 from trimaran.viz import show_value
 from trimaran.viz.figures import Lines, Scatter, Unit, ValueSeries
 
+MAX_LIMIT_FACTOR = 3.0  # times the largest value; a line further away would press the points together
 SIZE = 1000  # of a drawing in its own coordinates; the page stretches it
 SCRIPT_UNITS: Mapping[Unit, str] = {"bytes/second": "bytes/s", "fraction": "share", "count": "number", "": "number",
                                     "currency": "number"}  # fmt: skip
@@ -62,7 +63,8 @@ def draw_scatter(figure: Scatter) -> Html:
     """Return points in two dimensions; what each is, is shown when the pointer is on it."""
     names = list(dict.fromkeys(point.kind for point in figure.points))
     kinds = color_kinds(names, figure.colors)
-    limit = [figure.x_limit] if figure.x_limit else []
+    most = max((point.x for point in figure.points), default=0.0)
+    limit = [figure.x_limit] if figure.x_limit and figure.x_limit <= MAX_LIMIT_FACTOR * most else []
     across = axis_for([*(point.x for point in figure.points), *limit], figure.x_unit, from_zero=False)
     upwards = axis_for([point.y for point in figure.points], figure.y_unit, from_zero=False)
     shapes = grid_lines(across.ticks(), upwards.ticks(), SIZE)

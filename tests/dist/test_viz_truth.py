@@ -85,18 +85,20 @@ def test_each_linear_is_split_as_drawn() -> None:
 def gathered_elements(path: Path, cache: Path) -> list[int]:
     """Run a worker with FSDP and return the elements of each all-gather of a step, in the order in which they began."""
     steps: list[list[int]] = []
-    gather, note_batch = dist.all_gather_into_tensor, StepRecorder.note_batch
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    gather, note_batch = getattr(dist, name), StepRecorder.note_batch
 
-    def counted(output: Any, *values: Any, **options: Any) -> Any:
+    def counted(*values: Any, **options: Any) -> Any:
         if steps:
-            steps[-1].append(output.numel())
-        return gather(output, *values, **options)
+            tensors = [each for each in (*values, *options.values()) if isinstance(each, torch.Tensor)]
+            steps[-1].append(max(each.numel() for each in tensors))  # the output is the larger one
+        return gather(*values, **options)
 
     def note(recorder: StepRecorder, *values: Any) -> None:
         steps.append([])
         note_batch(recorder, *values)
 
-    dist.all_gather_into_tensor = counted
+    setattr(dist, name, counted)
     StepRecorder.note_batch = note  # pyrefly: ignore[bad-assignment]
     assert run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache) == 0
     return steps[2]

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from trimaran.viz.figures import FileText, Timeline
 START = 1_700_000_000.0
 
 
-def write_lines(path: Path, *lines: dict[str, object]) -> None:
+def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -28,13 +29,13 @@ def run(tmp_path: Path) -> RunDirectory:
     recipe = parse_recipe("train: {steps: 40, global_batch: 8}\ncluster: 2xcpu\n", name="x")
     made = create_run(tmp_path / "runs" / "twice", recipe, Plan(mesh=Mesh(dp_replicate=2), micro_batch=4))
     (made.path / "trimaran-run.json").write_text(json.dumps({"format": 1, "created": START, "pid": 1}))
-    attempt = {"world_size": 2, "host": "a", "pid": 1}
+    attempt: dict[str, Any] = {"world_size": 2, "host": "a", "pid": 1}
     write_lines(made.attempts, {"attempt": 0, "time": START + 1, **attempt},
                 {"attempt": 0, "ended": START + 30, "how": "trouble", "step": 20},
                 {"attempt": 1, "time": START + 31, **attempt},
                 {"attempt": 1, "ended": START + 60, "how": "done", "step": 40},
                 {"over": 0, "why": "all steps are done", "time": START + 61})  # fmt: skip
-    event = {"rank": 0, "data": {}}
+    event: dict[str, Any] = {"rank": 0, "data": {}}
     write_lines(made.events(0), event | {"kind": "start", "time": START + 2, "attempt": 0},
                 event | {"kind": "ready", "time": START + 5, "attempt": 0},
                 event | {"kind": "checkpoint", "time": START + 20, "step": 10, "attempt": 0, "data": {"seconds": 2.0}},

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,14 @@ FITS = "() => document.documentElement.scrollWidth <= innerWidth"
 NEW_MARKUP = "before => document.querySelector('#answer').innerHTML !== before"
 # Of these views all controls are moved in every run of the tests; of the others in the slow ones.
 QUICK = ("collectives", "zero", "life")
+
+
+@pytest.fixture(autouse=True)
+def caches_of_the_server(web_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the calibration of this machine that the server uses: the trainer has measured it for the run."""
+    for name, value in environment(web_folder).items():
+        if name.startswith("XDG_"):
+            monkeypatch.setenv(name, value)
 
 
 def until(page: Any, expression: str, arg: Any = None) -> None:

@@ -28,6 +28,7 @@ OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 ALGORITHMS = ("ring", "tree", "hierarchical")
 COLLECTIVES = {each: each.replace("-", "_") for each in OPERATIONS}  # as `trimaran bench comm` names them
 MAX_RANKS = 16
+MAX_WHOLE_RANKS = 8  # of more, only the steps around the chosen one are drawn
 SIZES = tuple(2.0**power for power in range(10, 34, 2))
 
 NOT_MEASURED = (
@@ -227,7 +228,8 @@ def _explain(
             unit="seconds",
         ),
     )
-    pictures = [_picture(number, step, ranks) for number, step in enumerate(steps)]
+    shown = range(len(steps)) if ranks <= MAX_WHOLE_RANKS else sorted({0, max(0, at - 1), at, len(steps) - 1})
+    pictures = [_picture(number, steps[number], ranks) for number in shown]
     said = say("Each rank has {ranks} chunks. A cell lists the ranks whose values are summed up in it; what a rank has "
                "just received is marked.", ranks=ranks)  # fmt: skip
     return Mode(sentences=(said,), formulas=formulas, figures=(_graph(steps, at), *pictures))

@@ -57,6 +57,7 @@ def backward_blocks(subject: Subject) -> list[BackwardBlock]:
 def reduce_in_buckets(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring: Ring) -> list[Bucket]:
     """Return the buckets. Each is reduced when it is full and the one before is done; the last may be smaller."""
     buckets, now, waiting, last_end = list[Bucket](), 0.0, 0.0, 0.0
+    full = float(all_reduce_seconds(bucket_bytes, ring))
     for number, block in enumerate(blocks):
         now += block.seconds
         waiting += block.gradient_bytes
@@ -64,7 +65,7 @@ def reduce_in_buckets(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring
         while waiting >= bucket_bytes or (is_last and waiting > 0):
             num_bytes = min(waiting, bucket_bytes)
             start = max(now, last_end)
-            last_end = start + float(all_reduce_seconds(num_bytes, ring))
+            last_end = start + (full if num_bytes == bucket_bytes else float(all_reduce_seconds(num_bytes, ring)))
             buckets.append(Bucket(num_bytes, now, start, last_end))
             waiting -= num_bytes
     return buckets

@@ -115,8 +115,11 @@ def _simulate(subject: Subject, need: _Need) -> Mode:
         (say("on one device"), as_is(show_bytes(need.one.device_bytes)), _verdict(need.one, need.memory)),
         (say("with the plan"), as_is(show_bytes(planned.device_bytes)), _verdict(planned, need.memory)),
     )
-    question = replace(subject.question, cluster=cluster)
-    smallest = first_that_fits(question, cluster_sizes(cluster, most=MAX_DEVICES))
+    asked = ("smallest cluster", cluster.device.name)
+    if asked not in subject.kept:
+        question = replace(subject.question, cluster=cluster)
+        subject.kept[asked] = first_that_fits(question, cluster_sizes(cluster, most=MAX_DEVICES))
+    smallest = subject.kept[asked]
     if smallest is None:
         fits = say("No cluster of up to {count:,} of these devices fits it.", count=MAX_DEVICES)
     else:

@@ -30,7 +30,7 @@ MEANINGS = {
     "tp": "slices of each matmul",
 }
 MAX_SHOWN_NODES = 64
-MAX_DRAWN_RANKS = 16_384
+MAX_DRAWN_RANKS = 4096
 MAX_SHOWN_GROUPS = 8
 SCORED_BYTES = float(1 << 26)  # of the collective with which placements are compared
 
@@ -70,16 +70,11 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     colored = controls.choice("color", "axis that is coloured", used[-1], tuple(used))
     order = ORDERS[controls.choice("order", "axes from the outermost to the innermost", "pp-dp-cp-tp", tuple(ORDERS))]
     drawn = Mesh(**degrees)
+    live: dict[ModeName, Mode] = {"live": _live(subject, subject.run)} if subject.run is not None else {}
     if drawn.world_size > MAX_DRAWN_RANKS:
         many = Mode(sentences=(say("{ranks:,} ranks are too many to draw.", ranks=drawn.world_size),))
-        return {"explain": many, "simulate": many} | ({"live": _live(subject, subject.run)} if subject.run else {})
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(subject, drawn, colored, order),
-        "simulate": _simulate(subject, drawn),
-    }
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+        return {"explain": many, "simulate": many, **live}
+    return {"explain": _explain(subject, drawn, colored, order), "simulate": _simulate(subject, drawn), **live}
 
 
 def _explain(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -> Mode:

@@ -34,7 +34,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     """Return the modes: the best plan of each mesh, and the plans that lost with the reason."""
     goal = controls.choice("goal", "what counts", subject.question.goal, GOALS)
     locked = {axis: controls.choice(axis, LABELS[axis], FREE, _degrees(subject)) for axis in LOCKED}
-    count = controls.whole("plans", "plans to show", 8, least=1, most=64)
+    count = controls.whole("plans", "plans to show", 8, least=1, most=32)
     question = replace(subject.question, max_plans=count, goal=next(each for each in GOALS if each == goal))
     degrees = {axis: int(degree) for axis, degree in locked.items() if degree != FREE}
     asked = (goal, count, *sorted(degrees.items()))

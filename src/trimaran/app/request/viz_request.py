@@ -62,10 +62,13 @@ def run_subject(run: RunDirectory, cluster: str | None = None, settings: Sequenc
     """Return a run as the subject of a view, with what it has measured."""
     request = read_simulate_request(str(run.path), {"cluster": cluster}, settings)
     given = [f"cluster={cluster}"] if cluster else []
+    plan, own = request.plan, run.read_plan()
+    if own.model_copy(update={"prediction": None}) == plan and not cluster and not settings:
+        plan = own  # with the prediction of its start, whatever was measured on this machine since
     return Subject(
         question=request.question,
         cluster=request.cluster,
-        plan=request.plan,
+        plan=plan,
         run=measured_of(run),
         life=life_of(run),
         launches=launches_of(str(run.recipe), [*given, *settings]),

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from trimaran.app.request.viz_request import read_subject
+from trimaran.planner import search
 from trimaran.viz import SHORT_NAMES, Subject, build_view, translate_view, view_as_dict
+from trimaran.viz.planner_texts import TEMPLATES, planner_text
+from trimaran.viz.planner_texts import WORDS as PLANNER_WORDS
 from trimaran.viz.texts import as_is, say, texts_of, translate
 
 WEB = Path(__file__).parents[2] / "src" / "trimaran" / "app" / "web"
@@ -43,6 +46,20 @@ def test_chinese_templates_have_the_values_of_the_english_ones() -> None:
     views = json.loads((WEB / "zh_views.json").read_text(encoding="utf-8"))
     assert [key for key, text in views.items() if "{" in key and fields_of(key) != fields_of(text)] == []
     assert [key for key, text in views.items() if not text.strip()] == []
+
+
+@pytest.mark.parametrize(("plan", "cluster"), [("llama-3.1-8b", "2x8xH100"), ("llama-3.1-70b", "4x8xH100"),
+                                               ("llama-3.2-1b", "8xA100-80GB"), ("tiny", "2xcpu")])  # fmt: skip
+def test_reasons_and_hints_of_the_planner_are_known(plan: str, cluster: str) -> None:
+    subject = read_subject(plan, None, cluster, (), ())
+    answer = search(subject.question)
+    texts = [*(each.why for each in (*answer.misses, *answer.ties)), *answer.hints, *subject.prediction.exposed]
+    assert [each for each in texts if planner_text(each) != each] == []
+    assert [each for each in texts if not planner_text(each).template] == []
+
+
+def test_every_template_of_the_planner_has_a_translation() -> None:
+    assert [each for each in (*TEMPLATES, *PLANNER_WORDS) if each not in CHINESE] == []
 
 
 @pytest.fixture(scope="module")

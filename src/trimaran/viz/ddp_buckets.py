@@ -7,6 +7,7 @@ from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.cost.step_time import pipeline_times_of
 from trimaran.viz.comm_waits import comm_lines, late_ranks, predicted_waits, waits_table
 from trimaran.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries
+from trimaran.viz.planner_texts import planner_text
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import Controls, RunMedians, Subject
 from trimaran.viz.texts import as_is, say
@@ -192,8 +193,8 @@ def _simulate(subject: Subject, blocks: Sequence[BackwardBlock], size: float, ri
         said.append(say("Of {exposed} exposed, every rank waits {waited} for the slowest one.",
                         exposed=show_duration(chosen), waited=show_duration(chosen - equal)))  # fmt: skip
     sent = {name: seconds for name, seconds in subject.prediction.exposed.items() if name.startswith("gradients")}
-    said += [say("The cost model exposes {seconds} for {name} in the plan.", seconds=show_duration(seconds), name=name)
-             for name, seconds in sent.items()]  # fmt: skip
+    template = "The cost model exposes {seconds} for {name} in the plan."
+    said += [say(template, seconds=show_duration(each), name=planner_text(name)) for name, each in sent.items()]
     if not sent:
         said.append(say("The plan exposes no gradients: its data ranks are {ranks}.", ranks=subject.plan.mesh.data))
     return Mode(sentences=tuple(said), figures=(_timeline(blocks, size, ring, straggler), lines))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from trimaran.core import Mesh, Plan, UserError, show_bytes
 from trimaran.planner import GOALS, PlanAnswer, Question, search
 from trimaran.viz.figures import Mode, ModeName, Point, Scatter, Table
+from trimaran.viz.planner_texts import planner_text
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import Controls, RunMedians, Subject
 from trimaran.viz.texts import as_is, say
@@ -83,14 +84,14 @@ def _simulate(answer: PlanAnswer | UserError) -> Mode:
         rows=tuple(_row(plan, why) for plan, why in rows),
     )
     considered = say("{count:,} plans were priced.", count=answer.num_considered)
-    sentences = (considered, *(say("Would help: {hint}.", hint=hint) for hint in answer.hints))
+    sentences = (considered, *(say("Would help: {hint}.", hint=planner_text(hint)) for hint in answer.hints))
     return Mode(sentences=sentences, figures=(scatter, table))
 
 
 def _plans(answer: PlanAnswer) -> list[tuple[Plan, str]]:
     """Return the plans, each with the reason why it lost; the best one is `chosen`."""
     known = {str(plan): plan for plan in answer.ranked} | {str(each.plan): each.plan for each in answer.misses}
-    reasons = {str(each.plan): each.why for each in (*answer.misses, *answer.ties)}
+    reasons: dict[str, str] = {str(each.plan): planner_text(each.why) for each in (*answer.misses, *answer.ties)}
     if answer.ranked:
         reasons[str(answer.ranked[0])] = CHOSEN
     best = answer.ranked[0].prediction if answer.ranked else None
@@ -140,17 +141,12 @@ def _point(plan: Plan, why: str) -> Point:
     assert prediction is not None, "the planner predicts what it returns"
     kind = CHOSEN if why == CHOSEN else "fits" if prediction.fits else "does not fit"
     return Point(
-        name=as_is(plan), x=float(prediction.device_bytes), y=float(prediction.step_seconds), kind=kind, note=_why(why)
+        name=as_is(plan), x=float(prediction.device_bytes), y=float(prediction.step_seconds), kind=kind, note=why
     )
-
-
-def _why(why: str) -> str:
-    """Return the planner's reason, which has numbers in it and stays as it is."""
-    return why if why == CHOSEN or not isinstance(why, str) or hasattr(why, "template") else as_is(why)
 
 
 def _row(plan: Plan, why: str) -> tuple[str, ...]:
     prediction = plan.prediction
     assert prediction is not None
     return (as_is(plan), as_is(show_duration(prediction.step_seconds)), as_is(show_bytes(prediction.device_bytes)),
-            as_is(f"{prediction.tokens_per_second:,.0f}"), _why(why))  # fmt: skip
+            as_is(f"{prediction.tokens_per_second:,.0f}"), why)  # fmt: skip

@@ -140,6 +140,8 @@ def _timeline(figure: Timeline) -> RichTable:
         line, at = Text(), 0
         for span in sorted((each for each in figure.spans if each.row == number), key=lambda each: each.start):
             first, last = round(cells * span.start / end), round(cells * span.end / end)
+            last = max(last, first + (span.start == span.end))  # a moment has one cell
+            first = max(first, at)
             line.append(" " * (first - at))
             style = f"{COLORS[kinds.index(span.kind) % len(COLORS)]} reverse"
             line.append(span.label[: max(0, last - first)].ljust(max(0, last - first)), style=style)

@@ -68,8 +68,7 @@ def shard_step(
     for at, (kind, number) in enumerate(passes):
         unit = units[number]
         has_weights = 0.0
-        is_held = kind == "backward" and (not reshards or number == len(units) - 1)  # the last is still there
-        if not is_held:
+        if kind == "forward" or reshards:
             allowed = starts[at - prefetch] if at >= prefetch else 0.0
             begin = max(gathered, allowed)
             gathered = has_weights = begin + float(all_gather_seconds(unit.weight_bytes, ring))
@@ -96,8 +95,7 @@ def waited_seconds(works: Sequence[Work]) -> float:
 def gathered_bytes(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool) -> float:
     """Return what a rank receives in a step: weights for forward and, unless they are kept, for backward."""
     whole = sum(each.weight_bytes for each in units)
-    again = whole - units[-1].weight_bytes if reshards and units else 0.0
-    return (whole + again) * (ranks - 1) / ranks
+    return (2 if reshards else 1) * whole * (ranks - 1) / ranks
 
 
 def joined_blocks(units: Sequence[GatheredBlock], layers: int) -> list[GatheredBlock]:
@@ -143,9 +141,8 @@ def _explain(units: Sequence[GatheredBlock], ranks: int, replicas: int, *, resha
         ),
         Formula(
             name="received by a rank in a step",
-            symbols=say("about {passes} x weights x (N - 1) / N", passes=passes),
-            numbers=say("{passes} x {whole} x {others} / {ranks}; the last layer is gathered once", passes=passes,
-                        whole=show_bytes(whole), others=ranks - 1, ranks=ranks),
+            symbols=say("{passes} x weights x (N - 1) / N", passes=passes),
+            numbers=as_is(f"{passes} x {show_bytes(whole)} x {ranks - 1} / {ranks}"),
             value=gathered_bytes(units, ranks, reshards=reshards),
             unit="bytes",
         ),
@@ -240,7 +237,7 @@ def _held_over_time(
         size = units[work.unit].weight_bytes
         if work.kind == "gather":
             changes.append((work.start, size))
-        elif work.kind == "backward" or (work.kind == "forward" and reshards and work.unit != len(units) - 1):
+        elif work.kind == "backward" or (work.kind == "forward" and reshards):
             changes.append((work.end, -size))
     now = sum(each.weight_bytes for each in units) / ranks
     times, held = [0.0], [now]

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.web.conftest import OpenPage, opening, serving, wait_until
 from trimaran.app.views.run_state import RunState
 from trimaran.run import RunDirectory
@@ -83,10 +85,13 @@ def test_an_answer_that_is_an_error_says_what_to_do(open_page: OpenPage) -> None
     page.get_by_label("节点数", exact=True).fill("0")
     page.get_by_label("每个节点的设备数", exact=True).fill("0")
     page.locator(".card.fault").wait_for()
+    page.locator(".texts").wait_for(state="hidden")
     page.get_by_label("模型或配方", exact=True).select_option("tiny")
     page.locator(".answer .tiles").wait_for()
+    page.locator(".texts").wait_for()
 
 
+@pytest.mark.slow
 def test_a_page_that_may_write_starts_a_real_run(browser: Any, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -10,7 +10,7 @@ from trimaran.app.views.run_state import ACTIVE_STATUSES, Status
 from trimaran.app.web.controls import button, show_age, text_field
 from trimaran.app.web.frame import Markup, empty_state, page_frame
 from trimaran.app.web.language import Language, current_language, say, speaking
-from trimaran.app.web.runs_root import RunRow, RunPage, RunsRoot
+from trimaran.app.web.runs_root import RunPage, RunRow, RunsRoot
 from trimaran.app.web.web_state import WebState
 from trimaran.core import show_count
 

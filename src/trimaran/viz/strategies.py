@@ -28,7 +28,7 @@ LABELS = {"dp_replicate": "replicas", "dp_shard": "shards", "tp": "ranks that sp
           "pp": "pipeline stages", "cp": "parts of a sequence"}  # fmt: skip
 FREE = "any"
 CHOSEN = "chosen"
-COLORS = {CHOSEN: 0, "fits": 4, "does not fit": 5, "this run, predicted": 8, "this run, measured": 1}
+COLORS = {CHOSEN: 0, "fits": 8, "does not fit": 5, "this run, predicted": 3, "this run, measured": 1}
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:

@@ -20,7 +20,7 @@ from trimaran.viz import SHORT_NAMES, PlanView, build_view, show_value, translat
 
 WAIT_SECONDS = 60.0  # on a busy machine
 MODES = ("explain", "simulate", "live")
-# Of a CPU, a device has the memory that is free in this moment. Formulas, which do not depend on it, are compared whole.
+# A CPU has the memory that is free in this moment. Formulas, which do not depend on it, are compared whole.
 SIZE = re.compile(r"[\d.,]+ (?:[KMGT]i)?B")
 FITS = "() => document.documentElement.scrollWidth <= innerWidth"
 NEW_MARKUP = "before => document.querySelector('#answer').innerHTML !== before"

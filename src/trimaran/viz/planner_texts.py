@@ -53,8 +53,8 @@ WORDS = (
     "none", "not simpler", "does not run", "compress gradients", "synchronise less often", "optimizer", "parameters",
     "activations", "gradients", "all-gather of weights", "tensor slices", "gradients of images",
     "parts of the sequence", "experts", "between stages", "weights of replicas", "sums of the step",
-    "waiting for the slowest rank", "copies of gathered weights", "computing slowed", "communication", "comm",
-    "allocator",
+    "waiting for the slowest rank", "copies of gathered weights", "computing slowed by collectives",
+    "communication", "comm", "allocator",
 )  # fmt: skip
 NESTED = ("hint", "risk", "what", "own", "payload", "term")  # values that are such texts themselves
 

@@ -18,16 +18,17 @@ from trimaran.app.request.viz_request import read_subject
 from trimaran.core import Mesh, Pipeline
 from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.parallel import build_mesh
+from trimaran.run import create_run
 from trimaran.simulate.pipeline_order import pipeline_order
 from trimaran.simulate.step_simulation import simulate_step
 from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, view_as_dict
 from trimaran.viz.collectives import OPERATIONS, collective_steps
-from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets
+from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets, slowed
 from trimaran.viz.figures import Bars, Table, Timeline
-from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held
+from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held, with_slow_rank
 from trimaran.viz.rank_grid import ORDER, groups_of
 from trimaran.viz.shard_timeline import gathered_blocks, gathered_bytes, shard_step, waited_seconds
-from trimaran.viz.zero_stages import bytes_of, sent_bytes
+from trimaran.viz.zero_stages import bytes_of, least_ranks, sent_bytes
 
 GB = 1e9
 
@@ -255,3 +256,59 @@ def test_a_pipeline_is_drawn_with_the_stages_that_a_run_measured() -> None:
     first = [each for each in timeline.spans if each.label == "0"]
     assert sum(each.end - each.start for each in first) == pytest.approx(0.4)
     assert "should make steps" in live.sentences[1]
+
+
+def test_measured_collectives_are_drawn_over_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [{"num_bytes": size, "seconds": size / 1e9, "median_seconds": size / 1e9, "max_seconds": size / 1e9,
+               "rounds": 3} for size in (1 << 20, 1 << 24)]  # fmt: skip
+    curve = {"group": "world", "collective": "all_reduce", "ranks": 8, "nodes": 1, "groups": 1, "points": points,
+             "planned_gb_per_second": 3.5}  # fmt: skip
+    result = {
+        "device": "H100",
+        "backend": "nccl",
+        "dtype": "float32",
+        "world_size": 8,
+        "num_nodes": 1,
+        "curves": [curve],
+    }
+    (tmp_path / "comm.json").write_text(json.dumps(result))
+    given = ["--plan", "llama-3.2-1b", "--cluster", "8xH100", "--comm", str(tmp_path / "comm.json"), "--json"]
+    assert main(["viz", "collectives", *given]) == 0
+    live = json.loads(capsys.readouterr().out)["modes"]["live"]
+    (lines,) = live["figures"]
+    model, measured = lines["series"]
+    ring = ring_of(subject_of(plan="llama-3.2-1b", cluster="8xH100").cluster.levels, 8, 1)
+    assert model["values"] == pytest.approx([float(all_reduce_seconds(each["num_bytes"], ring)) for each in points])
+    assert measured["values"] == [each["seconds"] for each in points]
+    assert lines["dots"] == ["measured"]
+    assert live["sentences"] == ["Group world reaches 1.75 GB/s on the bus; the planner expects 3.5 (+100%)."]
+    assert main(["viz", "collectives", *given, "--with", "operation=broadcast"]) == 0
+    assert "has no broadcast" in json.loads(capsys.readouterr().out)["modes"]["live"]["sentences"][0]
+
+
+def test_a_run_is_compared_with_the_prediction_of_its_start(tmp_path: Path) -> None:
+    subject = subject_of(plan="tiny", cluster="2xcpu")
+    own = subject.prediction.model_copy(update={"step_seconds": 123.0})
+    recipe = subject.question.recipe.model_copy(update={"cluster": "2xcpu"})
+    run = create_run(tmp_path / "run", recipe, subject.plan.model_copy(update={"prediction": own}))
+    assert read_subject(None, str(run.path), None, (), ()).prediction.step_seconds == 123.0
+
+
+def test_zero_fits_from_as_many_ranks_as_the_arithmetic_says() -> None:
+    assert [least_ranks(stage, 7e9, 80e9) for stage in range(4)] == [None, 2, 2, 2]
+    assert [least_ranks(stage, 70e9, 80e9) for stage in range(4)] == [None, None, None, 14]
+    for stage in range(1, 4):
+        least = least_ranks(stage, 7e9, 40e9)
+        assert least is not None
+        assert sum(bytes_of(stage, 7e9, least)) <= 40e9 < sum(bytes_of(stage, 7e9, least - 1))
+
+
+def test_a_slow_rank_delays_buckets_and_pipelines() -> None:
+    subject = subject_of("plan.mesh.dp_replicate=8", plan="llama-3.2-1b", cluster="8xH100")
+    blocks, ring = backward_blocks(subject), ring_of(subject.cluster.levels, 8, 1)
+    waits = [exposed_seconds(blocks, reduce_in_buckets(slowed(blocks, factor), 25e6, ring)) for factor in (1, 1.5, 2)]
+    backward = sum(each.seconds for each in blocks)
+    assert waits[1] >= 0.5 * backward
+    assert waits[2] - waits[1] == pytest.approx(0.5 * backward, rel=0.05)
+    equal = equal_stages("1f1b", 4, 8, 2.0)
+    assert simulate_step(with_slow_rank(equal, 1, 2.0)).seconds > 1.5 * simulate_step(equal).seconds

@@ -23,7 +23,7 @@ from trimaran.simulate.pipeline_order import pipeline_order
 from trimaran.simulate.step_simulation import simulate_step
 from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, view_as_dict
 from trimaran.viz.collectives import OPERATIONS, collective_steps
-from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets, slowed
+from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets, reduced_at, slowed
 from trimaran.viz.figures import Bars, Table, Timeline
 from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held, with_slow_rank
 from trimaran.viz.rank_grid import ORDER, groups_of
@@ -148,6 +148,7 @@ def test_buckets_are_reduced_in_turn_and_carry_every_gradient() -> None:
         assert sum(each.num_bytes for each in buckets) == pytest.approx(gradients, rel=0.01)
         assert all(before.end <= after.start for before, after in pairwise(buckets))
         assert all(each.start >= each.ready for each in buckets)
+        assert reduced_at(blocks, size, ring) == pytest.approx(buckets[-1].end)
     (whole,) = reduce_in_buckets(blocks, 1e12, ring)
     assert exposed_seconds(blocks, [whole]) == pytest.approx(float(all_reduce_seconds(whole.num_bytes, ring)))
     assert exposed_seconds(blocks, reduce_in_buckets(blocks, 25e6, ring)) < exposed_seconds(blocks, [whole])

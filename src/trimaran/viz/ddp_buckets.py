@@ -17,7 +17,6 @@ TITLE = "Buckets against backward"
 QUESTION = "Which gradients are reduced while backward still computes, and how long does the step wait for the rest?"
 MIB = float(1 << 20)
 SIZES_MB = (1, 2, 5, 10, 25, 50, 100, 250, 1000)
-MAX_BUCKETS = 4000  # of a size that is compared with others
 MAX_DRAWN = 600  # buckets of a picture
 
 
@@ -72,6 +71,16 @@ def reduce_in_buckets(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring
     return buckets
 
 
+def reduced_at(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring: Ring) -> float:
+    """Return when the last bucket of `reduce_in_buckets` is reduced, without making all of them."""
+    full, now, waiting, end = float(all_reduce_seconds(bucket_bytes, ring)), 0.0, 0.0, 0.0
+    for block in blocks:
+        now += block.seconds
+        count, waiting = divmod(waiting + block.gradient_bytes, bucket_bytes)
+        end = max(now, end) + count * full if count else end
+    return max(now, end) + float(all_reduce_seconds(waiting, ring)) if waiting else end
+
+
 def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) -> float:
     """Return how long the step waits for gradients after backward has computed all of them."""
     return max(0.0, max((each.end for each in buckets), default=0.0) - sum(block.seconds for block in blocks))
@@ -94,18 +103,22 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
         tree_bandwidth=ring.tree_bandwidth / slower,
     )
     blocks = backward_blocks(subject)
+    buckets = reduce_in_buckets(slowed(blocks, straggler), size * MIB, ring)
+    timeline = _timeline(blocks, size, straggler, buckets)
     modes: dict[ModeName, Mode] = {
-        "explain": _explain(blocks, size, ring, straggler),
-        "simulate": _simulate(subject, blocks, size, ring, straggler),
+        "explain": _explain(blocks, size, ring, buckets, timeline),
+        "simulate": _simulate(subject, blocks, size, ring, straggler, timeline),
     }
     if subject.run is not None:
         modes["live"] = _live(subject, subject.run)
     return modes
 
 
-def _explain(blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggler: float) -> Mode:
+def _explain(
+    blocks: Sequence[BackwardBlock], size: float, ring: Ring, buckets: Sequence[Bucket], timeline: Timeline
+) -> Mode:
     total, backward = sum(each.gradient_bytes for each in blocks), sum(each.seconds for each in blocks)
-    num, buckets = ring.num_ranks, reduce_in_buckets(slowed(blocks, straggler), size * MIB, ring)
+    num = ring.num_ranks
     exposed = exposed_seconds(blocks, buckets)
     reducing = sum(each.end - each.start for each in buckets)
     formulas = (
@@ -135,7 +148,7 @@ def _explain(blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggler
     hidden = max(0.0, 1 - exposed / reducing) if reducing else 1.0
     said = say("A bucket is sent as soon as its gradients are there. Backward hides {hidden:.0%} of that.",
                hidden=hidden)  # fmt: skip
-    return Mode(sentences=(said,), formulas=formulas, figures=(_timeline(blocks, size, ring, straggler),))
+    return Mode(sentences=(said,), formulas=formulas, figures=(timeline,))
 
 
 def slowed(blocks: Sequence[BackwardBlock], factor: float) -> list[BackwardBlock]:
@@ -143,14 +156,12 @@ def slowed(blocks: Sequence[BackwardBlock], factor: float) -> list[BackwardBlock
     return [each._replace(seconds=factor * each.seconds) for each in blocks]
 
 
-def _timeline(blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggler: float) -> Timeline:
+def _timeline(blocks: Sequence[BackwardBlock], size: float, straggler: float, buckets: Sequence[Bucket]) -> Timeline:
     """Return backward beside the buckets. A bucket starts when the slowest rank has its gradients, too."""
-    late = slowed(blocks, straggler)
-    buckets = reduce_in_buckets(late, size * MIB, ring)
     rows = ["backward", *(["backward of the slowest rank"] if straggler > 1 else []), "all-reduce of buckets"]
     spans = [*_backward_spans(blocks, 0)]
     if straggler > 1:
-        spans += _backward_spans(late, 1)
+        spans += _backward_spans(slowed(blocks, straggler), 1)
     spans += [
         Span(row=len(rows) - 1, start=each.start, end=each.end, label=as_is(number), kind="all-reduce")
         for number, each in enumerate(_joined(buckets))
@@ -168,10 +179,16 @@ def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
     return [part[0]._replace(end=part[-1].end, num_bytes=sum(each.num_bytes for each in part)) for part in parts]
 
 
-def _simulate(subject: Subject, blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggler: float) -> Mode:
-    late = slowed(blocks, straggler)
-    least = sum(each.gradient_bytes for each in blocks) / MIB / MAX_BUCKETS
-    sizes = tuple(sorted({*(float(each) for each in SIZES_MB if each >= least), size}))
+def _simulate(
+    subject: Subject,
+    blocks: Sequence[BackwardBlock],
+    size: float,
+    ring: Ring,
+    straggler: float,
+    timeline: Timeline,
+) -> Mode:
+    late, backward = slowed(blocks, straggler), sum(each.seconds for each in blocks)
+    sizes = tuple(sorted({*map(float, SIZES_MB), size}))
     lines = Lines(
         title="Exposed time by the size of a bucket",
         x_name="MiB in a bucket",
@@ -181,13 +198,12 @@ def _simulate(subject: Subject, blocks: Sequence[BackwardBlock], size: float, ri
         series=(
             ValueSeries(
                 name="exposed",
-                values=tuple(exposed_seconds(blocks, reduce_in_buckets(late, each * MIB, ring)) for each in sizes),
+                values=tuple(max(0.0, reduced_at(late, each * MIB, ring) - backward) for each in sizes),
             ),
         ),
         log_x=True,
     )
-    chosen = exposed_seconds(blocks, reduce_in_buckets(late, size * MIB, ring))
-    equal = exposed_seconds(blocks, reduce_in_buckets(blocks, size * MIB, ring))
+    chosen, equal = (max(0.0, reduced_at(each, size * MIB, ring) - backward) for each in (late, blocks))
     said: list[str] = []
     if straggler > 1:
         said.append(say("Of {exposed} exposed, every rank waits {waited} for the slowest one.",
@@ -197,7 +213,7 @@ def _simulate(subject: Subject, blocks: Sequence[BackwardBlock], size: float, ri
     said += [say(template, seconds=show_duration(each), name=planner_text(name)) for name, each in sent.items()]
     if not sent:
         said.append(say("The plan exposes no gradients: its data ranks are {ranks}.", ranks=subject.plan.mesh.data))
-    return Mode(sentences=tuple(said), figures=(_timeline(blocks, size, ring, straggler), lines))
+    return Mode(sentences=tuple(said), figures=(timeline, lines))
 
 
 def _backward_spans(blocks: Sequence[BackwardBlock], row: int) -> Iterator[Span]:

@@ -10,7 +10,6 @@ from trimaran.core import show_bytes, show_count
 from trimaran.viz.figures import Control
 
 OnChange = Callable[[str, str], Awaitable[None]]
-LOG_VALUES = 49  # of a slider that moves by factors
 MAX_WHOLE = 130  # values of a slider over whole numbers
 
 
@@ -54,7 +53,7 @@ def _even_values(control: Control) -> list[float]:
 
 def _log_values(least: float, most: float, *, whole: bool) -> list[float]:
     """Return round values from the least to the most: powers of two of whole numbers; else 1, 2 and 5 times powers."""
-    low = max(least, most * 1e-12)
+    low = max(least, most * 1e-18)
     if whole:
         powers = range(math.floor(math.log2(low)), math.floor(math.log2(most)) + 1)
         return [each for power in powers for each in (2.0**power, 1.5 * 2.0**power)

@@ -125,7 +125,8 @@ class _ViewPage:
                 self._chips[mode].props["id"] = f"mode-{mode}"
         with ui.element("div").classes("workshop view-layout"):
             self._panel = ui.element("div").classes("panel").props('id="controls"')
-            with ui.element("div").classes("answer"):
+            self._frame = ui.element("div").classes("answer")
+            with self._frame:
                 self._about = Markup(tag="p").classes("quiet").props('id="about"')
                 self._answer = Markup().props('id="answer"')
                 self._command = Markup()
@@ -176,11 +177,14 @@ class _ViewPage:
         """Build and draw the view; a mistake is shown in place of it."""
         for mode, chip in self._chips.items():
             chip.props["aria-pressed"] = str(mode == self._shown.mode).lower()
+        self._frame.classes(add="stale")  # a search of plans may take a second
         try:
             built = await run.io_bound(self._built, changed)
         except UserError as error:
             self._answer.show(error_state(error))
             return
+        finally:
+            self._frame.classes(remove="stale")
         if built is None:  # the server shuts down
             return
         view, markup = built

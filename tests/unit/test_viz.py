@@ -18,16 +18,17 @@ from trimaran.app.request.viz_request import read_subject
 from trimaran.core import Mesh, Pipeline
 from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.parallel import build_mesh
+from trimaran.run import create_run
 from trimaran.simulate.pipeline_order import pipeline_order
 from trimaran.simulate.step_simulation import simulate_step
 from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, view_as_dict
 from trimaran.viz.collectives import OPERATIONS, collective_steps
-from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets
+from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets, reduced_at, slowed
 from trimaran.viz.figures import Bars, Table, Timeline
-from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held
+from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held, with_slow_rank
 from trimaran.viz.rank_grid import ORDER, groups_of
 from trimaran.viz.shard_timeline import gathered_blocks, gathered_bytes, shard_step, waited_seconds
-from trimaran.viz.zero_stages import bytes_of, sent_bytes
+from trimaran.viz.zero_stages import bytes_of, least_ranks, sent_bytes
 
 GB = 1e9
 
@@ -95,7 +96,9 @@ def test_zero_stages_in_our_trainer_need_less_and_less() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_collectives_end_with_the_right_values_and_send_as_much_as_they_say(operation: str, ranks: int) -> None:
     everyone = frozenset(range(ranks))
-    algorithms = ("ring", "tree") if operation in ("all-reduce", "broadcast") else ("ring",)
+    algorithms = {"all-reduce": ("ring", "tree", "hierarchical"), "broadcast": ("ring", "tree")}.get(
+        operation, ("ring",)
+    )
     for algorithm in algorithms:
         steps = collective_steps(operation, algorithm, ranks)
         held = steps[-1].held
@@ -145,6 +148,7 @@ def test_buckets_are_reduced_in_turn_and_carry_every_gradient() -> None:
         assert sum(each.num_bytes for each in buckets) == pytest.approx(gradients, rel=0.01)
         assert all(before.end <= after.start for before, after in pairwise(buckets))
         assert all(each.start >= each.ready for each in buckets)
+        assert reduced_at(blocks, size, ring) == pytest.approx(buckets[-1].end)
     (whole,) = reduce_in_buckets(blocks, 1e12, ring)
     assert exposed_seconds(blocks, [whole]) == pytest.approx(float(all_reduce_seconds(whole.num_bytes, ring)))
     assert exposed_seconds(blocks, reduce_in_buckets(blocks, 25e6, ring)) < exposed_seconds(blocks, [whole])
@@ -192,8 +196,9 @@ def test_a_split_that_does_not_divide_is_named() -> None:
     view = build_view("tensor", subject_of(tp="4"))
     (table,) = figures(view, "explain", Table)
     rows = {row[1]: row[2:] for row in table.rows}
-    assert rows["q_proj"] == ("4,096 x 4,096", "columns", "4,096 x 1,024")
-    assert rows["down_proj"] == ("14,336 x 4,096", "rows", "3,584 x 4,096")
+    assert rows["q_proj"][:3] == ("4,096 x 4,096", "columns", "4,096 x 1,024")
+    assert rows["down_proj"] == ("14,336 x 4,096", "rows", "3,584 x 4,096", "a reduction over the ranks")
+    assert rows["lm_head"][:3] == ("4,096 x 128,256", "columns", "4,096 x 32,064")
 
 
 def test_strategies_name_the_planners_choice_and_each_plan_once(example: Subject) -> None:
@@ -252,3 +257,59 @@ def test_a_pipeline_is_drawn_with_the_stages_that_a_run_measured() -> None:
     first = [each for each in timeline.spans if each.label == "0"]
     assert sum(each.end - each.start for each in first) == pytest.approx(0.4)
     assert "should make steps" in live.sentences[1]
+
+
+def test_measured_collectives_are_drawn_over_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [{"num_bytes": size, "seconds": size / 1e9, "median_seconds": size / 1e9, "max_seconds": size / 1e9,
+               "rounds": 3} for size in (1 << 20, 1 << 24)]  # fmt: skip
+    curve = {"group": "world", "collective": "all_reduce", "ranks": 8, "nodes": 1, "groups": 1, "points": points,
+             "planned_gb_per_second": 3.5}  # fmt: skip
+    result = {
+        "device": "H100",
+        "backend": "nccl",
+        "dtype": "float32",
+        "world_size": 8,
+        "num_nodes": 1,
+        "curves": [curve],
+    }
+    (tmp_path / "comm.json").write_text(json.dumps(result))
+    given = ["--plan", "llama-3.2-1b", "--cluster", "8xH100", "--comm", str(tmp_path / "comm.json"), "--json"]
+    assert main(["viz", "collectives", *given]) == 0
+    live = json.loads(capsys.readouterr().out)["modes"]["live"]
+    (lines,) = live["figures"]
+    model, measured = lines["series"]
+    ring = ring_of(subject_of(plan="llama-3.2-1b", cluster="8xH100").cluster.levels, 8, 1)
+    assert model["values"] == pytest.approx([float(all_reduce_seconds(each["num_bytes"], ring)) for each in points])
+    assert measured["values"] == [each["seconds"] for each in points]
+    assert lines["dots"] == ["measured"]
+    assert live["sentences"] == ["Group world reaches 1.75 GB/s on the bus; the planner expects 3.5 (+100%)."]
+    assert main(["viz", "collectives", *given, "--with", "operation=broadcast"]) == 0
+    assert "has no broadcast" in json.loads(capsys.readouterr().out)["modes"]["live"]["sentences"][0]
+
+
+def test_a_run_is_compared_with_the_prediction_of_its_start(tmp_path: Path) -> None:
+    subject = subject_of(plan="tiny", cluster="2xcpu")
+    own = subject.prediction.model_copy(update={"step_seconds": 123.0})
+    recipe = subject.question.recipe.model_copy(update={"cluster": "2xcpu"})
+    run = create_run(tmp_path / "run", recipe, subject.plan.model_copy(update={"prediction": own}))
+    assert read_subject(None, str(run.path), None, (), ()).prediction.step_seconds == 123.0
+
+
+def test_zero_fits_from_as_many_ranks_as_the_arithmetic_says() -> None:
+    assert [least_ranks(stage, 7e9, 80e9) for stage in range(4)] == [None, 2, 2, 2]
+    assert [least_ranks(stage, 70e9, 80e9) for stage in range(4)] == [None, None, None, 14]
+    for stage in range(1, 4):
+        least = least_ranks(stage, 7e9, 40e9)
+        assert least is not None
+        assert sum(bytes_of(stage, 7e9, least)) <= 40e9 < sum(bytes_of(stage, 7e9, least - 1))
+
+
+def test_a_slow_rank_delays_buckets_and_pipelines() -> None:
+    subject = subject_of("plan.mesh.dp_replicate=8", plan="llama-3.2-1b", cluster="8xH100")
+    blocks, ring = backward_blocks(subject), ring_of(subject.cluster.levels, 8, 1)
+    waits = [exposed_seconds(blocks, reduce_in_buckets(slowed(blocks, factor), 25e6, ring)) for factor in (1, 1.5, 2)]
+    backward = sum(each.seconds for each in blocks)
+    assert waits[1] >= 0.5 * backward
+    assert waits[2] - waits[1] == pytest.approx(0.5 * backward, rel=0.05)
+    equal = equal_stages("1f1b", 4, 8, 2.0)
+    assert simulate_step(with_slow_rank(equal, 1, 2.0)).seconds > 1.5 * simulate_step(equal).seconds

@@ -11,17 +11,19 @@ from trimaran.viz import (
     offload,
     pipeline,
     rank_grid,
+    run_life,
     shard_timeline,
     strategies,
     tensor_split,
     zero_stages,
 )
-from trimaran.viz.figures import PlanView
+from trimaran.viz.figures import Mode, PlanView
 from trimaran.viz.subject import Controls, Subject
 
 SHORT_NAMES: Mapping[str, ModuleType] = {
     "need": memory_need,
     "strategies": strategies,
+    "life": run_life,
     "ddp": ddp_buckets,
     "fsdp": shard_timeline,
     "zero": zero_stages,
@@ -31,6 +33,7 @@ SHORT_NAMES: Mapping[str, ModuleType] = {
     "mesh": rank_grid,
     "collectives": collectives,
 }
+NO_STEPS = "The run has not finished a step yet: nothing is measured."
 VIEWS: Mapping[str, ModuleType] = {module.NAME: module for module in SHORT_NAMES.values()}
 
 
@@ -50,6 +53,8 @@ def build_view(name: str, subject: Subject) -> PlanView:
     module = find_view(name)
     controls = Controls(subject, module.NAME)
     modes = module.modes_of(subject, controls)
+    if subject.life is not None and "live" not in modes:
+        modes["live"] = Mode(sentences=(NO_STEPS,))
     return PlanView(
         name=module.NAME,
         title=module.TITLE,

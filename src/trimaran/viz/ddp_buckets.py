@@ -3,17 +3,21 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trimaran.core import show_seconds
 from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.cost.step_time import pipeline_times_of
-from trimaran.viz.figures import Formula, Lines, Mode, ModeName, Span, Table, Timeline, ValueSeries
-from trimaran.viz.subject import Controls, Subject
+from trimaran.viz.comm_waits import comm_lines, late_ranks, predicted_waits, waits_table
+from trimaran.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries
+from trimaran.viz.planner_texts import planner_text
+from trimaran.viz.show_values import show_duration
+from trimaran.viz.subject import Controls, RunMedians, Subject
+from trimaran.viz.texts import as_is, say
 
 NAME = "DDPCommunicationFlow"
 TITLE = "Buckets against backward"
 QUESTION = "Which gradients are reduced while backward still computes, and how long does the step wait for the rest?"
 MIB = float(1 << 20)
 SIZES_MB = (1, 2, 5, 10, 25, 50, 100, 250, 1000)
+MAX_DRAWN = 600  # buckets of a picture
 
 
 class BackwardBlock(NamedTuple):
@@ -39,16 +43,21 @@ def backward_blocks(subject: Subject) -> list[BackwardBlock]:
     per_parameter = float(subject.job.stack.time.parameter_bytes.gradient)
     *units, root = stage.units
     layers = [
-        BackwardBlock(f"layer {number}", unit.backward, per_parameter * (unit.trained_dense + unit.trained_experts))
+        BackwardBlock(
+            say("layer {number}", number=number),
+            unit.backward,
+            per_parameter * (unit.trained_dense + unit.trained_experts),
+        )
         for number, unit in enumerate(each for each in units for _ in range(each.count))
     ]
-    head = BackwardBlock("head", root.backward, per_parameter * stage.part.head)
-    return [head, *reversed(layers), BackwardBlock("embedding", 0.0, per_parameter * stage.part.embedding)]
+    head = BackwardBlock(say("head"), root.backward, per_parameter * stage.part.head)
+    return [head, *reversed(layers), BackwardBlock(say("embedding"), 0.0, per_parameter * stage.part.embedding)]
 
 
 def reduce_in_buckets(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring: Ring) -> list[Bucket]:
     """Return the buckets. Each is reduced when it is full and the one before is done; the last may be smaller."""
     buckets, now, waiting, last_end = list[Bucket](), 0.0, 0.0, 0.0
+    full = float(all_reduce_seconds(bucket_bytes, ring))
     for number, block in enumerate(blocks):
         now += block.seconds
         waiting += block.gradient_bytes
@@ -56,10 +65,20 @@ def reduce_in_buckets(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring
         while waiting >= bucket_bytes or (is_last and waiting > 0):
             num_bytes = min(waiting, bucket_bytes)
             start = max(now, last_end)
-            last_end = start + float(all_reduce_seconds(num_bytes, ring))
+            last_end = start + (full if num_bytes == bucket_bytes else float(all_reduce_seconds(num_bytes, ring)))
             buckets.append(Bucket(num_bytes, now, start, last_end))
             waiting -= num_bytes
     return buckets
+
+
+def reduced_at(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring: Ring) -> float:
+    """Return when the last bucket of `reduce_in_buckets` is reduced, without making all of them."""
+    full, now, waiting, end = float(all_reduce_seconds(bucket_bytes, ring)), 0.0, 0.0, 0.0
+    for block in blocks:
+        now += block.seconds
+        count, waiting = divmod(waiting + block.gradient_bytes, bucket_bytes)
+        end = max(now, end) + count * full if count else end
+    return max(now, end) + float(all_reduce_seconds(waiting, ring)) if waiting else end
 
 
 def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) -> float:
@@ -68,12 +87,15 @@ def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) 
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: one bucket after the other beside backward, and what another size would expose."""
+    """Return the modes: one bucket after the other beside backward, what another size would expose, and a run."""
     plan = subject.plan
-    size = controls.number("bucket_mb", "MiB of gradients in a bucket", plan.comm.bucket_mb, least=0.1, most=1e5)
+    size = controls.number("bucket_mb", "MiB of gradients in a bucket", plan.comm.bucket_mb, least=1, most=4096,
+                           log=True)  # fmt: skip
     default = max(2, plan.mesh.data)
-    ranks = controls.whole("ranks", "ranks with the same weights", default, least=2, most=1 << 16)
-    slower = controls.number("slowdown", "times as slow as the links of the cluster", 1.0, least=0.01, most=1e4)
+    ranks = controls.whole("ranks", "ranks with the same weights", default, least=2, most=1 << 16, log=True)
+    slower = controls.number("slowdown", "times as slow as the links of the cluster", 1.0, least=0.01, most=1e4,
+                             log=True)  # fmt: skip
+    straggler = controls.number("straggler", "times as slow in backward is the slowest rank", 1.0, least=1, most=10)
     ring = ring_of(subject.cluster.levels, ranks, plan.mesh.tp)
     ring = ring._replace(
         latency=type(ring.latency)(ring.latency * slower),
@@ -81,93 +103,135 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
         tree_bandwidth=ring.tree_bandwidth / slower,
     )
     blocks = backward_blocks(subject)
+    buckets = reduce_in_buckets(slowed(blocks, straggler), size * MIB, ring)
+    timeline = _timeline(blocks, size, straggler, buckets)
     modes: dict[ModeName, Mode] = {
-        "explain": _explain(blocks, size, ring),
-        "simulate": _simulate(subject, blocks, size, ring),
+        "explain": _explain(blocks, size, ring, buckets, timeline),
+        "simulate": _simulate(subject, blocks, size, ring, straggler, timeline),
     }
     if subject.run is not None:
-        modes["live"] = _live(subject)
+        modes["live"] = _live(subject, subject.run)
     return modes
 
 
-def _explain(blocks: Sequence[BackwardBlock], size: float, ring: Ring) -> Mode:
+def _explain(
+    blocks: Sequence[BackwardBlock], size: float, ring: Ring, buckets: Sequence[Bucket], timeline: Timeline
+) -> Mode:
     total, backward = sum(each.gradient_bytes for each in blocks), sum(each.seconds for each in blocks)
-    num, buckets = ring.num_ranks, reduce_in_buckets(blocks, size * MIB, ring)
+    num = ring.num_ranks
     exposed = exposed_seconds(blocks, buckets)
     reducing = sum(each.end - each.start for each in buckets)
     formulas = (
         Formula(
             name="sent and received by a rank",
             symbols="2 (N - 1) / N x gradients",
-            numbers=f"2 x {num - 1} / {num} x {total:,.0f} B",
+            numbers=as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"),
             value=2 * (num - 1) / num * total,
             unit="bytes",
         ),
         Formula(
             name="all gradients at once",
             symbols="2 (N - 1) x (latency + bytes / N / bandwidth)",
-            numbers=f"N = {num}, {ring.reduce_bandwidth / 1e9:.1f} GB/s on {ring.link}",
+            numbers=say("N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=ring.reduce_bandwidth / 1e9,
+                        link=ring.link),
             value=float(all_reduce_seconds(total, ring)),
             unit="seconds",
         ),
         Formula(
             name="exposed",
             symbols="end of the last bucket - end of backward",
-            numbers=f"buckets of {size:g} MiB, backward {show_seconds(backward)}",
+            numbers=say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward)),
             value=exposed,
             unit="seconds",
         ),
-    )
-    said = f"A bucket is sent as soon as its gradients are there. Backward hides {1 - exposed / reducing:.0%} of that."
-    return Mode(sentences=(said,), formulas=formulas)
+    )  # fmt: skip
+    hidden = max(0.0, 1 - exposed / reducing) if reducing else 1.0
+    said = say("A bucket is sent as soon as its gradients are there. Backward hides {hidden:.0%} of that.",
+               hidden=hidden)  # fmt: skip
+    return Mode(sentences=(said,), formulas=formulas, figures=(timeline,))
 
 
-def _simulate(subject: Subject, blocks: Sequence[BackwardBlock], size: float, ring: Ring) -> Mode:
-    buckets = reduce_in_buckets(blocks, size * MIB, ring)
-    spans = [*_backward_spans(blocks)]
+def slowed(blocks: Sequence[BackwardBlock], factor: float) -> list[BackwardBlock]:
+    """Return the blocks on a rank that is so many times as slow."""
+    return [each._replace(seconds=factor * each.seconds) for each in blocks]
+
+
+def _timeline(blocks: Sequence[BackwardBlock], size: float, straggler: float, buckets: Sequence[Bucket]) -> Timeline:
+    """Return backward beside the buckets. A bucket starts when the slowest rank has its gradients, too."""
+    rows = ["backward", *(["backward of the slowest rank"] if straggler > 1 else []), "all-reduce of buckets"]
+    spans = [*_backward_spans(blocks, 0)]
+    if straggler > 1:
+        spans += _backward_spans(slowed(blocks, straggler), 1)
     spans += [
-        Span(row=1, start=each.start, end=each.end, label=str(number), kind="reduce")
-        for number, each in enumerate(buckets)
+        Span(row=len(rows) - 1, start=each.start, end=each.end, label=as_is(number), kind="all-reduce")
+        for number, each in enumerate(_joined(buckets))
     ]
-    timeline = Timeline(
-        title=f"{len(buckets)} buckets of {size:g} MiB",
-        unit="seconds",
-        rows=("backward", "reduction"),
-        spans=tuple(spans),
-    )
+    title = say("{count:,} buckets of {size:g} MiB beside backward", count=len(buckets), size=size)
+    return Timeline(title=title, unit="seconds", rows=tuple(rows), spans=tuple(spans))
+
+
+def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the buckets to draw: of very many, several that follow each other without a gap are one."""
+    if len(buckets) <= MAX_DRAWN:
+        return list(buckets)
+    size = -(-len(buckets) // MAX_DRAWN)
+    parts = [buckets[first : first + size] for first in range(0, len(buckets), size)]
+    return [part[0]._replace(end=part[-1].end, num_bytes=sum(each.num_bytes for each in part)) for part in parts]
+
+
+def _simulate(
+    subject: Subject,
+    blocks: Sequence[BackwardBlock],
+    size: float,
+    ring: Ring,
+    straggler: float,
+    timeline: Timeline,
+) -> Mode:
+    late, backward = slowed(blocks, straggler), sum(each.seconds for each in blocks)
+    sizes = tuple(sorted({*map(float, SIZES_MB), size}))
     lines = Lines(
-        title="Exposed time",
+        title="Exposed time by the size of a bucket",
         x_name="MiB in a bucket",
         x_unit="count",
         unit="seconds",
-        x=tuple(map(float, SIZES_MB)),
+        x=sizes,
         series=(
             ValueSeries(
                 name="exposed",
-                values=tuple(exposed_seconds(blocks, reduce_in_buckets(blocks, each * MIB, ring)) for each in SIZES_MB),
+                values=tuple(max(0.0, reduced_at(late, each * MIB, ring) - backward) for each in sizes),
             ),
         ),
         log_x=True,
     )
+    chosen, equal = (max(0.0, reduced_at(each, size * MIB, ring) - backward) for each in (late, blocks))
+    said: list[str] = []
+    if straggler > 1:
+        said.append(say("Of {exposed} exposed, every rank waits {waited} for the slowest one.",
+                        exposed=show_duration(chosen), waited=show_duration(chosen - equal)))  # fmt: skip
     sent = {name: seconds for name, seconds in subject.prediction.exposed.items() if name.startswith("gradients")}
-    said = [f"The cost model exposes {show_seconds(seconds)} for {name} in the plan." for name, seconds in sent.items()]
+    template = "The cost model exposes {seconds} for {name} in the plan."
+    said += [say(template, seconds=show_duration(each), name=planner_text(name)) for name, each in sent.items()]
+    if not sent:
+        said.append(say("The plan exposes no gradients: its data ranks are {ranks}.", ranks=subject.plan.mesh.data))
     return Mode(sentences=tuple(said), figures=(timeline, lines))
 
 
-def _backward_spans(blocks: Sequence[BackwardBlock]) -> Iterator[Span]:
+def _backward_spans(blocks: Sequence[BackwardBlock], row: int) -> Iterator[Span]:
     now = 0.0
     for block in blocks:
         if block.seconds:
-            yield Span(row=0, start=now, end=now + block.seconds, label=block.name, kind="backward")
+            yield Span(row=row, start=now, end=now + block.seconds, label=block.name, kind="backward")
         now += block.seconds
 
 
-def _live(subject: Subject) -> Mode:
-    run = subject.run
-    assert run is not None
-    rows = tuple((axis, show_seconds(seconds)) for axis, seconds in run.comm_seconds.items())
-    predicted = sum(float(each) for each in subject.prediction.exposed.values())
-    said = f"Exposed communication of all kinds is predicted to take {show_seconds(predicted)} of a step."
-    return Mode(
-        sentences=(said,), figures=(Table(title="Waits of rank 0 by axis", columns=("axis", "measured"), rows=rows),)
-    )
+def _live(subject: Subject, run: RunMedians) -> Mode:
+    if not run.comm_seconds:
+        return Mode(sentences=("The run has a single rank: it waits for nobody. Start it with more, such as "
+                               "`--set cluster=2xcpu`.",))  # fmt: skip
+    expected = predicted_waits(subject)
+    predicted, measured = sum(expected.values()), run.phases.get("comm", 0.0)
+    said = say("A step waits {measured} for communication, {share:.1%} of its time; {predicted} is predicted.",
+               measured=show_duration(measured), share=measured / run.step_seconds if run.step_seconds else 0.0,
+               predicted=show_duration(predicted))  # fmt: skip
+    figures = [waits_table(subject, run), *comm_lines(run, predicted), *late_ranks(run)]
+    return Mode(sentences=(said,), figures=tuple(figures))

@@ -44,7 +44,10 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """Lines over a common x axis. `dots`: names of series that are drawn as points, such as measured ones."""
+    """Lines over a common x axis. `dots`: names of series that are drawn as points, such as measured ones.
+
+    `limits` are horizontal lines by name, such as what was predicted.
+    """
 
     title: str
     x_name: str
@@ -55,6 +58,7 @@ class Lines:
     log_x: bool = False
     log_y: bool = False
     dots: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """Points in two dimensions."""
+    """Points in two dimensions. `x_limit` is a line upwards, whose name is `limit_name`.
+
+    `colors` are the numbers of the colours of some kinds of points; the others follow in their order.
+    """
 
     title: str
     x_name: str
@@ -79,11 +86,16 @@ class Scatter:
     y_unit: Unit
     points: tuple[Point, ...]
     x_limit: float | None = None
+    limit_name: str = ""
+    colors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something in one row of a timeline, from `start` to `end`. `kind` decides its colour."""
+    """Something in one row of a timeline, from `start` to `end`; at one moment if these are equal.
+
+    `kind` decides its colour.
+    """
 
     row: int
     start: float
@@ -100,17 +112,22 @@ class Timeline:
     unit: Unit
     rows: tuple[str, ...]
     spans: tuple[Span, ...]
+    x_name: str = "time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A table of cells with short labels. Cells with the same number in `colors` have the same colour."""
+    """A table of cells with short labels. Cells with the same number in `colors` have the same colour.
+
+    `heat` has a fraction from 0 to 1 for each cell, drawn as a shade; None for a cell without one.
+    """
 
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     labels: tuple[tuple[str, ...], ...]
     colors: tuple[tuple[int, ...], ...] = ()
+    heat: tuple[tuple[float | None, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +139,53 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-Figure = Bars | Lines | Scatter | Timeline | Matrix | Table
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphNode:
+    """A node of a graph: its name, a text below it, and its place in a square from 0 to 1. `kind` is its colour."""
+
+    name: str
+    x: float
+    y: float
+    text: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphArrow:
+    """An arrow from one node to another, by their numbers, with a text beside it."""
+
+    source: int
+    target: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGraph:
+    """Nodes, and arrows between them. A `wide` one is in a row, others in a square."""
+
+    title: str
+    nodes: tuple[GraphNode, ...]
+    arrows: tuple[GraphArrow, ...]
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileText:
+    """A file or a command, to read and to copy."""
+
+    title: str
+    content: str
+
+
+Figure = Bars | Lines | Scatter | Timeline | Matrix | Table | NodeGraph | FileText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A setting of a view that can be changed: a number in a range, or one of several options."""
+    """A setting of a view that can be changed: a number in a range, or one of several options.
+
+    `step` is the distance of two values of a number; 0: any. With `log` a slider moves by factors.
+    """
 
     name: str
     label: str
@@ -136,6 +194,8 @@ class Control:
     options: tuple[str, ...] = ()
     least: float | None = None
     most: float | None = None
+    step: float = 0.0
+    log: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,10 @@ ClusterName = Annotated[
 With = Annotated[
     list[str] | None, typer.Option("--with", metavar="CONTROL=VALUE", help="Set a control of the view. Repeatable.")
 ]
+CommFile = Annotated[
+    Path | None,
+    typer.Option("--comm", metavar="FILE", help="For collectives: a result of `trimaran bench comm --out FILE`."),
+]
 HtmlFile = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write the view as one HTML page, with its figures.")
 ]
@@ -46,6 +50,7 @@ def viz(  # noqa: PLR0913  (the options of a command)
     run: RunName = None,
     cluster: ClusterName = None,
     controls: With = None,
+    comm: CommFile = None,
     html: HtmlFile = None,
     settings: Settings = None,
     as_json: Json = False,
@@ -57,6 +62,7 @@ def viz(  # noqa: PLR0913  (the options of a command)
     \b
     trimaran viz need --plan llama-3.1-8b --cluster 8xH100
     trimaran viz pipeline --with ranks=8 --with schedule=zero-bubble --html pipeline.html
+    trimaran viz life --run stdlib-tiny
     trimaran viz zero --run stdlib-tiny --json
     """
     import json
@@ -71,7 +77,7 @@ def viz(  # noqa: PLR0913  (the options of a command)
         typer.echo(json.dumps(names)) if as_json else list_views(open_console())
         return
     find_view(name)
-    view = build_view(name, read_subject(plan, run, cluster, settings or [], controls or []))
+    view = build_view(name, read_subject(plan, run, cluster, settings or [], controls or [], comm))
     if html is not None:
         from trimaran.app.report.view_page import view_page
         from trimaran.app.report.write_page import write_page

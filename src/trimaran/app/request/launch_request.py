@@ -3,11 +3,13 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from trimaran.app.request.hub_files import with_local_files
 from trimaran.app.request.options import RUNS
-from trimaran.app.request.request import Request
+from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
+from trimaran.app.request.request import Request, resolve
 from trimaran.app.request.run_cost import NODE_DISK_BANDWIDTH
 from trimaran.core import Seconds, UserError
 from trimaran.cost import STATE_BYTES
@@ -28,6 +30,13 @@ class LaunchOptions:
     hosts: str = ""
     site: Sequence[str] = ()
     check: bool = True
+
+
+def resolve_launch(recipe: str | None, settings: Sequence[str]) -> Request:
+    """Return the recipe and its plan as they are launched. Reads no data."""
+    request = resolve(recipe, settings)
+    local = with_local_files(request.recipe, weights=False)
+    return replace(request, recipe=with_model_tokenizer(local))
 
 
 def read_site(target: Target, settings: Sequence[str]) -> object:

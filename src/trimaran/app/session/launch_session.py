@@ -12,11 +12,9 @@ import typer
 from rich.console import Console
 
 from trimaran.app.commands.plan import plan_as_dict
-from trimaran.app.request.hub_files import with_local_files
-from trimaran.app.request.launch_request import LaunchOptions, launch_request, read_site
+from trimaran.app.request.launch_request import LaunchOptions, launch_request, read_site, resolve_launch
 from trimaran.app.request.options import path_argument
-from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
-from trimaran.app.request.request import Request, resolve
+from trimaran.app.request.request import Request
 from trimaran.app.session.launched_job import print_job, wait_for_job
 from trimaran.app.session.prepare_data import check_data, prepare_data
 from trimaran.app.session.stored_run import refuse_occupied_store
@@ -101,6 +99,11 @@ def launch_on(
     return wait_for_job(target, job, console, as_json=steps.as_json) if steps.wait else EXIT_DONE
 
 
+def preview_launch(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> LaunchFiles:
+    """Return the files that `launch --dry-run` shows. Nothing is written or submitted."""
+    return target.render(launch_request(target, _resolved(recipe, settings), options))
+
+
 def _submitted(target: Target, request: LaunchRequest, files: LaunchFiles, folder: Path, records: Path) -> JobRecord:
     """Submit the files in `folder` and record the job. A mistake also says where the files are, and what to do."""
     try:
@@ -132,10 +135,8 @@ def _writable_records() -> Path:
 
 def _resolved(recipe: str | None, settings: Sequence[str]) -> Request:
     """Return the recipe and its plan, after the checks that need no machine of the target."""
-    request = resolve(recipe, settings)
+    request = resolve_launch(recipe, settings)
     refuse_missing_sinks(request.recipe.telemetry)
-    local = with_local_files(request.recipe, weights=False)
-    request = replace(request, recipe=with_model_tokenizer(local))
     check_data(request.recipe)
     return request
 

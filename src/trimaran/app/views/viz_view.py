@@ -1,32 +1,18 @@
 """Prints a view: its sentences, its formulas with their numbers, and its figures as tables and bars."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from trimaran.app.views.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
-from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.viz import SHORT_NAMES, Mode, PlanView
-from trimaran.viz.figures import Bars, Figure, Lines, Matrix, Scatter, Table, Timeline, Unit
+from trimaran.viz import SHORT_NAMES, Mode, PlanView, show_value
+from trimaran.viz.figures import Bars, Figure, FileText, Lines, Matrix, NodeGraph, Scatter, Table, Timeline
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 BAR_CELLS, CURVE_CELLS, CURVE_LINES = 40, 60, 8
 MAX_ROWS = 40
-SHOW: dict[str, Callable[[float], str]] = {
-    "bytes": show_bytes,
-    "seconds": show_seconds,
-    "count": show_count,
-    "fraction": lambda value: f"{value:.1%}",
-    "bytes/second": lambda value: f"{show_bytes(value)}/s",
-    "currency": lambda value: f"{value:,.0f}",
-    "": lambda value: f"{value:g}",
-}
-
-
-def show_value(value: float | None, unit: Unit) -> str:
-    return "" if value is None else SHOW[unit](value)
 
 
 def list_views(console: Console) -> None:
@@ -84,13 +70,36 @@ def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
             yield _table(columns, [(each.name, show_value(each.x, figure.x_unit), show_value(each.y, figure.y_unit),
                                     each.kind) for each in figure.points])  # fmt: skip
         case Lines():
-            for series in figure.series:
-                values = [each for each in series.values if each is not None]
-                yield Text(f"{series.name}: {show_value(min(values), figure.unit)} to "
-                           f"{show_value(max(values), figure.unit)}")  # fmt: skip
-                yield "\n".join(curve(values, width=CURVE_CELLS, height=CURVE_LINES))
+            yield from _lines(figure)
         case Timeline():
             yield _timeline(figure)
+        case NodeGraph():
+            yield _graph(figure)
+        case FileText():
+            yield Text(figure.content)
+
+
+def _lines(figure: Lines) -> Iterator[Text | str]:
+    for series in figure.series:
+        values = [each for each in series.values if each is not None]
+        ends = f"{show_value(min(values), figure.unit)} to {show_value(max(values), figure.unit)}"
+        yield Text(f"{series.name}: {ends}")
+        yield "\n".join(curve(values, width=CURVE_CELLS, height=CURVE_LINES))
+    yield _x_text(figure)
+    for name, limit in figure.limits.items():
+        yield Text(f"{name}: {show_value(limit, figure.unit)}", style="dim")
+
+
+def _graph(figure: NodeGraph) -> Text:
+    names = [node.name for node in figure.nodes]
+    lines = [f"{names[each.source]} -> {names[each.target]} {each.text}".rstrip() for each in figure.arrows]
+    return Text("\n".join(lines) or "-")
+
+
+def _x_text(figure: Lines) -> Text:
+    """Return what the lines are drawn over."""
+    ends = f"{show_value(figure.x[0], figure.x_unit)} to {show_value(figure.x[-1], figure.x_unit)}"
+    return Text(f"{figure.x_name}: {ends}", style="dim")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RichTable:
@@ -131,6 +140,8 @@ def _timeline(figure: Timeline) -> RichTable:
         line, at = Text(), 0
         for span in sorted((each for each in figure.spans if each.row == number), key=lambda each: each.start):
             first, last = round(cells * span.start / end), round(cells * span.end / end)
+            last = max(last, first + (span.start == span.end))  # a moment has one cell
+            first = max(first, at)
             line.append(" " * (first - at))
             style = f"{COLORS[kinds.index(span.kind) % len(COLORS)]} reverse"
             line.append(span.label[: max(0, last - first)].ljust(max(0, last - first)), style=style)

@@ -1,0 +1,33 @@
+"""The files that `trimaran launch` would write for a recipe on each target, without writing them."""
+
+import shlex
+from collections.abc import Sequence
+from functools import cache
+
+from trimaran.app.request.launch_request import LaunchOptions, launch_request, resolve_launch
+from trimaran.app.request.request import Request
+from trimaran.launch.targets.target import TARGET_CLASSES, open_target
+from trimaran.viz import LaunchText
+from trimaran.viz.subject import Launches
+
+
+def launches_of(file: str | None, settings: Sequence[str]) -> Launches:
+    """Return the launch of a recipe on each target; a call plans it, and the plan is kept for the other targets."""
+
+    @cache
+    def planned() -> Request:
+        return resolve_launch(file, settings)
+
+    @cache
+    def launch(target: str) -> LaunchText:
+        found = open_target(target)
+        files = found.render(launch_request(found, planned(), LaunchOptions()))
+        words = [*([file] if file else []), *(word for each in settings for word in ("--set", each))]
+        return LaunchText(
+            command=shlex.join(["trimaran", "launch", *words, "--on", target]),
+            files=dict(files.files),
+            main=files.main,
+            submit=tuple(shlex.join(each) for each in files.submit),
+        )
+
+    return {target: (lambda target=target: launch(target)) for target in TARGET_CLASSES}

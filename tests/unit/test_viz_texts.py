@@ -1,0 +1,108 @@
+"""Texts of views: each knows its template, and each has a Chinese translation with the same values in it."""
+
+import json
+import re
+import string
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimaran.app.request.viz_request import read_subject
+from trimaran.planner import search
+from trimaran.viz import SHORT_NAMES, Subject, build_view, translate_view, view_as_dict
+from trimaran.viz.planner_texts import TEMPLATES, planner_text
+from trimaran.viz.planner_texts import WORDS as PLANNER_WORDS
+from trimaran.viz.texts import as_is, say, texts_of, translate
+
+WEB = Path(__file__).parents[2] / "src" / "trimaran" / "app" / "web"
+WORDS = re.compile(r"[A-Za-z]{2,}")
+CHINESE: dict[str, str] = {}
+for file in sorted(WEB.glob("zh*.json")):
+    CHINESE |= json.loads(file.read_text(encoding="utf-8"))
+
+
+def untranslated(view: Any) -> set[str]:
+    return {each for each in texts_of(view) if WORDS.search(each) and each not in CHINESE}
+
+
+def fields_of(template: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name}
+
+
+def test_a_text_is_a_string_that_can_be_said_in_another_language() -> None:
+    text = say("{count:,} ranks of {axis}", count=1024, axis=say("replicas"))
+    assert text == "1,024 ranks of replicas"
+    assert json.dumps(text) == '"1,024 ranks of replicas"'
+    words = {"{count:,} ranks of {axis}": "{axis}: {count:,}", "replicas": "R"}
+    assert translate(text, words.get) == "R: 1,024"
+    assert translate(text, {}.get) == text
+    assert translate(as_is("replicas"), words.get) == "replicas"
+    assert translate("replicas", words.get) == "R"
+
+
+def test_chinese_templates_have_the_values_of_the_english_ones() -> None:
+    views = json.loads((WEB / "zh_views.json").read_text(encoding="utf-8"))
+    assert [key for key, text in views.items() if "{" in key and fields_of(key) != fields_of(text)] == []
+    assert [key for key, text in views.items() if not text.strip()] == []
+
+
+@pytest.mark.parametrize(("plan", "cluster"), [("llama-3.1-8b", "2x8xH100"), ("llama-3.1-70b", "4x8xH100"),
+                                               ("llama-3.2-1b", "8xA100-80GB"), ("tiny", "2xcpu")])  # fmt: skip
+def test_reasons_and_hints_of_the_planner_are_known(plan: str, cluster: str) -> None:
+    subject = read_subject(plan, None, cluster, (), ())
+    answer = search(subject.question)
+    texts = [*(each.why for each in (*answer.misses, *answer.ties)), *answer.hints, *subject.prediction.exposed]
+    assert [each for each in texts if planner_text(each) != each] == []
+    assert [each for each in texts if not planner_text(each).template] == []
+
+
+def test_every_template_of_the_planner_has_a_translation() -> None:
+    assert [each for each in (*TEMPLATES, *PLANNER_WORDS) if each not in CHINESE] == []
+
+
+@pytest.fixture(scope="module")
+def subjects() -> list[Subject]:
+    example = read_subject(None, None, None, (), ())
+    piped = read_subject("llama-3.1-8b", None, "2x8xH100", ("plan.mesh.pp=2",), ())
+    small = read_subject(None, None, None, ("cluster=1xcpu",), ())
+    return [example, piped, small]
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_every_text_of_a_view_has_a_translation(subjects: list[Subject], name: str) -> None:
+    for subject in subjects:
+        view = build_view(name, subject)
+        assert untranslated(view) == set()
+        assert {each.label for each in view.controls} <= CHINESE.keys()
+        shown = json.dumps(view_as_dict(translate_view(view, CHINESE.get)), ensure_ascii=False)
+        assert CHINESE[view.title] in shown
+        assert view.question not in shown
+        numbers = [each.value for mode in view.modes.values() for each in mode.formulas]
+        again = translate_view(view, CHINESE.get)
+        assert [each.value for mode in again.modes.values() for each in mode.formulas] == numbers
+
+
+CHANGED = {
+    "need": {"precision": "fp32", "gpu": "A100-80GB"},
+    "strategies": {"tp": "2", "pp": "16"},
+    "life": {"target": "ssh"},
+    "ddp": {"straggler": "1.5"},
+    "fsdp": {"reshard": "no", "replicas": "2"},
+    "zero": {"precision": "fp32", "optimizer": "sgd"},
+    "offload": {"pcie": "8"},
+    "pipeline": {"schedule": "zero-bubble", "slow_factor": "2"},
+    "tensor": {"tp": "3", "sequence": "no"},
+    "mesh": {"tp": "64", "order": "tp-cp-dp-pp"},
+    "collectives": {"algorithm": "hierarchical", "step": "0"},
+}
+
+
+@pytest.mark.parametrize("name", SHORT_NAMES)
+def test_texts_that_a_control_brings_have_a_translation(subjects: list[Subject], name: str) -> None:
+    changed = replace(subjects[0], settings=CHANGED[name])
+    view = build_view(name, changed)
+    assert untranslated(view) == set()
+    before = view_as_dict(build_view(name, subjects[0]))
+    assert view_as_dict(view) != before, "a control changes what is shown"

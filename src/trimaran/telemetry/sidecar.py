@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from trimaran.core.recipe import TelemetrySection
+from trimaran.run.heartbeat import HeartbeatBoard
 from trimaran.run.process_control import die_with_parent
 from trimaran.run.run_directory import DESCRIPTORS, RunDirectory, open_run
 from trimaran.telemetry.run_tail import RunTail
@@ -54,6 +55,7 @@ class Sidecar:
     """Samples one node and feeds the sinks until SIGTERM arrives.
 
     `visible` is CUDA_VISIBLE_DEVICES of the ranks. The ranks are descendants of `above`, or else of the supervisor.
+    `heartbeats` is a descriptor of their heartbeat board.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Sidecar:
         supervisor: int,
         above: int | None,
         visible: str | None,
+        heartbeats: int | None = None,
     ) -> None:
         self.run, self.node, self._termination, self._supervisor = run, node, termination, supervisor
         self._closing = False
@@ -73,7 +76,10 @@ class Sidecar:
         self._tail = RunTail(run) if self._feeds else None
         is_sampled = self._telemetry.sample_seconds > 0
         ancestor = supervisor if above is None else above
-        self._sampler = Sampler(run, node, supervisor=ancestor, visible=visible) if is_sampled else None
+        board = HeartbeatBoard(heartbeats) if heartbeats is not None else None
+        self._sampler = (
+            Sampler(run, node, supervisor=ancestor, visible=visible, board=board) if is_sampled else None
+        )
         self._save_due = 0.0
 
     def run_until_terminated(self) -> None:
@@ -139,6 +145,7 @@ def main() -> int:
     parser.add_argument("--supervisor", type=int, default=os.getppid(), help="the process with which the sidecar ends")
     parser.add_argument("--descriptor", type=int, help="an inherited descriptor of the run directory, to open files in")
     parser.add_argument("--above", type=int, help="the process that started the ranks, if it is not the supervisor")
+    parser.add_argument("--heartbeats", type=int, help="an inherited descriptor of the heartbeat board")
     flags = parser.parse_args()
     termination = TerminationSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
@@ -147,6 +154,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     options = {"supervisor": flags.supervisor, "above": flags.above, "visible": flags.visible}
+    options["heartbeats"] = flags.heartbeats
     path = flags.run if flags.descriptor is None else Path(f"{DESCRIPTORS}{flags.descriptor}")
     Sidecar(open_run(path), flags.node, termination, **options).run_until_terminated()
     return 0

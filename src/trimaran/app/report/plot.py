@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from trimaran.app.report.axis_scale import SHOW, SIZE, Scale, round_scale, tick_labels
 from trimaran.app.report.downsample import Point
 from trimaran.app.report.markup import Html, tag
-from trimaran.core import show_bytes, show_seconds
+from trimaran.app.report.words import say
+from trimaran.core import show_bytes, show_count, show_seconds
 
 POINTER_DIGITS = 6  # of a value shown under the pointer
 LABEL_GAP = 0.13  # between two end labels: 17 pixels of the lowest plot, which has 140
@@ -45,8 +46,8 @@ class Mark:
 class Plot:
     """One plot. `stats` are names and values below it. `levels` are horizontal lines, by name.
 
-    The x axis has steps or, if `since` is given, the time since then; with `by_size`, binary logarithms of bytes. A
-    `wide` plot takes a whole row.
+    The x axis has steps or, if `since` is given, the time since then; with `by_size`, binary logarithms of bytes; with
+    `counted`, a number of these, such as tokens. A `wide` plot takes a whole row.
     """
 
     title: str
@@ -60,6 +61,7 @@ class Plot:
     may_log: bool = False
     wide: bool = False
     by_size: bool = False
+    counted: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,8 @@ class EndLabel:
     top: float
 
 
-def draw(plot: Plot) -> Html:
-    """Return the plot with its axes and caption; empty if it has no points."""
+def draw(plot: Plot, *, may_zoom: bool = False) -> Html:
+    """Return the plot with its axes and caption; empty if it has no points. `may_zoom`: dragging selects a range."""
     positions = [at for curve in plot.curves for at, _ in curve.points]
     if not positions:
         return Html("")
@@ -103,7 +105,7 @@ def draw(plot: Plot) -> Html:
         tag("ul", {"class": "stats"}, *stats) if stats else Html(""),
     ]
     kind = "wide" if plot.stacked or plot.wide else None
-    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale)}, *parts)
+    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale), "data-zoom": may_zoom}, *parts)
 
 
 def end_labels(plot: Plot, y_scale: Scale) -> list[EndLabel]:
@@ -224,7 +226,9 @@ def _x_labels(plot: Plot, x_scale: Scale) -> list[str]:
         return [show_bytes(2**at) for at in ticks]
     if plot.since is not None:
         return [show_seconds(at - plot.since) for at in ticks]
-    return [f"step {ticks[0]:,.0f}", *(f"{at:,.0f}" for at in ticks[1:])]
+    if plot.counted:
+        return [f"{show_count(ticks[0])} {plot.counted}", *(show_count(at) for at in ticks[1:])]
+    return [say("step {step}", step=f"{ticks[0]:,.0f}"), *(f"{at:,.0f}" for at in ticks[1:])]
 
 
 def _values(plot: Plot, x_scale: Scale) -> str:
@@ -232,6 +236,9 @@ def _values(plot: Plot, x_scale: Scale) -> str:
     series = [{"name": curve.name, "points": [[_short(x), _short(y)] for x, y in _shown(plot, index)]}
               for index, curve in enumerate(plot.curves) if curve.name]  # fmt: skip
     axis = {"low": x_scale.low, "high": x_scale.high, "since": plot.since} | ({"by_size": True} if plot.by_size else {})
+    axis |= {"counted": plot.counted} if plot.counted else {}
+    words = {name: said for name in ("step {at}", "{at} after the start") if (said := say(name)) != name}
+    axis |= {"words": words} if words else {}
     return json.dumps({"unit": plot.unit, "axis": axis, "series": series}, separators=(",", ":"))
 
 

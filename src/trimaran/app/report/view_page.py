@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from trimaran.app.report.document import html_document
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.page import html_document
 from trimaran.app.report.plot import Curve, Plot, draw, swatch
 from trimaran.app.report.sections import table
 from trimaran.app.views.viz_view import show_value

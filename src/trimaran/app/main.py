@@ -27,6 +27,7 @@ COMMANDS = {
     "predict": "Score many given plans: does it fit, how fast is it.",
     "simulate": "Simulate a job for weeks: failures, spares, goodput.",
     "viz": "Show what fits, who holds what, and who waits for whom.",
+    "ui": "Open runs, planner and views in a browser.",
     "tune": "Measure plans here, and write the fastest as a recipe.",
     "rehearse": "Run single ranks of a plan here, and measure them.",
     "watch": "Attach to a run, or view a finished one.",

@@ -1,0 +1,96 @@
+"""Controls of a page: the browser's own elements with a label, and a function that gets each new value.
+
+The value of an element is sent by `web.js`, which puts it on the event. The browser keeps what the user enters: only
+the first value is set from here.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from nicegui import ui
+from nicegui.events import GenericEventArguments
+
+from trimaran.app.web.language import say
+
+OnText = Callable[[str], Awaitable[None] | None]
+OnClick = Callable[[], Awaitable[None] | None]
+TYPING_SECONDS = 0.25  # between two messages while the user types or drags
+
+
+def text_field(label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False) -> ui.element:
+    """Add a field for text; `on_change` is called while the user types."""
+    with _labelled(label):
+        field = ui.element("input")
+        field.props["type"] = "search" if is_search else "text"
+        field.props["defaultValue"], field.props["placeholder"] = value, hint
+        field.props["autocomplete"], field.props["spellcheck"] = "off", "false"
+        return field.on("input", _with_value(on_change), ["value"], throttle=TYPING_SECONDS, leading_events=False)
+
+
+def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: str = "") -> ui.element:
+    """Add a list of options to choose one from; `options` are values and what is shown for each."""
+    with _labelled(label):
+        field = ui.element("select").on("change", _with_value(on_change), ["value"])
+        with field:
+            for each, shown in options.items():
+                option = ui.element("option")
+                option.props["value"] = each
+                option.props["selected"] = each == value
+                option._text = shown  # noqa: SLF001  (NiceGUI has no other way for an element of its own)
+        return field
+
+
+def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) -> ui.element:
+    """Add a slider over `values`, in their order; `on_change` is called while it is dragged."""
+    at = values.index(value) if value in values else 0
+    with _labelled(label):
+        shown = ui.element("output")
+        shown._text = values[at]  # noqa: SLF001
+        field = ui.element("input")
+        for name, setting in (("type", "range"), ("min", 0), ("max", len(values) - 1), ("step", 1)):
+            field.props[name] = setting
+        field.props["defaultValue"], field.props["aria-label"] = str(at), label
+        field.props["aria-valuetext"] = values[at]
+
+    def changed(text: str) -> Awaitable[None] | None:
+        chosen = values[min(max(int(float(text)), 0), len(values) - 1)]
+        shown._text = chosen  # noqa: SLF001
+        shown.update()
+        field.props["aria-valuetext"] = chosen
+        return on_change(chosen)
+
+    return field.on("input", _with_value(changed), ["value"], throttle=TYPING_SECONDS)
+
+
+def button(text: str, on_click: OnClick, *, is_main: bool = False) -> ui.element:
+    """Add a button."""
+    field = ui.element("button").classes("main" if is_main else "plain")
+    field.props["type"] = "button"
+    field._text = text  # noqa: SLF001
+    return field.on("click", lambda _: on_click(), [])
+
+
+def _labelled(label: str) -> ui.element:
+    """Return a label element; the control is added inside it."""
+    outer = ui.element("label").classes("control")
+    with outer:
+        name = ui.element("span")
+        name._text = label  # noqa: SLF001
+    return outer
+
+
+def _with_value(on_change: OnText) -> Callable[[GenericEventArguments], Awaitable[None] | None]:
+    def handle(event: GenericEventArguments) -> Awaitable[None] | None:
+        return on_change(str(event.args.get("value", "")) if isinstance(event.args, dict) else "")
+
+    return handle
+
+
+def show_age(seconds: float) -> str:
+    """Return how long ago something was."""
+    if seconds < 60:
+        return say("{count} s ago", count=max(0, int(seconds)))
+    if seconds < 3600:
+        return say("{count} min ago", count=int(seconds // 60))
+    if seconds < 86400:
+        return say("{count} h ago", count=int(seconds // 3600))
+    return say("{count} days ago", count=int(seconds // 86400))

@@ -40,8 +40,9 @@ class Sampler:
     def take(self) -> dict[str, Any]:
         """Write a sample and return it."""
         self._last = time.monotonic()
-        line = {"time": round(time.time(), 3), "node": self.node, **self._host.sample(), "gpus": self._gpus.sample()}
-        self._add_heartbeats(line["ranks"])
+        host = self._host.sample()
+        self._add_heartbeats(host["ranks"])
+        line = {"time": round(time.time(), 3), "node": self.node, **host, "gpus": self._gpus.sample()}
         try:
             self._writer.write(line)
         except OSError as error:  # such as a missing permission

@@ -66,9 +66,9 @@ def _decision(each: Tree) -> Html:
                for name, value in each["patch"].items() if each["undo"].get(name) != value]  # fmt: skip
     effect = _effect(each)
     parts = [tag("h3", None, where, " ", badge), message(each["reason"])]
-    parts.append(tag("div", {"class": "side"},
-                     table([say("setting"), say("before"), say("after")], changes) if changes else "",
-                     table([say("step time"), say("expected"), say("measured")], effect) if effect else ""))  # fmt: skip
+    tables = [table([say("setting"), say("before"), say("after")], changes)] if changes else []
+    tables += [table([say("step time"), say("expected"), say("measured")], effect)] if effect else []
+    parts.append(tag("div", {"class": "side"}, *tables))
     if each["outcome"] in ("kept", "advised"):
         said = "This command takes it back:" if each["outcome"] == "kept" else "This command applies it:"
         parts += [tag("p", None, say(said)), command(each["command"])]
@@ -136,7 +136,9 @@ def _sample(each: Tree) -> Html:
     title = say("after step {step}", step=f"{each['step']:,}")
     if "expected" in each:
         is_right = bool(each.get("right"))
-        verdict = tag("span", {"class": f"badge {'good' if is_right else 'bad'}"}, say("right" if is_right else "wrong"))
+        verdict = tag(
+            "span", {"class": f"badge {'good' if is_right else 'bad'}"}, say("right" if is_right else "wrong")
+        )
         rows = [(say("question"), str(each.get("prompt", ""))), (say("answer"), str(each["text"])),
                 (say("expected"), str(each["expected"]))]  # fmt: skip
         return tag("article", {"class": "card note"}, tag("h3", None, title, " ", verdict), table(["", ""], rows))

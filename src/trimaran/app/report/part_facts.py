@@ -16,6 +16,7 @@ from trimaran.app.report.run_views import views_of
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.views.decisions_view import command_of_decision, last_decision_text
 from trimaran.app.views.run_state import RunState
+from trimaran.app.views.step_history import StepHistory
 from trimaran.autopilot.proposal import describe
 from trimaran.checkpoint.checkpoint_list import count_drafts, list_checkpoints
 from trimaran.core import PHASES, Recipe, UserError, show_count
@@ -73,11 +74,18 @@ def state_facts(state: RunState) -> Tree:
 
 def curve_facts(state: RunState, detailed: Sequence[DetailedStep]) -> Tree:
     """Return the curves over the whole run."""
+    curves = range_facts(state.history, state.evaluations, detailed)
+    return curves | {"ranks_over_time": ranks_of(detailed)}
+
+
+def range_facts(
+    history: StepHistory, evaluations: Sequence[tuple[int, float]], detailed: Sequence[DetailedStep]
+) -> Tree:
+    """Return the curves over the steps of `history`."""
     return {
-        "curves": curves_of(state, detailed),
-        "not_finite": state.history.not_finite,
-        "phases_over_time": phases_of(state.history),
-        "ranks_over_time": ranks_of(detailed),
+        "curves": curves_of(history, evaluations, detailed),
+        "not_finite": history.not_finite,
+        "phases_over_time": phases_of(history),
     }
 
 

@@ -86,9 +86,11 @@ def draw(plot: Plot, *, may_zoom: bool = False) -> Html:
     shapes += [_level(name, value, plot.unit, y_scale) for name, value in plot.levels.items()]
     shapes += [_mark(mark, x_scale) for mark in plot.marks if x_scale.low <= mark.at <= x_scale.high]
     pointer = tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE})
+    chosen = [tag("rect", {"class": "selection", "x": 0, "width": 0, "y": 0, "height": SIZE})] if may_zoom else []
     words = ", ".join(f"{name} {value}" for name, value in plot.stats)
+    shapes += [pointer, *chosen]
     svg = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "role": "img",
-                      "aria-label": f"{plot.title}: {words}" if words else plot.title}, *shapes, pointer)  # fmt: skip
+                      "aria-label": f"{plot.title}: {words}" if words else plot.title}, *shapes)  # fmt: skip
     y_labels = [tag("span", None, label) for label in reversed(tick_labels(y_scale, plot.unit))]
     x_labels = [tag("span", None, label) for label in _x_labels(plot, x_scale)]
     labels = end_labels(plot, y_scale)
@@ -237,8 +239,6 @@ def _values(plot: Plot, x_scale: Scale) -> str:
               for index, curve in enumerate(plot.curves) if curve.name]  # fmt: skip
     axis = {"low": x_scale.low, "high": x_scale.high, "since": plot.since} | ({"by_size": True} if plot.by_size else {})
     axis |= {"counted": plot.counted} if plot.counted else {}
-    words = {name: said for name in ("step {at}", "{at} after the start") if (said := say(name)) != name}
-    axis |= {"words": words} if words else {}
     return json.dumps({"unit": plot.unit, "axis": axis, "series": series}, separators=(",", ":"))
 
 

@@ -1,6 +1,6 @@
 """The plots of a report, built from its facts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimaran.app.report.axis_scale import SHOW
@@ -17,6 +17,7 @@ PHASE_KINDS = {
     "optimizer": "green",
     "checkpoint": "purple",
 }
+STEP_PLOTS = ("loss", "gradient", "speed", "time", "memory", "rate")
 SPREAD_TITLES = {
     "busy_seconds": ("Compute per step", "seconds"),
     "wait_seconds": ("Waiting for other ranks", "seconds"),
@@ -37,8 +38,13 @@ MACHINE_TITLES = {
 }
 
 
-def step_plots(facts: Tree, *, may_zoom: bool = False) -> list[Html]:
-    """Return loss, gradient, throughput, memory, step time and learning rate over the steps."""
+def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool = False) -> list[Html]:
+    """Return loss, gradient, throughput, memory, step time and learning rate over the steps, or only some of them."""
+    plots = _step_plots(facts)
+    return [draw(plots[name], may_zoom=may_zoom) for name in names]
+
+
+def _step_plots(facts: Tree) -> dict[str, Plot]:
     curves, marks = facts["curves"], list(_marks(facts))
     expected = facts["prediction"] or {}
 
@@ -69,7 +75,7 @@ def step_plots(facts: Tree, *, may_zoom: bool = False) -> list[Html]:
              stats=stats("peak_bytes", "bytes", size)),
         Plot(title=say("Learning rate"), unit="number", curves=line("lr", "blue", "rate"), stats=stats("lr", "number")),
     ]  # fmt: skip
-    return [draw(plot, may_zoom=may_zoom) for plot in plots]
+    return dict(zip(STEP_PLOTS, plots, strict=True))
 
 
 def downsample_note(facts: Tree) -> str:
@@ -127,7 +133,9 @@ def machine_plots(facts: Tree) -> list[Html]:
     begin = facts["timeline"]["begin"]
     found = facts["machines_over_time"]
     rows = [(*MACHINE_TITLES[name], spreads) for name, spreads in found.items()]
-    return [_band(say(title), unit, spreads, (say("min to max"), say("mean")), since=begin) for title, unit, spreads in rows]
+    return [
+        _band(say(title), unit, spreads, (say("min to max"), say("mean")), since=begin) for title, unit, spreads in rows
+    ]
 
 
 def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str], since: float | None = None) -> Html:

@@ -109,8 +109,9 @@ def _draw(grid: RankGrid, ranks: Tree, columns: int) -> Html:
     shapes = [tag("path", {"class": f"cells {kind}", "d": "".join(found)}) for kind, found in sorted(paths.items())]
     rows = -(-ranks["world_size"] // columns)
     width, height = (count * (CELL + GAP) - GAP for count in (columns, rows))
-    svg = tag("svg", {"viewBox": f"0 0 {width} {height}", "class": "rank-grid", "role": "img", "width": width * 1.5,
-                      "data-columns": columns, "aria-label": f"{grid.title}: {_counts(grid)}"}, *shapes, *numbers)  # fmt: skip
+    about = {"role": "img", "data-columns": columns, "aria-label": f"{grid.title}: {_counts(grid)}"}
+    size = {"viewBox": f"0 0 {width} {height}", "class": "rank-grid", "width": width * 1.5}
+    svg = tag("svg", size | about, *shapes, *numbers)
     title = tag("figcaption", None, tag("h3", None, grid.title))
     return tag("div", {"class": "grid-box"}, title, svg, _legend(grid))
 
@@ -169,10 +170,16 @@ def _worst(ranks: Tree) -> Html:
         return Html("")
     ages = _ages(ranks)
     rows = [
-        [say("rank {rank}", rank=rank), say(STATES[ranks["state"][rank]][1]), _known(ranks["lag_seconds"][rank], show_seconds),
-         _known(ranks["memory_bytes"][rank], show_bytes), _known(ages[rank], show_seconds), ranks["section"][rank] or "-"]
+        [
+            say("rank {rank}", rank=rank),
+            say(STATES[ranks["state"][rank]][1]),
+            _known(ranks["lag_seconds"][rank], show_seconds),
+            _known(ranks["memory_bytes"][rank], show_bytes),
+            _known(ages[rank], show_seconds),
+            ranks["section"][rank] or "-",
+        ]
         for rank in order[:MAX_WORST]
-    ]  # fmt: skip
+    ]
     columns = ["ranks to look at", "state", "lag", "memory", "last heartbeat", "it is in"]
     return table([say(each) for each in columns], rows)
 

@@ -1,11 +1,12 @@
 """What every rank does now: lag, memory, last heartbeat; from the newest samples, events and the table of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from trimaran.app.report.curves import number, tree
 from trimaran.app.views.run_state import ACTIVE_STATUSES, RunState
+from trimaran.core import Event
 from trimaran.run.record_types import is_number
 from trimaran.telemetry.rank_table import RankTable
 
@@ -64,7 +65,7 @@ def _rank_samples(state: RunState) -> dict[int, Tree]:
     return found
 
 
-def _row(rank: int, state: RunState, sample: Tree | None, started: Tree) -> Tree:
+def _row(rank: int, state: RunState, sample: Tree | None, started: Mapping[int, Event]) -> Tree:
     events = state.events_of_rank(rank)
     last = max((event.time for event in events), default=None)
     row: Tree = {"heartbeat_time": last, "progress_seconds": None, "section": None, "step": None, "node": None,
@@ -79,7 +80,7 @@ def _row(rank: int, state: RunState, sample: Tree | None, started: Tree) -> Tree
     return row | {"state": _state(rank, events, row, state, started)}
 
 
-def _state(rank: int, events: Sequence[Any], row: Tree, state: RunState, started: Tree) -> str:
+def _state(rank: int, events: Sequence[Event], row: Tree, state: RunState, started: Mapping[int, Event]) -> str:
     if rank not in started:
         return "missing"
     kinds = {event.kind for event in events}

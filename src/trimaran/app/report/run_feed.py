@@ -17,13 +17,17 @@ from trimaran.app.report.part_facts import (
     about_facts,
     checkpoint_facts,
     curve_facts,
+    range_facts,
     rank_facts,
     state_facts,
     strict,
     view_facts,
 )
+from trimaran.app.report.step_pyramid import StepPyramid
 from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import ACTIVE_STATUSES, RunState
+from trimaran.app.views.step_history import StepHistory
+from trimaran.core import UserError
 from trimaran.run import RunDirectory
 
 Tree = dict[str, Any]
@@ -50,6 +54,9 @@ class RunFeed:
         self._lock = threading.Lock()
         self._poller = FindingsPoller(run, at_once=True)
         self._details, self._machines = DetailsFeed(run), MachinesFeed(run)
+        self._num_machine_reads = 0
+        self._pyramid: StepPyramid | None = None
+        self._pyramid_of: StepHistory | None = None
         state = self.state
         self._parts = {
             "about": FeedPart(lambda: state.plan, lambda: about_facts(state)),
@@ -72,6 +79,16 @@ class RunFeed:
                     self.facts = self.facts | strict(part.read())
                     part.seen, part.version = key, part.version + 1
             return self.facts
+
+    def between(self, first: int, last: int) -> Tree:
+        """Return the facts of part `curves` for the steps from `first` to `last`, in more detail than those of all."""
+        with self._lock:
+            if self._pyramid is None or self._pyramid_of is not self.state.history:  # steps were withdrawn
+                self._pyramid, self._pyramid_of = StepPyramid(self.run), self.state.history
+            self._pyramid.refresh()
+            evaluations = [each for each in self.state.evaluations if first <= each[0] <= last]
+            detailed = [each for each in self._details.steps if first <= each[0] <= last]
+            return strict(range_facts(self._pyramid.history(first, last), evaluations, detailed))
 
     def versions(self, parts: Iterable[str]) -> tuple[int, ...]:
         """Return a value that changes whenever the facts of these parts do."""
@@ -104,7 +121,8 @@ class RunFeed:
         return _stamp(self.run.checkpoints), len(self.state.events)
 
     def _machines_key(self) -> object:
-        return (object(),) if self._machines.refresh() else self._parts["machines"].seen
+        self._num_machine_reads += self._machines.refresh()
+        return self._num_machine_reads
 
     def _views_key(self) -> object:
         return self.state.plan, bool(self.state.steps), self.state.status in ACTIVE_STATUSES
@@ -126,3 +144,11 @@ def _stamp(path: Path) -> tuple[int, int] | None:
         return status.st_mtime_ns, status.st_size
     except OSError:
         return None
+
+
+def read_range(text: str) -> tuple[int, int]:
+    """Return the steps FIRST:LAST; raise UserError if `text` is no such range."""
+    first, colon, last = text.partition(":")
+    if not colon or not first.strip().isdecimal() or not last.strip().isdecimal() or int(first) > int(last):
+        raise UserError("A042", f"'{text[:40]}' is not a range of steps", where="--steps", fix="--steps 200:300")
+    return int(first), int(last)

@@ -44,4 +44,6 @@ def _shown(view: PlanView) -> Tree:
     """Return a view with what was measured, or else simulated, or else explained."""
     mode = next(name for name in ("live", "simulate", "explain") if name in view.modes)
     found = view_as_dict(view)
-    return {name: found[name] for name in ("name", "title", "question", "about")} | {"mode": mode} | found["modes"][mode]
+    return (
+        {name: found[name] for name in ("name", "title", "question", "about")} | {"mode": mode} | found["modes"][mode]
+    )

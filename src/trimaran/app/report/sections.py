@@ -114,8 +114,10 @@ def comparison(facts: Tree) -> Html:
     if not found:
         return tag("p", {"class": "quiet"}, say("This plan has no prediction."))
     totals = [_compared(row, UNITS[row["name"]], name=say(NAMES[row["name"]])) for row in found["totals"]]
-    steps, axes, memory = ([_compared(row, unit, name=say(row["name"])) for row in found[name]]
-                           for name, unit in (("time", "seconds"), ("comm", "seconds"), ("memory", "bytes")))  # fmt: skip
+    units = {"time": "seconds", "comm": "seconds", "memory": "bytes"}
+    steps, axes, memory = (
+        [_compared(row, unit, name=say(row["name"])) for row in found[name]] for name, unit in units.items()
+    )
     columns = ["", say("predicted"), say("measured"), say("difference")]
     left = [table(columns, totals)]
     left += [table([say("step time by phase"), *columns[1:]], steps)] if steps else []

@@ -22,12 +22,12 @@ def views(facts: Tree) -> Html:
 def _view(view: Tree) -> Html:
     sentences = [tag("p", None, say(each)) for each in view["sentences"]]
     figures = [draw_figure(figure_of(each)) for each in view["figures"]]
-    return tag("div", {"class": "run-view"}, tag("h3", None, say(view["title"])), note(say(view["question"])), *sentences,
-               *figures)  # fmt: skip
+    title = [tag("h3", None, say(view["title"])), note(say(view["question"]))]
+    return tag("div", {"class": "run-view"}, *title, *sentences, *figures)
 
 
 def figure_of(tree: Tree) -> Figure:
     """Return the figure that `view_as_dict` wrote."""
-    fields = {name: tuple(PARTS[name](**each) for each in value) if name in PARTS else value
+    fields: Tree = {name: tuple(PARTS[name](**each) for each in value) if name in PARTS else value
               for name, value in tree.items() if name != "kind"}  # fmt: skip
     return FIGURES[tree["kind"]](**fields)

@@ -17,7 +17,9 @@ from nicegui import run, ui
 from trimaran.app.report.markup import tag
 from trimaran.app.report.page import html_document
 from trimaran.app.web import (
+    compare_page,
     home_page,
+    run_page,
 )
 from trimaran.app.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
 from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in
@@ -30,6 +32,8 @@ TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8
 RECONNECT_SECONDS = 20.0  # how long the server keeps a page that has lost its connection
 PAGES = (
     home_page,
+    run_page,
+    compare_page,
 )
 
 

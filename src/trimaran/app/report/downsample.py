@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 from trimaran.app.views.intervals import intervals
-from trimaran.telemetry.step_blocks import Extent
+from trimaran.telemetry.step_blocks import Extent, join_extents
 
 Point = tuple[float, float]
 Spread = tuple[float, float, float, float]
@@ -31,7 +30,7 @@ def curve_of_extents(extents: Sequence[Extent], *, limit: int = MAX_POINTS) -> d
         return {}
     is_exact = len(extents) <= limit and all(each.count == 1 for each in extents)
     rows = {"points": [each.first for each in extents]} if is_exact else {"spread": _spreads(extents, limit)}
-    whole = reduce(Extent.join, extents)
+    whole = join_extents(extents)
     return rows | {"first": whole.first, "last": whole.last, "least": whole.least, "most": whole.most}
 
 

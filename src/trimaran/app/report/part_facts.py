@@ -74,8 +74,8 @@ def state_facts(state: RunState) -> Tree:
 
 def curve_facts(state: RunState, detailed: Sequence[DetailedStep]) -> Tree:
     """Return the curves over the whole run."""
-    curves = range_facts(state.history, state.evaluations, detailed)
-    return curves | {"ranks_over_time": ranks_of(detailed)}
+    curves = curves_of(state.history, state.evaluations, detailed)
+    return {"curves": curves, "not_finite": state.history.not_finite}
 
 
 def range_facts(
@@ -208,10 +208,13 @@ def _timeline(state: RunState) -> Tree:
 
 def strict(value: Any) -> Any:
     """Return `value` as strict JSON, where NaN and Inf are null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): strict(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    kind = type(value)
+    if kind is float:
+        return value if value - value == 0 else None
+    if kind is dict:
+        return {name if type(name) is str else str(name): strict(each) for name, each in value.items()}
+    if kind is list or kind is tuple or isinstance(value, tuple):
         return [strict(each) for each in value]
+    if isinstance(value, float):
+        return strict(float(value))
     return value

@@ -199,7 +199,8 @@ def _shape(curve: Curve, x_scale: Scale, y_scale: Scale) -> Html:
 
 
 def _coordinates(points: Sequence[Point], x_scale: Scale, y_scale: Scale) -> list[str]:
-    return [f"{x_scale.position(x):.0f},{SIZE - y_scale.position(y):.0f}" for x, y in points]
+    across, upwards = x_scale.positions([x for x, _ in points]), y_scale.positions([y for _, y in points])
+    return [f"{x:.0f},{SIZE - y:.0f}" for x, y in zip(across, upwards, strict=True)]
 
 
 def _level(name: str, value: float, unit: str, y_scale: Scale) -> Html:
@@ -254,5 +255,5 @@ def _short(value: float) -> float:
     """Return `value` rounded to the digits that are shown, which keeps the page small."""
     if value == 0 or not math.isfinite(value):
         return 0
-    short = round(value, POINTER_DIGITS - 1 - math.floor(math.log10(abs(value))))
+    short = float(f"{value:.{POINTER_DIGITS}g}")
     return int(short) if short == int(short) else short

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimaran.app.report.curves import phases_of, ranks_of
 from trimaran.app.report.details_feed import DetailsFeed
 from trimaran.app.report.machines import MachinesFeed
 from trimaran.app.report.part_facts import (
@@ -31,7 +32,9 @@ from trimaran.core import UserError
 from trimaran.run import RunDirectory
 
 Tree = dict[str, Any]
-PARTS = ("about", "state", "curves", "ranks", "checkpoints", "findings", "machines", "views")
+PARTS = ("about", "state", "curves", "phases", "details", "ranks", "checkpoints", "findings", "machines", "views")
+SLOW_PARTS = ("findings", "machines", "views")  # whose first read takes long: a page shows the others before
+STRICT = ("machines",)  # facts that are strict JSON already: lines of a file, and many
 NEVER = object()
 
 
@@ -62,6 +65,8 @@ class RunFeed:
             "about": FeedPart(lambda: state.plan, lambda: about_facts(state)),
             "state": FeedPart(self._state_key, lambda: state_facts(state)),
             "curves": FeedPart(self._curves_key, lambda: curve_facts(state, self._details.steps)),
+            "phases": FeedPart(self._progress, lambda: {"phases_over_time": phases_of(state.history)}),
+            "details": FeedPart(self._curves_key, lambda: {"ranks_over_time": ranks_of(self._details.steps)}),
             "ranks": FeedPart(self._ranks_key, lambda: rank_facts(state)),
             "checkpoints": FeedPart(self._checkpoints_key, lambda: checkpoint_facts(state)),
             "findings": FeedPart(self._findings_key, self._findings),
@@ -76,7 +81,9 @@ class RunFeed:
             for name in parts:
                 part = self._parts[name]
                 if (key := part.key()) != part.seen:
-                    self.facts = self.facts | strict(part.read())
+                    read = part.read()
+                    found = {each: value if each in STRICT else strict(value) for each, value in read.items()}
+                    self.facts = self.facts | found
                     part.seen, part.version = key, part.version + 1
             return self.facts
 
@@ -89,6 +96,10 @@ class RunFeed:
             evaluations = [each for each in self.state.evaluations if first <= each[0] <= last]
             detailed = [each for each in self._details.steps if first <= each[0] <= last]
             return strict(range_facts(self._pyramid.history(first, last), evaluations, detailed))
+
+    def is_read(self, part: str) -> bool:
+        """Whether the facts of a part were read before."""
+        return self._parts[part].seen is not NEVER
 
     def versions(self, parts: Iterable[str]) -> tuple[int, ...]:
         """Return a value that changes whenever the facts of these parts do."""

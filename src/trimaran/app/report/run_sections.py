@@ -76,8 +76,8 @@ SECTIONS: Mapping[str, RunSection] = {
     "comparison": RunSection(
         parts=("state",), draw=lambda facts: section(say("Predicted and measured"), comparison(facts))
     ),
-    "phases": RunSection(parts=("state", "curves"), draw=_phases),
-    "ranks": RunSection(parts=("state", "curves", "ranks"), draw=_ranks),
+    "phases": RunSection(parts=("state", "phases"), draw=_phases),
+    "ranks": RunSection(parts=("details", "ranks"), draw=_ranks),
     "weights": RunSection(parts=("state",), draw=lambda facts: section(say("Weights"), weights(facts))),
     "time": RunSection(
         parts=("state",), draw=lambda facts: section(say("Time of the run"), waterfall(facts), ledger(facts))

@@ -15,7 +15,7 @@ from trimaran.telemetry.step_index import IndexedBlock, IndexFollower
 from trimaran.telemetry.step_lines import StepLine, read_step
 
 FANOUT = 4  # blocks that are joined to one of the level above
-MAX_SINGLE_STEPS = 8192  # of a range that is read line by line: about 4 MB
+MAX_SINGLE_STEPS = 4096  # of a range that is read line by line: about 2 MB
 MIN_BLOCKS = 300  # of a level that is used for a range, if a lower one has more
 MAX_UNINDEXED_BYTES = 16 << 20  # that are read after the index, or without one
 

@@ -8,8 +8,8 @@ from typing import Any
 from nicegui import run, ui
 from nicegui.events import GenericEventArguments
 
-from trimaran.app.report.markup import Html
-from trimaran.app.report.run_feed import RunFeed
+from trimaran.app.report.markup import Html, tag
+from trimaran.app.report.run_feed import SLOW_PARTS, RunFeed
 from trimaran.app.report.words import say as said
 from trimaran.app.report.words import speaking
 from trimaran.app.request.options import path_argument, program_name
@@ -34,6 +34,7 @@ class RunView:
     def __init__(self, feeds: RunFeeds, slug: str, tab: str, language: Language) -> None:
         self._feeds, self.slug, self.tab, self._language = feeds, slug, tab, language
         self.steps: tuple[int, int] | None = None
+        self.is_partial = False  # whether slow parts were left out, which the next `draw` reads
         self.feed: RunFeed | None = None
         self._drawn: dict[str, tuple[object, Html]] = {}
 
@@ -41,7 +42,10 @@ class RunView:
         """Return the header, the tabs and the content of the tab, with what is new in the run's files."""
         self.feed = feed = self._feeds.get(self.slug)
         tab = TABS[self.tab]
-        facts = feed.refresh(dict.fromkeys(("about", "state", *tab.parts)))
+        wanted = dict.fromkeys(("about", "state", *tab.parts))
+        slow = [part for part in wanted if part in SLOW_PARTS and not feed.is_read(part)]
+        self.is_partial = bool(slow) and not self.is_partial
+        facts = feed.refresh([part for part in wanted if part not in slow] if self.is_partial else wanted)
         with speaking(lambda text: say_in(self._language, text)):
             parts = [self._section(number, facts, feed) for number in range(len(tab.sections))]
             content = Html("".join(parts)) or self._empty(feed)
@@ -50,6 +54,8 @@ class RunView:
     def _section(self, number: int, facts: Tree, feed: RunFeed) -> Html:
         """Return a section; it is drawn again only if the facts that it shows have changed."""
         section = TABS[self.tab].sections[number]
+        if not all(map(feed.is_read, section.parts)):
+            return loading_state(said("Reading more of the run"))
         steps = self.steps if section is TRAINING else None
         versions = (feed.versions(section.parts), steps)
         key = f"{self.tab} {number}"
@@ -82,6 +88,8 @@ async def _show_run(view: RunView) -> None:
     async def update() -> None:
         async with drawing:
             await _draw(view, header, bar, content)
+            if view.is_partial:
+                await _draw(view, header, bar, content)
         if view.feed is not None:
             timer.interval = LIVE_SECONDS if view.feed.is_live else ENDED_SECONDS
         controls.set_visibility(view.tab == "training")
@@ -97,8 +105,8 @@ async def _show_run(view: RunView) -> None:
         view.steps = _range(detail)
         await update()
 
-    header = Markup(loading_state(say("Reading the run")))
-    bar = Markup().on("tab", choose, ["detail"])
+    header = Markup(Html(tag("h1", None, view.slug) + loading_state(say("Reading the run"))))
+    bar = Markup(_first_tabs(view)).on("tab", choose, ["detail"])
     controls = ui.element("div").classes("bar-of-controls zoom-controls")
     with controls:
         _zoom_controls(view, update)
@@ -118,6 +126,12 @@ async def _draw(view: RunView, header: Markup, bar: Markup, content: Markup) -> 
     if drawn is not None:  # None: the server is about to end
         for element, markup in zip((header, bar, content), drawn, strict=True):
             element.show(markup)
+
+
+def _first_tabs(view: RunView) -> Html:
+    """Return the tabs before anything was read."""
+    with speaking(say):
+        return tab_bar(view.slug, view.tab, {})
 
 
 def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:

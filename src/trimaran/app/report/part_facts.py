@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimaran import __version__
-from trimaran.app.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, ranks_of, tree
+from trimaran.app.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
 from trimaran.app.report.goodput_waterfall import waterfall_of
 from trimaran.app.report.ranks_now import ranks_now
 from trimaran.app.report.run_commands import commands_of

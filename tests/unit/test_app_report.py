@@ -274,7 +274,9 @@ def test_a_browser_shows_values_under_the_pointer_and_refuses_nothing(tmp_path: 
     path.write_text(text := page_of(facts_of(hostile_run(tmp_path / "run"))))
     assert not re.search("Refused|violates|alert", browse(path)[1])
     move = "{ const each = document.querySelector('.plot-area'), box = each.getBoundingClientRect();"
-    move += "each.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right, clientY: box.top, bubbles: true})); }"
+    move += (
+        "each.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right, clientY: box.top, bubbles: true})); }"
+    )
     bare = re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", f"<script>{move}</script></body>")
     path.write_text(bare)
     assert "<output>step 2  ·  loss 2</output>" in browse(path)[0]

@@ -1,9 +1,10 @@
 """The answer of `trimaran plan`: the plans, the cost of the run, and the next command. Nothing is printed here."""
 
 import json
+import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,6 +159,7 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "ranked": [_with_prediction(plan) for plan in answer.ranked[:top]],
         "ties": [_with_prediction(tie.plan) | {"why": tie.why} for tie in answer.ties],
         "misses": [_with_prediction(miss.plan) | {"why": miss.why} for miss in answer.misses],
+        "pareto": [_with_prediction(plan) for plan in pareto_set([plan for plan, _ in all_plans(report)])],
         "choices": list(answer.choices),
         "hints": list(answer.hints),
         "warnings": list(answer.warnings),
@@ -205,15 +207,42 @@ def _next_command(request: PlanRequest, answer: PlanAnswer, best: Plan) -> str:
 
     A plan that our trainer does not support is written for a tool that does.
     """
-    question, arguments = request.question, list(request.arguments)
-    if answer.part:
-        arguments += ["--set", f"cluster={answer.part}"]
     if not _trains_here(best, answer):
-        return shlex.join([program_name(), "plan", *arguments, "--emit", _tool_for(best, answer)[0]])
-    if question.goal != "throughput" or not question.for_trainer:
-        pins = best.model_dump(mode="json", exclude_defaults=True)
-        arguments += ["--set", f"plan={json.dumps(pins)}"]
-    return shlex.join([*start_command(answer.cluster), "train", *arguments])
+        part = ["--set", f"cluster={answer.part}"] if answer.part else []
+        return shlex.join([program_name(), "plan", *request.arguments, *part, "--emit", _tool_for(best, answer)[0]])
+    file = [request.file] if request.file else []
+    settings = [word for each in run_settings(request, answer, best) for word in ("--set", each)]
+    return shlex.join([*start_command(answer.cluster), "train", *file, *settings])
+
+
+def run_settings(request: PlanRequest, answer: PlanAnswer, best: Plan) -> list[str]:
+    """Return the settings with which `train` and `launch` run the plan; it is pinned if they would choose another."""
+    settings = [*request.settings, *([f"cluster={answer.part}"] if answer.part else [])]
+    if request.question.goal == "throughput" and request.question.for_trainer:
+        return settings
+    return [*settings, f"plan={json.dumps(best.model_dump(mode='json', exclude_defaults=True))}"]
+
+
+def all_plans(report: PlanReport) -> list[tuple[Plan, str]]:
+    """Return all plans of the answer, the best first, and why each is not chosen; '' for the best."""
+    answer = report.answer
+    known = {str(each.plan): each.why for each in (*answer.misses, *answer.ties)}
+    plans = {str(plan): plan for plan in answer.ranked}
+    plans |= {str(each.plan): each.plan for each in (*answer.ties, *answer.misses) if str(each.plan) not in plans}
+    return [(plan, "" if plan is report.best else known.get(name, "")) for name, plan in plans.items()]
+
+
+def pareto_set(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans that fit and that no other beats in both step time and memory, fastest first."""
+    fitting = [(each.prediction.step_seconds, each.prediction.device_bytes, number, each)
+               for number, each in enumerate(plans) if each.prediction and each.prediction.fits]  # fmt: skip
+    found: list[Plan] = []
+    least = math.inf
+    for _, size, _, plan in sorted(fitting, key=lambda item: item[:3]):
+        if size < least:
+            found.append(plan)
+            least = size
+    return found
 
 
 def _trains_here(plan: Plan, answer: PlanAnswer) -> bool:

@@ -2,12 +2,13 @@
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trimaran.core import Recipe, UserError
+from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.history.measured_plan import pins_of
 from trimaran.tune.trial_record import TuneCandidate
@@ -33,11 +34,17 @@ def refuse_other_file(path: Path) -> None:
 
 def tuned_recipe_text(recipe: Recipe, best: TuneCandidate, *, remark: str) -> str:
     """Return the fields that the user has set as YAML, with every field of the plan pinned."""
+    data = {"workers": best.workers} if best.workers != recipe.data.workers else {}
+    return pinned_recipe_text(recipe, best.plan, header=f"{HEADER}: {remark}", data=data)
+
+
+def pinned_recipe_text(recipe: Recipe, plan: Plan, *, header: str, data: Mapping[str, Any] | None = None) -> str:
+    """Return the fields that the user has set as YAML, with every field of the plan pinned, and `data` changed."""
     tree: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True, exclude={"plan"})
-    if best.workers != recipe.data.workers:
-        tree.setdefault("data", {})["workers"] = best.workers
-    tree = _without_empty(tree) | {"plan": pins_of(best.plan)}
-    return f"{HEADER}: {remark}\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
+    if data:
+        tree.setdefault("data", {}).update(data)
+    tree = _without_empty(tree) | {"plan": pins_of(plan)}
+    return f"{header}\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
 
 
 def _without_empty(tree: dict[str, Any]) -> dict[str, Any]:

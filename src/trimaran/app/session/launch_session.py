@@ -101,6 +101,11 @@ def launch_on(
     return wait_for_job(target, job, console, as_json=steps.as_json) if steps.wait else EXIT_DONE
 
 
+def preview_launch(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> LaunchFiles:
+    """Return the files that `launch --dry-run` shows. Nothing is written or submitted."""
+    return target.render(launch_request(target, _resolved(recipe, settings), options))
+
+
 def _submitted(target: Target, request: LaunchRequest, files: LaunchFiles, folder: Path, records: Path) -> JobRecord:
     """Submit the files in `folder` and record the job. A mistake also says where the files are, and what to do."""
     try:

@@ -7,6 +7,7 @@ the first value is set from here.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
 from trimaran.app.web.language import say
@@ -16,45 +17,45 @@ OnClick = Callable[[], Awaitable[None] | None]
 TYPING_SECONDS = 0.25  # between two messages while the user types or drags
 
 
-def text_field(label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False) -> ui.element:
+def text_field(
+    label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False
+) -> ui.element:
     """Add a field for text; `on_change` is called while the user types."""
     with _labelled(label):
-        field = ui.element("input")
-        field.props["type"] = "search" if is_search else "text"
-        field.props["defaultValue"], field.props["placeholder"] = value, hint
-        field.props["autocomplete"], field.props["spellcheck"] = "off", "false"
-        return field.on("input", _with_value(on_change), ["value"], throttle=TYPING_SECONDS, leading_events=False)
+        field = _element("input", type="search" if is_search else "text", defaultValue=value, placeholder=hint,
+                         autocomplete="off", spellcheck="false")  # fmt: skip
+    return field.on("input", _with_value(on_change), ["value"], throttle=TYPING_SECONDS, leading_events=False)
 
 
 def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: str = "") -> ui.element:
     """Add a list of options to choose one from; `options` are values and what is shown for each."""
+
+    def chosen(text: str) -> Awaitable[None] | None:
+        return on_change(text) if text in options else None  # a browser can send anything
+
     with _labelled(label):
-        field = ui.element("select").on("change", _with_value(on_change), ["value"])
+        field = ui.element("select")
         with field:
             for each, shown in options.items():
-                option = ui.element("option")
-                option.props["value"] = each
-                option.props["selected"] = each == value
-                option._text = shown  # noqa: SLF001  (NiceGUI has no other way for an element of its own)
-        return field
+                option = TextElement(tag="option", text=shown)
+                option.props["value"], option.props["selected"] = each, each == value
+    return field.on("change", _with_value(chosen), ["value"])
 
 
 def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) -> ui.element:
     """Add a slider over `values`, in their order; `on_change` is called while it is dragged."""
     at = values.index(value) if value in values else 0
     with _labelled(label):
-        shown = ui.element("output")
-        shown._text = values[at]  # noqa: SLF001
-        field = ui.element("input")
-        for name, setting in (("type", "range"), ("min", 0), ("max", len(values) - 1), ("step", 1)):
-            field.props[name] = setting
-        field.props["defaultValue"], field.props["aria-label"] = str(at), label
-        field.props["aria-valuetext"] = values[at]
+        shown = TextElement(tag="output", text=values[at])
+        # The type and the range come first: a browser would cut the value to those that it assumes.
+        field = _element("input", type="range", min=0, max=len(values) - 1, step=1, defaultValue=str(at))
+        field.props["aria-label"], field.props["aria-valuetext"] = label, values[at]
 
     def changed(text: str) -> Awaitable[None] | None:
-        chosen = values[min(max(int(float(text)), 0), len(values) - 1)]
-        shown._text = chosen  # noqa: SLF001
-        shown.update()
+        if not text.isdecimal() or int(text) >= len(values):
+            return None
+        chosen = values[int(text)]
+        shown.text = chosen
         field.props["aria-valuetext"] = chosen
         return on_change(chosen)
 
@@ -63,26 +64,9 @@ def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) 
 
 def button(text: str, on_click: OnClick, *, is_main: bool = False) -> ui.element:
     """Add a button."""
-    field = ui.element("button").classes("main" if is_main else "plain")
+    field = TextElement(tag="button", text=text).classes("main" if is_main else "plain")
     field.props["type"] = "button"
-    field._text = text  # noqa: SLF001
     return field.on("click", lambda _: on_click(), [])
-
-
-def _labelled(label: str) -> ui.element:
-    """Return a label element; the control is added inside it."""
-    outer = ui.element("label").classes("control")
-    with outer:
-        name = ui.element("span")
-        name._text = label  # noqa: SLF001
-    return outer
-
-
-def _with_value(on_change: OnText) -> Callable[[GenericEventArguments], Awaitable[None] | None]:
-    def handle(event: GenericEventArguments) -> Awaitable[None] | None:
-        return on_change(str(event.args.get("value", "")) if isinstance(event.args, dict) else "")
-
-    return handle
 
 
 def show_age(seconds: float) -> str:
@@ -94,3 +78,25 @@ def show_age(seconds: float) -> str:
     if seconds < 86400:
         return say("{count} h ago", count=int(seconds // 3600))
     return say("{count} days ago", count=int(seconds // 86400))
+
+
+def _element(tag: str, **props: object) -> ui.element:
+    element = ui.element(tag)
+    for name, value in props.items():
+        element.props[name] = value
+    return element
+
+
+def _labelled(label: str) -> ui.element:
+    """Return a label element; the control is added inside it."""
+    outer = ui.element("label").classes("control")
+    with outer:
+        TextElement(tag="span", text=label)
+    return outer
+
+
+def _with_value(on_change: OnText) -> Callable[[GenericEventArguments], Awaitable[None] | None]:
+    def handle(event: GenericEventArguments) -> Awaitable[None] | None:
+        return on_change(str(event.args.get("value", ""))) if isinstance(event.args, dict) else None
+
+    return handle

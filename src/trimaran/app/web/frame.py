@@ -63,7 +63,7 @@ def page_frame(title: str, *, active: str) -> Iterator[None]:
     ui.page_title(f"{title} · Trimaran")
     ui.add_head_html(_head())
     Markup(_header(active), tag="div").classes("top-bar")
-    with ui.element("main").props("id=content"):
+    with ui.element("div").props("id=content").classes("page"):  # Quasar's page around it is the `main` element
         yield
 
 
@@ -137,7 +137,8 @@ def _header(active: str) -> Html:
     skip = tag("a", {"class": "skip", "href": "#content"}, say("Skip to the content"))
     brand = tag("a", {"class": "brand", "href": "/"}, Html(LOGO), tag("span", None, "Trimaran"))
     nav = tag("nav", {"aria-label": say("Pages")}, *links)
-    return tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools)) + _shortcuts()
+    top = tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools))
+    return Html(top + _shortcuts())
 
 
 def _shortcuts() -> Html:

@@ -16,6 +16,7 @@ from trimaran.core import show_count
 
 ROWS = 50
 REFRESH_SECONDS = 2.0
+RESPONSE_SECONDS = 30.0  # on a busy machine
 FIRST_COMMAND = "trimaran train"
 FILTERS: Mapping[str, tuple[Status, ...]] = {
     "All": (),
@@ -31,11 +32,14 @@ SHAPES: Mapping[Status | None, tuple[str, str]] = {
     "restarting": ("fair", "M5 0a5 5 0 1 0 0 10A5 5 0 0 0 5 0m0 2a3 3 0 1 1 0 6 3 3 0 0 1 0-6"),
     "done": ("good", "M1 5l1.500-1.500L4 5l4-4 1.500 1.500L4 8z"),
     "stopped": ("quiet", "M1 1h3v8H1zm5 0h3v8H6z"),
-    "failed": ("bad", "M1 2.500L2.500 1 5 3.500 7.500 1 9 2.500 6.500 5 9 7.500 7.500 9 5 6.500 2.500 9 1 7.500 3.500 5z"),
+    "failed": (
+        "bad",
+        "M1 2.500L2.500 1 5 3.500 7.500 1 9 2.500 6.500 5 9 7.500 7.500 9 5 6.500 2.500 9 1 7.500 3.500 5z",
+    ),
     "vanished": ("bad", "M4 0h2v6H4zm0 8h2v2H4z"),
     None: ("quiet", "M4 0h2v6H4zm0 8h2v2H4z"),
 }
-COLUMNS = ("run", "state", "model", "plan", "steps", "speed", "loss", "changed")
+COLUMNS = ("run", "state", "model", "plan", "steps", "speed", "loss", "updated")
 
 
 class RunList:
@@ -44,6 +48,10 @@ class RunList:
     def __init__(self, runs: RunsRoot, language: Language) -> None:
         self._runs, self._language = runs, language
         self.search, self.filter, self.count = "", "All", ROWS
+
+    @property
+    def asked(self) -> tuple[str, str, int]:
+        return self.search, self.filter, self.count
 
     def read(self) -> tuple[RunPage, Html]:
         """Return the runs and their markup. It reads files, so it runs outside of the event loop."""
@@ -62,7 +70,7 @@ class RunList:
 def add_page(state: WebState) -> None:
     """Register the list of runs at `/`."""
 
-    @ui.page("/")
+    @ui.page("/", response_timeout=RESPONSE_SECONDS)
     async def home() -> None:
         shown = RunList(state.runs, current_language())
         with page_frame(say("Runs"), active="/"):
@@ -74,7 +82,11 @@ async def _show_list(shown: RunList) -> None:
     chips: dict[str, ui.element] = {}
 
     async def refresh() -> None:
-        found, markup = await run.io_bound(shown.read)
+        asked = shown.asked
+        answer = await run.io_bound(shown.read)
+        if answer is None or asked != shown.asked:  # the server ends, or another answer is on its way
+            return
+        found, markup = answer
         table.show(markup)
         more.set_visibility(found.total > len(found.runs))
         count.show(_count_text(found))

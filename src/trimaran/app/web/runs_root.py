@@ -72,17 +72,13 @@ class RunsRoot:
         self._scanned: int | None = None  # the folder's time stamp, if the list is that of the folder
         self._facts: OrderedDict[str, tuple[tuple[int, ...], RunFacts]] = OrderedDict()
 
-    def list(
-        self, *, search: str = "", statuses: Collection[Status] = (), first: int = 0, count: int = 50
-    ) -> RunPage:
+    def list(self, *, search: str = "", statuses: Collection[Status] = (), first: int = 0, count: int = 50) -> RunPage:
         """Return the runs from `first` on whose name contains all words of `search`, and whose status is one given."""
         found = self._matching(search)
         if not statuses:
             return RunPage(runs=tuple(map(self._facts_of, found[first : first + count])), total=len(found))
         facts = [each for each in map(self._facts_of, found[:MAX_FILTERED]) if each.status in statuses]
-        return RunPage(
-            runs=tuple(facts[first : first + count]), total=len(facts), is_cut=len(found) > MAX_FILTERED
-        )
+        return RunPage(runs=tuple(facts[first : first + count]), total=len(facts), is_cut=len(found) > MAX_FILTERED)
 
     def names(self) -> Sequence[ListedRun]:
         """Return all runs, newest first. The folder is read again only if its entries have changed."""

@@ -117,8 +117,8 @@ class SecurityMiddleware:
 def local_host(headers: Headers) -> str | None:
     """Return the Host of a request if it is a name of this machine.
 
-    A site that makes its own name point to 127.0.0.1 (DNS rebinding) is refused: its name is in the header. The port may
-    be another one, that of a tunnel.
+    A site that makes its own name point to 127.0.0.1 (DNS rebinding) is refused: its name is in the header. The port
+    may be another one, that of a tunnel.
     """
     found = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     match = HOST.fullmatch(found[0]) if len(found) == 1 else None

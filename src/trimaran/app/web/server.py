@@ -20,6 +20,7 @@ from trimaran.app.web import (
     compare_page,
     home_page,
     run_page,
+    workshop_page,
 )
 from trimaran.app.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
 from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in
@@ -34,6 +35,7 @@ PAGES = (
     home_page,
     run_page,
     compare_page,
+    workshop_page,
 )
 
 

@@ -5,9 +5,15 @@
   const cookie = (name) => document.cookie.match(new RegExp("(?:^|; )" + name + "=([a-z]+)"))?.[1];
   const remember = (name, value) => { document.cookie = name + "=" + value + "; Path=/; Max-Age=31536000; SameSite=Strict"; };
   const themes = ["system", "light", "dark"];
+  const nameTheme = () => {
+    for (const button of document.querySelectorAll("[data-action=theme]")) {
+      const name = button.dataset[root.dataset.theme];
+      if (button.textContent !== name) button.textContent = name;
+    }
+  };
   const applyTheme = (theme) => {
     root.dataset.theme = themes.includes(theme) ? theme : "system";
-    for (const button of document.querySelectorAll("[data-action=theme]")) button.textContent = button.dataset[root.dataset.theme];
+    nameTheme();
   };
   root.lang = document.querySelector("meta[name=trimaran-language]")?.content ?? "en";
   applyTheme(cookie("trimaran-theme"));
@@ -43,12 +49,7 @@
   for (const kind of ["input", "change"]) {
     document.addEventListener(kind, (event) => { event.value = event.target.type === "checkbox" ? String(event.target.checked) : event.target.value; }, true);
   }
+  document.addEventListener("click", (event) => { event.value = event.target.closest?.("[data-value]")?.dataset.value; }, true);
   // The header appears after this script has run.
-  new MutationObserver(() => applyThemeNames()).observe(root, { childList: true, subtree: true });
-  const applyThemeNames = () => {
-    for (const button of document.querySelectorAll("[data-action=theme]")) {
-      const name = button.dataset[root.dataset.theme];
-      if (button.textContent !== name) button.textContent = name;
-    }
-  };
+  new MutationObserver(nameTheme).observe(root, { childList: true, subtree: true });
 })();

@@ -108,7 +108,8 @@ def results(facts: Tree) -> Html:
         _best("time in steps", runs, "seconds", show_seconds, None),
         _row("restarts", [str(each["restarts"]) for each in runs]),
     ]
-    return table(["", *(each["path_name"] for each in runs)], [row for row in rows if any(row[1:])])
+    found = table(["", *(each["path_name"] for each in runs)], [row for row in rows if any(row[1:])])
+    return tag("div", {"class": "results"}, found)
 
 
 def _row(name: str, values: Sequence[str]) -> list[Content]:

@@ -41,8 +41,9 @@ def _spreads(extents: Sequence[Extent], limit: int) -> list[Spread]:
         inside, centre = extents[begin:end], extents[middle]
         where = (centre.first[0] + centre.last[0]) / 2 if centre.count > 1 else centre.first[0]
         where = extents[0].first[0] if begin == 0 else extents[-1].last[0] if end == len(extents) else where
-        mean = math.fsum(each.total for each in inside) / sum(each.count for each in inside)
-        found.append((where, min(each.least[1] for each in inside), mean, max(each.most[1] for each in inside)))
+        low, high = min([each.least[1] for each in inside]), max([each.most[1] for each in inside])
+        mean = math.fsum([each.total for each in inside]) / sum([each.count for each in inside])
+        found.append((where, low, min(high, max(low, mean)), high))  # the mean of equal values is rounded
     return found
 
 

@@ -112,6 +112,8 @@ def checkpoints(facts: Tree) -> Html:
     parts += [note(say("{count} older checkpoints are not shown.", count=left))] if left else []
     if drafts := facts["checkpoint_drafts"]:
         parts.append(note(say("{count} being written, or left by a run that died.", count=drafts)))
+    verify = next((each["command"] for each in facts["commands"] if " verify " in each["command"]), "")
+    parts += [note(say("To read every file and compare it with its checksum:")), command(verify)] if verify else []
     return Html("".join(parts))
 
 

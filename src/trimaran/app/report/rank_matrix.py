@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from trimaran.app.report.axis_scale import SHOW
@@ -21,7 +22,8 @@ MAX_COLUMNS = 32
 MAX_WORST = 8
 HEARTBEAT_LIMITS = (5.0, 15.0, 30.0, 60.0)  # seconds
 LAG_LIMITS = (0.02, 0.05, 0.1, 0.25)  # of a step
-MEMORY_LIMITS = (0.5, 0.7, 0.85, 0.92)  # of the device, or of the fullest rank
+MEMORY_LIMITS = (0.5, 0.7, 0.85, 0.92)  # of the device
+UNEVEN_LIMITS = (1.02, 1.05, 1.1, 1.25)  # of the median rank, if the memory of a device is not known
 STATES = {
     "ok": ("good", "at work"),
     "late": ("fair", "late: the others wait for it"),
@@ -69,15 +71,16 @@ def grid_columns(world_size: int, per_node: int) -> int:
 
 
 def _grids(ranks: Tree) -> list[RankGrid]:
-    step, most = ranks["step_seconds"], max((each for each in ranks["memory_bytes"] if each), default=0.0)
-    full = ranks["memory_total"] or most
-    memory = say("Memory, of the device") if ranks["memory_total"] else say("Memory, of the fullest rank")
+    step, known = ranks["step_seconds"], [each for each in ranks["memory_bytes"] if each]
+    full = ranks["memory_total"] or (median(known) if known else 0.0)
+    memory = say("Memory, of the device") if ranks["memory_total"] else say("Memory, of the median rank")
+    shares = MEMORY_LIMITS if ranks["memory_total"] else UNEVEN_LIMITS
     grids = []
     if any(each is not None for each in ranks["lag_seconds"]) and step > 0:
         grids.append(RankGrid(title=say("Lag, of a step"), limits=[each * step for each in LAG_LIMITS],
                               values=ranks["lag_seconds"], show=lambda each: f"{each / step:.0%}"))  # fmt: skip
     if full > 0:
-        grids.append(RankGrid(title=memory, limits=[each * full for each in MEMORY_LIMITS],
+        grids.append(RankGrid(title=memory, limits=[each * full for each in shares],
                               values=ranks["memory_bytes"], show=lambda each: f"{each / full:.0%}"))  # fmt: skip
     grids.append(RankGrid(title=say("Last heartbeat, seconds ago"), limits=HEARTBEAT_LIMITS,
                           values=_ages(ranks), show=lambda each: f"{each:g}"))  # fmt: skip

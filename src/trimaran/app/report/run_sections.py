@@ -28,7 +28,7 @@ from trimaran.app.report.sections import (
     weights,
 )
 from trimaran.app.report.tables import note, plots, section
-from trimaran.app.report.time_sections import ledger, timeline, waterfall
+from trimaran.app.report.time_sections import ledger, timeline
 from trimaran.app.report.view_sections import views
 from trimaran.app.report.words import say
 
@@ -79,9 +79,7 @@ SECTIONS: Mapping[str, RunSection] = {
     "phases": RunSection(parts=("state", "phases"), draw=_phases),
     "ranks": RunSection(parts=("details", "ranks"), draw=_ranks),
     "weights": RunSection(parts=("state",), draw=lambda facts: section(say("Weights"), weights(facts))),
-    "time": RunSection(
-        parts=("state",), draw=lambda facts: section(say("Time of the run"), waterfall(facts), ledger(facts))
-    ),
+    "time": RunSection(parts=("state",), draw=lambda facts: section(say("Time of the run"), ledger(facts))),
     "timeline": RunSection(parts=("state",), draw=timeline),
     "incidents": RunSection(parts=("state",), draw=lambda facts: section(say("Incidents"), incidents(facts))),
     "checkpoints": RunSection(

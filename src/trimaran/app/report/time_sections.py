@@ -32,6 +32,7 @@ WATERFALL = {  # of a group of categories: its colour and what it means
     "useful": ("green", "compute and communication of steps that count"),
 }
 BAR_HEIGHT = 26
+MIN_SECONDS = 5e-4  # that are shown; less would be 0 ms
 
 
 def waterfall(facts: Tree) -> Html:
@@ -43,15 +44,13 @@ def waterfall(facts: Tree) -> Html:
     rows.append(_bar(say("wall-clock"), say("since the run was made"), total, 0.0, total, "sky"))
     for group in found["groups"]:
         kind, meaning = WATERFALL[group["name"]]
-        if group["seconds"] > 0 or group["name"] == "useful":
-            parts = ", ".join(f"{say(name)} {show_seconds(value)}" for name, value in group["parts"].items())
+        if group["seconds"] > MIN_SECONDS or group["name"] == "useful":
+            parts = ", ".join(f"{say(name)} {show_seconds(value)}" for name, value in group["parts"].items()
+                              if value > MIN_SECONDS)  # fmt: skip
             detail = f"{say(meaning)}: {parts}" if len(group["parts"]) > 1 else say(meaning)
             rows.append(_bar(say(group["name"]), detail, group["seconds"], passed, total, kind))
             passed += group["seconds"]
-    text = say("Goodput {goodput}: the useful part of the time in which processes ran.",
-               goodput=f"{found['goodput']:.1%}")  # fmt: skip
-    body = tag("table", {"class": "waterfall"}, tag("tbody", None, *rows))
-    return tag("div", None, tag("p", None, text), body)
+    return tag("table", {"class": "waterfall"}, tag("tbody", None, *rows))
 
 
 def _bar(name: str, detail: str, seconds: float, begin: float, total: float, kind: str) -> Html:
@@ -66,14 +65,14 @@ def _bar(name: str, detail: str, seconds: float, begin: float, total: float, kin
 
 
 def ledger(facts: Tree) -> Html:
-    """Return where every second since the launch went, and a timeline."""
+    """Return where every second since the launch went, as a waterfall and as a bar, and a timeline."""
     parts = []
     if found := facts["ledger"]:
-        seconds = {say(name): value for name, value in found["seconds"].items() if value > 0}
+        seconds = {say(name): value for name, value in found["seconds"].items() if value > MIN_SECONDS}
         kinds = {say(name): LEDGER_KINDS.get(name, "grey") for name in found["seconds"]}
         text = say("Goodput {goodput}: compute and communication of steps that count, of {total}.",
                    goodput=f"{found['goodput']:.1%}", total=show_seconds(found["at_work"]))  # fmt: skip
-        parts = [tag("p", None, text), stacked_bar(seconds, kinds)]
+        parts = [tag("p", None, text), waterfall(facts), stacked_bar(seconds, kinds)]
     return Html("".join([*parts, timeline(facts)]))
 
 

@@ -1,5 +1,8 @@
 """Runs beside each other: curves by step, by tokens, by time; results; what differs in recipe and plan."""
 
+import asyncio
+
+from fastapi import Request
 from nicegui import run, ui
 
 from trimaran.app.report.compare_facts import MAX_RUNS, MIN_RUNS, compare_feeds, refuse_count
@@ -14,6 +17,7 @@ from trimaran.app.web.web_state import WebState
 from trimaran.core import UserError
 
 REFRESH_SECONDS, ENDED_SECONDS = 3.0, 15.0
+FIRST_DRAW_SECONDS = 0.4  # a page waits this long for its content before it is sent without
 NUM_LISTED = 40
 
 
@@ -38,14 +42,15 @@ def add_page(state: WebState) -> None:
     feeds = RunFeeds(state.runs)
 
     @ui.page("/compare")
-    async def compare(runs: str = "") -> None:
+    async def compare(request: Request) -> None:
+        runs, first = (request.query_params.get(name, "") for name in ("runs", "with"))
         slugs = list(dict.fromkeys(each.strip() for each in runs.split(",") if each.strip()))
         with page_frame(say("Compare"), active="/compare"):
             Markup(tag("h1", None, say("Compare runs")))
             if slugs:
                 await _show_comparison(ComparedRuns(feeds, slugs, current_language()))
             else:
-                await _show_choice(state)
+                await _show_choice(state, [first] if first else [])
 
 
 async def _show_comparison(compared: ComparedRuns) -> None:
@@ -74,12 +79,12 @@ async def _show_comparison(compared: ComparedRuns) -> None:
             chips[name].props["aria-pressed"] = str(name == compared.axis).lower()
     content = Markup(loading_state(say("Reading the runs"))).classes("run-body")
     timer = ui.timer(REFRESH_SECONDS, update, immediate=False)
-    await update()
+    first = asyncio.ensure_future(update())
+    await asyncio.wait({first}, timeout=FIRST_DRAW_SECONDS)
 
 
-async def _show_choice(state: WebState) -> None:
+async def _show_choice(state: WebState, chosen: list[str]) -> None:
     """Show the newest runs as buttons, and a link to the comparison of those that are chosen."""
-    chosen: list[str] = []
     chips: dict[str, ui.element] = {}
 
     def toggle(slug: str) -> None:

@@ -1,7 +1,9 @@
 """The top of a run's page: its name, what it is doing now, and what to do next; designed for every status."""
 
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from trimaran.app.report.markup import Html, tag
 from trimaran.app.report.sections import GOOD, headline, tiles
@@ -14,14 +16,16 @@ Tree = dict[str, Any]
 QUIET_SECONDS = 60.0  # without a step or a sample a live run is said to be quiet
 
 
-def run_header(facts: Tree) -> Html:
-    """Return the name and the status of the run, what it does, and its main numbers."""
+def run_header(facts: Tree, *, is_short: bool = False) -> Html:
+    """Return the name and the status of the run, what it does, and its main numbers unless it is to be short."""
     status = facts["status"]
     dot = tag("span", {"class": "live-dot", "title": say("live")}, "") if status in ACTIVE_STATUSES else Html("")
     badge = tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, dot, say(status))
-    about = tag("p", {"class": "quiet"}, f"{facts['model']} · {facts['plan_words']}")
-    return tag("header", {"class": "run-head"}, tag("h1", None, facts["name"], " ", badge), about, banner(facts),
-               tiles(facts))  # fmt: skip
+    folder = Path(facts["run_dir"]).name  # several runs may have the name of one recipe
+    about = tag("p", {"class": "quiet about"}, f"{facts['name']} · {facts['model']} · {facts['plan_words']}")
+    others = tag("a", {"class": "beside", "href": f"/compare?with={quote(folder)}"}, say("Compare with another run"))
+    title = tag("h1", None, folder, " ", badge, others)
+    return tag("header", {"class": "run-head"}, title, about, banner(facts), "" if is_short else tiles(facts))
 
 
 def banner(facts: Tree) -> Html:

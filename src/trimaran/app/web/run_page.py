@@ -49,7 +49,7 @@ class RunView:
         with speaking(lambda text: say_in(self._language, text)):
             parts = [self._section(number, facts, feed) for number in range(len(tab.sections))]
             content = Html("".join(parts)) or self._empty(feed)
-            return run_header(facts), tab_bar(self.slug, self.tab, facts), content
+            return run_header(facts, is_short=self.tab != FIRST_TAB), tab_bar(self.slug, self.tab, facts), content
 
     def _section(self, number: int, facts: Tree, feed: RunFeed) -> Html:
         """Return a section; it is drawn again only if the facts that it shows have changed."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.web.conftest import ROOT, OpenPage, WebServer, environment, opening, serving
+from tests.web.conftest import ROOT, OpenPage, WebServer, environment, opening, serving, wait_until
 from trimaran.run import RunDirectory
 
 WIDTHS = {"phone": 360, "tablet": 820, "laptop": 1280, "wide": 2560}
@@ -61,10 +61,11 @@ def test_a_websocket_of_another_site_is_refused(web_server: WebServer) -> None:
     url = web_server.base.replace("http", "ws") + "/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
     cookie = {"Cookie": log_in(web_server)}
     for origin, headers in (("http://evil.example", cookie), (None, cookie), (web_server.base, {})):
-        with pytest.raises(exceptions.InvalidStatus) as caught:
-            client.connect(url, origin=origin, additional_headers=headers, proxy=None).close()
+        with pytest.raises(exceptions.InvalidStatus) as caught:  # connects when it is called
+            client.connect(url, origin=origin, additional_headers=headers, proxy=None)
         assert caught.value.response.status_code == 403
-    client.connect(url, origin=web_server.base, additional_headers=cookie, proxy=None).close()
+    with client.connect(url, origin=web_server.base, additional_headers=cookie, proxy=None) as socket:
+        assert socket.recv(timeout=60)
 
 
 def test_the_printed_address_logs_in_and_the_token_leaves_the_address(browser: Any, web_server: WebServer) -> None:
@@ -132,7 +133,7 @@ def test_theme_and_language_are_switched_and_remembered(open_page: OpenPage) -> 
         seen[theme.inner_text()] = page.evaluate(ground)
     assert seen == {"System": "rgb(255, 255, 255)", "Light": "rgb(255, 255, 255)", "Dark": "rgb(15, 18, 22)"}
     page.locator("[data-action=language]").click()
-    page.wait_for_function("document.documentElement.lang === 'zh'")
+    wait_until(page, "() => document.documentElement.lang === 'zh'")
     page.wait_for_selector("nav a[aria-current]")
     assert page.inner_text("nav a[aria-current]") == "训练任务"
     assert page.evaluate(ground) == "rgb(15, 18, 22)"

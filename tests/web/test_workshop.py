@@ -1,31 +1,40 @@
 """The workshop in a real browser: every control is moved, and the answer follows."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.web.conftest import OpenPage, opening, serving
+import pytest
 
+from tests.web.conftest import OpenPage, opening, serving, wait_until
+from trimaran.app.views.run_state import RunState
+from trimaran.run import RunDirectory
+
+END_SECONDS = 240
 MOVED = {"Nodes": 2, "Devices of a node": 2, "Tokens of a sequence": 3, "Sequences of a step": 5, "Steps of the run": 1}
 
 
-def command_of(page: Any) -> str:
-    return page.locator(".answer pre.command", has_text="trimaran plan").inner_text()
+def read_status(run: Path) -> str:
+    state = RunState(RunDirectory(run), only_status=True)
+    state.refresh()
+    return state.status
 
 
 def wait_for_command(page: Any, words: str) -> None:
     """Wait until the answer is that of a command with these words."""
-    page.wait_for_function(
+    wait_until(
+        page,
         "(words) => [...document.querySelectorAll('.answer pre.command')].some((each) => each.textContent"
         ".includes(words)) && !document.querySelector('.stale')",
-        arg=words,
+        words,
     )
 
 
 def test_every_control_changes_the_answer(open_page: OpenPage) -> None:
     page = open_page("/workshop")
     wait_for_command(page, "trimaran plan llama-3.1-8b --cluster 2x8xH100")
-    page.get_by_label("Model or recipe").select_option("llama-3.2-1b")
+    page.get_by_label("Model or recipe", exact=True).select_option("llama-3.2-1b")
     wait_for_command(page, "trimaran plan llama-3.2-1b")
     for label, at in MOVED.items():
         slider = page.get_by_label(label, exact=True)
@@ -33,16 +42,16 @@ def test_every_control_changes_the_answer(open_page: OpenPage) -> None:
     wait_for_command(page, "--cluster 4x4xH100 --seq-len 2048 --global-batch 32 --top 12 --set train.steps=30")
     page.get_by_label("Device", exact=True).select_option("A100-80GB")
     wait_for_command(page, "--cluster 4x4xA100-80GB")
-    page.get_by_label("Goal").select_option("memory")
+    page.get_by_label("Goal", exact=True).select_option("memory")
     wait_for_command(page, "--goal memory")
-    page.get_by_label("Adapter").select_option("lora")
+    page.get_by_label("Adapter", exact=True).select_option("lora")
     wait_for_command(page, "--adapter lora")
-    page.get_by_label("mesh.tp").select_option("2")
+    page.get_by_label("mesh.tp", exact=True).select_option("2")
     wait_for_command(page, "--set plan.mesh.tp=2")
     assert "tp 2" in page.locator(".answer .lead").inner_text()
     page.get_by_role("button", name="Release all pins").click()
-    page.wait_for_function("!document.querySelector('.answer').textContent.includes('plan.mesh.tp')")
-    assert page.get_by_label("mesh.tp").input_value() == ""
+    wait_until(page, "() => !document.querySelector('.answer').textContent.includes('plan.mesh.tp')")
+    assert page.get_by_label("mesh.tp", exact=True).input_value() == ""
 
 
 def test_a_plan_says_why_it_lost_and_can_be_pinned(open_page: OpenPage) -> None:
@@ -53,7 +62,7 @@ def test_a_plan_says_why_it_lost_and_can_be_pinned(open_page: OpenPage) -> None:
     assert row.locator("details p").inner_text()
     row.get_by_role("button", name="Pin").click()
     wait_for_command(page, "plan.mesh.tp=")
-    assert page.get_by_label("mesh.pp").input_value() != ""
+    assert page.get_by_label("mesh.pp", exact=True).input_value() != ""
 
 
 def test_texts_to_run_the_plan_are_shown_and_copied(open_page: OpenPage) -> None:
@@ -72,14 +81,17 @@ def test_texts_to_run_the_plan_are_shown_and_copied(open_page: OpenPage) -> None
 
 def test_an_answer_that_is_an_error_says_what_to_do(open_page: OpenPage) -> None:
     page = open_page("/workshop", language="zh")
-    page.get_by_label("模型或配方").select_option("llama-3.1-70b")
-    page.get_by_label("节点数").fill("0")
-    page.get_by_label("每个节点的设备数").fill("0")
+    page.get_by_label("模型或配方", exact=True).select_option("llama-3.1-70b")
+    page.get_by_label("节点数", exact=True).fill("0")
+    page.get_by_label("每个节点的设备数", exact=True).fill("0")
     page.locator(".card.fault").wait_for()
-    page.get_by_label("模型或配方").select_option("tiny")
+    page.locator(".texts").wait_for(state="hidden")
+    page.get_by_label("模型或配方", exact=True).select_option("tiny")
     page.locator(".answer .tiles").wait_for()
+    page.locator(".texts").wait_for()
 
 
+@pytest.mark.slow
 def test_a_page_that_may_write_starts_a_real_run(browser: Any, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -90,7 +102,7 @@ def test_a_page_that_may_write_starts_a_real_run(browser: Any, tmp_path: Path) -
         page.wait_for_selector(".page h1")
         with opening(browser, server, context.storage_state()) as open_one:
             page = open_one("/workshop")
-            page.get_by_label("Model or recipe").select_option("tiny")
+            page.get_by_label("Model or recipe", exact=True).select_option("tiny")
             page.get_by_label("Device", exact=True).select_option("cpu")
             page.get_by_label("Nodes", exact=True).fill("0")
             page.get_by_label("Devices of a node", exact=True).fill("0")
@@ -102,4 +114,8 @@ def test_a_page_that_may_write_starts_a_real_run(browser: Any, tmp_path: Path) -
             page.locator("a[href='/runs/tiny']").wait_for()
         context.close()
     run = runs / "tiny"
+    deadline = time.monotonic() + END_SECONDS
+    while read_status(run) != "done" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert read_status(run) == "done"  # although the server has ended
     assert json.loads((run / "plan.json").read_text())["plan"]["mesh"]["tp"] == 1

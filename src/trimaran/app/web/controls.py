@@ -24,6 +24,7 @@ def text_field(
     with _labelled(label):
         field = _element("input", type="search" if is_search else "text", defaultValue=value, placeholder=hint,
                          autocomplete="off", spellcheck="false")  # fmt: skip
+        field.props["aria-label"] = label
     return field.on("input", _with_value(on_change), ["value"], throttle=TYPING_SECONDS, leading_events=False)
 
 
@@ -35,6 +36,7 @@ def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: 
 
     with _labelled(label):
         field = ui.element("select")
+        field.props["aria-label"] = label
         with field:
             for each, shown in options.items():
                 option = TextElement(tag="option", text=shown)

@@ -10,7 +10,7 @@ from trimaran.app.views.run_state import ACTIVE_STATUSES, Status
 from trimaran.app.web.controls import button, show_age, text_field
 from trimaran.app.web.frame import Markup, empty_state, page_frame
 from trimaran.app.web.language import Language, current_language, say, speaking
-from trimaran.app.web.runs_root import RunFacts, RunPage, RunsRoot
+from trimaran.app.web.runs_root import RunPage, RunRow, RunsRoot
 from trimaran.app.web.web_state import WebState
 from trimaran.core import show_count
 
@@ -134,7 +134,7 @@ def runs_table(found: RunPage, *, now: float) -> Html:
     return tag("div", {"class": "scroll"}, table)
 
 
-def _row(run: RunFacts, now: float) -> Html:
+def _row(run: RunRow, now: float) -> Html:
     rate = f"{show_count(run.tokens_per_second)} {say(run.unit)}/s" if run.tokens_per_second else ""
     cells = [
         tag("a", {"href": f"/runs/{run.slug}"}, run.slug),
@@ -155,7 +155,7 @@ def _state(status: Status | None) -> Html:
     return tag("span", {"class": f"state {kind}"}, shape, say(status or "unreadable"))
 
 
-def _steps(run: RunFacts) -> Html:
+def _steps(run: RunRow) -> Html:
     if not run.total_steps:
         return Html("")
     text = f"{run.step:,} / {run.total_steps:,}"

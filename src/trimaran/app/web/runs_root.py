@@ -32,7 +32,7 @@ class ListedRun(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunRow:
     """A row of the list: what `trimaran watch RUN --json` answers, for the newest steps. `error`: why it is unknown."""
 
     slug: str
@@ -56,7 +56,7 @@ class RunPage:
     With a filter by state only the newest are looked at; `is_cut` says that there were more.
     """
 
-    runs: tuple[RunFacts, ...]
+    runs: tuple[RunRow, ...]
     total: int
     is_cut: bool = False
 
@@ -70,7 +70,7 @@ class RunsRoot:
         self._created: dict[str, float] = {}
         self._newest: list[ListedRun] = []
         self._scanned: int | None = None  # the folder's time stamp, if the list is that of the folder
-        self._facts: OrderedDict[str, tuple[tuple[int, ...], RunFacts]] = OrderedDict()
+        self._facts: OrderedDict[str, tuple[tuple[int, ...], RunRow]] = OrderedDict()
 
     def list(self, *, search: str = "", statuses: Collection[Status] = (), first: int = 0, count: int = 50) -> RunPage:
         """Return the runs from `first` on whose name contains all words of `search`, and whose status is one given."""
@@ -124,7 +124,7 @@ class RunsRoot:
         self._scanned = changed if is_settled else None
         return self._newest
 
-    def _facts_of(self, run: ListedRun) -> RunFacts:
+    def _facts_of(self, run: ListedRun) -> RunRow:
         """Return what the run's files say now; they are read again only if they have changed, or it is at work."""
         version = _version(self.path / run.slug)
         with self._lock:
@@ -178,20 +178,20 @@ def _version(path: Path) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _read_facts(run: RunDirectory, listed: ListedRun) -> RunFacts:
+def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
     changed = max((each for each in map(_changed, (run.metrics, run.attempts)) if each), default=listed.created)
     try:
         state = RunState(run, only_status=True)
         state.refresh()
     except UserError:  # its page says what is wrong
-        return RunFacts(slug=listed.slug, created=listed.created, changed=changed)
+        return RunRow(slug=listed.slug, created=listed.created, changed=changed)
     except OSError as error:
         if file_error(error) is None:
             raise
-        return RunFacts(slug=listed.slug, created=listed.created, changed=changed)
+        return RunRow(slug=listed.slug, created=listed.created, changed=changed)
     last = state.steps[-1] if state.steps else None
     rate = last.tokens_per_second if last else math.nan
-    return RunFacts(
+    return RunRow(
         slug=listed.slug,
         created=listed.created,
         status=state.status,

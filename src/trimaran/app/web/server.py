@@ -48,7 +48,7 @@ def build_app(state: WebState, credentials: Credentials) -> SecurityMiddleware:
     nicegui_app.on_page_exception(_show_page_error)
     nicegui_app.exception_handler(404)(_not_found)
     run.process_pool_start_method = "spawn"  # the server has threads, which a fork would copy in any state
-    logging.getLogger("nicegui").setLevel(logging.ERROR)
+    _quiet_log()
     ui.run_with(
         outer,
         title="Trimaran",
@@ -119,6 +119,13 @@ def _serve_asset(name: str) -> Response:
         return Response("there is no such file\n", status_code=404, media_type="text/plain")
     headers = {"cache-control": "private, max-age=31536000, immutable"}
     return Response(asset(name), media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+def _quiet_log() -> None:
+    """Keep NiceGUI from writing what is no fault to the terminal: pages that do not exist, and users' mistakes."""
+    log = logging.getLogger("nicegui")
+    log.setLevel(logging.ERROR)
+    log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], UserError)))
 
 
 def _show_page_error(error: Exception) -> None:

@@ -44,10 +44,10 @@ def start_run(root: RunsRoot, recipe: str, name: str, *, may_write: bool) -> Sta
     if not may_write:
         raise UserError("W007", "this page may only read", where="trimaran ui",
                         fix="end it, and start it with --write")  # fmt: skip
-    path = free_run_path(root.path, name)
-    if not SLUG.fullmatch(path.name):
-        raise UserError("W003", f"'{path.name[:60]}' is not the name of a run", where="name",
+    if not SLUG.fullmatch(name):
+        raise UserError("W003", f"'{name[:60]}' is not the name of a run", where="name",
                         fix="use letters, digits, dots and dashes")  # fmt: skip
+    path = free_run_path(root.path, name)
     folder = root.path / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink():

@@ -15,6 +15,7 @@ from trimaran.planner.choose import no_fit_error
 from trimaran.viz.figures import Bars, Point, Scatter, stacked_bars
 
 STACKED_PLANS = 4
+OUTSIDE = "reserve and context"  # what the device must have beyond its tensors
 
 
 def answer_markup(report: PlanReport, command: str, note: str) -> Html:
@@ -35,7 +36,8 @@ def answer_markup(report: PlanReport, command: str, note: str) -> Html:
 def memory_stack(plans: Sequence[Plan], report: PlanReport) -> Bars:
     """Return the terms of a device's memory, for the best plans and one that does not fit."""
     cluster = report.answer.cluster
-    terms = {name: plan.prediction.memory for name, plan in _named(plans).items() if plan.prediction}
+    terms = {name: plan.prediction.memory | {OUTSIDE: plan.prediction.device_bytes - plan.prediction.peak_bytes}
+             for name, plan in _named(plans).items() if plan.prediction}  # fmt: skip
     figure = stacked_bars(say("Peak memory of a device"), "bytes", terms,
                           {cluster.device.name: float(cluster.device.memory_bytes)})  # fmt: skip
     return _in_language(figure)

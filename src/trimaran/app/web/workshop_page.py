@@ -194,8 +194,9 @@ class Workshop:
         await self._show_text()
 
     async def _show_text(self) -> None:
-        if self.report is None:
-            self.text.show(Html(""))
+        can_run = self.report is not None and self.report.best is not None
+        self.texts.set_visibility(can_run)
+        if self.report is None or not can_run:
             return
         try:
             self.text.show(await run.io_bound(self._text_markup, self.report, self.text_kind) or Html(""))

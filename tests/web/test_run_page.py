@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from tests.fault.harness import Supervised
 from tests.unit.test_app_decisions import ADVISED, KEPT
-from tests.web.conftest import WAIT_MILLISECONDS, OpenPage, WebServer
+from tests.web.conftest import OpenPage, WebServer, wait_until
 from trimaran.app.report.report_facts import facts_of
 from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.run import RunDirectory
@@ -22,11 +21,8 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 
 
 def until(page: Any, expression: str) -> None:
-    """Return when an expression is true in the page. (Playwright's own wait needs `eval`, which our policy refuses.)"""
-    deadline = time.monotonic() + WAIT_MILLISECONDS / 1000
-    while not page.evaluate(f"Boolean({expression})"):
-        assert time.monotonic() < deadline, expression
-        page.wait_for_timeout(100)
+    """Return when an expression is true in the page."""
+    wait_until(page, f"() => Boolean({expression})")
 
 
 def ready(page: Any) -> None:

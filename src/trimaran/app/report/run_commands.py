@@ -29,12 +29,12 @@ def commands_of(state: RunState) -> list[Tree]:
     if state.status in ACTIVE_STATUSES:
         first += LIVE
     elif state.status == "done":
-        longer = f"train.steps={2 * state.recipe.train.steps}"
-        first.append(("train it longer", ("resume", "{run}", "--set", longer)))
         if state.events_of_kind("saved"):
             generate = generate_command(state.recipe, run)
             first += [("try the trained model", tuple(generate[1:]))] if generate else []
             first.append(("export the trained model", ("export", "{run}")))
+        longer = f"train.steps={2 * state.recipe.train.steps}"
+        first.append(("train it longer", ("resume", "{run}", "--set", longer)))
     else:
         first.append(("resume it from its newest checkpoint", ("resume", "{run}")))
     last = ("train the same run again", ("train", recipe))

@@ -54,7 +54,7 @@ class RunFeed:
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.facts = run, Tree()
         self.state = RunState(run)
-        self._lock = threading.Lock()
+        self._lock, self._slow_lock, self._facts_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._poller = FindingsPoller(run, at_once=True)
         self._details, self._machines = DetailsFeed(run), MachinesFeed(run)
         self._num_machine_reads = 0
@@ -76,16 +76,26 @@ class RunFeed:
 
     def refresh(self, parts: Iterable[str] = PARTS) -> Tree:
         """Read what is new, and return the facts of these parts and of those that were read before."""
+        wanted = list(parts)
         with self._lock:
             self.state.refresh()
-            for name in parts:
-                part = self._parts[name]
-                if (key := part.key()) != part.seen:
-                    read = part.read()
-                    found = {each: value if each in STRICT else strict(value) for each, value in read.items()}
-                    self.facts = self.facts | found
-                    part.seen, part.version = key, part.version + 1
-            return self.facts
+            for name in wanted:
+                if name not in SLOW_PARTS:
+                    self._update(self._parts[name])
+        for name in wanted:
+            if name in SLOW_PARTS:
+                with self._slow_lock:  # other pages need not wait for them
+                    self._update(self._parts[name])
+        return self.facts
+
+    def _update(self, part: FeedPart) -> None:
+        """Read a part again if it has changed."""
+        if (key := part.key()) == part.seen:
+            return
+        found = {name: each if name in STRICT else strict(each) for name, each in part.read().items()}
+        with self._facts_lock:
+            self.facts = self.facts | found
+        part.seen, part.version = key, part.version + 1
 
     def between(self, first: int, last: int) -> Tree:
         """Return the facts of part `curves` for the steps from `first` to `last`, in more detail than those of all."""

@@ -10,12 +10,12 @@ from trimaran.core import show_bytes
 from trimaran.run.record_types import is_number
 
 Tree = dict[str, Any]
-MAX_NODES, MAX_GPUS = 32, 64  # rows; the rest is in the plots and in the matrix of ranks
+MAX_NODES, MAX_GPUS = 16, 32  # rows; the rest is in the plots and in the matrix of ranks
 
 
 def machine_tables(facts: Tree) -> Html:
     """Return a table of the nodes and one of the GPUs; nothing without samples."""
-    nodes = [each for each in facts["machines"] if isinstance(each, dict)]
+    nodes = sorted((each for each in facts["machines"] if isinstance(each, dict)), key=_node_number)
     if not nodes:
         return Html("")
     rows = [_node(each) for each in nodes[:MAX_NODES]]
@@ -30,6 +30,10 @@ def machine_tables(facts: Tree) -> Html:
         parts.append(note(say("{nodes} more nodes and {gpus} more GPUs: trimaran watch RUN --json", nodes=left[0],
                               gpus=left[1])))  # fmt: skip
     return Html("".join(parts))
+
+
+def _node_number(each: Tree) -> float:
+    return each["node"] if is_number(each.get("node")) else 0
 
 
 def _node(each: Tree) -> list[str]:

@@ -36,10 +36,8 @@ def banner(facts: Tree) -> Html:
 
 def _starting(facts: Tree) -> Html:
     if not facts["timeline"]["attempts"] and not facts["machines_used"]:
-        text = say("Waiting: no rank has started yet.")
-        return tag("div", {"class": "banner fair-side"}, _spinner(), tag("p", {"class": "lead"}, text))
-    return tag("div", {"class": "banner fair-side"}, _spinner(),
-               tag("p", {"class": "lead"}, say("Starting: {activity}", activity=facts["activity"])))  # fmt: skip
+        return _busy(say("Waiting: no rank has started yet."))
+    return _busy(say("Starting: {activity}", activity=facts["activity"]))
 
 
 def _training(facts: Tree) -> Html:
@@ -57,8 +55,7 @@ def _training(facts: Tree) -> Html:
 
 def _restarting(facts: Tree) -> Html:
     last = facts["incidents"][-1]["what"] if facts["incidents"] else ""
-    text = say("Restarting after: {what}", what=last) if last else say("Restarting.")
-    return tag("div", {"class": "banner fair-side"}, _spinner(), tag("p", {"class": "lead"}, text))
+    return _busy(say("Restarting after: {what}", what=last) if last else say("Restarting."))
 
 
 def _done(facts: Tree) -> Html:
@@ -90,5 +87,7 @@ def _next(facts: Tree) -> Html:
                command(first["command"]))  # fmt: skip
 
 
-def _spinner() -> Html:
-    return tag("span", {"class": "spinner"}, "")
+def _busy(text: str) -> Html:
+    """Return the banner of a run that is about to do something."""
+    spinner = tag("span", {"class": "spinner"}, "")
+    return tag("div", {"class": "banner fair-side"}, tag("p", {"class": "lead busy"}, spinner, text))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimaran.app.report.markup import Content, Html, tag
-from trimaran.app.report.sections import split_verdict
+from trimaran.app.report.sections import MAX_TITLE
 from trimaran.app.report.tables import clock, command, message, note, section, table
 from trimaran.app.report.words import say
 from trimaran.app.views.summary import readable_sample
@@ -35,10 +35,11 @@ def incidents(facts: Tree) -> Html:
 
 def _incident(each: Tree) -> Html:
     first, _, rest = each["verdict"].partition("\n")
-    title, detail = split_verdict(first)
+    identifier, _, text = first.partition("  ")
+    title, _, detail = text.partition(": ")
     lines = "\n".join(line.removeprefix("  ") for line in rest.splitlines())
     action = tag("span", {"class": "severity warning"}, say(each["action"] or "open"))
-    head = tag("h3", None, action, " ", title)
+    head = tag("h3", None, action, " ", tag("code", None, identifier), " ", title[:MAX_TITLE])
     return tag("article", {"class": "card warning"}, head, message(detail), tag("pre", None, lines) if lines else "")
 
 

@@ -10,8 +10,11 @@ pytest.importorskip("nicegui")
 
 from tests.sources import FILES, name_of, nodes_of
 from trimaran.app.views.run_state import Status
+from trimaran.app.web.frame import PAGES
 from trimaran.app.web.home_page import COLUMNS, FILTERS
 from trimaran.app.web.language import chinese, language_of, say, say_in, speaking
+from trimaran.app.web.workshop_markup import OUTSIDE, POINT_KINDS
+from trimaran.app.web.workshop_page import TEXTS
 from trimaran.planner import GOALS
 from trimaran.planner.explain import MEANING, PHASE_MEANING
 
@@ -34,7 +37,8 @@ def test_every_text_is_there_in_chinese() -> None:
 
 
 def test_names_that_are_shown_are_there_in_chinese() -> None:
-    names = {*COLUMNS, *FILTERS, *GOALS, *MEANING, *PHASE_MEANING, *get_args(Status)}
+    names = {*COLUMNS, *FILTERS, *GOALS, *MEANING, *PHASE_MEANING, *get_args(Status), OUTSIDE, *POINT_KINDS}
+    names |= {*TEXTS.values(), *(name for _, name, _ in PAGES)}
     assert names - chinese().keys() == set()
 
 

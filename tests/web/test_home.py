@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.runs import finished_run
 from tests.web.conftest import ROOT, OpenPage, WebServer, environment, opening, serving, wait_until
 from trimaran.run import RunDirectory
 
@@ -107,6 +109,19 @@ def test_a_real_run_is_listed_searched_and_filtered(open_page: OpenPage, real_ru
     page.get_by_role("button", name="Done").click()
     row.wait_for()
     assert page.input_value("input[type=search]") == "TINY"  # an update does not change what was typed
+
+
+def test_a_new_run_appears_by_itself(open_page: OpenPage, web_server: WebServer) -> None:
+    page = open_page("/")
+    page.wait_for_selector(".runs")
+    run = finished_run(web_server.runs / "came-later")
+    try:
+        row = page.locator(".runs tbody tr", has_text="came-later")
+        row.wait_for()
+        assert "10 / 10" in row.inner_text()
+    finally:
+        shutil.rmtree(run.path)
+    row.wait_for(state="detached")
 
 
 @pytest.mark.parametrize("path", PAGES)

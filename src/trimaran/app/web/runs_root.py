@@ -7,7 +7,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -108,19 +108,11 @@ class RunsRoot:
             return []  # the default folder, before the first run
         if self._scanned == changed:
             return self._newest
-        created: dict[str, float] = {}
-        with os.scandir(self.path) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        for name in names:
-            if SLUG.fullmatch(name):
-                known = self._created.get(name)
-                if known is None:
-                    known = _created(f"{self.path}/{name}/{MARKER}")
-                if known is not None:
-                    created[name] = known
+        names, created = _read_folder(self.path, self._created)
         self._created = created
-        self._newest = sorted((ListedRun(at, name) for name, at in created.items()), reverse=True)
-        is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS and len(created) == len(names)
+        pairs = sorted(zip(created.values(), created, strict=True), reverse=True)
+        self._newest = list(map(ListedRun._make, pairs))
+        is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS and len(created) == names
         self._scanned = changed if is_settled else None
         return self._newest
 
@@ -158,12 +150,27 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _created(marker: str) -> float | None:
+def _read_folder(path: Path, known: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """Return how many folders there are, and when those that are runs were created; `known` ones are not looked at."""
+    created: dict[str, float] = {}
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no path is looked up from the root
     try:
-        found = os.lstat(marker)
-    except OSError:
-        return None
-    return found.st_mtime if stat.S_ISREG(found.st_mode) else None
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        for name in filter(SLUG.fullmatch, names):
+            at = known.get(name)
+            if at is None:
+                try:
+                    found = os.stat(f"{name}/{MARKER}", dir_fd=folder, follow_symlinks=False)
+                except OSError:
+                    continue
+                if not stat.S_ISREG(found.st_mode):
+                    continue
+                at = found.st_mtime
+            created[name] = at
+    finally:
+        os.close(folder)
+    return len(names), created
 
 
 def _version(path: Path) -> tuple[int, ...]:

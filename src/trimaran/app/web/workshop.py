@@ -235,8 +235,10 @@ def _changed(what: str) -> float:
 
 
 def with_sizes(inputs: PlanInputs) -> PlanInputs:
-    """Return the inputs with the sizes of a recipe, if it is one; a preset has none."""
-    if not inputs.what.endswith((".yaml", ".yml")):
+    """Return the inputs with the sizes of a recipe, or with a sequence that is not too long for a preset."""
+    if (spec := PRESETS.get(inputs.what)) is not None:
+        return replace(inputs, seq_len=min(inputs.seq_len, spec.max_seq_len or inputs.seq_len))
+    if inputs.what in VLM_PRESETS:
         return inputs
     refuse_unknown_model(inputs.what)
     recipe = read_recipe(inputs.what, [])

@@ -15,6 +15,7 @@ from trimaran.planner.choose import no_fit_error
 from trimaran.viz.figures import Bars, Point, Scatter, stacked_bars
 
 STACKED_PLANS = 4
+POINT_KINDS = ("chosen", "Pareto set", "slower or larger", "does not fit")
 OUTSIDE = "reserve and context"  # what the device must have beyond its tensors
 
 
@@ -53,6 +54,7 @@ def pareto_figure(plans: Sequence[tuple[Plan, str]], report: PlanReport) -> Scat
     """Return step time against memory; the Pareto set are plans that no other beats in both."""
     best = set(map(id, pareto_set([plan for plan, _ in plans])))
     points = [_point(plan, why, report, on_front=id(plan) in best) for plan, why in plans if plan.prediction]
+    points.sort(key=lambda each: [say(kind) for kind in POINT_KINDS].index(each.kind))  # a kind keeps its colour
     return Scatter(
         title=say("Step time against memory"),
         x_name=say("memory of a device"),
@@ -67,9 +69,10 @@ def pareto_figure(plans: Sequence[tuple[Plan, str]], report: PlanReport) -> Scat
 def _point(plan: Plan, why: str, report: PlanReport, *, on_front: bool) -> Point:
     prediction = plan.prediction
     assert prediction is not None
-    kind = "does not fit" if not prediction.fits else "Pareto set" if on_front else "slower and larger"
+    chosen, front, beaten, too_large = POINT_KINDS
+    kind = too_large if not prediction.fits else front if on_front else beaten
     if plan is report.best:
-        kind = "chosen"
+        kind = chosen
     return Point(name=short_plan(plan, report.best), x=float(prediction.device_bytes), y=float(prediction.step_seconds),
                  kind=say(kind), note=why)  # fmt: skip
 

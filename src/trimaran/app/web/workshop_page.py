@@ -45,7 +45,8 @@ class Workshop:
         with ui.element("div").classes("workshop"):
             self.panel = ui.element("div").classes("panel")
             with ui.element("div").classes("answer"):
-                self.status = Markup(loading_state(say("Searching plans")))
+                self._loading = loading_state(say("Searching plans"))
+                self.status = Markup(self._loading)
                 self.answer = Markup().on("click", self._pin_plan, ["value"])
                 self.texts = ui.element("section").classes("texts")
         self._build_panel()
@@ -95,26 +96,29 @@ class Workshop:
         chosen = inputs = replace(self.inputs, what=what)
         with suppress(UserError):  # the answer says what is wrong with the recipe
             inputs = await run.io_bound(desk_of.with_sizes, chosen) or chosen
-        await self._ask(inputs)
+        self.inputs = inputs
         if inputs != chosen:
             self._build_panel()
+        await self._ask(inputs)
 
     async def _release(self) -> None:
-        await self._ask(replace(self.inputs, pins=()))
+        self.inputs = replace(self.inputs, pins=())
         self._build_panel()
+        await self._ask(self.inputs)
 
     async def _pin_plan(self, event: GenericEventArguments) -> None:
         number = str(event.args.get("value", "")) if isinstance(event.args, dict) else ""
         plans = all_plans(self.report) if self.report else []
         if number.isdigit() and int(number) < len(plans):
-            await self._ask(self.inputs.with_plan(plans[int(number)][0]))
+            self.inputs = self.inputs.with_plan(plans[int(number)][0])
             self._build_panel()
+            await self._ask(self.inputs)
 
     async def _ask(self, inputs: PlanInputs) -> None:
         """Show the answer for the inputs: at once from memory or from known plans, then that of the search."""
         self.inputs = inputs
         if DESK.find(inputs) is None:
-            self.status.show(loading_state(say("Searching plans")))
+            self.status.show(self._loading)
             self.answer.classes(add="stale")
             await self._show(inputs, self._price_known)
         await self._search_newest()

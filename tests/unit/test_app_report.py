@@ -37,7 +37,8 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1
 FRAME = {"html", "head", "meta", "title", "style", "body", "script", "main", "header", "section", "article", "footer"}
 WORDS = {"h1", "h2", "h3", "p", "b", "span", "code", "pre", "ul", "li", "div", "details", "summary", "output"}
 TABLES = {"table", "thead", "tbody", "tr", "th", "td"}
-TAGS = FRAME | WORDS | TABLES | {"figure", "figcaption", "svg", "line", "rect", "polyline", "polygon", "text"}
+SHAPES = {"svg", "line", "rect", "polyline", "polygon", "text", "path", "circle"}
+TAGS = FRAME | WORDS | TABLES | SHAPES | {"figure", "figcaption"}
 
 
 class Page(HTMLParser):

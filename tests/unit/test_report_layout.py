@@ -98,7 +98,7 @@ RUNS: dict[str, Callable[[Path], RunDirectory]] = {
 
 
 class Figures(HTMLParser):
-    """The figures of a page: the classes of their parts in order, the texts of the labels, and the end labels."""
+    """The plots of a page: the classes of their parts in order, the texts of the labels, and the end labels."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -108,11 +108,14 @@ class Figures(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         fields = dict(attrs)
+        if tag == "figure" and "data-plot" not in fields:
+            self._open.append("another figure")
+            return
         if tag == "figure":
             self.figures.append({"parts": [], "y-labels": [], "x-labels": [], "ends": [], "tops": []})
         if self.figures and self._open[-1:] == ["figure"]:
             self.figures[-1]["parts"].append(fields.get("class") or tag)
-        if tag == "text":
+        if tag == "text" and "figure" in self._open:
             self.figures[-1]["tops"].append(str(fields["y"]).rstrip("%"))
         if tag != "meta":
             self._open.append("figure" if tag == "figure" else str(fields.get("class") or tag))
@@ -124,7 +127,7 @@ class Figures(HTMLParser):
         for name in ("y-labels", "x-labels"):
             if name in self._open[-2:] and "figure" in self._open:
                 self.figures[-1][name].append(data)
-        if self._open[-1:] == ["text"]:
+        if self._open[-1:] == ["text"] and "figure" in self._open:
             self.figures[-1]["ends"].append(data)
 
 

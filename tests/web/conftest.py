@@ -116,9 +116,12 @@ def web_server(web_folder: Path, real_run: RunDirectory) -> Iterator[WebServer]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, driven by playwright."""
+    """Chromium, driven by playwright.
+
+    It is closed at the end of a module: while playwright is open, `asyncio.run` fails in this process.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     if BROWSER is None:
         pytest.skip("needs chromium")
@@ -128,7 +131,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def logged_in(browser: Any, web_server: WebServer) -> Any:
     """The cookies of a browser that has opened the printed address."""
     context = browser.new_context()

@@ -81,7 +81,8 @@ class LocalNode:
     def _new_sidecar(self) -> SidecarProcess:
         """Return a sidecar. The ranks of a warm fork server do not descend from this process."""
         process = self._fork_server.process
-        return SidecarProcess(self._run, self._environment, above=process.pid if process.is_warm else None)
+        above = process.pid if process.is_warm else None
+        return SidecarProcess(self._run, self._environment, above=above, heartbeats=self._board.fd)
 
     @property
     def warm(self) -> bool:
@@ -91,6 +92,7 @@ class LocalNode:
 
     def start(self, spec: AttemptSpec) -> None:
         self._board.clear()
+        self._board.first_rank = spec.first_rank
         self._deadlines.start()
         self._silent.clear()
         self._unreported.clear()

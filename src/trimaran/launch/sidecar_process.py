@@ -27,8 +27,16 @@ class SidecarProcess:
     samples ranks that descend from the process `above`, by default from this one.
     """
 
-    def __init__(self, run: RunDirectory, environment: Mapping[str, str], *, above: int | None = None) -> None:
-        self._run, self._environment, self._above = run, environment, above
+    def __init__(
+        self,
+        run: RunDirectory,
+        environment: Mapping[str, str],
+        *,
+        above: int | None = None,
+        heartbeats: int | None = None,
+    ) -> None:
+        """`heartbeats` is the descriptor of the heartbeat board, which the sidecar only reads."""
+        self._run, self._environment, self._above, self._heartbeats = run, environment, above, heartbeats
         self._process: subprocess.Popen[bytes] | None = None
         self._node, self._due, self._delay = -1, 0.0, FIRST_RESTART_SECONDS
 
@@ -69,6 +77,8 @@ class SidecarProcess:
             command.append(f"--descriptor={descriptor}")
         if self._above is not None:
             command.append(f"--above={self._above}")
+        if self._heartbeats is not None:
+            command.append(f"--heartbeats={self._heartbeats}")
         if (visible := self._environment.get("CUDA_VISIBLE_DEVICES")) is not None:
             command.append(f"--visible={visible}")
         try:
@@ -79,7 +89,7 @@ class SidecarProcess:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     env=dict(self._environment),
-                    pass_fds=[] if descriptor is None else [descriptor],
+                    pass_fds=[each for each in (descriptor, self._heartbeats) if each is not None],
                     start_new_session=True,
                 )
         except OSError as error:

@@ -32,7 +32,8 @@ Section = Literal[
     "synchronise",  # an elastic replica waits for the others, or exchanges weights with them; unit: a moment of it
 ]
 SECTIONS: tuple[Section, ...] = get_args(Section)
-HEADER_WORDS = ROW_WORDS = 8  # 64 bytes, a cache line; the first word of the header is the last report request
+HEADER_WORDS = ROW_WORDS = 8  # 64 bytes, a cache line
+REQUEST, FIRST_RANK = range(2)  # the words of the header
 # The words of a row. `version` is odd while the next three are being written.
 VERSION, SECTION, STEP, ENTERED, ALIVE, ANSWERED, SAVED = range(7)
 WORD_BYTES = 8
@@ -72,7 +73,7 @@ class HeartbeatBoard:
     def clear(self, local_ranks: Sequence[int] | None = None) -> None:
         """Reset the rows of these ranks, or of all, for new ones, which are in section `start` from now on."""
         now, request = time.monotonic(), self.request
-        every = range((len(self._words) - HEADER_WORDS) // ROW_WORDS)
+        every = range(self.num_ranks)
         for local_rank in every if local_ranks is None else local_ranks:
             self._last.pop(local_rank, None)
             row = HEADER_WORDS + ROW_WORDS * local_rank
@@ -121,11 +122,24 @@ class HeartbeatBoard:
         )
 
     @property
+    def first_rank(self) -> int:
+        """The rank in the first row: a reader that is not the supervisor knows which row is which rank."""
+        return self._words[FIRST_RANK]
+
+    @first_rank.setter
+    def first_rank(self, rank: int) -> None:
+        self._words[FIRST_RANK] = rank
+
+    @property
+    def num_ranks(self) -> int:
+        return (len(self._words) - HEADER_WORDS) // ROW_WORDS
+
+    @property
     def request(self) -> int:
         """The number of the supervisor's last report request."""
-        return self._words[0]
+        return self._words[REQUEST]
 
     def request_reports(self) -> int:
         """Request a rank report (stacks and collectives) from all heartbeat threads; return the request's number."""
-        self._words[0] = self.request + 1
+        self._words[REQUEST] = self.request + 1
         return self.request

@@ -139,6 +139,11 @@ class RunDirectory:
         return self.path / "telemetry" / f"node-{node}.jsonl"
 
     @property
+    def rank_table(self) -> Path:
+        """The newest measures of every rank, replaced every few seconds; see `telemetry/rank_table.py`."""
+        return self.path / "telemetry" / "ranks.json"
+
+    @property
     def profiles(self) -> Path:
         """Traces and memory snapshots."""
         return self.path / "profiles"

@@ -4,6 +4,7 @@ import logging
 import time
 from typing import Any
 
+from trimaran.run.heartbeat import HeartbeatBoard
 from trimaran.run.line_writer import LineWriter
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.host_sampler import HostSampler
@@ -16,10 +17,21 @@ MIN_LAST_SAMPLE_SECONDS = 0.2  # between the last periodic sample and the one at
 
 
 class Sampler:
-    """Writes samples of this machine, node `node` of the run. `supervisor` is the process that started the ranks."""
+    """Writes samples of this machine, node `node` of the run. `supervisor` is the process that started the ranks.
 
-    def __init__(self, run: RunDirectory, node: int, *, supervisor: int, visible: str | None) -> None:
-        self.node = node
+    `board` has the heartbeats of the ranks on this machine.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        node: int,
+        *,
+        supervisor: int,
+        visible: str | None,
+        board: HeartbeatBoard | None = None,
+    ) -> None:
+        self.node, self._board = node, board
         self._host, self._gpus = HostSampler(run.path, supervisor=supervisor), GpuSampler(visible)
         self._writer = LineWriter(run.samples(node))  # keeps samples in memory while the disk is full
         self._warned = False
@@ -28,7 +40,9 @@ class Sampler:
     def take(self) -> dict[str, Any]:
         """Write a sample and return it."""
         self._last = time.monotonic()
-        line = {"time": round(time.time(), 3), "node": self.node, **self._host.sample(), "gpus": self._gpus.sample()}
+        host = self._host.sample()
+        self._add_heartbeats(host["ranks"])
+        line = {"time": round(time.time(), 3), "node": self.node, **host, "gpus": self._gpus.sample()}
         try:
             self._writer.write(line)
         except OSError as error:  # such as a missing permission
@@ -36,6 +50,17 @@ class Sampler:
                 log.warning("samples are lost: %s", error)
             self._warned = True
         return line
+
+    def _add_heartbeats(self, ranks: dict[str, dict[str, Any]]) -> None:
+        """Add to each rank what it does, its step, and the seconds since its last progress and its last heartbeat."""
+        if self._board is None:
+            return
+        now, first = time.monotonic(), self._board.first_rank
+        for rank, found in ranks.items():
+            if 0 <= (row := int(rank) - first) < self._board.num_ranks:
+                beat = self._board.read(row)
+                found |= {"section": beat.section, "step": beat.step, "progress_seconds": round(now - beat.entered, 2),
+                          "heartbeat_seconds": round(now - beat.alive, 2)}  # fmt: skip
 
     def take_last(self) -> dict[str, Any] | None:
         """Write a sample at the end of the run, unless one was just written."""

@@ -13,9 +13,11 @@ import os
 import select
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from trimaran.core.recipe import TelemetrySection
+from trimaran.run.heartbeat import HeartbeatBoard
 from trimaran.run.process_control import die_with_parent
 from trimaran.run.run_directory import DESCRIPTORS, RunDirectory, open_run
 from trimaran.telemetry.run_tail import RunTail
@@ -50,11 +52,20 @@ class TerminationSignal:
                 os.read(self._pipe, 4096)
 
 
-class Sidecar:
-    """Samples one node and feeds the sinks until SIGTERM arrives.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRanks:
+    """The ranks on this node. They are descendants of the process `above`, or else of the supervisor.
 
-    `visible` is CUDA_VISIBLE_DEVICES of the ranks. The ranks are descendants of `above`, or else of the supervisor.
+    `visible` is their CUDA_VISIBLE_DEVICES, `heartbeats` a descriptor of their heartbeat board.
     """
+
+    above: int | None = None
+    visible: str | None = None
+    heartbeats: int | None = None
+
+
+class Sidecar:
+    """Samples one node and feeds the sinks until SIGTERM arrives."""
 
     def __init__(
         self,
@@ -63,8 +74,7 @@ class Sidecar:
         termination: TerminationSignal,
         *,
         supervisor: int,
-        above: int | None,
-        visible: str | None,
+        ranks: SampledRanks,
     ) -> None:
         self.run, self.node, self._termination, self._supervisor = run, node, termination, supervisor
         self._closing = False
@@ -72,8 +82,11 @@ class Sidecar:
         self._feeds = open_feeds(self._telemetry, run) if node == 0 else []
         self._tail = RunTail(run) if self._feeds else None
         is_sampled = self._telemetry.sample_seconds > 0
-        ancestor = supervisor if above is None else above
-        self._sampler = Sampler(run, node, supervisor=ancestor, visible=visible) if is_sampled else None
+        ancestor = supervisor if ranks.above is None else ranks.above
+        board = HeartbeatBoard(ranks.heartbeats) if ranks.heartbeats is not None else None
+        self._sampler: Sampler | None = None
+        if is_sampled:
+            self._sampler = Sampler(run, node, supervisor=ancestor, visible=ranks.visible, board=board)
         self._save_due = 0.0
 
     def run_until_terminated(self) -> None:
@@ -139,6 +152,7 @@ def main() -> int:
     parser.add_argument("--supervisor", type=int, default=os.getppid(), help="the process with which the sidecar ends")
     parser.add_argument("--descriptor", type=int, help="an inherited descriptor of the run directory, to open files in")
     parser.add_argument("--above", type=int, help="the process that started the ranks, if it is not the supervisor")
+    parser.add_argument("--heartbeats", type=int, help="an inherited descriptor of the heartbeat board")
     flags = parser.parse_args()
     termination = TerminationSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
@@ -146,9 +160,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    options = {"supervisor": flags.supervisor, "above": flags.above, "visible": flags.visible}
+    ranks = SampledRanks(above=flags.above, visible=flags.visible, heartbeats=flags.heartbeats)
     path = flags.run if flags.descriptor is None else Path(f"{DESCRIPTORS}{flags.descriptor}")
-    Sidecar(open_run(path), flags.node, termination, **options).run_until_terminated()
+    Sidecar(open_run(path), flags.node, termination, supervisor=flags.supervisor, ranks=ranks).run_until_terminated()
     return 0
 
 

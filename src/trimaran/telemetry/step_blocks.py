@@ -41,6 +41,21 @@ class Extent(NamedTuple):
         return Extent(self.count + later.count, self.total + later.total, self.first, later.last, least, most)
 
 
+def join_extents(extents: Sequence[Extent]) -> Extent:
+    """Return the extent of all `extents`, which are in order; there is at least one."""
+    if len(extents) == 1:
+        return extents[0]
+    least, most = min([each.least[1] for each in extents]), max([each.most[1] for each in extents])
+    return Extent(
+        sum([each.count for each in extents]),
+        math.fsum([each.total for each in extents]),
+        extents[0].first,
+        extents[-1].last,
+        next(each.least for each in extents if each.least[1] == least),
+        next(each.most for each in extents if each.most[1] == most),
+    )
+
+
 def extent_of(points: Sequence[Point]) -> Extent | None:
     """Return the extent of points in order; None if none is finite."""
     finite = [point for point in points if -math.inf < point[1] < math.inf]

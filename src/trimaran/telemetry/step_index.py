@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core.regular_files import append_regular_file, open_regular_file
+from trimaran.run.journal import LineFollower
 from trimaran.run.lines_from_end import lines_from_end
 from trimaran.telemetry.step_blocks import StepBlock, block_of, read_block
 from trimaran.telemetry.step_lines import read_step
@@ -92,6 +93,22 @@ class StepIndexer:
         if self._index.exists():
             os.truncate(self._index, 0)
         return 0
+
+
+class IndexFollower:
+    """Yields the valid blocks that were added to an index since the last call."""
+
+    def __init__(self, metrics: Path, index: Path) -> None:
+        self._metrics, self._lines = metrics, LineFollower(index)
+
+    def new(self) -> Iterator[IndexedBlock]:
+        try:
+            with open_regular_file(self._metrics) as metrics:
+                for line in self._lines.new():
+                    if (block := _parse(line, metrics.fileno())) is not None:
+                        yield block
+        except FileNotFoundError:
+            return
 
 
 def read_index(metrics: Path, index: Path, *, after: int = 0) -> Iterator[IndexedBlock]:

@@ -38,6 +38,7 @@ from trimaran.parallel.frozen_weights import store_frozen_weights
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.telemetry.rank_table import RankTableWriter
 from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.agreement import RunRequests, StopRequest
 from trimaran.train.async_sgd.async_recorder import AsyncRecorder
@@ -275,7 +276,9 @@ def connect_trainer(context: RankContext, parts: StepParts, before: Trainer | No
 def _build_recorder(context: RankContext, parts: StepParts, before: StepRecorder | None) -> StepRecorder:
     """Return the recorder of a plan. What does not depend on the plan stays that of the recorder `before`."""
     recipe, plan, rank_info, journal = context.recipe, context.plan, context.rank_info, context.journal
-    meters = build_meters(recipe, plan, parts.networks[0], rank_info.device)
+    writes = rank_info.rank == 0 and not context.ledger
+    table = RankTableWriter(context.run.rank_table, seconds=recipe.telemetry.sample_seconds) if writes else None
+    meters = build_meters(recipe, plan, parts.networks[0], rank_info.device, table)
     axes = measured_axes(plan, parts.networks)
     if before is not None:
         before.profiler.follow(parts.networks)
@@ -289,7 +292,7 @@ def _build_recorder(context: RankContext, parts: StepParts, before: StepRecorder
         profiler=build_profiler(run, journal, parts.clock, parts.networks, rank_info.device, link),
         compilations=Compilations(link, journal),
         axes=axes,
-        indexer=StepIndexer(run.metrics, run.metrics_index) if rank_info.rank == 0 and not context.ledger else None,
+        indexer=StepIndexer(run.metrics, run.metrics_index) if writes else None,
         connections=ConnectionWatch(journal) if link.store else None,
     )
 

@@ -33,9 +33,14 @@ class Scale:
 
     def position(self, value: float) -> float:
         """Return the coordinate of `value`; values outside are clamped."""
+        return self.positions([value])[0]
+
+    def positions(self, values: Sequence[float]) -> list[float]:
+        """Return the coordinates of `values`."""
         low, high = self._transform(self.low), self._transform(self.high)
-        fraction = (self._transform(max(value, self.low)) - low) / ((high - low) or 1.0)
-        return SIZE * min(1.0, max(0.0, fraction))
+        factor = SIZE / ((high - low) or 1.0)
+        found = map(math.log10, [max(value, self.low) for value in values]) if self.log else values
+        return [min(float(SIZE), max(0.0, (value - low) * factor)) for value in found]
 
     @property
     def parts(self) -> int:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from trimaran.app.report.document import html_document
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.page import html_document
 from trimaran.app.report.plot import Curve, Plot, draw
 from trimaran.app.views.comm_view import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
 from trimaran.core import show_bytes

@@ -30,10 +30,12 @@ def tree(value: object) -> Tree:
     return value if isinstance(value, dict) else {}
 
 
-def curves_of(state: RunState, detailed: Sequence[DetailedStep]) -> dict[str, Tree]:
+def curves_of(
+    history: StepHistory, evaluations: Sequence[tuple[int, float]], detailed: Sequence[DetailedStep]
+) -> dict[str, Tree]:
     """Return every curve over the steps by name, see `downsample.curve`."""
-    found = {name: curve_of_extents(state.history.extents(name)) for name in SCALARS}
-    found["held_out"] = curve([(float(step), loss) for step, loss in state.evaluations])
+    found = {name: curve_of_extents(history.extents(name)) for name in SCALARS}
+    found["held_out"] = curve([(float(step), loss) for step, loss in evaluations])
     for name in MEMORY:
         points = [(step, number(tree(details.get("memory")).get(name))) for step, details in detailed]
         found[name] = curve(points)

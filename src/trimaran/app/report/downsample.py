@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 from trimaran.app.views.intervals import intervals
-from trimaran.telemetry.step_blocks import Extent
+from trimaran.telemetry.step_blocks import Extent, join_extents
 
 Point = tuple[float, float]
 Spread = tuple[float, float, float, float]
@@ -31,7 +30,7 @@ def curve_of_extents(extents: Sequence[Extent], *, limit: int = MAX_POINTS) -> d
         return {}
     is_exact = len(extents) <= limit and all(each.count == 1 for each in extents)
     rows = {"points": [each.first for each in extents]} if is_exact else {"spread": _spreads(extents, limit)}
-    whole = reduce(Extent.join, extents)
+    whole = join_extents(extents)
     return rows | {"first": whole.first, "last": whole.last, "least": whole.least, "most": whole.most}
 
 
@@ -42,8 +41,9 @@ def _spreads(extents: Sequence[Extent], limit: int) -> list[Spread]:
         inside, centre = extents[begin:end], extents[middle]
         where = (centre.first[0] + centre.last[0]) / 2 if centre.count > 1 else centre.first[0]
         where = extents[0].first[0] if begin == 0 else extents[-1].last[0] if end == len(extents) else where
-        mean = math.fsum(each.total for each in inside) / sum(each.count for each in inside)
-        found.append((where, min(each.least[1] for each in inside), mean, max(each.most[1] for each in inside)))
+        low, high = min([each.least[1] for each in inside]), max([each.most[1] for each in inside])
+        mean = math.fsum([each.total for each in inside]) / sum([each.count for each in inside])
+        found.append((where, low, min(high, max(low, mean)), high))  # the mean of equal values is rounded
     return found
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimaran.app.report.markup import Html, tag
+from trimaran.app.report.words import say
 from trimaran.core import Mesh
 
 Tree = dict[str, Any]
@@ -29,12 +30,12 @@ def rank_layout(facts: Tree) -> Html:
     """
     mesh = Mesh.model_validate(facts["plan"]["mesh"])
     axes = [(name, degree) for name in MEANINGS if (degree := getattr(mesh, name)) > 1]
-    held = HELD[facts["plan"]["sharding"]]
-    meanings = [tag("li", None, tag("b", None, f"{degree}"), f" {MEANINGS[name].format(held=held)}")
+    held = say(HELD[facts["plan"]["sharding"]])
+    meanings = [tag("li", None, tag("b", None, f"{degree}"), f" {say(MEANINGS[name], held=held)}")
                 for name, degree in axes]  # fmt: skip
     words = tag("ul", {"class": "meanings"}, *meanings)
     if not axes:
-        return tag("p", None, "One rank holds the whole model.")
+        return tag("p", None, say("One rank holds the whole model."))
     stages = [_stage(facts, mesh, stage) for stage in range(mesh.pp)]
     head = tag("tr", None, tag("th", None, ""), *(tag("th", None, _skipped(each, stages)) for each in _shown(mesh.pp)))
     rows = [_row(mesh, data) for data in _shown(mesh.data)]
@@ -46,16 +47,23 @@ def rank_layout(facts: Tree) -> Html:
 
 def _stage(facts: Tree, mesh: Mesh, stage: int) -> str:
     layers = facts["plan"]["pipeline"]["stages"]
-    return f"stage {stage}" + (f", {layers[stage]} layers" if len(layers) == mesh.pp else "")
+    if len(layers) == mesh.pp:
+        return say("stage {stage}, {layers} layers", stage=stage, layers=layers[stage])
+    return say("stage {stage}", stage=stage)
 
 
 def _row(mesh: Mesh, data: int | None) -> Html:
     if data is None:
         left = mesh.data - MAX_SHOWN + 1
-        return tag("tr", None, tag("th", None, f"{left} more"), *(tag("td", None, "⋮") for _ in _shown(mesh.pp)))
+        return tag(
+            "tr",
+            None,
+            tag("th", None, say("{count} more", count=left)),
+            *(tag("td", None, "⋮") for _ in _shown(mesh.pp)),
+        )
     replica, shard, part = data // mesh.shards, data % mesh.shards // mesh.cp, data % mesh.cp
     names = [("replica", replica, mesh.dp_replicate), ("shard", shard, mesh.dp_shard), ("part", part, mesh.cp)]
-    label = ", ".join(f"{name} {index}" for name, index, degree in names if degree > 1)
+    label = ", ".join(f"{say(name)} {index}" for name, index, degree in names if degree > 1)
     cells = [tag("td", None, *_ranks(mesh, stage, data)) for stage in _shown(mesh.pp)]
     return tag("tr", None, tag("th", None, label), *cells)
 

@@ -8,13 +8,14 @@ from typing import Any
 from trimaran.app.report.curves import number, tree
 from trimaran.app.report.downsample import Point, Spread, spread
 from trimaran.core.regular_files import open_regular_file
-from trimaran.run import RunDirectory
+from trimaran.run import LineFollower, RunDirectory
 from trimaran.run.journal import parse_lines
 
 Sample = dict[str, Any]
 MAX_LINES = 2000  # of all nodes together
 MIN_NODE_LINES = 20
 MAX_FULLY_READ_BYTES = 1 << 20
+MAX_POINTS = 4096  # of a quantity that are kept
 
 HOST: dict[str, Callable[[Sample], float]] = {
     "cpu": lambda each: number(each.get("cpu")),
@@ -31,15 +32,36 @@ GPU: dict[str, Callable[[Sample], float]] = {
 }
 
 
-def machines_of(run: RunDirectory) -> dict[str, list[Spread]]:
-    """Return minimum, mean and maximum over all nodes (or GPUs) of every sampled quantity, by time."""
-    paths = sorted(run.samples(0).parent.glob("node-*.jsonl"))
-    points: dict[str, list[Point]] = {}
-    for path in paths:
-        for sample in parse_lines(spread_lines(path, max(MIN_NODE_LINES, MAX_LINES // len(paths)))):
-            _add_points(sample, points)
-    found = {name: spread(points[name]) for name in (*HOST, *GPU) if name in points}
-    return {name: spreads for name, spreads in found.items() if spreads}
+class MachinesFeed:
+    """Follows the samples of all nodes: `points` are values of every quantity by time, in bounded memory."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._folder = run.samples(0).parent
+        self._followers: dict[Path, LineFollower] = {}
+        self._points: dict[str, list[Point]] = {}
+
+    def refresh(self) -> bool:
+        """Read what was appended, and return whether there was anything. Of a long past only some lines are read."""
+        paths = sorted(self._folder.glob("node-*.jsonl"))
+        has_new = False
+        for path in paths:
+            if path in self._followers:
+                lines = self._followers[path].new()
+            else:
+                self._followers[path] = LineFollower(path, backlog=0)
+                lines = spread_lines(path, max(MIN_NODE_LINES, MAX_LINES // len(paths)))
+            for sample in parse_lines(lines):
+                _add_points(sample, self._points)
+                has_new = True
+        for name, points in self._points.items():
+            if len(points) > MAX_POINTS:
+                self._points[name] = sorted(points)[::2]
+        return has_new
+
+    def spreads(self) -> dict[str, list[Spread]]:
+        """Return minimum, mean and maximum over all nodes (or GPUs) of every sampled quantity, by time."""
+        found = {name: spread(self._points[name]) for name in (*HOST, *GPU) if name in self._points}
+        return {name: spreads for name, spreads in found.items() if spreads}
 
 
 def _add_points(sample: Sample, points: dict[str, list[Point]]) -> None:

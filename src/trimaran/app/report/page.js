@@ -52,13 +52,14 @@
     const area = event.target.closest?.(".plot-area"), figure = area?.closest("figure[data-plot]") ?? null;
     if (figure !== active) leave();
     if (!figure) return;
-    const plot = plotOf(figure), { low, high, since, by_size, x: across } = plot.axis;
+    const plot = plotOf(figure), { low, high, since, by_size, counted, x: across } = plot.axis;
     const box = area.getBoundingClientRect(), pointer = figure.querySelector(".pointer");
     const fraction = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     const lead = plot.series[plot.series.length - 1].points;
     if (!lead.length) return;
     const at = nearest(lead, low + fraction * (high - low))[0];
-    const position = across ? across.name + " " + show[across.unit](across.log ? 2 ** at : at) : by_size ? size(2 ** at) : since === null ? say("step") + " " + at : span(at - since) + " " + say("after the start");
+    const position = across ? across.name + " " + show[across.unit](across.log ? 2 ** at : at) : by_size ? size(2 ** at)
+      : counted ? count(at) + " " + counted : since === null ? say("step") + " " + at : span(at - since) + " " + say("after the start");
     const values = plot.series.filter((each) => each.points.length).map((each) => [each.name, ...nearest(each.points, at)])
       .filter(([, where]) => Math.abs(where - at) <= 0.02 * (high - low)).map(([name, , value]) => name + " " + show[plot.unit](value));
     figure.querySelector("output").textContent = [position, ...values.reverse()].join("  ·  ");
@@ -68,6 +69,67 @@
     figure.classList.add("active");
     active = figure;
   };
+  // A grid of ranks: the text of the cell under the pointer.
+  const showCell = (event) => {
+    const grid = event.target.closest?.("svg[data-columns]"), figure = grid?.closest("figure[data-cells]");
+    if (!figure) return;
+    const box = grid.getBoundingClientRect(), columns = Number(grid.dataset.columns), cell = grid.viewBox.baseVal;
+    const [x, y] = [(event.clientX - box.left) / box.width * columns, (event.clientY - box.top) / box.height * Math.round((cell.height + 3) / 23)];
+    const at = Math.floor(y) * columns + Math.min(columns - 1, Math.floor(x));
+    figure.querySelector("output").textContent = JSON.parse(figure.dataset.cells)[at] ?? "";
+  };
+  // Dragging over a plot of a live page selects a range of steps, a double click all of them: the page asks the server.
+  let drag = null;
+  const place = (event, area) => {
+    const box = area.getBoundingClientRect();
+    return Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+  };
+  const select = (event) => {
+    if (!drag) return;
+    const to = place(event, drag.area), rect = drag.figure.querySelector(".selection");
+    rect.setAttribute("x", 1000 * Math.min(drag.from, to));
+    rect.setAttribute("width", 1000 * Math.abs(to - drag.from));
+  };
+  const endDrag = (event) => {
+    if (!drag) return;
+    const { figure, from, area } = drag, to = place(event, area), { low, high } = plotOf(figure).axis;
+    drag = null;
+    figure.querySelector(".selection").setAttribute("width", 0);
+    if (Math.abs(to - from) < 0.01) return;
+    const at = (part) => Math.round(low + part * (high - low));
+    figure.dispatchEvent(new CustomEvent("zoom", { bubbles: true, detail: { low: at(Math.min(from, to)), high: at(Math.max(from, to)) } }));
+  };
+  document.addEventListener("pointerdown", (event) => {
+    const area = event.target.closest?.("figure[data-zoom] .plot-area");
+    if (area && event.button === 0) drag = { area, figure: area.closest("figure"), from: place(event, area) };
+  });
+  document.addEventListener("pointermove", select);
+  document.addEventListener("pointerup", endDrag);
+  document.addEventListener("pointercancel", () => { drag = null; });
+  document.addEventListener("dblclick", (event) => {
+    event.target.closest?.("figure[data-zoom] .plot-area")?.dispatchEvent(new CustomEvent("zoom", { bubbles: true, detail: null }));
+  });
+  document.addEventListener("pointermove", showCell);
+  document.addEventListener("pointerdown", showCell);
+  // A tab changes the address without a new page; arrow keys go to the neighbours.
+  const openTab = (link) => {
+    history.replaceState(null, "", link.href);
+    link.dispatchEvent(new CustomEvent("tab", { bubbles: true, detail: link.dataset.tab }));
+  };
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest?.("a[data-tab]");
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    openTab(link);
+  });
+  document.addEventListener("keydown", (event) => {
+    const link = event.target.closest?.("a[data-tab]"), step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    const other = step && link?.[step];
+    if (!other) return;
+    event.preventDefault();
+    other.focus();
+    openTab(other);
+  });
   document.addEventListener("pointermove", move);
   document.addEventListener("pointerdown", move);
   document.documentElement.addEventListener("pointerleave", leave);

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from trimaran.app.report.axis_scale import SHOW, SIZE, Scale, round_scale, tick_labels
 from trimaran.app.report.downsample import Point
 from trimaran.app.report.markup import Html, tag
-from trimaran.core import show_bytes, show_seconds
+from trimaran.app.report.words import say
+from trimaran.core import show_bytes, show_count, show_seconds
 
 POINTER_DIGITS = 6  # of a value shown under the pointer
 LABEL_GAP = 0.13  # between two end labels: 17 pixels of the lowest plot, which has 140
@@ -45,8 +46,8 @@ class Mark:
 class Plot:
     """One plot. `stats` are names and values below it. `levels` are horizontal lines, by name.
 
-    The x axis has steps or, if `since` is given, the time since then; with `by_size`, binary logarithms of bytes. A
-    `wide` plot takes a whole row.
+    The x axis has steps or, if `since` is given, the time since then; with `by_size`, binary logarithms of bytes; with
+    `counted`, a number of these, such as tokens. A `wide` plot takes a whole row.
     """
 
     title: str
@@ -60,6 +61,7 @@ class Plot:
     may_log: bool = False
     wide: bool = False
     by_size: bool = False
+    counted: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,8 @@ class EndLabel:
     top: float
 
 
-def draw(plot: Plot) -> Html:
-    """Return the plot with its axes and caption; empty if it has no points."""
+def draw(plot: Plot, *, may_zoom: bool = False) -> Html:
+    """Return the plot with its axes and caption; empty if it has no points. `may_zoom`: dragging selects a range."""
     positions = [at for curve in plot.curves for at, _ in curve.points]
     if not positions:
         return Html("")
@@ -84,9 +86,11 @@ def draw(plot: Plot) -> Html:
     shapes += [_level(name, value, plot.unit, y_scale) for name, value in plot.levels.items()]
     shapes += [_mark(mark, x_scale) for mark in plot.marks if x_scale.low <= mark.at <= x_scale.high]
     pointer = tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE})
+    chosen = [tag("rect", {"class": "selection", "x": 0, "width": 0, "y": 0, "height": SIZE})] if may_zoom else []
     words = ", ".join(f"{name} {value}" for name, value in plot.stats)
+    shapes += [pointer, *chosen]
     svg = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "role": "img",
-                      "aria-label": f"{plot.title}: {words}" if words else plot.title}, *shapes, pointer)  # fmt: skip
+                      "aria-label": f"{plot.title}: {words}" if words else plot.title}, *shapes)  # fmt: skip
     y_labels = [tag("span", None, label) for label in reversed(tick_labels(y_scale, plot.unit))]
     x_labels = [tag("span", None, label) for label in _x_labels(plot, x_scale)]
     labels = end_labels(plot, y_scale)
@@ -103,7 +107,7 @@ def draw(plot: Plot) -> Html:
         tag("ul", {"class": "stats"}, *stats) if stats else Html(""),
     ]
     kind = "wide" if plot.stacked or plot.wide else None
-    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale)}, *parts)
+    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale), "data-zoom": may_zoom}, *parts)
 
 
 def end_labels(plot: Plot, y_scale: Scale) -> list[EndLabel]:
@@ -195,7 +199,8 @@ def _shape(curve: Curve, x_scale: Scale, y_scale: Scale) -> Html:
 
 
 def _coordinates(points: Sequence[Point], x_scale: Scale, y_scale: Scale) -> list[str]:
-    return [f"{x_scale.position(x):.0f},{SIZE - y_scale.position(y):.0f}" for x, y in points]
+    across, upwards = x_scale.positions([x for x, _ in points]), y_scale.positions([y for _, y in points])
+    return [f"{x:.0f},{SIZE - y:.0f}" for x, y in zip(across, upwards, strict=True)]
 
 
 def _level(name: str, value: float, unit: str, y_scale: Scale) -> Html:
@@ -224,7 +229,9 @@ def _x_labels(plot: Plot, x_scale: Scale) -> list[str]:
         return [show_bytes(2**at) for at in ticks]
     if plot.since is not None:
         return [show_seconds(at - plot.since) for at in ticks]
-    return [f"step {ticks[0]:,.0f}", *(f"{at:,.0f}" for at in ticks[1:])]
+    if plot.counted:
+        return [f"{show_count(ticks[0])} {plot.counted}", *(show_count(at) for at in ticks[1:])]
+    return [say("step {step}", step=f"{ticks[0]:,.0f}"), *(f"{at:,.0f}" for at in ticks[1:])]
 
 
 def _values(plot: Plot, x_scale: Scale) -> str:
@@ -232,6 +239,7 @@ def _values(plot: Plot, x_scale: Scale) -> str:
     series = [{"name": curve.name, "points": [[_short(x), _short(y)] for x, y in _shown(plot, index)]}
               for index, curve in enumerate(plot.curves) if curve.name]  # fmt: skip
     axis = {"low": x_scale.low, "high": x_scale.high, "since": plot.since} | ({"by_size": True} if plot.by_size else {})
+    axis |= {"counted": plot.counted} if plot.counted else {}
     return json.dumps({"unit": plot.unit, "axis": axis, "series": series}, separators=(",", ":"))
 
 
@@ -247,5 +255,5 @@ def _short(value: float) -> float:
     """Return `value` rounded to the digits that are shown, which keeps the page small."""
     if value == 0 or not math.isfinite(value):
         return 0
-    short = round(value, POINTER_DIGITS - 1 - math.floor(math.log10(abs(value))))
+    short = float(f"{value:.{POINTER_DIGITS}g}")
     return int(short) if short == int(short) else short

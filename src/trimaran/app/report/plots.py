@@ -1,11 +1,12 @@
 """The plots of a report, built from its facts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimaran.app.report.axis_scale import SHOW
 from trimaran.app.report.markup import Html
 from trimaran.app.report.plot import Curve, Mark, Plot, draw
+from trimaran.app.report.words import say
 
 Tree = dict[str, Any]
 PHASE_KINDS = {
@@ -16,6 +17,7 @@ PHASE_KINDS = {
     "optimizer": "green",
     "checkpoint": "purple",
 }
+STEP_PLOTS = ("loss", "gradient", "speed", "time", "memory", "rate")
 SPREAD_TITLES = {
     "busy_seconds": ("Compute per step", "seconds"),
     "wait_seconds": ("Waiting for other ranks", "seconds"),
@@ -36,13 +38,18 @@ MACHINE_TITLES = {
 }
 
 
-def step_plots(facts: Tree) -> list[Html]:
-    """Return loss, gradient, throughput, memory, step time and learning rate over the steps."""
+def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool = False) -> list[Html]:
+    """Return loss, gradient, throughput, memory, step time and learning rate over the steps, or only some of them."""
+    plots = _step_plots(facts)
+    return [draw(plots[name], may_zoom=may_zoom) for name in names]
+
+
+def _step_plots(facts: Tree) -> dict[str, Plot]:
     curves, marks = facts["curves"], list(_marks(facts))
     expected = facts["prediction"] or {}
 
     def line(name: str, kind: str, label: str) -> list[Curve]:
-        return _curves(curves[name], kind, label) if name in curves else []
+        return _curves(curves[name], kind, say(label)) if name in curves else []
 
     def stats(name: str, unit: str, levels: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
         extremes = _extremes(curves[name], SHOW[unit]) if name in curves else []
@@ -54,28 +61,28 @@ def step_plots(facts: Tree) -> list[Html]:
         _level(expected, name, facts) for name in ("tokens_per_second", "step_seconds", "peak_bytes")
     )
     plots = [
-        Plot(title="Loss", unit="number", marks=marks, wide=True, stats=stats("loss", "number"),
+        Plot(title=say("Loss"), unit="number", marks=marks, wide=True, stats=stats("loss", "number"),
              curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
-        Plot(title="Gradient norm", unit="number", may_log=True, marks=marks,
+        Plot(title=say("Gradient norm"), unit="number", may_log=True, marks=marks,
              curves=line("grad_norm", "blue", "norm"), stats=stats("grad_norm", "number")),
-        Plot(title=f"{facts['unit'].capitalize()} per second", unit="count", marks=marks,
+        Plot(title=say(f"{facts['unit'].capitalize()} per second"), unit="count", marks=marks,
              curves=line("tokens_per_second", "blue", "measured"), levels=speed,
              stats=stats("tokens_per_second", "count", speed)),
-        Plot(title="Step time", unit="seconds", may_log=True, marks=marks,
+        Plot(title=say("Step time"), unit="seconds", may_log=True, marks=marks,
              curves=line("step_seconds", "blue", "measured"), levels=seconds,
              stats=stats("step_seconds", "seconds", seconds)),
-        Plot(title="Memory of a rank", unit="bytes", marks=marks, curves=[*memory, *peak], levels=size,
+        Plot(title=say("Memory of a rank"), unit="bytes", marks=marks, curves=[*memory, *peak], levels=size,
              stats=stats("peak_bytes", "bytes", size)),
-        Plot(title="Learning rate", unit="number", curves=line("lr", "blue", "rate"), stats=stats("lr", "number")),
+        Plot(title=say("Learning rate"), unit="number", curves=line("lr", "blue", "rate"), stats=stats("lr", "number")),
     ]  # fmt: skip
-    return [draw(plot) for plot in plots]
+    return dict(zip(STEP_PLOTS, plots, strict=True))
 
 
 def downsample_note(facts: Tree) -> str:
     """Return how to read downsampled curves; empty if none is downsampled."""
     is_downsampled = any("spread" in found for found in facts["curves"].values())
     note = "A line is the mean of neighbouring steps; the shade is their range, from minimum to maximum."
-    return note if is_downsampled else ""
+    return say(note) if is_downsampled else ""
 
 
 def _curves(found: Tree, kind: str, label: str) -> list[Curve]:
@@ -91,12 +98,12 @@ def _extremes(found: Tree, show: Callable[[float], str]) -> list[tuple[str, str]
     """Return the first, last, smallest and largest value of a curve; one value if it never changes."""
     first, last, least, most = (found[name] for name in ("first", "last", "least", "most"))
     if least[1] == most[1]:
-        return [("always", show(first[1]))]
+        return [(say("always"), show(first[1]))]
     return [
-        ("first", show(first[1])),
-        ("last", show(last[1])),
-        ("min", f"{show(least[1])} at {least[0]:,.0f}"),
-        ("max", f"{show(most[1])} at {most[0]:,.0f}"),
+        (say("first"), show(first[1])),
+        (say("last"), show(last[1])),
+        (say("min"), say("{value} at {step}", value=show(least[1]), step=f"{least[0]:,.0f}")),
+        (say("max"), say("{value} at {step}", value=show(most[1]), step=f"{most[0]:,.0f}")),
     ]
 
 
@@ -109,16 +116,16 @@ def phases_plot(facts: Tree) -> Html:
     for name, values in phases["seconds"].items():
         top = [below + value for below, value in zip(base, values, strict=True)]
         lower, upper = (list(zip(phases["steps"], each, strict=True)) for each in (base, top))
-        curves.append(Curve(name=name, kind=PHASE_KINDS[name], points=lower, upper=upper))
+        curves.append(Curve(name=say(name), kind=PHASE_KINDS[name], points=lower, upper=upper))
         base = top
-    return draw(Plot(title="Phases of a step", unit="seconds", curves=curves, stacked=True))
+    return draw(Plot(title=say("Phases of a step"), unit="seconds", curves=curves, stacked=True))
 
 
 def spread_plots(facts: Tree) -> list[Html]:
     """Return the spread over ranks, a plot for each quantity that differs."""
     spreads = facts["ranks_over_time"].get("spreads", {})
     differing = [(SPREAD_TITLES[name], rows) for name, rows in spreads.items() if any(row[1] < row[3] for row in rows)]
-    return [_band(title, unit, rows, ("min to max", "median")) for (title, unit), rows in differing]
+    return [_band(say(title), unit, rows, (say("min to max"), say("median"))) for (title, unit), rows in differing]
 
 
 def machine_plots(facts: Tree) -> list[Html]:
@@ -126,7 +133,9 @@ def machine_plots(facts: Tree) -> list[Html]:
     begin = facts["timeline"]["begin"]
     found = facts["machines_over_time"]
     rows = [(*MACHINE_TITLES[name], spreads) for name, spreads in found.items()]
-    return [_band(title, unit, spreads, ("min to max", "mean"), since=begin) for title, unit, spreads in rows]
+    return [
+        _band(say(title), unit, spreads, (say("min to max"), say("mean")), since=begin) for title, unit, spreads in rows
+    ]
 
 
 def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str], since: float | None = None) -> Html:
@@ -140,14 +149,14 @@ def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str]
 def _level(expected: Tree, name: str, facts: Tree) -> dict[str, float]:
     """Return the predicted value as a level; for scenes the prediction counts positions, so its rate is left out."""
     same_unit = name != "tokens_per_second" or facts["unit"] == "tokens"
-    return {"predicted": expected[name]} if expected.get(name) and same_unit else {}
+    return {say("predicted"): expected[name]} if expected.get(name) and same_unit else {}
 
 
 def _marks(facts: Tree) -> Iterator[Mark]:
     """Yield incidents, restarts and steps with NaN or Inf."""
     for incident in facts["incidents"][:200]:
-        yield Mark(at=incident["step"], kind="red", label=f"incident: {incident['id']} {incident['what']}")
+        yield Mark(at=incident["step"], kind="red", label=f"{say('incident')}: {incident['id']} {incident['what']}")
     for before, after in zip(facts["timeline"]["attempts"], facts["timeline"]["attempts"][1:], strict=False):
-        yield Mark(at=before["step"], kind="orange", label=f"restart: start {after['number']}")
+        yield Mark(at=before["step"], kind="orange", label=f"{say('restart')}: {after['number']}")
     for step in facts["not_finite"]:
-        yield Mark(at=step, kind="purple", label=f"NaN or Inf: step {step}")
+        yield Mark(at=step, kind="purple", label=f"{say('NaN or Inf')}: {step}")

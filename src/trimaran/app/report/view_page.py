@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
+from trimaran.app.report.document import html_document
 from trimaran.app.report.figure_cells import draw_matrix
 from trimaran.app.report.figure_chart import draw_lines, draw_scatter
 from trimaran.app.report.figure_graph import draw_graph
 from trimaran.app.report.figure_parts import titled
 from trimaran.app.report.figure_rows import draw_bars, draw_timeline
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.page import html_document
 from trimaran.app.report.sections import table
 from trimaran.viz import Figure, Formula, Mode, PlanView, show_value
 from trimaran.viz.figures import Bars, FileText, Lines, Matrix, NodeGraph, Scatter, Table, Timeline

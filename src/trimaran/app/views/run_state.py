@@ -206,6 +206,10 @@ class RunState:
     def events_of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
 
+    def events_of_rank(self, rank: int) -> list[Event]:
+        """Return the events of a rank since its last start."""
+        return self._current.get(rank, [])
+
     def current_events(self, kind: str) -> list[Event]:
         """Return the events of each rank since its last start."""
         return [event for events in self._current.values() for event in events if event.kind == kind]

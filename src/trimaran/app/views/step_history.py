@@ -1,10 +1,17 @@
 """All steps of a run in bounded memory: the latest one by one, the earlier ones as sums of neighbouring steps."""
 
-from collections.abc import Iterator
-from functools import reduce
+from collections.abc import Iterator, Sequence
 
 from trimaran.core import StepMetrics
-from trimaran.telemetry.step_blocks import MAX_NOT_FINITE, SCALARS, Extent, StepBlock, block_of, not_finite
+from trimaran.telemetry.step_blocks import (
+    MAX_NOT_FINITE,
+    SCALARS,
+    Extent,
+    StepBlock,
+    block_of,
+    join_extents,
+    not_finite,
+)
 from trimaran.telemetry.step_lines import StepLine
 
 MAX_STEPS = 2048  # that stay single at least; up to twice as many
@@ -28,7 +35,8 @@ class StepHistory:
 
     def add(self, step: StepLine) -> None:
         """Add a step. It replaces steps that were withdrawn and are repeated."""
-        self._clear()
+        if (self.steps and self.steps[-1].step >= step.step) or (self.blocks and self.blocks[-1].last >= step.step):
+            self._clear()
         while self.steps and self.steps[-1].step >= step.step:
             self.steps.pop()
             self._lines.pop()
@@ -40,6 +48,9 @@ class StepHistory:
             self.first = metrics
         self.steps.append(metrics)
         self._lines.append(step)
+        for name, found in self._extents.items():
+            found += _single_extents(name, [metrics])
+        self._whole.clear()
         if len(self._lines) > 2 * MAX_STEPS:
             self._fold(keep=MAX_STEPS)
 
@@ -65,30 +76,22 @@ class StepHistory:
         """Return the extents of one of `SCALARS` in order: one for each block and each step with finite values."""
         if name not in self._extents:
             found = [block.scalars[name] for block in self.blocks if name in block.scalars]
-            self._extents[name] = [*found, *self._single_extents(name)]
+            self._extents[name] = [*found, *_single_extents(name, self.steps)]
         return self._extents[name]
 
     def extent(self, name: str) -> Extent | None:
         """Return the extent of one of `SCALARS` over the whole run; None if no value is finite."""
         if name not in self._whole:
             extents = self.extents(name)
-            self._whole[name] = reduce(Extent.join, extents) if extents else None
+            self._whole[name] = join_extents(extents) if extents else None
         return self._whole[name]
 
     def _clear(self) -> None:
-        if self._extents:
-            self._extents, self._whole = {}, {}
-
-    def _single_extents(self, name: str) -> Iterator[Extent]:
-        value_of = SCALARS[name]
-        for step in self.steps:
-            value = value_of(step)
-            if value - value == 0:  # neither NaN nor Inf
-                point = (step.step, value)
-                yield Extent(1, value, point, point, point, point)
+        self._extents, self._whole = {}, {}
 
     def _fold(self, *, keep: int) -> None:
         """Put all steps but the last `keep` into blocks."""
+        self._clear()
         size, end = self._block_steps, len(self._lines) - keep
         for begin in range(0, end, size):
             self._append_block(block_of(self._lines[begin : min(begin + size, end)]))
@@ -118,3 +121,13 @@ class StepHistory:
         while size * MAX_BLOCKS < self.count:
             size *= 2
         return size
+
+
+def _single_extents(name: str, steps: Sequence[StepMetrics]) -> Iterator[Extent]:
+    """Yield the extents of single steps with finite values."""
+    value_of = SCALARS[name]
+    for step in steps:
+        value = value_of(step)
+        if value - value == 0:  # neither NaN nor Inf
+            point = (step.step, value)
+            yield Extent(1, value, point, point, point, point)

@@ -14,10 +14,12 @@ from fastapi import FastAPI, Request, Response
 from nicegui import app as nicegui_app
 from nicegui import run, ui
 
+from trimaran.app.report.document import html_document
 from trimaran.app.report.markup import tag
-from trimaran.app.report.page import html_document
 from trimaran.app.web import (
+    compare_page,
     home_page,
+    run_page,
     views_page,
     workshop_page,
 )
@@ -32,6 +34,8 @@ TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8
 RECONNECT_SECONDS = 20.0  # how long the server keeps a page that has lost its connection
 PAGES = (
     home_page,
+    run_page,
+    compare_page,
     views_page,
     workshop_page,
 )

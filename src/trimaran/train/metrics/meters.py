@@ -14,7 +14,8 @@ import torch.distributed as dist
 from trimaran.core import Plan, Recipe
 from trimaran.hardware.host_limits import CGROUP, total_bytes
 from trimaran.nets import Network
-from trimaran.train.metrics.rank_stats import RankStats
+from trimaran.telemetry.rank_table import RankTableWriter
+from trimaran.train.metrics.rank_stats import MEASURES, RankStats
 
 STATM = "/proc/self/statm"
 MAX_STATM_BYTES = 256
@@ -86,6 +87,7 @@ class Meters:
     plan: Plan
     memory: MemoryMeter
     rank_stats: RankStats | None = None  # None with a single rank
+    rank_table: RankTableWriter | None = None  # on rank 0 of several
     lr_factors: Mapping[str, float]  # of each tower; empty if all have the same learning rate
 
     @property
@@ -111,6 +113,8 @@ class Meters:
             self.rank_stats.measure(step, rank_measures(phases, peak=peak, tokens=tokens))
             if ranks := self.rank_stats.summary(rank_sums):
                 details |= {"waits": wait_phases(phases, ranks.pop("late_seconds")), "ranks": ranks}
+                if self.rank_table is not None and self.rank_table.is_due:
+                    self.rank_table.write(ranks["step"], MEASURES, self.rank_stats.table(rank_sums))
         return peak, details
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
@@ -122,13 +126,16 @@ class Meters:
         return {"hfu": (prediction.flops_per_step + prediction.repeated_flops) / (seconds * peak)}
 
 
-def build_meters(recipe: Recipe, plan: Plan, network: Network, device: torch.device) -> Meters:
-    """Return the meters of this rank. The process group must be initialised."""
+def build_meters(
+    recipe: Recipe, plan: Plan, network: Network, device: torch.device, rank_table: RankTableWriter | None = None
+) -> Meters:
+    """Return the meters of this rank. The process group must be initialised. Rank 0 writes `rank_table`."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     return Meters(
         plan=plan,
         memory=MemoryMeter(device),
         rank_stats=RankStats(rank=rank, num_ranks=num_ranks, pp=plan.mesh.pp) if num_ranks > 1 else None,
+        rank_table=rank_table,
         lr_factors=lr_factors(recipe, network.towers),
     )
 

@@ -43,9 +43,13 @@ class RankStats:
         """Return `summarise_ranks` and its step on rank 0, given the sums of `counts`; else nothing."""
         if self._rank != 0 or not sums or not sums[0]:
             return {}
+        return {"step": round(sums[0])} | summarise_ranks(self.table(sums), self._stage_ranks)
+
+    @staticmethod
+    def table(sums: Sequence[float]) -> list[list[float]]:
+        """Return the measures of every rank, given the sums of `counts`: a row for each rank, in MEASURES order."""
         rows = [sums[first : first + len(MEASURES)] for first in range(1, len(sums), len(MEASURES))]
-        table = [[_from_count(name, each) for name, each in zip(MEASURES, row, strict=True)] for row in rows]
-        return {"step": round(sums[0])} | summarise_ranks(table, self._stage_ranks)
+        return [[_from_count(name, each) for name, each in zip(MEASURES, row, strict=True)] for row in rows]
 
 
 def summarise_ranks(table: Sequence[Sequence[float]], stage_ranks: int) -> dict[str, Any]:

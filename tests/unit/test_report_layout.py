@@ -108,7 +108,7 @@ class Figures(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         fields = dict(attrs)
-        if tag == "figure" and "data-plot" not in fields:
+        if tag == "figure" and ("data-plot" not in fields or fields.get("class") == "view"):
             self._open.append("another figure")
             return
         if tag == "figure":

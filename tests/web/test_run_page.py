@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ def show(page: Any, tab: str) -> None:
     page.locator(f'a[data-tab="{tab}"]').click()
     page.wait_for_selector(f'a[data-tab="{tab}"][aria-selected=true]')
     ready(page)
+
+
+def point_until(page: Any, condition: str) -> None:
+    """Move the pointer inside the first cell until the condition holds: an update may replace the grid at any time."""
+    for number in range(200):
+        page.locator(".rank-grid").first.hover(position={"x": 7 + number % 3, "y": 8})
+        if page.evaluate(f"() => Boolean({condition})"):
+            return
+        time.sleep(0.1)
+    raise AssertionError(condition)
 
 
 def decided(real: RunDirectory, name: str) -> RunDirectory:
@@ -128,8 +139,7 @@ def test_a_run_is_drawn_while_it_trains_and_a_killed_rank_is_an_incident(
     show(page, "ranks")
     until(page, "document.querySelector('figure.rank-grids')?.dataset.cells.includes('heartbeat')")
     until(page, "document.querySelector('.rank-grids')?.innerText.includes('Lag')")  # after a few steps
-    page.locator(".rank-grid").first.hover(position={"x": 8, "y": 8})
-    until(page, "document.querySelector('.rank-grids output')?.textContent.startsWith('rank 0')")
+    point_until(page, "document.querySelector('.rank-grids output')?.textContent.startsWith('rank 0')")
     show(page, "incidents")
     assert page.locator(".run-body .empty").count() == 1
     supervised.send_signal(1, signal.SIGKILL)

@@ -57,7 +57,7 @@ def _bar(name: str, detail: str, seconds: float, begin: float, total: float, kin
     place = {"x": round(begin / total * SIZE, 1), "width": round(max(seconds / total * SIZE, 1.0), 1)}
     shape = tag("rect", {"class": f"fill {kind}", **place, "y": 0, "height": BAR_HEIGHT},
                 tag("title", None, f"{name}: {show_seconds(seconds)}"))  # fmt: skip
-    svg = tag("svg", {"viewBox": f"0 0 {SIZE} {BAR_HEIGHT}", "preserveAspectRatio": "none", "class": "drawing fall",
+    svg = tag("svg", {"viewBox": f"0 0 {SIZE} {BAR_HEIGHT}", "preserveAspectRatio": "none", "class": "fall",
                       "role": "img", "aria-label": f"{name} {show_seconds(seconds)}"}, shape)  # fmt: skip
     label = tag("th", None, tag("b", None, name), tag("span", {"class": "quiet"}, detail))
     value = tag("td", None, f"{show_seconds(seconds)} ", tag("span", {"class": "quiet"}, f"{seconds / total:.1%}"))

@@ -55,7 +55,8 @@ def test_the_laps_of_a_clock_add_up_to_the_elapsed_time() -> None:
     elapsed = time.perf_counter() - began
     phases = clock.end_step()().phases
     assert sum(phases.values()) == pytest.approx(elapsed, abs=2e-3)
-    assert phases["forward"] == pytest.approx(2 * phases["data"], rel=0.3)
+    assert phases["forward"] >= 0.02  # its two laps; a busy machine sleeps longer
+    assert min(phases["data"], phases["backward"]) >= 0.01
     time.sleep(0.02)
     clock.restart()
     clock.lap("data")

@@ -103,6 +103,7 @@ def test_a_page_that_may_write_starts_a_real_run(browser: Any, tmp_path: Path) -
         with opening(browser, server, context.storage_state()) as open_one:
             page = open_one("/workshop")
             page.get_by_label("Model or recipe", exact=True).select_option("tiny")
+            wait_for_command(page, "plan tiny")  # the model has set the sizes
             page.get_by_label("Device", exact=True).select_option("cpu")
             page.get_by_label("Nodes", exact=True).fill("0")
             page.get_by_label("Devices of a node", exact=True).fill("0")

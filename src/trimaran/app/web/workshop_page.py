@@ -4,7 +4,7 @@ import shlex
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from nicegui import app, background_tasks, run, ui
@@ -92,14 +92,19 @@ class Workshop:
         return changed
 
     async def _choose_model(self, what: str) -> None:
-        """Use another model; a recipe brings its own sizes."""
-        chosen = inputs = replace(self.inputs, what=what)
+        """Use another model; a recipe brings its own sizes, except what the user changes while it is read."""
+        chosen = sized = self.inputs = replace(self.inputs, what=what)
         with suppress(UserError):  # the answer says what is wrong with the recipe
-            inputs = await run.io_bound(desk_of.with_sizes, chosen) or chosen
-        self.inputs = inputs
-        if inputs != chosen:
+            sized = await run.io_bound(desk_of.with_sizes, chosen) or chosen
+        names = [each.name for each in fields(chosen)]
+        own = {name: getattr(sized, name) for name in names if getattr(sized, name) != getattr(chosen, name)}
+        own = {name: size for name, size in own.items() if getattr(self.inputs, name) == getattr(chosen, name)}
+        if self.inputs.what != what:
+            return  # another model was chosen meanwhile
+        if own:
+            self.inputs = replace(self.inputs, **own)
             self._build_panel()
-        await self._ask(inputs)
+        await self._ask(self.inputs)
 
     async def _release(self) -> None:
         self.inputs = replace(self.inputs, pins=())

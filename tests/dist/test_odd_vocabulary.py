@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests import matrix
 from tests.parity import TOLERANCE, Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
@@ -25,6 +27,7 @@ from trimaran.nets import decoder_network
 from trimaran.nets.hf_weights import full_tensor
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.parallel import apply_plan, build_mesh
+from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
 from trimaran.run import RunDirectory
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
@@ -133,3 +136,19 @@ def test_the_language_tower_of_a_vision_language_model_has_an_odd_vocabulary() -
     spec = replace(SPEC, language=replace(SPEC.language, vocab=VOCABULARY))
     expected = train_all_ranks(spec, plan_of(grad_accum=1))[0]
     assert_traces_match(train_all_ranks(spec, plan_of(mesh={"tp": 2}, towers={"vision": {"tp": 1}})), expected)
+
+
+def losses_with_wrong_labels() -> list[float]:
+    """Return the losses of five logits that two ranks share: of a token, an ignored label, and two that are no token."""
+    join_process_group(read_rank_info(os.environ))
+    mesh = init_device_mesh("cpu", (2,))
+    columns = (3, 2)[mesh.get_local_rank()]
+    logits = DTensor.from_local(torch.zeros(4, columns), mesh, (Shard(1),), run_check=False, shape=torch.Size((4, 5)),
+                                stride=(5, 1))  # fmt: skip
+    return vocab_parallel_token_losses(logits, torch.tensor([4, -100, 5, -1]), ignored=-100).tolist()
+
+
+def test_the_loss_of_a_label_that_is_no_token_is_nan() -> None:
+    for losses in run_ranks(2, losses_with_wrong_labels):
+        assert losses[:2] == [pytest.approx(np.log(5)), 0.0]
+        assert np.isnan(losses[2:]).all()

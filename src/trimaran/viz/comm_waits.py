@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan
 from trimaran.core.comm_axes import WORLD, predicted_comm
-from trimaran.viz.figures import Bars, Figure, Lines, Table, ValueSeries
+from trimaran.viz.figures import Bars, Figure, Table, ValueSeries
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import RunMedians, Subject
 from trimaran.viz.texts import as_is, say
@@ -65,20 +65,3 @@ def late_ranks(run: RunMedians) -> list[Figure]:
             )
         )
     return found
-
-
-def comm_lines(run: RunMedians, predicted: float) -> list[Lines]:
-    """Return the exposed communication of the last steps; nothing for fewer than two steps."""
-    if len(run.last.numbers) < 2:
-        return []
-    return [
-        Lines(
-            title="Exposed communication over the last steps",
-            x_name="step number",
-            x_unit="count",
-            unit="seconds",
-            x=tuple(map(float, run.last.numbers)),
-            series=(ValueSeries(name="measured", values=run.last.comm),),
-            limits={"predicted": predicted},
-        )
-    ]

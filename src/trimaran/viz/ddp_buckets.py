@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.cost.step_time import pipeline_times_of
-from trimaran.viz.comm_waits import comm_lines, late_ranks, predicted_waits, waits_table
+from trimaran.viz.comm_waits import late_ranks, predicted_waits, waits_table
 from trimaran.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries
+from trimaran.viz.measured_lines import comm_lines
 from trimaran.viz.planner_texts import planner_text
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import Controls, RunMedians, Subject

@@ -7,7 +7,8 @@ from trimaran.core import Plan, Prediction, show_bytes, show_count
 from trimaran.cost import STATE_BYTES, Job, predict
 from trimaran.hardware import DEVICES, Cluster
 from trimaran.planner.least_memory import cluster_sizes, first_that_fits, resized_cluster
-from trimaran.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, stacked_bars
+from trimaran.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries, stacked_bars
+from trimaran.viz.measured_lines import peak_lines
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import Controls, RunMedians, Subject
 from trimaran.viz.texts import as_is, say
@@ -159,25 +160,8 @@ def _live(subject: Subject, run: RunMedians, need: _Need) -> Mode:
         said.append(say("At the measured {rate} tokens/s, {tokens} tokens take {days:.3g} days; the predicted rate is "
                         "off by {error:+.1%}.", rate=show_count(run.tokens_per_second), days=days, error=off,
                         tokens=show_count(need.tokens)))  # fmt: skip
-    figures = [bars, *peak_lines(run, float(prediction.peak_bytes))]
+    figures = [bars, *peak_lines(run, prediction.peak_bytes)]
     return Mode(sentences=tuple(said), figures=tuple(figures))
-
-
-def peak_lines(run: RunMedians, predicted: float) -> list[Lines]:
-    """Return the peak memory of the last steps, with the predicted peak as a line; nothing for fewer than two steps."""
-    if len(run.last.numbers) < 2:
-        return []
-    return [
-        Lines(
-            title="Peak memory over the last steps",
-            x_name="step number",
-            x_unit="count",
-            unit="bytes",
-            x=tuple(map(float, run.last.numbers)),
-            series=(ValueSeries(name="measured", values=run.last.peak_bytes),),
-            limits={"predicted": predicted},
-        )
-    ]
 
 
 def _bars(need: _Need, predictions: dict[str, Prediction]) -> Bars:

@@ -9,7 +9,7 @@ from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.step_time import pipeline_times_of
 from trimaran.viz.comm_waits import predicted_waits, waits_table
 from trimaran.viz.figures import Bars, Formula, Lines, Matrix, Mode, ModeName, Span, Timeline, ValueSeries
-from trimaran.viz.memory_need import peak_lines
+from trimaran.viz.measured_lines import peak_lines
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import Controls, RunMedians, Subject
 from trimaran.viz.texts import as_is, say
@@ -217,7 +217,7 @@ def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *,
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
     """Return what a run that shards its weights waits for them, and its memory over time."""
-    peaks = peak_lines(run, float(subject.prediction.peak_bytes))
+    peaks = peak_lines(run, subject.prediction.peak_bytes)
     if subject.plan.mesh.dp_shard == 1:
         said = say("This run does not shard its weights (`plan.mesh.dp_shard` is 1). Start one that does with "
                    "`--set plan.mesh.dp_shard=2 --set plan.sharding=parameters`.")  # fmt: skip

@@ -52,7 +52,7 @@ def sent_bytes(stage: int, parameters: float, ranks: int, each: StateBytes = MIX
 
 
 def least_ranks(stage: int, parameters: float, memory: float, each: StateBytes = MIXED) -> int | None:
-    """Return the fewest data ranks with which a stage needs at most `memory`; None if no number is enough."""
+    """Return the smallest number of data ranks with which a stage fits into `memory` bytes; None if none does."""
     whole = sum(bytes_of(stage, parameters, 1, each)[: 3 - stage])
     shared = sum(bytes_of(stage, parameters, 1, each)[3 - stage :])
     if whole + shared <= memory:

@@ -14,7 +14,7 @@ from trimaran.app.report.words import say as said
 from trimaran.app.report.words import speaking
 from trimaran.app.request.options import path_argument, program_name
 from trimaran.app.web.controls import button, text_field
-from trimaran.app.web.frame import Markup, empty_state, error_state, loading_state, page_frame
+from trimaran.app.web.frame import Markup, empty_state, error_state, loading_state, page_frame, show_error
 from trimaran.app.web.language import Language, current_language, say, say_in
 from trimaran.app.web.run_banner import run_header
 from trimaran.app.web.run_feeds import RunFeeds
@@ -76,7 +76,13 @@ def add_page(state: WebState) -> None:
 
     @ui.page("/runs/{slug}")
     async def run_page(slug: str, tab: str = FIRST_TAB) -> None:
-        state.runs.open(slug)  # a page for a wrong name is an error page at once
+        try:
+            state.runs.open(slug)
+        except UserError as error:
+            ui.context.client.status_code = 404
+            with page_frame(slug[:60], active="/"):
+                show_error(error)
+            return
         view = RunView(feeds, slug, tab if tab in TABS else FIRST_TAB, current_language())
         with page_frame(slug, active="/"):
             await _show_run(view)

@@ -19,9 +19,9 @@ NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR, TREE_EFFICIENCY = 2.1, 0.65, 0.2
 MAX_SERIAL_HOPS = 16  # hops of an all-to-all that do not overlap
 # Links with a higher latency are Gloo's. Its gathers reach this fraction of an all-reduce (two ranks).
 MIN_GLOO_LATENCY_SECONDS, GLOO_GATHER_EFFICIENCY = 1e-4, 0.35
-# Between nodes, TCP reaches this fraction of a link, less headers, with any of Gloo's collectives. Each of its messages
-# takes a round trip, in an all-reduce too (`trimaran bench comm` on links of 100 Mbit/s and of 20 ms).
-GLOO_NETWORK_EFFICIENCY, MIN_GLOO_NETWORK_LATENCY_SECONDS, GLOO_NETWORK_REDUCE_HOP = 0.92, 2.5e-4, 1.0
+# Between nodes, TCP reaches this fraction of a link, less headers, with any of Gloo's collectives. A message takes a
+# round trip, in an all-reduce of two ranks too (`trimaran bench comm` on links of 100 Mbit/s and of 20 ms).
+GLOO_NETWORK_EFFICIENCY, MIN_GLOO_NETWORK_LATENCY_SECONDS = 0.92, 2.5e-4
 # What TCP sends before the first answer, also after a pause: ten segments, as Linux does. Then twice as much each time.
 TCP_WINDOW_BYTES = 10 * 1448
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "send")
@@ -34,6 +34,7 @@ class Ring(NamedTuple):
     latency: of one hop of an all-gather.
     tree_bandwidth: 0 where there is no tree; only NCCL's networks have them.
     reduce_hop: the latency of one hop of an all-reduce, as a fraction of `latency`.
+    is_tcp: whether Gloo connects the ranks over a network.
     inside, near_bandwidth: how many of the ranks share an inner link, and its bandwidth.
     """
 
@@ -48,6 +49,7 @@ class Ring(NamedTuple):
     inside: int = 1
     near_bandwidth: float = math.inf
     reduce_hop: float = REDUCE_HOP_FACTOR
+    is_tcp: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -65,16 +67,13 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
             break
         near = min(near, RING_EFFICIENCY * link.bandwidth) if num_joined > 1 else near
         inside, scale = num_joined, num_joined / link.devices
-    far, one_card, reduce_hop = (
-        min(near, inside * link.bandwidth),
-        NETWORK_EFFICIENCY * link.bandwidth,
-        REDUCE_HOP_FACTOR,
-    )
+    far, one_card = min(near, inside * link.bandwidth), NETWORK_EFFICIENCY * link.bandwidth
+    reduce_hop, is_tcp = REDUCE_HOP_FACTOR, False
     if link is levels[0]:
         usual, tree, hop = _near_bandwidths(link), 0.0, 1.0
     elif link.latency > MIN_GLOO_NETWORK_LATENCY_SECONDS:
         usual, tree, hop = (GLOO_NETWORK_EFFICIENCY * far,) * 4, 0.0, NETWORK_HOP_FACTOR
-        reduce_hop = GLOO_NETWORK_REDUCE_HOP
+        reduce_hop, is_tcp = _tcp_reduce_hop(num_ranks), True
     else:
         usual = (NETWORK_EFFICIENCY * far, NETWORK_GATHER_EFFICIENCY * far, one_card, one_card)
         tree, hop = TREE_EFFICIENCY * far, NETWORK_HOP_FACTOR
@@ -87,7 +86,16 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
     latency = Seconds(hop * link.latency)
     if hops == "own" and link is not levels[0]:
         latency = Seconds((link.latency + (inside - 1) * levels[0].latency) / inside)
-    return Ring(num_ranks, link.name, latency, reduce, gather, exchange, send, tree, inside, near, reduce_hop)
+    return Ring(num_ranks, link.name, latency, reduce, gather, exchange, send, tree, inside, near, reduce_hop, is_tcp)
+
+
+def _tcp_reduce_hop(num_ranks: int) -> float:
+    """Return the latency of one of the 2(n - 1) hops of Gloo's all-reduce, as a fraction of a round trip.
+
+    The first message waits for a round trip, the others only for their way: n round trips in all, as measured with 2,
+    3 and 4 nodes at 50 ms (`benchmarks/slow_links.py`).
+    """
+    return num_ranks / (2 * max(1, num_ranks - 1))
 
 
 def _near_bandwidths(link: Link) -> tuple[float, float, float, float]:
@@ -124,7 +132,7 @@ def slow_start_seconds(num_bytes: float, ring: Ring) -> Seconds:
 
     The window of TCP doubles with each round trip until it fills the link, or until everything is sent.
     """
-    if ring.num_ranks == 1 or ring.reduce_hop != GLOO_NETWORK_REDUCE_HOP:
+    if ring.num_ranks == 1 or not ring.is_tcp:
         return Seconds(0.0)
     window = min(num_bytes, ring.send_bandwidth * ring.latency)
     return Seconds(ring.latency * max(0.0, math.log2(window / TCP_WINDOW_BYTES)) if window > 0 else 0.0)

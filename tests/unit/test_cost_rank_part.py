@@ -8,11 +8,12 @@ import pytest
 from trimaran.core import Plan
 from trimaran.cost import Job, find_stack, predict
 from trimaran.cost.memory_inputs import memory_inputs_of
-from trimaran.cost.peak_memory import head_memory, peak_memory_of
+from trimaran.cost.peak_memory import head_memory, peak_memory_of, stage_memory_of
 from trimaran.cost.rank_part import distinct_parts, nanotron_stages, parts_of
 from trimaran.cost.states import num_owned, num_owned_in
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
+from trimaran.simulate.pipeline_order import pipeline_order
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
 ENDS = TINY.vocab * TINY.hidden
@@ -117,7 +118,7 @@ def test_a_frozen_tower_is_not_trained_and_counts_apart() -> None:
         ("1f1b", 4, [4, 3, 2, 1]),
         ("interleaved", 8, [5.5, 4.5, 3.5, 2.5]),  # 11, 9, 7 and 5 stages with two per rank
         ("interleaved", 7, [7, 6, 5, 4]),  # one round of seven
-        ("zero-bubble", 8, [4, 4, 4, 4]),
+        ("zero-bubble", 8, [4, 4, 3, 3.5]),
     ],
 )
 def test_as_many_micro_batches_are_in_flight_as_the_schedule_starts(
@@ -125,6 +126,32 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_starts(
 ) -> None:
     deep = outline_of(replace(TINY, layers=8))
     assert [part.in_flight for part in parts_of(deep, pipeline(schedule, pp=4, count=count), seq_len=64)] == in_flight
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16), (8, 16)])
+def test_a_zero_bubble_rank_holds_the_most_when_its_schedule_does(ranks: int, count: int) -> None:
+    order = pipeline_order("zero-bubble", ranks=ranks, num_stages=2 * ranks, micro_batches=count)
+    deep = outline_of(replace(TINY, layers=2 * ranks))
+    parts = parts_of(deep, pipeline("zero-bubble", pp=ranks, count=count), seq_len=64)
+    for part, passes in zip(parts, order.passes, strict=True):
+        started = finished = with_gradients = 0
+        held = []
+        for each in passes:
+            started += each.kind == "forward"
+            with_gradients += each.kind in ("backward", "input_grad")
+            finished += each.kind in ("backward", "weight_grad")
+            held.append((started - finished, with_gradients - finished))
+        # Of a layer, deferred gradients are about 0.6 of its activations.
+        fullest = max(held, key=lambda both: both[0] + 0.6 * both[1])
+        assert (2 * part.in_flight, 2 * part.deferred) == fullest
+
+
+def test_the_memory_of_messages_does_not_grow_with_the_number_of_micro_batches() -> None:
+    def activations(count: int) -> int:
+        job = Job(outline=outline_of(TINY), seq_len=64)
+        return stage_memory_of(job, H100, pipeline("1f1b", pp=2, count=count), 0).terms["activations"]
+
+    assert activations(64) == activations(4)
 
 
 def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:

@@ -41,6 +41,7 @@ class SavedActivations(NamedTuple):
     casts: 16-bit weight copies that autocast keeps from forward to backward, except in recomputed layers.
     exchanged: buffers that tensor-parallel ranks exchange.
     backward: gradients inside the layer whose backward is running, and its input if that is gathered again.
+    deferred: gradients of the outputs of all matmuls and norms, which a split backward keeps for those of the weights.
     """
 
     layers: float = 0
@@ -49,6 +50,7 @@ class SavedActivations(NamedTuple):
     casts: float = 0
     exchanged: float = 0
     backward: float = 0
+    deferred: float = 0
 
 
 class RecomputeMode(NamedTuple):
@@ -240,6 +242,7 @@ def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivat
         first.casts + second.casts,
         max(first.exchanged, second.exchanged),
         max(first.backward, second.backward),
+        first.deferred + second.deferred,
     )
 
 
@@ -253,6 +256,7 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
         matrices = layer.adapter_parameters(tp)
     gradients = view.backward_tensors * layer.active_ffn + 2 * layer.hidden
     gathered_bytes, exchanged_bytes = (view.gathered_bytes, view.exchanged_bytes) if tp > 1 else (0.0, 0.0)
+    outputs = (layer.heads + 2 * layer.kv_heads) * layer.head_dim + (layer.matrices - 1) * layer.active_ffn
     again = layer.hidden if tp > 1 and view.saved.tp_splits == "all" and recomputed < count else 0
     return SavedActivations(
         layers=positions * (saved_layer_bytes(one, recompute, count) + count * gathered_bytes * layer.hidden),
@@ -261,6 +265,7 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
         casts=mode.cast_bytes * (count - recomputed) * matrices,
         exchanged=positions * layer.hidden * exchanged_bytes,
         backward=positions * view.element_bytes * (gradients / tp + again) if view.backward_tensors else 0,
+        deferred=positions * view.element_bytes * count * (outputs / tp + 4 * layer.hidden),
     )
 
 

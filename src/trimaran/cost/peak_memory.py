@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from trimaran.core import Bytes, Plan
-from trimaran.cost.activation_memory import saved_on_rank
+from trimaran.cost.activation_memory import SavedActivations, saved_on_rank
 from trimaran.cost.job import Job
 from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows, loss_of
 from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
@@ -22,6 +22,7 @@ PROCESS_BYTES = 330 * 2**20
 WORKSPACE_BYTES = 2 * 2**25
 # Unused space in the allocator's segments, however small the temporary tensors are.
 SEGMENT_BYTES = 2**28
+EARLY_MESSAGES = 2  # that a pipeline's rank receives of each neighbour before it needs them, at most. Assumed.
 CPU_SPLIT_LOGIT_BYTES = 10  # per logit of our loss of a split vocabulary: fp32 logits and exponentials beside 16 bits
 # Memory outside the allocator, so not part of the peak: a CUDA context with cuBLAS (0.92 GiB on an H200; BigScience saw
 # 1.1 on V100, 1.5 on A100), and NCCL's buffers per process group. The latter is a guess: runs with two groups had
@@ -148,7 +149,9 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     """
     states, saved, in_flight = states_of(inputs, part), saved_on_rank(inputs, part, gathered=gathered), part.in_flight
     head, casts, host = head_memory(inputs, part), saved.casts, states.host
-    alive, others = saved.layers * in_flight, saved.layers * max(0, in_flight - 1)
+    in_pipeline = pipeline_memory(inputs, part, saved)
+    alive = saved.layers * in_flight + in_pipeline.alive
+    others = saved.layers * max(0, in_flight - 1 / in_pipeline.rounds) + in_pipeline.alive
     if inputs.offload == "activations":  # only the current layer's activations are on the device
         host, alive, others, casts = host + PINNED_OVERHEAD * alive, saved.one_layer, saved.one_layer, 0
     at_loss, cast = alive + head.activations + saved.exchanged, casts + head.casts
@@ -159,9 +162,9 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     moment = max(
         (at_loss, head.logits, cast, states.gathered_at_loss, states.gradients_at_loss + head.gradients, 0),
         (alive + current, 0, cast + unpacked, states.gathered_in_backward, states.gradients_at_loss + left, 0),
-        (others + current, 0, unpacked, states.gathered_in_backward, states.gradients, 0),
-        (others, 0, 0, states.gathered_in_reduction, states.gradients, 0),
-        (others, 0, 0, 0, states.gradients + states.duplicate_gradients, 0),
+        (others + current, 0, in_pipeline.casts + unpacked, states.gathered_in_backward, states.gradients, 0),
+        (others, 0, in_pipeline.casts, states.gathered_in_reduction, states.gradients, 0),
+        (others, 0, in_pipeline.casts, 0, states.gradients + states.duplicate_gradients, 0),
         (0, 0, 0, 0, states.gradients, states.update),
         key=sum,
     )
@@ -179,6 +182,35 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     reserved = peak + SEGMENT_BYTES + (states.update - moment.update if inputs.is_captured else 0)
     worst = typical if inputs.pp * inputs.tp * inputs.data == 1 else max(typical, worst)
     return RankLoad(states, moment, peak, reserved + typical * temporary, reserved + worst * temporary, host)
+
+
+class PipelineMemory(NamedTuple):
+    """What a pipeline holds besides the activations of its layers: in every moment, and at the end of a backward.
+
+    rounds: the stages of the rank.
+    casts: 16-bit copies of weights, which all micro-batches share, and the gradients of those of one stage. They are
+        added to the weights' own only after all of its layers.
+    """
+
+    rounds: int = 1
+    alive: float = 0
+    casts: float = 0
+
+
+def pipeline_memory(inputs: MemoryInputs, part: RankPart, saved: SavedActivations) -> PipelineMemory:
+    """Return what a pipeline's rank holds besides: messages that it receives, and, until its backward, what it sent."""
+    if inputs.pp == 1:
+        return PipelineMemory()
+    plan, job = inputs.plan, inputs.job
+    rounds = max(1, plan.num_stages // inputs.pp)
+    if job.stack.name != "trimaran" or inputs.offload == "activations":
+        return PipelineMemory(rounds)
+    main = job.outline.main
+    message = job.positions(main, plan) * inputs.element_bytes * main.hidden / inputs.tp
+    num_sent = part.in_flight * (rounds - (part.head_tower is not None))
+    alive = (EARLY_MESSAGES * part.received + num_sent) * message + part.deferred * saved.deferred
+    shares_casts = not plan.compile and not inputs.cpu
+    return PipelineMemory(rounds, alive, saved.casts * (1 + 1 / rounds) if shares_casts else 0)
 
 
 def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:

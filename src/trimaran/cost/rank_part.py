@@ -60,6 +60,8 @@ class RankPart:
     embedding, head: included in `dense`, like everything else outside the layers.
     frozen: how many of all parameters are not trained.
     in_flight: for how many micro-batches at once the rank holds the activations of its layers.
+    deferred: for how many of them backward has run, but not yet for the weights (zero-bubble).
+    received: messages that the rank receives from others for each micro-batch, activations and gradients.
     has_work: False for a rank without layers.
     """
 
@@ -72,6 +74,8 @@ class RankPart:
     in_flight: float
     head_tower: Tower | None
     holdings: tuple[Holding, ...] = ()
+    deferred: float = 0.0
+    received: int = 0
     has_work: bool = True
 
     @property
@@ -142,6 +146,7 @@ def _parts(outline: Outline, key: StageSplit, micro_batches: int, seq_len: int) 
             starting=[name for name, stage in first_stage.items() if stage in here],
             in_flight=max_in_flight(schedule, ranks=pp, pp_rank=pp_rank, rounds=num_stages // pp, count=micro_batches),
         )
+        part = replace(part, received=_num_received(here, num_stages), deferred=_max_deferred(schedule, pp, pp_rank))
         has_work = bool(steps_here)
         if num_modules:
             has_work = any(num_modules[stage] for stage in here) and micro_batches >= pp - 1
@@ -175,6 +180,7 @@ def _holds_at_least(part: RankPart, other: RankPart) -> bool:
         and part.layers >= other.layers
         and part.dense >= other.dense
         and part.in_flight >= other.in_flight
+        and part.deferred >= other.deferred
         and other.head_tower is None
     )
 
@@ -302,7 +308,8 @@ def max_in_flight(schedule: str, *, ranks: int, pp_rank: int, rounds: int, count
     """Return the most micro-batches for which a rank holds the activations of all its layers at once.
 
     GPipe holds all of them. 1F1B holds as many as there are stages from this rank on. With several stages per rank,
-    count stage by stage: as many as have started before the first backward.
+    count stage by stage: as many as have started before the first backward. The last half of the ranks of a V-shaped
+    schedule (zero-bubble) need the most memory at its end, when the gradients of weights are deferred.
     """
     if ranks == 1:
         return 1
@@ -315,5 +322,18 @@ def max_in_flight(schedule: str, *, ranks: int, pp_rank: int, rounds: int, count
             per_round = count // max(1, count // ranks)
             started = (rounds - 1) * per_round + 2 * (ranks - 1 - pp_rank) + 1
             return min(started, rounds * count) / rounds
-        case _:  # zero-bubble, a V-shaped schedule
-            return min(ranks, count)
+        case _:  # zero-bubble
+            return min(ranks if 2 * pp_rank < ranks else (ranks + pp_rank) / 2, count)
+
+
+def _max_deferred(schedule: str, ranks: int, pp_rank: int) -> float:
+    """Return for how many micro-batches a rank holds gradients for its deferred weight gradients at its peak."""
+    if ranks == 1 or schedule != "zero-bubble":
+        return 0.0
+    return 0.5 if 2 * pp_rank < ranks else pp_rank + 0.5
+
+
+def _num_received(here: Sequence[int], num_stages: int) -> int:
+    """Return how many messages a rank with these stages receives: of a stage before, and of one after, elsewhere."""
+    before = sum(stage > 0 and stage - 1 not in here for stage in here)
+    return before + sum(stage < num_stages - 1 and stage + 1 not in here for stage in here)

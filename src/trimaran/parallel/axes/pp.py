@@ -63,7 +63,8 @@ class TimedStage(PipelineStage):
     """A stage for torch's schedules: one tensor in and one out; the output of the last stage is the loss.
 
     `streams` are examples of the input and output. Without them torch runs a trial step and sends pickled metadata. The
-    methods override torch's and record the time of each phase.
+    methods override torch's and record the time of each phase. torch would keep memory for the messages of all
+    micro-batches; a stage of ours has it from the receive to the pass that uses it.
     """
 
     def __init__(
@@ -88,19 +89,34 @@ class TimedStage(PipelineStage):
             group=stages.group,
         )
         self._compute, self._timer = compute, timer
+        self._has_freed_messages = False
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._free_all_messages()
+        _allocate_messages(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._free_all_messages()
+        if self.has_backward and not self.is_last:
+            _allocate_messages(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._compute(*args, **kwargs)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._timer("forward"), unwrap_stage_errors():
-            return super().forward_one_chunk(*args, **kwargs)
+            output = super().forward_one_chunk(*args, **kwargs)
+        _free_messages(self.args_recv_info[_chunk_of(args, kwargs, "fwd_chunk_id")])
+        return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._timer("backward"), unwrap_stage_errors():
             if not kwargs.get("full_backward", True):
                 self._unshard()
             super().backward_one_chunk(*args, **kwargs)
+        _free_messages(self.grad_recv_info[_chunk_of(args, kwargs, "bwd_chunk_id")])
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._timer("backward"), unwrap_stage_errors():
@@ -119,6 +135,13 @@ class TimedStage(PipelineStage):
         """
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
+    def _free_all_messages(self) -> None:
+        """Free the memory that torch has allocated for all micro-batches, the first time."""
+        if not self._has_freed_messages:
+            self._has_freed_messages = True
+            for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+                _free_messages(infos)
+
     def _unshard(self) -> None:
         """Unshard the weights for a split backward.
 
@@ -128,6 +151,27 @@ class TimedStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+
+def _chunk_of(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int:
+    """Return the micro-batch of a call of one of torch's methods, whose first argument it is."""
+    return kwargs[name] if name in kwargs else args[0]
+
+
+def _allocate_messages(infos: Sequence[Any], device: torch.device) -> None:
+    """Give each message that a stage receives memory, if it has none."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and buffer.device.type == "meta":
+            info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
+
+
+def _free_messages(infos: Sequence[Any]) -> None:
+    """Take the memory of received messages. Autograd keeps what a backward still needs."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and buffer.device.type != "meta":
+            info.buffer = torch.empty_like(buffer, device="meta").requires_grad_(buffer.requires_grad)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 os.environ["TRIMARAN_BAD_NODES"] = str(Path(tempfile.gettempdir()) / f"trimaran-tests-{os.getpid()}-bad-nodes.jsonl")
 # Runs that the user measured must not appear in the plans of tests, nor those of tests in the user's.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"trimaran-tests-{os.getpid()}-state")
-LONGEST_FIRST = ("web", "e2e", "dist")
+LONGEST_FIRST = ("web", "e2e", "fault", "dist")
 USER_DATA = cache_folder(os.environ)
 FIND_FILES, FINGERPRINT, PACK = prepare_text.find_files, prepare_text._fingerprint, prepare_text._pack
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT in background processes

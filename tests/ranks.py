@@ -81,6 +81,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    parent = os.getppid()
     # A garbage collection among the objects of the parent takes a second and copies their pages.
     gc.freeze()
     gc.unfreeze = lambda: None  # which a change of the plan calls, for the sake of CUDA graphs
@@ -100,7 +101,6 @@ def _rank(
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     finally:
-        parent = os.getppid()
         while os.getppid() == parent:  # until the parent kills it: other ranks may still need rank 0's store
             time.sleep(0.02)
         os._exit(0)  # without pytest's exit handlers

@@ -56,6 +56,7 @@ def train_run(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
 
 def _train_once(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
+    run.read_recipe()  # which is then known to all ranks
     codes = run_ranks(plan.mesh.world_size, _worker, run.path, folder.parent / "cache")
     assert codes == [0] * plan.mesh.world_size, run.events(0).read_text()
     return run

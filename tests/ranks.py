@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import socket
@@ -9,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
@@ -19,6 +21,11 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.multiprocessing as multiprocessing
+
+from trimaran.train.process.fork_server import LAZY_MODULES
+
+for _name in LAZY_MODULES:  # which ranks import when they need them
+    import_module(_name)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -74,6 +81,10 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    parent = os.getppid()
+    # A garbage collection among the objects of the parent takes a second and copies their pages.
+    gc.freeze()
+    gc.unfreeze = lambda: None  # which a change of the plan calls, for the sake of CUDA graphs
     faulthandler.enable(stacks)
     torch.set_num_threads(1)
     os.environ.update(
@@ -90,7 +101,6 @@ def _rank(
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     finally:
-        parent = os.getppid()
         while os.getppid() == parent:  # until the parent kills it: other ranks may still need rank 0's store
             time.sleep(0.02)
         os._exit(0)  # without pytest's exit handlers

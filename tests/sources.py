@@ -1,11 +1,23 @@
-"""The source files of the package, each parsed once for all the rules that read them."""
+"""What the rules read of the source files of the package. Each file is parsed once for all of them."""
 
 import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "trimaran"
 FILES = sorted(SRC.rglob("*.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """What the rules need of a file. Its tree is not kept: those of all files take half a gigabyte."""
+
+    imports: tuple[ast.Import | ast.ImportFrom, ...]  # at any depth of the file
+    functions: tuple[tuple[str, int], ...]  # name, and lines of the body
+    classes: tuple[tuple[str, int], ...]  # name, and number of annotated fields
+    names: frozenset[str]  # of variables, attributes, classes and functions
 
 
 def name_of(path: Path) -> str:
@@ -18,11 +30,38 @@ def text_of(path: Path) -> str:
     return path.read_text()
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the node and all below it, as `ast.walk` does, in less than half the time."""
+    left = [tree]
+    for node in left:  # which grows meanwhile
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, list):
+                left += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                left.append(value)
+
+
+def nodes_of(path: Path) -> Iterator[ast.AST]:
+    return walk(ast.parse(text_of(path)))
 
 
 @cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(tree_of(path)))
+def facts_of(path: Path) -> SourceFacts:
+    imports: list[ast.Import | ast.ImportFrom] = []
+    functions: list[tuple[str, int]] = []
+    classes: list[tuple[str, int]] = []
+    names: set[str] = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.FunctionDef):
+            functions.append((node.name, (node.end_lineno or 0) - node.body[0].lineno + 1))
+        elif isinstance(node, ast.ClassDef):
+            classes.append((node.name, sum(isinstance(each, ast.AnnAssign) for each in node.body)))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+    names |= {name for name, _ in (*functions, *classes)}
+    return SourceFacts(tuple(imports), tuple(functions), tuple(classes), frozenset(names))

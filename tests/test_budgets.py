@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.sources import FILES, SRC, name_of, nodes_of, text_of
+from tests.sources import FILES, SRC, facts_of, name_of, nodes_of, text_of
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
@@ -18,15 +18,11 @@ def test_files_functions_and_classes_stay_small() -> None:
     for path in FILES:
         if (length := len(text_of(path).splitlines())) > MAX_FILE_LINES:
             wrong.append(f"{name_of(path)} has {length} lines")
-        for node in nodes_of(path):
-            if isinstance(node, ast.FunctionDef):
-                length = (node.end_lineno or 0) - node.body[0].lineno + 1
-                if length > MAX_FUNCTION_LINES:
-                    wrong.append(f"{name_of(path)}: {node.name} has {length} lines")
-            if isinstance(node, ast.ClassDef):
-                fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-                if len(fields) > FLAT.get(node.name, MAX_CONFIG_FIELDS):
-                    wrong.append(f"{name_of(path)}: {node.name} has {len(fields)} fields")
+        facts = facts_of(path)
+        wrong += [f"{name_of(path)}: {name} has {length} lines" for name, length in facts.functions
+                  if length > MAX_FUNCTION_LINES]  # fmt: skip
+        wrong += [f"{name_of(path)}: {name} has {number} fields" for name, number in facts.classes
+                  if number > FLAT.get(name, MAX_CONFIG_FIELDS)]  # fmt: skip
     assert wrong == []
 
 

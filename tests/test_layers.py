@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import FILES, SRC, name_of, nodes_of, text_of, tree_of
+from tests.sources import FILES, SRC, facts_of, name_of, text_of, walk
 
 PLANNING = {"core", "hub", "hardware", "models", "cost", "simulate", "planner"}
 RUN = {"run", "telemetry"}
@@ -69,15 +69,16 @@ TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "autopilot", "dril
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
 PACKAGED = [path for path in FILES if path.parent != SRC]
 MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")
+IMPORT = re.compile(r"^ *(?:from|import) trimaran[\w.]*", re.MULTILINE)
 
 
 def imported(path: Path) -> Iterator[str]:
     """Yield every module that `path` imports, at any depth of the file, as a dotted name."""
     package = ("trimaran", *path.relative_to(SRC).parts[:-1])
-    for node in nodes_of(path):
+    for node in facts_of(path).imports:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             above = package[: len(package) - node.level + 1] if node.level else ()
             stem = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{stem}.{alias.name}" for alias in node.names)
@@ -89,23 +90,22 @@ def started(tree: ast.Module) -> set[str]:
     These are the strings that follow `-m` in a list of arguments or in a text, and all others that name a module which
     can be run. Docstrings, and the names that argument parsers give to their own program, do not count.
     """
-    texts = {
-        id(node): node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str
-    }
-    for node in ast.walk(tree):
+    nodes = list(walk(tree))
+    texts = {id(node): node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str}
+    for node in nodes:
         if isinstance(node, ast.Expr):
             texts.pop(id(node.value), None)
         if isinstance(node, ast.keyword) and node.arg == "prog":
             texts.pop(id(node.value), None)
     modules = {name for text in texts.values() for name in MODULE.findall(text) if is_runnable(name)}
     modules |= {name for text in texts.values() for name in re.findall(r"-m (trimaran[\w.]*)", text)}
-    for node in ast.walk(tree):
+    for node in nodes:
         arguments = (
             node.elts if isinstance(node, ast.List | ast.Tuple) else node.args if isinstance(node, ast.Call) else []
         )
         for flag, module in pairwise(arguments):
             if isinstance(flag, ast.Constant) and flag.value == "-m":
-                modules |= {name for each in ast.walk(module) for name in MODULE.findall(texts.get(id(each), ""))}
+                modules |= {name for each in walk(module) for name in MODULE.findall(texts.get(id(each), ""))}
     return modules
 
 
@@ -118,7 +118,8 @@ def is_runnable(name: str) -> bool:
 
 @cache
 def commands_of(path: Path) -> set[str]:
-    return started(tree_of(path))
+    named = "trimaran" in IMPORT.sub("", text_of(path))  # most files only import it
+    return started(ast.parse(text_of(path))) if named else set()
 
 
 def package_of(module: str) -> str:

@@ -1,10 +1,9 @@
 """One name, one meaning: class names and module names are unique over the whole of the source."""
 
-import ast
 from collections import defaultdict
 from pathlib import Path
 
-from tests.sources import FILES, name_of, nodes_of
+from tests.sources import FILES, facts_of, name_of
 
 ROOT = Path(__file__).parents[1]
 # Folders of files that are named after what they hold a row for (a command, a tool, a rule), and are read as a table.
@@ -19,9 +18,8 @@ REPLACED = {
 def test_every_class_name_has_one_meaning() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in nodes_of(path):
-            if isinstance(node, ast.ClassDef):
-                homes[node.name].append(name_of(path))
+        for name, _ in facts_of(path).classes:
+            homes[name].append(name_of(path))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
@@ -37,14 +35,7 @@ def test_every_module_name_has_one_meaning() -> None:
 def test_names_are_the_fields_own() -> None:
     wrong: list[str] = []
     for path in FILES:
-        names = {path.stem}
-        for node in nodes_of(path):
-            if isinstance(node, ast.Name):
-                names.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                names.add(node.attr)
-            elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-                names.add(node.name)
+        names = {path.stem, *facts_of(path).names}
         invented = {part for name in names for part in name.lower().split("_")} & REPLACED
         wrong += [f"{name_of(path)}: {part}" for part in sorted(invented)]
     assert wrong == []

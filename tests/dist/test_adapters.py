@@ -61,12 +61,12 @@ def assert_trains_as_one_process(recipe: Recipe, *, grad_accum: int = 1, **field
 
 DECODER_CASES = [
     (TINY, LORA, {"dp_replicate": 2, "grad_accum": 2}),
-    (TINY, LORA, {"dp_shard": 2, "grad_accum": 2}),
+    slow((TINY, LORA, {"dp_shard": 2, "grad_accum": 2})),  # below with tp
     slow((TINY, LORA, {"dp_shard": 2, "sharding": "gradients", "grad_accum": 2})),
     slow((TINY, LORA, {"dp_shard": 2, "sharding": "optimizer", "grad_accum": 2})),
     slow((TINY, LORA, {"tp": 2})),
     (TINY, DORA, {"tp": 2}),
-    (TINY, LORA, {"pp": 2, "grad_accum": 4}),
+    slow((TINY, LORA, {"pp": 2, "grad_accum": 4})),  # below with a tied head that is trained, too
     slow((TINY, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "interleaved"}})),
     slow((TINY, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}})),
     slow((TINY, LORA, {"cp": 2})),

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.cases import quick_or_slow
+from tests.cases import quick_or_slow, slow
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, ModelSpec
@@ -194,7 +194,7 @@ def train_pipeline(name: str, modes: tuple[dict[str, Any], ...]) -> None:
             assert torch.equal(ours, theirs), mode
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("name", [slow("gpipe"), "1f1b", "interleaved"])
 def test_no_mode_changes_a_bit_of_a_pipeline(name: str) -> None:
     run_ranks(2, train_pipeline, name, MODES)
 

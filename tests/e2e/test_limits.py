@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cpu_rates import give_cpu_rates
+
 RAISED = (
     "import resource; from trimaran.run.process_control import raise_soft_limits; raise_soft_limits(); "
     "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
@@ -17,7 +19,7 @@ def started(arguments: list[str], limit: tuple[int, int], folder: Path) -> subpr
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"TRIMARAN_CACHE": str(folder / "cache")},
+        env=os.environ | {"TRIMARAN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -27,6 +29,7 @@ def started(arguments: list[str], limit: tuple[int, int], folder: Path) -> subpr
 
 
 def test_too_few_open_files_are_found_before_the_start(tmp_path: Path) -> None:
+    give_cpu_rates(tmp_path / "cache")
     command = ["-m", "trimaran", "train", "--set", "cluster=2xcpu", "--run-dir", "run"]
     result = started(command, (64, 64), tmp_path)
     assert result.returncode == 2

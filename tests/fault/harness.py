@@ -40,6 +40,14 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return answer
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process is gone, or waits only for its parent to notice."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a journal that may still be written."""
     if not path.exists():
@@ -102,7 +110,7 @@ class Supervised:
         left = self.processes()
         self.process.kill()
         self.process.wait()
-        wait_for(lambda: not any(each.is_running() and each.status() != "zombie" for each in left), 10)
+        wait_for(lambda: all(map(has_ended, left)), 10)
 
     @property
     def incidents(self) -> list[Incident]:

@@ -13,7 +13,7 @@ def test_a_rank_killed_while_it_generates_the_sample_does_not_fail_the_run(tmp_p
         supervised.wait_for_events(0, "evaluation", 1)
         supervised.send_signal(1, signal.SIGKILL)
         assert supervised.wait() == EXIT_DONE
-    (incident,) = supervised.incidents
+    (incident,) = supervised.faults
     assert (incident.cause, incident.suspects, incident.action) == ("crash", (1,), "finished")
     assert supervised.attempts() == 1
     assert [each["how"] for each in lines(supervised.run.attempts) if "how" in each] == ["done"]
@@ -28,7 +28,7 @@ def test_a_rank_killed_while_the_model_is_exported_is_restarted_and_repeats_no_s
         wait_for(lambda: (supervised.run.path / ".model.draft").exists())
         supervised.send_signal(0, signal.SIGKILL)
         assert supervised.wait() == EXIT_DONE
-    (incident,) = supervised.incidents
+    (incident,) = supervised.faults
     assert (incident.cause, incident.action, incident.step) == ("crash", "restarted", 4)
     assert [each["step"] for each in supervised.events(0, "ready")] == [0, 4]
     assert [each["step"] for each in lines(supervised.run.metrics)] == [1, 2, 3, 4]

@@ -5,14 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
 from tests.chaos.nodes import make_run
-from tests.fault.harness import ROOT, lines, wait_for
+from tests.fault.harness import ROOT, has_ended, lines, wait_for
 from trimaran.hardware import parse_cluster
 from trimaran.launch.targets.sky_target import BUCKET_PATH, SkySection, SkyTarget
 from trimaran.launch.targets.target import LaunchRequest
@@ -45,9 +45,10 @@ def test_a_preempted_job_continues_from_its_bucket_bit_for_bit(tmp_path: Path) -
     kept = tmp_path / "bucket" / "run one" / "node-0"
     node = start()
     wait_for(lambda: any(kept.glob("checkpoints/step-*/manifest.json")) and len(lines(run / "metrics.jsonl")) > 25, 120)
+    processes = psutil.Process(node.pid).children(recursive=True)
     os.killpg(node.pid, signal.SIGKILL)
     node.wait()
-    time.sleep(2)  # the ranks end when they notice
+    wait_for(lambda: all(map(has_ended, processes)))  # the ranks end when they notice
     assert not (kept / "lease").exists(), "the run's token is not copied"
     shutil.rmtree(tmp_path / "disk")
     assert start().wait(180) == 0

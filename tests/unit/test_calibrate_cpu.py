@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.cpu_rates import RATES
 from tests.runs import PREDICTION, finished_run
 from trimaran.app.main import main
 from trimaran.app.request import calibrate_cpu
@@ -28,19 +29,6 @@ from trimaran.hardware.cpu_rates import cpu_rates_path, read_cpu_rates, write_cp
 from trimaran.hardware.detect import gpu_device, with_cpu_rates
 from trimaran.models import OutlineLayer, outline_for
 from trimaran.probe import measure_cpu
-
-RATES = CpuRates(
-    matmul_gflops=30.0,
-    extra_rows=40.0,
-    attention_gflops=8.0,
-    attention_backward_gflops=9.0,
-    elementwise_gb_per_second=8.0,
-    update_gb_per_second=10.0,
-    layer_us=2000.0,
-    scatter=0.02,
-    all_reduce_us=250.0,
-    all_reduce_gb_per_second=2.0,
-)
 
 
 def prediction(rates: CpuRates | None, plan: Plan | None = None) -> Prediction:

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.cpu_rates import give_cpu_rates
 from tests.mutations import PYTHON_VALUES, VALUES, mutate
 from trimaran.app.main import main
 from trimaran.app.views import live
@@ -202,6 +203,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(path)
         patch.setenv("TRIMARAN_CACHE", str(path / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1,1")  # OpenMP's form for nested parallel regions
+        give_cpu_rates(path / "cache")
         _write_inputs(path)
         _train(path)
         _write_run_files(RunDirectory(path / "run"))

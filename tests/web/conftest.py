@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.cpu_rates import give_cpu_rates
 from trimaran.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,9 @@ def serving(runs: Path, folder: Path, *options: str) -> Iterator[WebServer]:
 
 @pytest.fixture(scope="session")
 def web_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("web")
+    folder = tmp_path_factory.mktemp("web")
+    give_cpu_rates(folder / "cache" / "trimaran")
+    return folder
 
 
 @pytest.fixture(scope="session")

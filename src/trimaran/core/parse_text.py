@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import yaml
@@ -87,9 +88,19 @@ def load_yaml(text: str | bytes) -> Any:
     return _parsed(text, lambda loader: loader.get_single_data())
 
 
-def compose_yaml(text: str | bytes) -> yaml.Node | None:
-    """Return the tree of nodes that `text` describes, with their lines. Raises TextError, and nothing else."""
-    return _parsed(text, lambda loader: loader.get_single_node())
+def load_yaml_nodes(text: str | bytes, visit: Callable[[yaml.Node], None]) -> Any:
+    """Return the value that `text` describes, after `visit` has got its tree of nodes, with their lines.
+
+    Raises TextError, and nothing else.
+    """
+
+    def read(loader: YamlLoader) -> Any:
+        if (root := loader.get_single_node()) is None:
+            return None
+        visit(root)
+        return loader.construct_document(root)
+
+    return _parsed(text, read)
 
 
 def load_json(text: str | bytes) -> Any:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from trimaran.core.autopilot_section import section_of_mode
 from trimaran.core.errors import UserError, collected, raise_together
 from trimaran.core.field_aliases import field_for, section_model
-from trimaran.core.parse_text import TextError, compose_yaml, load_yaml
+from trimaran.core.parse_text import TextError, load_yaml, load_yaml_nodes
 from trimaran.core.recipe import Recipe
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -76,10 +76,7 @@ def _load_yaml(text: str, name: str, mistakes: list[UserError]) -> tuple[dict[st
     """Return the tree of the text, and the line of every key. Keys that are set twice are added to `mistakes`."""
     lines: dict[Path, int] = {}
     try:
-        root = compose_yaml(text)
-        if root is not None:
-            _walk(root, (), lines, name, mistakes)
-        tree = load_yaml(text)
+        tree = load_yaml_nodes(text, lambda root: _walk(root, (), lines, name, mistakes))
     except TextError as error:
         where = f"{name}, {error.place}" if error.place else name
         if error.is_refused:

@@ -4,13 +4,19 @@ A forward has one row of new tokens: those of all sequences, side by side. Each 
 sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from trimaran.nets.varlen_attention import attention
+
+MAX_KERNEL_HEAD_DIM = 256
+
+
+class HostLengthsNeededError(Exception):
+    """Pages are attended to without a kernel, which needs lengths on the host; a CUDA graph has none."""
 
 
 class PagedCache:
@@ -94,11 +100,19 @@ class PagedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, and return the attention output, all [1, heads, N, head_dim]."""
-        keys, values = self.extension.cache.memory(self.number, key, value)
-        for memory, new in ((keys, key), (values, value)):
-            memory.view(-1, *memory.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
-        attend_pages = PAGED_ATTENTION.get(query.device.type, attend_gathered_pages)
-        return attend_pages(query, key, value, (keys, values), self.extension, options)
+        memory = self.extension.cache.memory(self.number, key, value)
+        if has_paged_kernel(query, value):
+            from trimaran.nets.kernels.paged_attention import store_and_attend  # noqa: PLC0415 - only a GPU has Triton
+
+            return store_and_attend(query, key, value, memory, self.extension, options)
+        for pages, new in zip(memory, (key, value), strict=True):
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
+        return attend_gathered_pages(query, key, value, memory, self.extension, options)
+
+
+def has_paged_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return whether our kernel attends to pages for heads like these, [1, heads, N, head_dim]."""
+    return query.is_cuda and not torch.version.hip and query.shape[-1] == value.shape[-1] <= MAX_KERNEL_HEAD_DIM
 
 
 def attend_gathered_pages(
@@ -114,6 +128,8 @@ def attend_gathered_pages(
     Sequences with one new token are one batch over a copy of their pages, padded to the longest; each other sequence is
     a call of its own, without a copy if all its keys are new.
     """
+    if not extension.key_lengths:
+        raise HostLengthsNeededError
     decodes, parts = extension.num_decodes, []
     if decodes:
         parts.append(_attend_decodes(query[:, :, :decodes], memory, extension, options))
@@ -210,10 +226,3 @@ def _masked_attention(
     weights = scores.softmax(-1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
-
-PagedAttention = Callable[
-    [Tensor, Tensor, Tensor, tuple[Tensor, Tensor], PagedExtension, AttentionOptions], Tensor
-]
-# How pages are attended to on a device that has its own kernel; `attend_gathered_pages` runs on every other one. The
-# new keys and values are in memory already when it is called.
-PAGED_ATTENTION: dict[str, PagedAttention] = {}

@@ -128,8 +128,8 @@ def our_engine(spec: ModelSpec, device: torch.device, options: argparse.Namespac
 
     runner = GraphRunner(network, device, dtype, cache, RunnerTraits())
     start = time.perf_counter()
-    runner.capture(256)
-    print(f"graphs captured in {time.perf_counter() - start:.1f} s", flush=True)
+    count = runner.capture(settings.max_running, settings.max_step_tokens)
+    print(f"{count} graphs captured in {time.perf_counter() - start:.1f} s", flush=True)
     return BatchingEngine(runner, settings)
 
 

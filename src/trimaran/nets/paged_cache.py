@@ -225,4 +225,3 @@ def _masked_attention(
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
-

@@ -1,159 +1,209 @@
-"""Decode steps as CUDA graphs: the host starts one graph instead of hundreds of kernels.
+"""Steps as CUDA graphs: the host starts one graph instead of hundreds of kernels.
 
-A graph has a fixed number of sequences. A step with fewer is padded: a padded sequence has no keys, and its new key goes
-to a page that no sequence has.
+A graph has a fixed number of tokens and sequences. A step with fewer is padded: a padded sequence has no keys, and the
+key of a padded token goes to a page that no sequence has. A decode graph has one token for each sequence; the graphs of
+other steps have room for parts of prompts, too.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
-from trimaran.infer.engine.step_batch import StepBatch
+from trimaran.infer.engine.step_batch import LAST, NOTHING, StepBatch
 from trimaran.nets import Network
-from trimaran.nets.paged_cache import PagedCache, PagedExtension
+from trimaran.nets.paged_cache import HostLengthsNeededError, PagedCache, PagedExtension
 
-GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8))
-MAX_GRAPH_SIZE = GRAPH_SIZES[-1]
-# What each sequence has in the inputs of a graph, in this order; its page table comes after these.
-TOKEN, POSITION, SLOT, LENGTH = range(4)
+MAX_SEQUENCES = 256
+DECODE_SIZES = (1, 2, 4, *range(8, MAX_SEQUENCES + 1, 8))
+TOKEN_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 log = logging.getLogger(__name__)
 
 
+class GraphSize(NamedTuple):
+    """How many tokens and sequences a graph has room for; in a decode step each sequence has one token."""
+
+    tokens: int
+    sequences: int
+    is_decode: bool
+
+    @property
+    def num_inputs(self) -> int:
+        """Token, position and slot of each token; length of each sequence; and where each begins."""
+        return 3 * self.tokens + 2 * self.sequences + 1
+
+
 class GraphRunner(ModelRunner):
-    """Runs a network on this process's GPU. Decode steps are CUDA graphs, each captured when it is first needed."""
+    """Runs a network on this process's GPU. Its steps are CUDA graphs, each captured when it is first needed."""
 
     def __init__(
         self, network: Network, device: torch.device, dtype: torch.dtype, cache: PagedCache, traits: RunnerTraits
     ) -> None:
+        """The weights must stay where they are: a graph has their addresses."""
         super().__init__(network, device, dtype, cache, traits)
-        self.graphs = DecodeGraphs(self)
+        self._graphs = StepGraphs(self)
 
     def run(self, batch: StepBatch) -> StepLogits:
-        """See `Runner`. Logits of a decode step are valid until the next step."""
-        if not self.graphs.supports(batch):
-            return super().run(batch)
+        """See `Runner`. The logits are valid until the next step."""
+        size = self._graphs.size_of(batch)
         with torch.inference_mode(), self.autocast():
-            return StepLogits(self.graphs.logits(batch))
+            if size is not None and self._graphs.capture(size):
+                return StepLogits(self._graphs.logits(batch, size))
+        return super().run(batch)
 
-    def capture(self, max_sequences: int) -> None:
-        """Capture the graphs of all steps with at most `max_sequences` sequences, so that no request waits for one."""
-        needed = [size for size in GRAPH_SIZES if size < max_sequences]
-        largest = graph_size(min(max_sequences, MAX_GRAPH_SIZE))
+    def capture(self, max_running: int, max_step_tokens: int) -> int:
+        """Capture the graphs of all steps of this size, so that no request waits for one; return their number."""
+        decodes = _up_to(DECODE_SIZES, max_running)
+        sizes = [GraphSize(size, MAX_SEQUENCES, is_decode=False) for size in _up_to(TOKEN_SIZES, max_step_tokens)]
+        sizes += [GraphSize(size, size, is_decode=True) for size in decodes]
         with torch.inference_mode(), self.autocast():
-            for size in sorted({*needed, largest}, reverse=True):  # smaller graphs then use the memory of larger ones
-                self.graphs.capture(size)
+            # Smaller graphs use the memory of larger ones.
+            captured = sum(self._graphs.capture(size) for size in sorted(sizes, reverse=True))
         torch.cuda.synchronize(self.device)
-        log.info("captured decode steps of up to %d sequences as CUDA graphs", largest)
-
-
-def graph_size(sequences: int) -> int:
-    """Return the number of sequences of the smallest graph that has room for so many."""
-    return next(size for size in GRAPH_SIZES if size >= sequences)
+        log.info("captured %d CUDA graphs for steps of up to %d sequences and %d tokens", captured, decodes[-1],
+                 sizes[0].tokens)  # fmt: skip
+        return captured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInputs:
-    """The inputs of all graphs: i32 memory on the device, a copy of it in pinned memory, and the page tables.
+    """The inputs of all graphs, i32: memory on the device, two copies of it in pinned memory, and page tables.
 
-    A step's inputs are the values of TOKEN for each sequence, those of POSITION and so on, and then the page tables,
-    only as wide as the longest one. So one copy to the device has them all.
+    A step's inputs are one copy to the device: what `GraphSize.num_inputs` lists, and then the page tables, only as
+    wide as the longest one.
     """
 
     staged: Tensor
     host: tuple[Tensor, Tensor]  # alternate: the copy of a step may still run while the next one is written
-    tables: Tensor  # [MAX_GRAPH_SIZE, pages of the longest sequence]
+    tables: Tensor  # [MAX_SEQUENCES, pages of the longest sequence]
 
     @classmethod
-    def allocate(cls, max_pages: int, device: torch.device) -> "GraphInputs":
-        count = MAX_GRAPH_SIZE * (LENGTH + 1 + max_pages)
+    def allocate(cls, max_pages: int, device: torch.device) -> Self:
+        count = GraphSize(TOKEN_SIZES[-1], MAX_SEQUENCES, is_decode=False).num_inputs + MAX_SEQUENCES * max_pages
         first, second = (torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2))
-        tables = torch.zeros(MAX_GRAPH_SIZE, max_pages, dtype=torch.int32, device=device)
+        tables = torch.zeros(MAX_SEQUENCES, max_pages, dtype=torch.int32, device=device)
         return cls(torch.zeros(count, dtype=torch.int32, device=device), (first, second), tables)
 
-    def copy_from(self, batch: StepBatch, size: int, step: int, unused_slot: int) -> None:
-        """Copy a step's inputs to the device, padded to `size` sequences, without waiting for it."""
-        count, width = batch.num_sequences, batch.page_tables.shape[1]
-        head, total = (LENGTH + 1) * size, size * (LENGTH + 1 + width)
-        host = self.host[step % 2]
+    def copy_from(self, batch: StepBatch, size: GraphSize, step: int, unused_slot: int) -> None:
+        """Copy a step's inputs to the device, padded to the graph's size, without waiting for the copy."""
+        host, (tokens, sequences, _) = self.host[step % 2], size
         numbers = host.numpy()
-        rows = numbers[:head].reshape(LENGTH + 1, size)
-        rows[:, count:] = np.array([0, 0, unused_slot, 0])[:, None]
-        for row, values in zip(
-            rows, (batch.tokens, batch.positions, batch.slots, batch.context_lengths), strict=True
-        ):
+        per_token = numbers[: 3 * tokens].reshape(3, tokens)
+        count = batch.num_tokens
+        for row, values in zip(per_token, (batch.tokens, batch.positions, batch.slots), strict=True):
             row[:count] = values
-        numbers[head : head + count * width] = batch.page_tables.reshape(-1)
-        self.staged[:total].copy_(host[:total], non_blocking=True)
-        self.tables[:count, :width].copy_(self.staged[head : head + count * width].view(count, width))
+        per_token[:, count:] = np.array([0, 0, unused_slot])[:, None]
+        lengths = numbers[3 * tokens : 3 * tokens + sequences]
+        starts = numbers[3 * tokens + sequences : size.num_inputs]
+        num_sequences, width = batch.page_tables.shape
+        lengths[:num_sequences], lengths[num_sequences:] = batch.context_lengths, 0
+        starts[: num_sequences + 1], starts[num_sequences + 1 :] = batch.query_starts, count
+        stop = size.num_inputs + num_sequences * width
+        numbers[size.num_inputs : stop] = batch.page_tables.reshape(-1)
+        self.staged[:stop].copy_(host[:stop], non_blocking=True)
+        tables = self.staged[size.num_inputs : stop].view(num_sequences, width)
+        self.tables[:num_sequences, :width].copy_(tables)
+
+    def pad_all(self, size: GraphSize, unused_slot: int) -> None:
+        """Write inputs that are all padding, for a capture."""
+        self.staged[: size.num_inputs].zero_()
+        self.staged[2 * size.tokens : 3 * size.tokens] = unused_slot
 
 
-class DecodeGraphs:
-    """The CUDA graphs of a runner, one for each number of sequences in GRAPH_SIZES that was needed."""
+class StepGraphs:
+    """The CUDA graphs of a runner, and the memory that they share."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
         self._max_pages = -(-runner.max_length // runner.page_size)
         self._inputs = GraphInputs.allocate(self._max_pages, runner.device)
-        self._logits: Tensor | None = None  # of all graphs
-        self._steps = 0
+        self._unused_slot = runner.cache.unused_page * runner.page_size
+        self._logits: Tensor | None = None  # of all graphs: [MAX_SEQUENCES, vocabulary]
+        self._steps, self._impossible = 0, False
 
-    def supports(self, batch: StepBatch) -> bool:
-        """Return whether the step is one of a graph: a decode step without adapters and positions of images."""
-        fits = batch.num_sequences <= MAX_GRAPH_SIZE and batch.page_tables.shape[1] <= self._max_pages
-        return batch.is_decode and fits and batch.grid is None and not batch.adapters.any()
+    def size_of(self, batch: StepBatch) -> GraphSize | None:
+        """Return the size of the graph that computes a step; None if there is none, as with images and adapters."""
+        tokens, sequences = batch.num_tokens, batch.num_sequences
+        is_small = sequences <= MAX_SEQUENCES and batch.page_tables.shape[1] <= self._max_pages
+        is_text = batch.images is None and batch.grid is None and not batch.adapters.any()
+        if self._impossible or not is_small or not is_text:
+            return None
+        if batch.is_decode:
+            size = _up_to(DECODE_SIZES, sequences)[-1]
+            return GraphSize(size, size, is_decode=True)
+        fits = tokens <= TOKEN_SIZES[-1] and bool(((batch.wants == LAST) | (batch.wants == NOTHING)).all())
+        return GraphSize(_up_to(TOKEN_SIZES, tokens)[-1], MAX_SEQUENCES, is_decode=False) if fits else None
 
-    def logits(self, batch: StepBatch) -> Tensor:
-        """Return the fp32 logits [sequences, vocabulary]; they are valid until the next call."""
-        size = graph_size(batch.num_sequences)
-        if size not in self._graphs:
-            self.capture(size)
-        unused_slot = self._runner.cache.unused_page * self._runner.page_size
-        self._inputs.copy_from(batch, size, self._steps, unused_slot)
+    def logits(self, batch: StepBatch, size: GraphSize) -> Tensor:
+        """Return the fp32 logits that a step wants, [sequences, vocabulary]; they are valid until the next call."""
+        self._inputs.copy_from(batch, size, self._steps, self._unused_slot)
         self._steps += 1
         self._graphs[size].replay()
         assert self._logits is not None, "a capture allocates it"
-        return self._logits[: batch.num_sequences]
+        wanted = np.flatnonzero(batch.wants == LAST)
+        if len(wanted) == batch.num_sequences:
+            return self._logits[: batch.num_sequences]
+        return self._logits.index_select(0, torch.from_numpy(wanted).to(self._logits.device))
 
-    def capture(self, size: int) -> None:
-        """Capture the step of `size` sequences."""
-        if size in self._graphs:
-            return
-        head = self._inputs.staged[: (LENGTH + 1) * size].view(LENGTH + 1, size)
-        head.zero_()
-        head[SLOT] = self._runner.cache.unused_page * self._runner.page_size
+    def capture(self, size: GraphSize) -> bool:
+        """Capture the graph of this size, unless it is; return False if the network's steps cannot be captured."""
+        if size in self._graphs or self._impossible:
+            return not self._impossible
+        self._inputs.pad_all(size, self._unused_slot)
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
-        with torch.cuda.stream(side):  # compiles kernels, and allocates what outlives the step
-            logits = self._forward(size)
-            if self._logits is None:
-                self._logits = torch.zeros(MAX_GRAPH_SIZE, logits.shape[-1], device=logits.device)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool):
-            self._logits[:size].copy_(self._forward(size))
+        try:
+            with torch.cuda.stream(side):  # compiles kernels, and allocates what outlives the step
+                logits = self._forward(size)
+                if self._logits is None:
+                    self._logits = torch.zeros(MAX_SEQUENCES, logits.shape[-1], device=logits.device)
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            with torch.cuda.graph(graph, pool=pool):
+                self._logits[: size.sequences].copy_(self._forward(size))
+        except (HostLengthsNeededError, RuntimeError) as error:  # torch's error for what a graph cannot do
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            self._impossible = True
+            log.warning("steps run without CUDA graphs, more slowly: %s: %s", type(error).__name__, error)
+            return False
         self._graphs[size] = graph
+        return True
 
-    def _forward(self, size: int) -> Tensor:
-        """Return the logits [size, vocabulary] of a step with the inputs that are on the device."""
-        head = self._inputs.staged[: (LENGTH + 1) * size].view(LENGTH + 1, size)
-        numbers = head[:LENGTH].long()
+    def _forward(self, size: GraphSize) -> Tensor:
+        """Return the logits [sequences, vocabulary] after each sequence's last token, for the inputs on the device."""
+        tokens, sequences, _ = size
+        staged = self._inputs.staged
+        numbers = staged[: 3 * tokens].long().view(3, tokens)
+        starts = staged[3 * tokens + sequences : size.num_inputs]
         extension = PagedExtension(
             cache=self._runner.cache,
-            positions=numbers[POSITION][None],
-            slots=numbers[SLOT],
-            page_tables=self._inputs.tables[:size],
-            context_lengths=head[LENGTH],
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=head.device),
-            kept=None,
-            query_lengths=(),  # the kernel reads them from the device
+            positions=numbers[1][None],
+            slots=numbers[2],
+            page_tables=self._inputs.tables[:sequences],
+            context_lengths=staged[3 * tokens : 3 * tokens + sequences],
+            query_starts=starts,
+            kept=None if size.is_decode else (starts[1:] - 1).clamp(min=0).long(),
+            query_lengths=(),  # these are known on the device only
             key_lengths=(),
-            num_decodes=size,
+            num_decodes=sequences if size.is_decode else 0,
         )
-        return self._runner.network.extend_pages(extension, {"tokens": numbers[TOKEN][None]})[0]
+        return self._runner.network.extend_pages(extension, {"tokens": numbers[0][None]})[0]
+
+
+def _up_to(sizes: Iterable[int], needed: int) -> list[int]:
+    """Return the sizes up to the smallest one that is at least `needed`, or all if none is."""
+    found: list[int] = []
+    for size in sizes:
+        found.append(size)
+        if size >= needed:
+            break
+    return found

@@ -32,6 +32,12 @@ def store_and_attend(
     store_keys_and_values(keys, values, memory, extension.slots)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     decodes, tables, lengths = extension.num_decodes, extension.page_tables, extension.context_lengths
+    if not extension.key_lengths and decodes < len(lengths):  # a CUDA graph: only the device knows which have one query
+        starts = extension.query_starts
+        out.zero_()
+        attend_one_query(queries, memory, tables, lengths, options, out=out, starts=starts)
+        attend_several_queries(queries, memory, tables, lengths, starts, options, out=out, skip_single=True)
+        return out.transpose(0, 1)[None]
     if decodes:
         attend_one_query(queries[:decodes], memory, tables[:decodes], lengths[:decodes], options, out=out[:decodes])
     if decodes < len(lengths):
@@ -47,7 +53,7 @@ def store_and_attend(
 
 
 def store_keys_and_values(key: Tensor, value: Tensor, memory: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Store `key` and `value` [tokens, kv_heads, head_dim] in the pages, each at its slot: page * page_size + offset."""
+    """Store `key` and `value` [tokens, kv_heads, head_dim] in the pages, each at its slot (page * size + offset)."""
     tokens, kv_heads, head_dim = key.shape
     key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (key, value))
     block = triton.next_power_of_2(kv_heads * head_dim)
@@ -58,7 +64,7 @@ def store_keys_and_values(key: Tensor, value: Tensor, memory: tuple[Tensor, Tens
         )  # fmt: skip
 
 
-def attend_one_query(
+def attend_one_query(  # noqa: PLR0913
     query: Tensor,
     memory: tuple[Tensor, Tensor],
     tables: Tensor,
@@ -66,14 +72,16 @@ def attend_one_query(
     options: AttentionOptions,
     *,
     out: Tensor,
+    starts: Tensor | None = None,
 ) -> None:
     """Write the attention output of one query for each sequence to `out` [sequences, heads, head_dim], contiguous.
 
     `tables` are [sequences, pages]; `lengths` [sequences] are the keys of each, the query's own included. A sequence of
     length 0 is padding: its output is zero. Keys are split between programs, so that few sequences with long contexts
-    use the whole GPU; a second kernel then merges the parts.
+    use the whole GPU; a second kernel then merges the parts. With `starts`, see `attend_several_queries`, sequences may
+    have any number of queries, and those with one are computed.
     """
-    (count, heads, head_dim), kv_heads = query.shape, memory[0].shape[2]
+    count, (_, heads, head_dim), kv_heads = len(lengths), query.shape, memory[0].shape[2]
     query = query if query.stride(-1) == 1 else query.contiguous()
     splits = num_splits(count * kv_heads, query.device)
     parts = out if splits == 1 else torch.empty(count, heads, splits, head_dim, device=out.device)
@@ -81,20 +89,22 @@ def attend_one_query(
     group, padded_dim = heads // kv_heads, triton.next_power_of_2(head_dim)
     with torch.cuda.device(out.device):
         _attend_one_query[(count, kv_heads, splits)](
-            query, *memory, tables, lengths, parts, sums, *_score_arguments(options, query),
-            tables.stride(0), *query.stride()[:2], **_score_options(options),
+            query, *memory, tables, lengths, lengths if starts is None else starts, parts, sums,
+            *_score_arguments(options, query), tables.stride(0), *query.stride()[:2], **_score_options(options),
             HEADS=heads, GROUP=group, ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
             HEAD_DIM=head_dim, PADDED_DIM=padded_dim, PAGE_SIZE=memory[0].shape[1], KV_HEADS=kv_heads,
             KEYS=_keys_per_block(query.dtype, padded_dim), SPLITS=splits, MIN_SPLIT=MIN_SPLIT_KEYS,
+            ANY_COUNT=starts is not None,
             num_warps=4, num_stages=3,
         )  # fmt: skip
         if splits > 1:
             _merge[(count, heads)](
-                parts, sums, out, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, SPLITS=splits, num_warps=4
-            )
+                parts, sums, lengths if starts is None else starts, out,
+                HEAD_DIM=head_dim, PADDED_DIM=padded_dim, SPLITS=splits, ANY_COUNT=starts is not None, num_warps=4,
+            )  # fmt: skip
 
 
-def attend_several_queries(
+def attend_several_queries(  # noqa: PLR0913
     query: Tensor,
     memory: tuple[Tensor, Tensor],
     tables: Tensor,
@@ -103,11 +113,12 @@ def attend_several_queries(
     options: AttentionOptions,
     *,
     out: Tensor,
+    skip_single: bool = False,
 ) -> None:
     """Write the attention output of all queries to `out` [tokens, heads, head_dim]; a query attends up to its own key.
 
     The queries of sequence i are those from `starts[i]` to `starts[i + 1]`. The rest is as in `attend_one_query`, but
-    keys are not split.
+    keys are not split. `skip_single`: sequences with one query are not computed.
     """
     (tokens, heads, head_dim), kv_heads = query.shape, memory[0].shape[2]
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -118,7 +129,7 @@ def attend_several_queries(
         _attend_several_queries[(tokens // block + len(lengths), kv_heads)](
             query, *memory, tables, lengths, starts, out, *_score_arguments(options, query),
             len(lengths), tables.stride(0), *query.stride()[:2], **_score_options(options),
-            HEADS=heads, GROUP=group, ROWS=rows, QUERIES=block,
+            HEADS=heads, GROUP=group, ROWS=rows, QUERIES=block, MIN_QUERIES=2 if skip_single else 1,
             HEAD_DIM=head_dim, PADDED_DIM=padded_dim, PAGE_SIZE=memory[0].shape[1], KV_HEADS=kv_heads,
             KEYS=_keys_per_block(query.dtype, padded_dim), num_warps=8 if rows >= 128 else 4, num_stages=2,
         )  # fmt: skip
@@ -183,12 +194,20 @@ def _accumulated(scores, values, largest, total, out):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_one_query(  # noqa: PLR0913
-    query, key_pages, value_pages, tables, lengths, parts, sums, sinks, scale, table_stride, query_token, query_head,
+    query, key_pages, value_pages, tables, lengths, starts, parts, sums, sinks, scale, table_stride,
+    query_token, query_head,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,  # noqa: N803
     KV_HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,  # noqa: N803
+    ANY_COUNT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    token, skipped = sequence, sequence < 0
+    if ANY_COUNT:
+        token = tl.load(starts + sequence).to(tl.int64)
+        skipped = tl.load(starts + sequence + 1).to(tl.int64) != token + 1
+    if skipped:
+        return
     length = tl.load(lengths + sequence).to(tl.int32)
     begin = tl.maximum(0, length - WINDOW) if WINDOW > 0 else 0
     each = tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(length - begin, SPLITS), KEYS) * KEYS)
@@ -199,7 +218,8 @@ def _attend_one_query(  # noqa: PLR0913
     head = kv_head * GROUP + row
     row_mask, dim_mask = row < GROUP, dim < HEAD_DIM
     at_sums = sums + (sequence * HEADS + head) * SPLITS + split
-    at_parts = parts + ((sequence * HEADS + head[:, None]) * SPLITS + split) * HEAD_DIM + dim[None, :]
+    row_of_parts = token if SPLITS == 1 else sequence
+    at_parts = parts + ((row_of_parts * HEADS + head[:, None]) * SPLITS + split) * HEAD_DIM + dim[None, :]
     both = row_mask[:, None] & dim_mask[None, :]
     if first >= last:
         tl.store(at_sums, tl.full([ROWS], float("-inf"), tl.float32), mask=row_mask)
@@ -207,10 +227,10 @@ def _attend_one_query(  # noqa: PLR0913
             tl.store(at_parts, tl.zeros([ROWS, PADDED_DIM], parts.dtype.element_ty), mask=both)
         return
 
-    rows = tl.load(query + sequence * query_token + head[:, None] * query_head + dim[None, :], mask=both, other=0.0)
+    rows = tl.load(query + token * query_token + head[:, None] * query_head + dim[None, :], mask=both, other=0.0)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if split == 0:
             largest = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
             total = tl.full([ROWS], 1.0, tl.float32)
@@ -231,8 +251,19 @@ def _attend_one_query(  # noqa: PLR0913
 
 
 @triton.jit
-def _merge(parts, sums, out, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr):  # noqa: N803
-    at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+def _merge(  # noqa: PLR0913
+    parts, sums, starts, out,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, ANY_COUNT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    token, skipped = sequence, sequence < 0
+    if ANY_COUNT:
+        token = tl.load(starts + sequence).to(tl.int64)
+        skipped = tl.load(starts + sequence + 1).to(tl.int64) != token + 1
+    if skipped:
+        return
+    heads, head = tl.num_programs(1), tl.program_id(1)
+    at = sequence * heads + head
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
     dim_mask = dim < HEAD_DIM
     each = tl.load(sums + at * SPLITS + split)
@@ -246,7 +277,7 @@ def _merge(parts, sums, out, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, S
     )
     total = tl.sum(weights, axis=0)
     merged = tl.sum(part * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + at * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=dim_mask)
+    tl.store(out + (token * heads + head) * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=dim_mask)
 
 
 @triton.jit
@@ -267,15 +298,15 @@ def _attend_several_queries(  # noqa: PLR0913
     query, key_pages, value_pages, tables, lengths, starts, output, sinks, scale, num_sequences, table_stride,
     query_token, query_head,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,  # noqa: N803
-    PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, MIN_QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,  # noqa: N803
+    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, KEYS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     block, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of(block, starts, num_sequences, QUERIES)
     start_of_sequence = tl.load(starts + sequence).to(tl.int32)
     count = tl.load(starts + sequence + 1).to(tl.int32) - start_of_sequence
     first_query = (block - start_of_sequence // QUERIES - sequence) * QUERIES
-    if first_query >= count:
+    if (first_query >= count) | (count < MIN_QUERIES):
         return
     before = tl.load(lengths + sequence).to(tl.int32) - count  # the position of the sequence's first query
 
@@ -285,7 +316,9 @@ def _attend_several_queries(  # noqa: PLR0913
     row_mask, dim_mask = (row < QUERIES * GROUP) & (number < count), dim < HEAD_DIM
     both = row_mask[:, None] & dim_mask[None, :]
     token = (start_of_sequence + number).to(tl.int64)
-    rows = tl.load(query + token[:, None] * query_token + head[:, None] * query_head + dim[None, :], mask=both, other=0.0)
+    rows = tl.load(
+        query + token[:, None] * query_token + head[:, None] * query_head + dim[None, :], mask=both, other=0.0
+    )
     own = before + number  # the position of each query
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)

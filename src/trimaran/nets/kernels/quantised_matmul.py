@@ -1,0 +1,137 @@
+"""Matmuls of a few tokens with weights in 8 or 4 bits, which are read once and converted in registers."""
+
+from typing import Literal
+
+import torch
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
+
+GROUP = 128  # inputs of a step of a program's loop; in int4 those that share a scale
+COLUMNS = 128
+MIN_TOKENS, MAX_TOKENS = 16, 64  # of a program
+PROGRAMS_PER_SM, MAX_SPLITS = 2, 8
+REDUCED_COLUMNS = 1024
+
+Kind = Literal["fp8", "int8", "int4"]
+
+
+def quantised_matmul(  # noqa: PLR0913
+    x: Tensor, weight: Tensor, scales: Tensor, *, kind: Kind, x_scales: Tensor | None, zeros: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return x @ weight.T + bias in bf16, for `x` [tokens, inputs] and a weight with [outputs, inputs] values.
+
+    fp8 and int8: `scales` [outputs]; fp8 also has fp8 `x` with `x_scales` [tokens]. int4: two values in each byte of a
+    weight [outputs, inputs / 2]; the low halves of a group's 64 bytes are its first values. `scales` and `zeros`
+    [groups, outputs] are those of each group; a value is (number - zero) * scale.
+    """
+    (tokens, inputs), outputs = x.shape, len(weight)
+    block = max(MIN_TOKENS, min(MAX_TOKENS, triton.next_power_of_2(tokens)))
+    blocks = triton.cdiv(outputs, COLUMNS) * triton.cdiv(tokens, block)
+    wanted = PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count
+    splits = max(1, min(MAX_SPLITS, inputs // GROUP, wanted // blocks))
+    parts = torch.empty(splits, tokens, outputs, device=x.device)
+    out = torch.empty(tokens, outputs, dtype=torch.bfloat16, device=x.device)
+    with torch.cuda.device(x.device):
+        _partial_sums[(triton.cdiv(outputs, COLUMNS), triton.cdiv(tokens, block), splits)](
+            x, weight, scales, scales if zeros is None else zeros, parts, tokens, outputs, inputs,
+            IS_INT4=kind == "int4", GROUP=GROUP, COLUMNS=COLUMNS, TOKENS=block, SPLITS=splits,
+            num_warps=4, num_stages=4,
+        )  # fmt: skip
+        _reduce[(tokens, triton.cdiv(outputs, REDUCED_COLUMNS))](
+            parts, scales, scales if x_scales is None else x_scales, out if bias is None else bias, out,
+            tokens, outputs,
+            SCALED=kind != "int4", X_SCALED=x_scales is not None, BIASED=bias is not None, SPLITS=splits,
+            BLOCK=REDUCED_COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def dequantised(weight: Tensor, scales: Tensor, zeros: Tensor | None, *, kind: Kind) -> Tensor:
+    """Return an int8 or int4 weight, see `quantised_matmul`, as bf16 [outputs, inputs]."""
+    outputs, width = weight.shape
+    inputs = 2 * width if kind == "int4" else width
+    out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=weight.device)
+    with torch.cuda.device(weight.device):
+        _dequantise[(outputs, inputs // GROUP)](
+            weight, scales, scales if zeros is None else zeros, out, outputs, inputs,
+            IS_INT4=kind == "int4", GROUP=GROUP, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _partial_sums(  # noqa: PLR0913
+    x, weight, scales, zeros, parts, tokens, outputs, inputs,
+    IS_INT4: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Write the sums over a part of the inputs. The weight is the first operand: that one may be in registers."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    column_mask, token_mask = column < outputs, token < tokens
+    groups = inputs // GROUP
+    each = tl.cdiv(groups, SPLITS)
+    total = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    for group in range(split * each, tl.minimum((split + 1) * each, groups)):
+        if IS_INT4:
+            half = tl.arange(0, GROUP // 2)
+            at = weight + column[:, None].to(tl.int64) * (inputs // 2) + group * (GROUP // 2) + half[None, :]
+            packed = tl.load(at, mask=column_mask[:, None], other=0)
+            scale = tl.load(scales + group * outputs + column, mask=column_mask, other=0.0).to(tl.float32)
+            zero = tl.load(zeros + group * outputs + column, mask=column_mask, other=0).to(tl.bfloat16)
+            first = (packed & 15).to(tl.bfloat16) - zero[:, None]
+            second = (packed >> 4).to(tl.bfloat16) - zero[:, None]
+            at_x = x + token[:, None].to(tl.int64) * inputs + group * GROUP + half[None, :]
+            first_x = tl.load(at_x, mask=token_mask[:, None], other=0.0)
+            second_x = tl.load(at_x + GROUP // 2, mask=token_mask[:, None], other=0.0)
+            of_group = tl.dot(first, tl.trans(first_x))
+            total += tl.dot(second, tl.trans(second_x), of_group) * scale[:, None]
+        else:
+            number = group * GROUP + tl.arange(0, GROUP)
+            at = weight + column[:, None].to(tl.int64) * inputs + number[None, :]
+            values = tl.load(at, mask=column_mask[:, None], other=0)
+            rows = tl.load(
+                x + token[:, None].to(tl.int64) * inputs + number[None, :], mask=token_mask[:, None], other=0.0
+            )
+            total = tl.dot(values.to(rows.dtype), tl.trans(rows), total)
+    at = parts + (split.to(tl.int64) * tokens + token[None, :]) * outputs + column[:, None]
+    tl.store(at, total, mask=column_mask[:, None] & token_mask[None, :])
+
+
+@triton.jit
+def _reduce(  # noqa: PLR0913
+    parts, scales, x_scales, bias, out, tokens, outputs,
+    SCALED: tl.constexpr, X_SCALED: tl.constexpr, BIASED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < outputs
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + (split * tokens + token) * outputs + column, mask=mask, other=0.0)
+    if SCALED:
+        total *= tl.load(scales + column, mask=mask, other=0.0).to(tl.float32)
+    if X_SCALED:
+        total *= tl.load(x_scales + token)
+    if BIASED:
+        total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * outputs + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantise(weight, scales, zeros, out, outputs, inputs, IS_INT4: tl.constexpr, GROUP: tl.constexpr):  # noqa: N803, PLR0913
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if IS_INT4:
+        half = tl.arange(0, GROUP // 2)
+        packed = tl.load(weight + row * (inputs // 2) + group * (GROUP // 2) + half)
+        scale = tl.load(scales + group * outputs + row).to(tl.float32)
+        zero = tl.load(zeros + group * outputs + row).to(tl.float32)
+        at = out + row * inputs + group * GROUP + half
+        tl.store(at, (((packed & 15).to(tl.float32) - zero) * scale).to(tl.bfloat16))
+        tl.store(at + GROUP // 2, (((packed >> 4).to(tl.float32) - zero) * scale).to(tl.bfloat16))
+    else:
+        number = row * inputs + group * GROUP + tl.arange(0, GROUP)
+        values = tl.load(weight + number).to(tl.float32) * tl.load(scales + row).to(tl.float32)
+        tl.store(out + number, values.to(tl.bfloat16))

@@ -39,13 +39,17 @@ def join_projections(network: Network) -> None:
 def replace_projections(layer: DecoderLayer) -> None:
     """Replace the projections of the same input by one linear layer, `joined`, which may then be quantised."""
     for part in _joinable_parts(layer):
-        if isinstance(part, Attention):
-            part.joined_heads = part.num_heads  # pyrefly: ignore[missing-attribute]
-        part.joined = joined_linear(part.projections)
+        joined, heads = joined_linear(part.projections), part.num_heads if isinstance(part, Attention) else (0, 0)
         names = [name for name, child in part.named_children() if any(child is each for each in part.projections)]
         for name in names:
             delattr(part, name)
-        part.__class__ = JoinedAttention if isinstance(part, Attention) else JoinedFeedForward
+        part.add_module("joined", joined)
+        if isinstance(part, Attention):
+            part.__class__ = JoinedAttention
+            assert isinstance(part, JoinedAttention)
+            part.joined_heads = heads
+        else:
+            part.__class__ = JoinedFeedForward
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     layer.joint = _are_plain(norms)
 
@@ -54,7 +58,7 @@ def replace_projections(layer: DecoderLayer) -> None:
 def joined_linear(parts: Sequence[nn.Linear]) -> nn.Linear:
     """Return one linear layer with the rows of all of `parts`."""
     weight = torch.cat([each.weight for each in parts])
-    biases = [each.bias for each in parts if each.bias is not None]
+    biases: list[Tensor] = [each.bias for each in parts if each.bias is not None]
     joined = nn.Linear(weight.shape[1], len(weight), bias=bool(biases), device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if biases:

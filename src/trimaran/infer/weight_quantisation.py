@@ -130,8 +130,9 @@ def _refuse_device(kind: Quantisation, device: torch.device) -> None:
         raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
                         fix="leave --quantise out, or serve on a GPU")  # fmt: skip
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY[kind]:
-        raise UserError("E051", f"{torch.cuda.get_device_name(device)} is too old for {kind} weights", where="--quantise",
-                        fix="fp8 needs a GPU of the Hopper generation or newer, int8 and int4 one of Ampere")  # fmt: skip
+        name = torch.cuda.get_device_name(device)
+        raise UserError("E051", f"{name} is too old for {kind} weights", where="--quantise",
+                        fix="fp8 needs Hopper or newer, int8 and int4 need Ampere or newer")  # fmt: skip
 
 
 def _is_supported(module: nn.Module) -> bool:

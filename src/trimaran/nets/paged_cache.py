@@ -148,9 +148,9 @@ def _attend_decodes(
     query: Tensor, memory: tuple[Tensor, Tensor], extension: PagedExtension, options: AttentionOptions
 ) -> Tensor:
     """Return the output of the sequences with one new token, [1, heads, S, head_dim]."""
-    keys, values = memory
-    index, mask = _decode_index(extension), _decode_mask(extension, options.window, keys.shape[1])
-    sequences, heads = query.shape[2], keys.shape[2]
+    page_size, heads = memory[0].shape[1:3]
+    index, mask = _decode_index(extension), _decode_mask(extension, options.window, page_size)
+    sequences = query.shape[2]
     gathered = (each.index_select(0, index).view(sequences, -1, *each.shape[2:]).transpose(1, 2) for each in memory)
     # The query heads of one key head become queries of it, so that keys are not repeated.
     grouped = query[0].transpose(0, 1).reshape(sequences, heads, -1, query.shape[3])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
 from trimaran.infer.engine.step_batch import LAST, NOTHING, StepBatch
+from trimaran.infer.serving_layers import join_projections
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import HostLengthsNeededError, PagedCache, PagedExtension
 
@@ -45,7 +46,8 @@ class GraphRunner(ModelRunner):
     def __init__(
         self, network: Network, device: torch.device, dtype: torch.dtype, cache: PagedCache, traits: RunnerTraits
     ) -> None:
-        """The weights must stay where they are: a graph has their addresses."""
+        """Joins projections. From now on the weights must stay where they are: graphs have their addresses."""
+        join_projections(network)
         super().__init__(network, device, dtype, cache, traits)
         self._graphs = StepGraphs(self)
 
@@ -57,7 +59,7 @@ class GraphRunner(ModelRunner):
                 return StepLogits(self._graphs.logits(batch, size))
         return super().run(batch)
 
-    def capture(self, max_running: int, max_step_tokens: int) -> int:
+    def capture(self, max_running: int, max_step_tokens: int = 1024) -> int:
         """Capture the graphs of all steps of this size, so that no request waits for one; return their number."""
         decodes = _up_to(DECODE_SIZES, max_running)
         sizes = [GraphSize(size, MAX_SEQUENCES, is_decode=False) for size in _up_to(TOKEN_SIZES, max_step_tokens)]

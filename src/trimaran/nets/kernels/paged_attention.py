@@ -93,7 +93,7 @@ def attend_one_query(  # noqa: PLR0913
             *_score_arguments(options, query), tables.stride(0), *query.stride()[:2], **_score_options(options),
             HEADS=heads, GROUP=group, ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
             HEAD_DIM=head_dim, PADDED_DIM=padded_dim, PAGE_SIZE=memory[0].shape[1], KV_HEADS=kv_heads,
-            KEYS=_keys_per_block(query.dtype, padded_dim), SPLITS=splits, MIN_SPLIT=MIN_SPLIT_KEYS,
+            KEYS=2 * _keys_per_block(query.dtype, padded_dim), SPLITS=splits, MIN_SPLIT=MIN_SPLIT_KEYS,
             ANY_COUNT=starts is not None,
             num_warps=4, num_stages=3,
         )  # fmt: skip

@@ -11,7 +11,8 @@ GROUP = 128  # inputs of a step of a program's loop; in int4 those that share a 
 COLUMNS = 128
 MIN_TOKENS, MAX_TOKENS = 16, 64  # of a program
 PROGRAMS_PER_SM, MAX_SPLITS = 2, 8
-REDUCED_COLUMNS = 1024
+REDUCED_COLUMNS, ROWS = 1024, 64
+WARPS, STAGES = 4, 4
 
 Kind = Literal["fp8", "int8", "int4"]
 
@@ -37,7 +38,7 @@ def quantised_matmul(  # noqa: PLR0913
         _partial_sums[(triton.cdiv(outputs, COLUMNS), triton.cdiv(tokens, block), splits)](
             x, weight, scales, scales if zeros is None else zeros, parts, tokens, outputs, inputs,
             IS_INT4=kind == "int4", GROUP=GROUP, COLUMNS=COLUMNS, TOKENS=block, SPLITS=splits,
-            num_warps=4, num_stages=4,
+            num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         _reduce[(tokens, triton.cdiv(outputs, REDUCED_COLUMNS))](
             parts, scales, scales if x_scales is None else x_scales, out if bias is None else bias, out,
@@ -54,9 +55,9 @@ def dequantised(weight: Tensor, scales: Tensor, zeros: Tensor | None, *, kind: K
     inputs = 2 * width if kind == "int4" else width
     out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=weight.device)
     with torch.cuda.device(weight.device):
-        _dequantise[(outputs, inputs // GROUP)](
+        _dequantise[(triton.cdiv(outputs, ROWS), inputs // GROUP)](
             weight, scales, scales if zeros is None else zeros, out, outputs, inputs,
-            IS_INT4=kind == "int4", GROUP=GROUP, num_warps=1,
+            IS_INT4=kind == "int4", GROUP=GROUP, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -70,34 +71,32 @@ def _partial_sums(  # noqa: PLR0913
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
-    column_mask, token_mask = column < outputs, token < tokens
+    safe_column = tl.minimum(column, outputs - 1).to(tl.int64)  # instead of a mask
+    safe_token = tl.minimum(token, tokens - 1).to(tl.int64)
     groups = inputs // GROUP
     each = tl.cdiv(groups, SPLITS)
     total = tl.zeros([COLUMNS, TOKENS], tl.float32)
     for group in range(split * each, tl.minimum((split + 1) * each, groups)):
         if IS_INT4:
             half = tl.arange(0, GROUP // 2)
-            at = weight + column[:, None].to(tl.int64) * (inputs // 2) + group * (GROUP // 2) + half[None, :]
-            packed = tl.load(at, mask=column_mask[:, None], other=0)
-            scale = tl.load(scales + group * outputs + column, mask=column_mask, other=0.0).to(tl.float32)
-            zero = tl.load(zeros + group * outputs + column, mask=column_mask, other=0).to(tl.bfloat16)
+            at = weight + safe_column[:, None] * (inputs // 2) + group * (GROUP // 2) + half[None, :]
+            packed = tl.load(at)
+            scale = tl.load(scales + group * outputs + safe_column).to(tl.float32)
+            zero = tl.load(zeros + group * outputs + safe_column).to(tl.bfloat16)
             first = (packed & 15).to(tl.bfloat16) - zero[:, None]
             second = (packed >> 4).to(tl.bfloat16) - zero[:, None]
-            at_x = x + token[:, None].to(tl.int64) * inputs + group * GROUP + half[None, :]
-            first_x = tl.load(at_x, mask=token_mask[:, None], other=0.0)
-            second_x = tl.load(at_x + GROUP // 2, mask=token_mask[:, None], other=0.0)
+            at_x = x + safe_token[:, None] * inputs + group * GROUP + half[None, :]
+            first_x = tl.load(at_x)
+            second_x = tl.load(at_x + GROUP // 2)
             of_group = tl.dot(first, tl.trans(first_x))
             total += tl.dot(second, tl.trans(second_x), of_group) * scale[:, None]
         else:
             number = group * GROUP + tl.arange(0, GROUP)
-            at = weight + column[:, None].to(tl.int64) * inputs + number[None, :]
-            values = tl.load(at, mask=column_mask[:, None], other=0)
-            rows = tl.load(
-                x + token[:, None].to(tl.int64) * inputs + number[None, :], mask=token_mask[:, None], other=0.0
-            )
+            values = tl.load(weight + safe_column[:, None] * inputs + number[None, :])
+            rows = tl.load(x + safe_token[:, None] * inputs + number[None, :])
             total = tl.dot(values.to(rows.dtype), tl.trans(rows), total)
     at = parts + (split.to(tl.int64) * tokens + token[None, :]) * outputs + column[:, None]
-    tl.store(at, total, mask=column_mask[:, None] & token_mask[None, :])
+    tl.store(at, total, mask=(column < outputs)[:, None] & (token < tokens)[None, :])
 
 
 @triton.jit
@@ -121,17 +120,22 @@ def _reduce(  # noqa: PLR0913
 
 
 @triton.jit
-def _dequantise(weight, scales, zeros, out, outputs, inputs, IS_INT4: tl.constexpr, GROUP: tl.constexpr):  # noqa: N803, PLR0913
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _dequantise(  # noqa: PLR0913
+    weight, scales, zeros, out, outputs, inputs, IS_INT4: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    mask = row < outputs
+    at_row = row[:, None].to(tl.int64) * inputs
     if IS_INT4:
         half = tl.arange(0, GROUP // 2)
-        packed = tl.load(weight + row * (inputs // 2) + group * (GROUP // 2) + half)
-        scale = tl.load(scales + group * outputs + row).to(tl.float32)
-        zero = tl.load(zeros + group * outputs + row).to(tl.float32)
-        at = out + row * inputs + group * GROUP + half
-        tl.store(at, (((packed & 15).to(tl.float32) - zero) * scale).to(tl.bfloat16))
-        tl.store(at + GROUP // 2, (((packed >> 4).to(tl.float32) - zero) * scale).to(tl.bfloat16))
+        packed = tl.load(weight + at_row // 2 + group * (GROUP // 2) + half[None, :], mask=mask[:, None], other=0)
+        scale = tl.load(scales + group * outputs + row, mask=mask, other=0.0).to(tl.float32)[:, None]
+        zero = tl.load(zeros + group * outputs + row, mask=mask, other=0).to(tl.float32)[:, None]
+        at = out + at_row + group * GROUP + half[None, :]
+        tl.store(at, (((packed & 15).to(tl.float32) - zero) * scale).to(tl.bfloat16), mask=mask[:, None])
+        tl.store(at + GROUP // 2, (((packed >> 4).to(tl.float32) - zero) * scale).to(tl.bfloat16), mask=mask[:, None])
     else:
-        number = row * inputs + group * GROUP + tl.arange(0, GROUP)
-        values = tl.load(weight + number).to(tl.float32) * tl.load(scales + row).to(tl.float32)
-        tl.store(out + number, values.to(tl.bfloat16))
+        at = at_row + group * GROUP + tl.arange(0, GROUP)[None, :]
+        scale = tl.load(scales + row, mask=mask, other=0.0).to(tl.float32)[:, None]
+        values = tl.load(weight + at, mask=mask[:, None], other=0).to(tl.float32) * scale
+        tl.store(out + at, values.to(tl.bfloat16), mask=mask[:, None])

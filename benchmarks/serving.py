@@ -186,8 +186,9 @@ def continuous_batch(model: Any, load: Sequence[Asked]) -> list[Served]:
             while finished < len(load):
                 now = time.perf_counter() - start
                 while added < len(load) and load[added].arrival <= now:
+                    wanted = load[added].tokens if measured else 4  # the first round only warms up
                     manager.add_request(list(load[added].prompt), request_id=f"{measured}-{added}",
-                                        max_new_tokens=load[added].tokens, streaming=True)  # fmt: skip
+                                        max_new_tokens=wanted, streaming=True)  # fmt: skip
                     added += 1
                 result = manager.get_result(timeout=0.002 if added < len(load) else 5)
                 if result is None:

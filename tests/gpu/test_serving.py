@@ -3,16 +3,35 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from trimaran.infer.engine.batching_engine import BatchingEngine
+from trimaran.infer.engine.decode_graphs import GraphRunner
+from trimaran.infer.engine.engine_request import EngineRequest
+from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits
+from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.infer.engine.step_batch import LAST, NOTHING, StepBatch
+from trimaran.infer.sampling import Sampling
+from trimaran.infer.trained_model import compute_in_bf16
+from trimaran.infer.weight_quantisation import (
+    Quantisation,
+    QuantisedLinear,
+    quantise,
+    quantise_linear,
+    restored_weight,
+)
+from trimaran.models import PRESETS
+from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.paged_cache import AttentionOptions, PagedCache, PagedExtension, attend_gathered_pages
 
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 PAGE = 16
+SPEC = replace(PRESETS["tiny"], layers=2, hidden=256, heads=8, kv_heads=2, head_dim=32, ffn=512, max_seq_len=512)
 LENGTHS = (1, 17, 64, 5000, 255, 256, 257, 1023, 3, 2049)
 
 
@@ -130,3 +149,128 @@ def test_padding_has_no_keys_and_its_output_is_zero() -> None:
             AttentionOptions(), out=out,
         )  # fmt: skip
         assert not out.any()
+
+
+def small_network(dtype: torch.dtype, device: torch.device = GPU) -> Network:
+    network = decoder_network(SPEC)
+    initialise(network.module, seed=0, spec=SPEC)
+    network.module.to(device)
+    if dtype == torch.bfloat16:
+        compute_in_bf16(network.module)
+    return network
+
+
+def step_of(queries: Sequence[int], lengths: Sequence[int], wants: Sequence[int] | None = None) -> StepBatch:
+    """Return a step of sequences with these new tokens and keys, each with its own pages in order."""
+    each = -(-max(lengths) // PAGE)
+    tables = np.arange(len(lengths) * each).reshape(len(lengths), each)
+    owners = np.repeat(np.arange(len(lengths)), queries)
+    ranges = zip(queries, lengths, strict=True)
+    positions = np.concatenate([np.arange(length - new, length) for new, length in ranges])
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    return StepBatch(
+        tokens=(positions * 31 + owners * 7) % SPEC.vocab, positions=positions,
+        query_starts=np.concatenate(([0], np.cumsum(queries))), context_lengths=np.array(lengths),
+        page_tables=tables, slots=tables[owners, positions // PAGE] * PAGE + positions % PAGE,
+        wants=zeros + LAST if wants is None else np.array(wants), adapters=zeros, sequences=np.arange(len(lengths)),
+        finished=zeros[:0],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_computes_what_the_same_step_computes_without_one(dtype: torch.dtype) -> None:
+    network, cache = small_network(dtype), PagedCache(1024, PAGE)
+    graphs = GraphRunner(network, GPU, dtype, cache, RunnerTraits())
+    plain = ModelRunner(network, GPU, dtype, cache, RunnerTraits())
+    lengths = [1, 1, 5, 40, 200, 300, 17]
+    assert graphs.capture(8, 600) == 13  # decode steps of 1, 2, 4 and 8, and nine with more tokens
+    prompts = step_of(lengths, lengths, [LAST, LAST, NOTHING, LAST, LAST, NOTHING, LAST])
+    ordered = step_of([1, 1, 1, 1, 1, 9, 30], [2, 2, 6, 301, 18, 49, 230])
+    decode = step_of([1] * 7, [3, 3, 7, 302, 19, 50, 231])
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-5  # a padded matmul may add up in another order
+    for step in (prompts, ordered, decode):
+        expected = plain.run(step).logits
+        found = graphs.run(step).logits
+        assert found.shape == expected.shape
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_decode_step_as_a_graph_never_synchronises() -> None:
+    network, cache = small_network(torch.bfloat16), PagedCache(256, PAGE)
+    runner = GraphRunner(network, GPU, torch.bfloat16, cache, RunnerTraits())
+    step = step_of([1, 1, 1], [20, 3, 100])
+    expected = runner.run(step).logits.clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = runner.run(step).logits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+
+
+def answers(runner: Runner, requests: Sequence[EngineRequest], *, together: bool) -> dict[str, list[int]]:
+    """Return the tokens of each request; small steps, so that prompts are computed in parts beside other sequences."""
+    engine = BatchingEngine(runner, EngineSettings(max_running=24, max_step_tokens=96))
+    tokens: dict[str, list[int]] = {each.id: [] for each in requests}
+    for group in [list(requests)] if together else [[each] for each in requests]:
+        for each in group:
+            engine.add(each)
+        while engine.has_work:
+            for output in engine.step():
+                assert output.token is not None
+                tokens[output.request].append(output.token)
+    return tokens
+
+
+def test_greedy_answers_in_fp32_are_the_same_alone_and_together_on_a_gpu_and_a_cpu() -> None:
+    generator = np.random.default_rng(0)
+    lengths = [1, 2, 15, 16, 17, 40, 100, 200, 3, 64, 31, 7]
+    prompts = [tuple(generator.integers(0, SPEC.vocab, length).tolist()) for length in lengths]
+    prompts += [prompts[7][:150] + prompts[5], prompts[7][:160]]  # shared prefixes
+    requests = [
+        EngineRequest(id=str(number), prompt=prompt, sampling=Sampling(temperature=0.0), max_tokens=12 + number)
+        for number, prompt in enumerate(prompts)
+    ]
+    found = []
+    for device in (GPU, torch.device("cpu")):
+        network = small_network(torch.float32, device)
+        kind = GraphRunner if device == GPU else ModelRunner
+        runner = kind(network, device, torch.float32, PagedCache(200, PAGE), RunnerTraits())
+        found += [answers(runner, requests, together=True), answers(runner, requests, together=False)]
+    assert len(found[0]["3"]) == 15
+    assert len({tuple(each) for each in found[0].values()}) > 4  # they differ between requests
+    assert all(each == found[0] for each in found[1:])
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("fp8", 0.042), ("int8", 0.014), ("int4", 0.13)])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 65, 128, 300])
+def test_a_quantised_layer_is_close_to_the_layer(kind: Quantisation, bound: float, tokens: int) -> None:
+    layer = torch.nn.Linear(640, 272, device=GPU, dtype=torch.bfloat16)
+    torch.nn.init.normal_(layer.weight)
+    x = random_tensor(2, tokens, 640, seed=1, dtype=torch.bfloat16)[:1]
+    exact = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    quantise_linear(layer, kind)
+    assert isinstance(layer, QuantisedLinear)
+    restored = restored_weight(layer.weight, layer.scales, layer.zeros)
+    with torch.inference_mode():
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).norm() < bound * exact.norm()
+    expected = torch.nn.functional.linear(x.float(), restored, layer.bias.float())
+    rounding = 0.032 if kind == "fp8" else 0.005  # fp8 rounds the inputs, too
+    assert (found - expected).norm() < rounding * expected.norm()
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("fp8", 0.1), ("int8", 0.03), ("int4", 0.3)])
+def test_a_quantised_network_is_close_to_the_network_with_graphs_and_without(kind: Quantisation, bound: float) -> None:
+    network, cache = small_network(torch.bfloat16), PagedCache(256, PAGE)
+    prompts, decode = step_of([70, 9, 90], [70, 9, 90]), step_of([1, 1, 1], [71, 10, 91])
+    plain = ModelRunner(network, GPU, torch.bfloat16, cache, RunnerTraits())
+    expected = [plain.run(step).logits for step in (prompts, decode)]
+    before = sum(each.nbytes for each in network.module.parameters())
+    quantise(network, kind, GPU)
+    assert sum(each.nbytes for each in network.module.parameters()) < before
+    for runner in (plain, GraphRunner(network, GPU, torch.bfloat16, cache, RunnerTraits())):
+        for step, logits in zip((prompts, decode), expected, strict=True):
+            found = runner.run(step).logits
+            assert 0 < (found - logits).norm() < bound * logits.norm()

@@ -17,7 +17,8 @@ FP8 = torch.float8_e4m3fn
 # An fp8 matmul with a scale for each row needs Hopper.
 MIN_CAPABILITY = {"fp8": (9, 0), "int8": (8, 0), "int4": (8, 0)}
 GROUP = 128  # int4 weights that share a scale and a zero point; our kernel reads so many inputs at a time
-MAX_FEW_TOKENS = 256  # more of them are a matmul in fp8, or in bf16 with a copy of the weight
+# More tokens than this are one matmul of torch, for int8 and int4 with a bf16 copy of the weight.
+MAX_FEW_TOKENS = {"fp8": 64, "int8": 128, "int4": 128}
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.flatten(0, -2).to(torch.bfloat16)
-        out = self._few_tokens(rows) if len(rows) <= MAX_FEW_TOKENS else self._many_tokens(rows)
+        out = self._few_tokens(rows) if len(rows) <= MAX_FEW_TOKENS[self.kind] else self._many_tokens(rows)
         return out.unflatten(0, input.shape[:-1])
 
     def _few_tokens(self, rows: Tensor) -> Tensor:

@@ -66,8 +66,9 @@ class PagedExtension:
 
     Tensors i64 on the device: `positions` [1, N]; `slots` [N], where the new keys go; `page_tables` [S, pages];
     `context_lengths` [S], with the new tokens; `query_starts` [S + 1]; `kept` [K], the tokens whose output is wanted,
-    None for all. On the host: the new tokens `query_lengths` and all tokens `key_lengths` of each sequence, and
-    `num_decodes`, how many sequences have one new token; they are the first ones.
+    None for all; `new_pages`, those that get their first token, None if none does. On the host: the new tokens
+    `query_lengths` and all tokens `key_lengths` of each sequence, and `num_decodes`, how many sequences have one new
+    token; they are the first ones.
     """
 
     cache: PagedCache
@@ -80,6 +81,7 @@ class PagedExtension:
     query_lengths: Sequence[int]
     key_lengths: Sequence[int]
     num_decodes: int
+    new_pages: Tensor | None = None
     shared: dict[object, Tensor] = field(default_factory=dict)  # what all layers use, computed by the first of them
 
     def layer(self, number: int) -> "PagedLayer":
@@ -106,6 +108,9 @@ class PagedLayer:
 
             return store_and_attend(query, key, value, memory, self.extension, options)
         for pages, new in zip(memory, (key, value), strict=True):
+            # What a page holds from an earlier sequence is masked, but NaN times zero is NaN.
+            if self.extension.new_pages is not None:
+                pages.index_fill_(0, self.extension.new_pages, 0)
             pages.view(-1, *pages.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
         return attend_gathered_pages(query, key, value, memory, self.extension, options)
 

@@ -16,7 +16,10 @@ MAX_KERNEL_HEAD_DIM = 256
 
 
 class HostLengthsNeededError(Exception):
-    """Pages are attended to without a kernel, which needs lengths on the host; a CUDA graph has none."""
+    """Pages are attended to without our kernel, which needs lengths on the host; a step of a CUDA graph has none."""
+
+    def __init__(self) -> None:
+        super().__init__("the attention of this model has no kernel for pages")
 
 
 class PagedCache:

@@ -18,7 +18,7 @@ from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLo
 from trimaran.infer.engine.step_batch import LAST, NOTHING, StepBatch
 from trimaran.infer.serving_layers import join_projections
 from trimaran.nets import Network
-from trimaran.nets.paged_cache import HostLengthsNeededError, PagedCache, PagedExtension
+from trimaran.nets.paged_cache import PagedCache, PagedExtension
 
 MAX_SEQUENCES = 256
 DECODE_SIZES = (1, 2, 4, *range(8, MAX_SEQUENCES + 1, 8))
@@ -169,12 +169,12 @@ class StepGraphs:
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool):
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._logits[: size.sequences].copy_(self._forward(size))
-        except (HostLengthsNeededError, RuntimeError) as error:  # torch's error for what a graph cannot do
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
+        except Exception as error:  # of any library: the model's own code may do what a capture does not allow
             self._impossible = True
+            torch.cuda.synchronize()
             log.warning("steps run without CUDA graphs, more slowly: %s: %s", type(error).__name__, error)
             return False
         self._graphs[size] = graph

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.decode_graphs import GraphRunner
+from trimaran.infer.engine.engine_batch import LAST, NOTHING, EngineBatch
 from trimaran.infer.engine.engine_request import EngineRequest
 from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits
 from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.engine.step_batch import LAST, NOTHING, StepBatch
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.infer.weight_quantisation import (
@@ -160,7 +160,7 @@ def small_network(dtype: torch.dtype, device: torch.device = GPU) -> Network:
     return network
 
 
-def step_of(queries: Sequence[int], lengths: Sequence[int], wants: Sequence[int] | None = None) -> StepBatch:
+def step_of(queries: Sequence[int], lengths: Sequence[int], wants: Sequence[int] | None = None) -> EngineBatch:
     """Return a step of sequences with these new tokens and keys, each with its own pages in order."""
     each = -(-max(lengths) // PAGE)
     tables = np.arange(len(lengths) * each).reshape(len(lengths), each)
@@ -168,7 +168,7 @@ def step_of(queries: Sequence[int], lengths: Sequence[int], wants: Sequence[int]
     ranges = zip(queries, lengths, strict=True)
     positions = np.concatenate([np.arange(length - new, length) for new, length in ranges])
     zeros = np.zeros(len(lengths), dtype=np.int64)
-    return StepBatch(
+    return EngineBatch(
         tokens=(positions * 31 + owners * 7) % SPEC.vocab, positions=positions,
         query_starts=np.concatenate(([0], np.cumsum(queries))), context_lengths=np.array(lengths),
         page_tables=tables, slots=tables[owners, positions // PAGE] * PAGE + positions % PAGE,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimaran.infer.engine.engine_batch import LAST, NOTHING, EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
-from trimaran.infer.engine.step_batch import LAST, NOTHING, StepBatch
 from trimaran.infer.serving_layers import join_projections
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
@@ -49,9 +49,9 @@ class GraphRunner(ModelRunner):
         """Joins projections. From now on the weights must stay where they are: graphs have their addresses."""
         join_projections(network)
         super().__init__(network, device, dtype, cache, traits)
-        self._graphs = StepGraphs(self)
+        self._graphs = EngineGraphs(self)
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: EngineBatch) -> StepLogits:
         """See `Runner`. The logits are valid until the next step."""
         size = self._graphs.size_of(batch)
         with torch.inference_mode(), self.autocast():
@@ -92,7 +92,7 @@ class GraphInputs:
         tables = torch.zeros(MAX_SEQUENCES, max_pages, dtype=torch.int32, device=device)
         return cls(torch.zeros(count, dtype=torch.int32, device=device), (first, second), tables)
 
-    def copy_from(self, batch: StepBatch, size: GraphSize, step: int, unused_slot: int) -> None:
+    def copy_from(self, batch: EngineBatch, size: GraphSize, step: int, unused_slot: int) -> None:
         """Copy a step's inputs to the device, padded to the graph's size, without waiting for the copy."""
         host, (tokens, sequences, _) = self.host[step % 2], size
         numbers = host.numpy()
@@ -118,7 +118,7 @@ class GraphInputs:
         self.staged[2 * size.tokens : 3 * size.tokens] = unused_slot
 
 
-class StepGraphs:
+class EngineGraphs:
     """The CUDA graphs of a runner, and the memory that they share."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -130,7 +130,7 @@ class StepGraphs:
         self._logits: Tensor | None = None  # of all graphs: [MAX_SEQUENCES, vocabulary]
         self._steps, self._impossible = 0, False
 
-    def size_of(self, batch: StepBatch) -> GraphSize | None:
+    def size_of(self, batch: EngineBatch) -> GraphSize | None:
         """Return the size of the graph that computes a step; None if there is none, as with images and adapters."""
         tokens, sequences = batch.num_tokens, batch.num_sequences
         is_small = sequences <= MAX_SEQUENCES and batch.page_tables.shape[1] <= self._max_pages
@@ -143,7 +143,7 @@ class StepGraphs:
         fits = tokens <= TOKEN_SIZES[-1] and bool(((batch.wants == LAST) | (batch.wants == NOTHING)).all())
         return GraphSize(_up_to(TOKEN_SIZES, tokens)[-1], MAX_SEQUENCES, is_decode=False) if fits else None
 
-    def logits(self, batch: StepBatch, size: GraphSize) -> Tensor:
+    def logits(self, batch: EngineBatch, size: GraphSize) -> Tensor:
         """Return the fp32 logits that a step wants, [sequences, vocabulary]; they are valid until the next call."""
         self._inputs.copy_from(batch, size, self._steps, self._unused_slot)
         self._steps += 1

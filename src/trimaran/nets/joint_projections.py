@@ -114,6 +114,10 @@ class _JointSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         packed = torch.ops.trimaran.joint_matmul(x, [gate, up], True)
         ctx.save_for_backward(x, gate, up, down, packed)
+        if packed.is_cuda and torch.is_inference_mode_enabled():
+            from trimaran.nets.kernels.swiglu import gated_forward  # noqa: PLC0415 - only a GPU has Triton
+
+            return gated_forward(packed) @ down.t()
         first, second = packed.chunk(2, dim=-1)
         return (F.silu(first) * second) @ down.t()
 

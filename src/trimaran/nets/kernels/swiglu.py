@@ -1,4 +1,4 @@
-"""Backward of SwiGLU, whose two inputs are halves of one tensor, in one pass over memory."""
+"""SwiGLU, whose two inputs are halves of one tensor, and its backward, each in one pass over memory."""
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
@@ -34,3 +34,23 @@ def _gated_backward(packed, grad_inner, grad_packed, inner, width, BLOCK: tl.con
     tl.store(inner + offset, (silu * up).to(dtype), mask=mask)
     tl.store(grad_packed + gate_offset, (gradient * up * (sigmoid + silu * (1 - sigmoid))).to(dtype), mask=mask)
     tl.store(grad_packed + gate_offset + width, (gradient * silu).to(dtype), mask=mask)
+
+
+def gated_forward(packed: Tensor) -> Tensor:
+    """Return silu(gate) * up of `packed` [rows, gate | up], computed in fp32."""
+    packed = packed.contiguous()
+    rows, width = len(packed), packed.shape[1] // 2
+    inner = packed.new_empty(rows, width)
+    with torch.cuda.device(packed.device):
+        _gated_forward[(rows, triton.cdiv(width, BLOCK))](packed, inner, width, BLOCK=BLOCK, num_warps=8)
+    return inner
+
+
+@triton.jit
+def _gated_forward(packed, inner, width, BLOCK: tl.constexpr):  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    gate = tl.load(packed + row * 2 * width + column, mask=mask).to(tl.float32)
+    up = tl.load(packed + row * 2 * width + width + column, mask=mask).to(tl.float32)
+    tl.store(inner + row * width + column, (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty), mask=mask)

@@ -1,0 +1,211 @@
+"""Steps as CUDA graphs: the host starts one graph instead of hundreds of kernels.
+
+A graph has a fixed number of tokens and sequences. A step with fewer is padded: a padded sequence has no keys, and the
+key of a padded token goes to a page that no sequence has. A decode graph has one token for each sequence; the graphs of
+other steps have room for parts of prompts, too.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.infer.engine.engine_batch import LAST, NOTHING, EngineBatch
+from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
+from trimaran.infer.serving_layers import join_projections
+from trimaran.nets import Network
+from trimaran.nets.paged_cache import PagedCache, PagedExtension
+
+MAX_SEQUENCES = 256
+DECODE_SIZES = (1, 2, 4, *range(8, MAX_SEQUENCES + 1, 8))
+TOKEN_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+
+log = logging.getLogger(__name__)
+
+
+class GraphSize(NamedTuple):
+    """How many tokens and sequences a graph has room for; in a decode step each sequence has one token."""
+
+    tokens: int
+    sequences: int
+    is_decode: bool
+
+    @property
+    def num_inputs(self) -> int:
+        """Token, position and slot of each token; length of each sequence; and where each begins."""
+        return 3 * self.tokens + 2 * self.sequences + 1
+
+
+class GraphRunner(ModelRunner):
+    """Runs a network on this process's GPU. Its steps are CUDA graphs, each captured when it is first needed."""
+
+    def __init__(
+        self, network: Network, device: torch.device, dtype: torch.dtype, cache: PagedCache, traits: RunnerTraits
+    ) -> None:
+        """Joins projections. From now on the weights must stay where they are: graphs have their addresses."""
+        join_projections(network)
+        super().__init__(network, device, dtype, cache, traits)
+        self._graphs = EngineGraphs(self)
+
+    def run(self, batch: EngineBatch) -> StepLogits:
+        """See `Runner`. The logits are valid until the next step."""
+        size = self._graphs.size_of(batch)
+        with torch.inference_mode(), self.autocast():
+            if size is not None and self._graphs.capture(size):
+                return StepLogits(self._graphs.logits(batch, size))
+        return super().run(batch)
+
+    def capture(self, max_running: int, max_step_tokens: int = 1024) -> int:
+        """Capture the graphs of all steps of this size, so that no request waits for one; return their number."""
+        decodes = _up_to(DECODE_SIZES, max_running)
+        sizes = [GraphSize(size, MAX_SEQUENCES, is_decode=False) for size in _up_to(TOKEN_SIZES, max_step_tokens)]
+        sizes += [GraphSize(size, size, is_decode=True) for size in decodes]
+        with torch.inference_mode(), self.autocast():
+            # Smaller graphs use the memory of larger ones.
+            captured = sum(self._graphs.capture(size) for size in sorted(sizes, reverse=True))
+        torch.cuda.synchronize(self.device)
+        log.info("captured %d CUDA graphs for steps of up to %d sequences and %d tokens", captured, decodes[-1],
+                 sizes[0].tokens)  # fmt: skip
+        return captured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphInputs:
+    """The inputs of all graphs, i32: memory on the device, two copies of it in pinned memory, and page tables.
+
+    A step's inputs are one copy to the device: what `GraphSize.num_inputs` lists, and then the page tables, only as
+    wide as the longest one.
+    """
+
+    staged: Tensor
+    host: tuple[Tensor, Tensor]  # alternate: the copy of a step may still run while the next one is written
+    tables: Tensor  # [MAX_SEQUENCES, pages of the longest sequence]
+
+    @classmethod
+    def allocate(cls, max_pages: int, device: torch.device) -> Self:
+        count = GraphSize(TOKEN_SIZES[-1], MAX_SEQUENCES, is_decode=False).num_inputs + MAX_SEQUENCES * max_pages
+        first, second = (torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2))
+        tables = torch.zeros(MAX_SEQUENCES, max_pages, dtype=torch.int32, device=device)
+        return cls(torch.zeros(count, dtype=torch.int32, device=device), (first, second), tables)
+
+    def copy_from(self, batch: EngineBatch, size: GraphSize, step: int, unused_slot: int) -> None:
+        """Copy a step's inputs to the device, padded to the graph's size, without waiting for the copy."""
+        host, (tokens, sequences, _) = self.host[step % 2], size
+        numbers = host.numpy()
+        per_token = numbers[: 3 * tokens].reshape(3, tokens)
+        count = batch.num_tokens
+        for row, values in zip(per_token, (batch.tokens, batch.positions, batch.slots), strict=True):
+            row[:count] = values
+        per_token[:, count:] = np.array([0, 0, unused_slot])[:, None]
+        lengths = numbers[3 * tokens : 3 * tokens + sequences]
+        starts = numbers[3 * tokens + sequences : size.num_inputs]
+        num_sequences, width = batch.page_tables.shape
+        lengths[:num_sequences], lengths[num_sequences:] = batch.context_lengths, 0
+        starts[: num_sequences + 1], starts[num_sequences + 1 :] = batch.query_starts, count
+        stop = size.num_inputs + num_sequences * width
+        numbers[size.num_inputs : stop] = batch.page_tables.reshape(-1)
+        self.staged[:stop].copy_(host[:stop], non_blocking=True)
+        tables = self.staged[size.num_inputs : stop].view(num_sequences, width)
+        self.tables[:num_sequences, :width].copy_(tables)
+
+    def pad_all(self, size: GraphSize, unused_slot: int) -> None:
+        """Write inputs that are all padding, for a capture."""
+        self.staged[: size.num_inputs].zero_()
+        self.staged[2 * size.tokens : 3 * size.tokens] = unused_slot
+
+
+class EngineGraphs:
+    """The CUDA graphs of a runner, and the memory that they share."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
+        self._max_pages = -(-runner.max_length // runner.page_size)
+        self._inputs = GraphInputs.allocate(self._max_pages, runner.device)
+        self._unused_slot = runner.cache.unused_page * runner.page_size
+        self._logits: Tensor | None = None  # of all graphs: [MAX_SEQUENCES, vocabulary]
+        self._steps, self._impossible = 0, False
+
+    def size_of(self, batch: EngineBatch) -> GraphSize | None:
+        """Return the size of the graph that computes a step; None if there is none, as with images and adapters."""
+        tokens, sequences = batch.num_tokens, batch.num_sequences
+        is_small = sequences <= MAX_SEQUENCES and batch.page_tables.shape[1] <= self._max_pages
+        is_text = batch.images is None and batch.grid is None and not batch.adapters.any()
+        if self._impossible or not is_small or not is_text:
+            return None
+        if batch.is_decode:
+            size = _up_to(DECODE_SIZES, sequences)[-1]
+            return GraphSize(size, size, is_decode=True)
+        fits = tokens <= TOKEN_SIZES[-1] and bool(((batch.wants == LAST) | (batch.wants == NOTHING)).all())
+        return GraphSize(_up_to(TOKEN_SIZES, tokens)[-1], MAX_SEQUENCES, is_decode=False) if fits else None
+
+    def logits(self, batch: EngineBatch, size: GraphSize) -> Tensor:
+        """Return the fp32 logits that a step wants, [sequences, vocabulary]; they are valid until the next call."""
+        self._inputs.copy_from(batch, size, self._steps, self._unused_slot)
+        self._steps += 1
+        self._graphs[size].replay()
+        assert self._logits is not None, "a capture allocates it"
+        wanted = np.flatnonzero(batch.wants == LAST)
+        if len(wanted) == batch.num_sequences:
+            return self._logits[: batch.num_sequences]
+        return self._logits.index_select(0, torch.from_numpy(wanted).to(self._logits.device))
+
+    def capture(self, size: GraphSize) -> bool:
+        """Capture the graph of this size, unless it is; return False if the network's steps cannot be captured."""
+        if size in self._graphs or self._impossible:
+            return not self._impossible
+        self._inputs.pad_all(size, self._unused_slot)
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):  # compiles kernels, and allocates what outlives the step
+                logits = self._forward(size)
+                if self._logits is None:
+                    self._logits = torch.zeros(MAX_SEQUENCES, logits.shape[-1], device=logits.device)
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._logits[: size.sequences].copy_(self._forward(size))
+        except Exception as error:  # of any library: the model's own code may do what a capture does not allow
+            self._impossible = True
+            torch.cuda.synchronize()
+            log.warning("steps run without CUDA graphs, more slowly: %s: %s", type(error).__name__, error)
+            return False
+        self._graphs[size] = graph
+        return True
+
+    def _forward(self, size: GraphSize) -> Tensor:
+        """Return the logits [sequences, vocabulary] after each sequence's last token, for the inputs on the device."""
+        tokens, sequences, _ = size
+        staged = self._inputs.staged
+        numbers = staged[: 3 * tokens].long().view(3, tokens)
+        starts = staged[3 * tokens + sequences : size.num_inputs]
+        extension = PagedExtension(
+            cache=self._runner.cache,
+            positions=numbers[1][None],
+            slots=numbers[2],
+            page_tables=self._inputs.tables[:sequences],
+            context_lengths=staged[3 * tokens : 3 * tokens + sequences],
+            query_starts=starts,
+            kept=None if size.is_decode else (starts[1:] - 1).clamp(min=0).long(),
+            query_lengths=(),  # these are known on the device only
+            key_lengths=(),
+            num_decodes=sequences if size.is_decode else 0,
+        )
+        return self._runner.network.extend_pages(extension, {"tokens": numbers[0][None]})[0]
+
+
+def _up_to(sizes: Iterable[int], needed: int) -> list[int]:
+    """Return the sizes up to the smallest one that is at least `needed`, or all if none is."""
+    found: list[int] = []
+    for size in sizes:
+        found.append(size)
+        if size >= needed:
+            break
+    return found

@@ -1,7 +1,7 @@
 """Runs a step's batch through a network, over a paged key-value cache."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trimaran.infer.engine.step_batch import EMBEDDING, StepBatch
 from trimaran.nets import Network
+from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
 
 
@@ -48,7 +49,11 @@ class Runner(Protocol):
     page_size: int
     vocabulary: int
     max_length: int
-    traits: RunnerTraits
+
+    @property
+    def traits(self) -> RunnerTraits:
+        """What the engine must know of the model now; the loaded adapters may change."""
+        ...
 
     def run(self, batch: StepBatch) -> StepLogits:
         """Return the logits that the batch asks for, and keep its keys and values in their pages."""
@@ -58,18 +63,32 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs a network on this process. `dtype` is the one that matmuls compute in."""
 
-    def __init__(
-        self, network: Network, device: torch.device, dtype: torch.dtype, cache: PagedCache, traits: RunnerTraits
+    def __init__(  # noqa: PLR0913 - what a runner consists of
+        self,
+        network: Network,
+        device: torch.device,
+        dtype: torch.dtype,
+        cache: PagedCache,
+        traits: RunnerTraits,
+        bank: AdapterBank | None = None,
     ) -> None:
-        self.network, self.device, self.dtype, self.cache, self.traits = network, device, dtype, cache, traits
+        """`bank` has the adapters that sequences may use."""
+        self.network, self.device, self.dtype, self.cache = network, device, dtype, cache
+        self._traits, self._bank = traits, bank
         self.num_pages, self.page_size = cache.num_pages, cache.page_size
         self.vocabulary, self.max_length = network.vocabulary, network.max_seq_len
         network.module.eval()
+
+    @property
+    def traits(self) -> RunnerTraits:
+        return self._traits if self._bank is None else replace(self._traits, adapters=tuple(self._bank.names))
 
     def run(self, batch: StepBatch) -> StepLogits:
         """See `Runner`. A step for which `batch.is_decode` holds may be the replay of a CUDA graph instead."""
         with torch.inference_mode(), self.autocast():
             rows, embedded = batch.logit_rows(), batch.embedding_rows()
+            if self._bank is not None:
+                self._bank.use(batch.adapters, batch.query_lengths, rows, self.device)
             if len(embedded):
                 return self._run_with_embeddings(batch, rows, embedded)
             extension, inputs = step_inputs(batch, self.cache, self.device, rows)

@@ -65,8 +65,9 @@ class StepBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has one new token and wants its logits: the same computation in every such step."""
-        return self.num_tokens == self.num_sequences and bool((self.wants == LAST).all()) and self.images is None
+        """Whether each sequence has one new token, wants its logits, and has no adapter: a step of a fixed shape."""
+        is_plain = self.images is None and not self.adapters.any()
+        return is_plain and self.num_tokens == self.num_sequences and bool((self.wants == LAST).all())
 
     def logit_rows(self) -> np.ndarray:
         """Return the indices of the tokens whose logits are wanted, in order."""

@@ -19,8 +19,9 @@ from trimaran.models import Outline, OutlineLayer
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-# Bytes of one weight of a linear layer. A quantised one has scales: fp32 for each output (0.1 % of a row of 4,096),
-# or bf16 for each group of INT4_GROUP inputs. Embedding, head, norms, biases and routers stay in 16 bits.
+# Bytes of one weight of a linear layer. A quantised one has scales: fp32 for each output (0.1 % of a row of 4,096), or
+# in int4 a bf16 scale and zero point for each group of INT4_GROUP inputs. Embedding, head, norms, biases, routers and
+# experts are not quantised.
 INT4_GROUP = 128
 WEIGHT_BYTES: dict[WeightFormat, float] = {
     "fp32": 4.0,
@@ -28,7 +29,7 @@ WEIGHT_BYTES: dict[WeightFormat, float] = {
     "fp16": 2.0,
     "fp8": 1.001,
     "int8": 1.001,
-    "int4": 0.5 + 2 / INT4_GROUP,
+    "int4": 0.5 + 4 / INT4_GROUP,
 }
 QUANTISED: frozenset[WeightFormat] = frozenset({"fp8", "int8", "int4"})
 # Batch sizes whose decode steps are captured as CUDA graphs: powers of two up to a few hundred sequences.
@@ -47,8 +48,8 @@ class Traffic:
 
     prompt_tokens: int = 512
     output_tokens: int = 256
-    max_step_tokens: int = 2048
-    max_sequences: int = 256
+    max_step_tokens: int = 1024
+    max_sequences: int = 64
     page_size: int = 16
     memory_fraction: float = 0.9
 
@@ -133,9 +134,7 @@ def serving_memory(outline: Outline, layout: Layout, device: Device, traffic: Tr
     return min(memories, key=lambda each: each.num_pages)
 
 
-def _rank_memory(
-    outline: Outline, part: RankPart, layout: Layout, device: Device, traffic: Traffic
-) -> ServingMemory:
+def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Device, traffic: Traffic) -> ServingMemory:
     element_bytes = FP32_BYTES if computed_in(layout.weights, device) == "fp32" else 2
     linear = _linear_weights(part, layout.tp)
     terms = {
@@ -156,9 +155,9 @@ def _rank_memory(
 
 
 def _linear_weights(part: RankPart, tp: int) -> int:
-    """Return how many weights of a rank are those of linear layers and experts, which can be quantised."""
+    """Return how many weights of a rank are those of linear layers, which can be quantised."""
     layers = [(group.block, group.count) for group in part.layer_groups if isinstance(group.block, OutlineLayer)]
-    return sum(count * (layer.dense_weights + layer.expert_weights) // tp for layer, count in layers)
+    return sum(count * layer.dense_weights // tp for layer, count in layers)
 
 
 def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_bytes: int, traffic: Traffic) -> int:

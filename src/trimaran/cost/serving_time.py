@@ -34,6 +34,8 @@ HOST_PER_LAUNCH = 2.0
 # The scheduler, the copy of a batch to the device, and the choice of tokens: for a step and for each sequence in it.
 # Assumed.
 SCHEDULE_SECONDS, SEQUENCE_SECONDS = 5e-4, 5e-6
+# The tiles of the cost model have at least 64 rows; kernels for fewer rows have tiles of 16, as tensor cores do.
+MIN_TILE_ROWS, MIN_FITTED_ROWS = 16, 64
 SAMPLER_PASSES = 4  # over the fp32 logits: copy, softmax or argmax, cumulative sum, draw
 
 
@@ -127,7 +129,10 @@ def _weight_matmul(
 ) -> float:
     """Return the time of a matmul with a weight: its arithmetic or its bytes, whichever takes longer."""
     computed = matmul_seconds(rows, columns, depth, rates._replace(element_bytes=0), groups=groups)
-    moved = groups * (shape.weight_bytes * columns * depth + shape.element_bytes * rows * (columns + depth))
+    if rates.generation != "cpu":
+        computed = Seconds(computed * min(1.0, max(rows, MIN_TILE_ROWS) / MIN_FITTED_ROWS))
+    weight_bytes = shape.weight_bytes if groups == 1 else shape.element_bytes  # experts are not quantised
+    moved = groups * (weight_bytes * columns * depth + shape.element_bytes * rows * (columns + depth))
     return max(computed, moved / rates.bandwidth)
 
 

@@ -22,7 +22,7 @@ FEED_FORWARD = {
     "layers.*.mlp.up_proj": "partial-colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# The output of an MoE layer is a partial sum of all its experts, which `parallel.axes.ep` slices, and of the shared one.
+# The output of an MoE layer is a partial sum of its experts, which `parallel.axes.ep` slices, and of the shared one.
 MOE = {
     "layers.*.mlp": "partial-to-sum",
     "layers.*.mlp.shared_expert.gate_proj": "partial-colwise",

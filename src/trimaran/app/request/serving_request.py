@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from trimaran.app.request.plan_request import read_plan_request
 from trimaran.core import UserError, did_you_mean
-from trimaran.cost.serving import WEIGHT_FORMATS, Traffic
+from trimaran.cost.serving import QUANTISED, WEIGHT_FORMATS, Traffic
 from trimaran.models import outline_for
 from trimaran.planner.serving_plans import SERVING_GOALS, ServingAnswer, ServingPlan, ServingQuestion
 
@@ -22,6 +22,7 @@ class ServingOptions:
     cluster: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    max_running: int | None = None
     tp: int | None = None
     pp: int | None = None
     weights: str | None = None
@@ -39,6 +40,7 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
                         fix="name a preset, a config.json or a model folder")  # fmt: skip
     usual = Traffic()
     given = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+    running = options.max_running or usual.max_sequences
     for name, value in given.items():
         if value is not None and not 1 <= value <= MAX_TOKENS:
             raise UserError("A013", f"{value} is no number of tokens", where=f"--{name.replace('_', '-')}",
@@ -46,13 +48,18 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
     return ServingQuestion(
         outline=outline,
         cluster=question.cluster,
-        traffic=Traffic(prompt_tokens=options.prompt_tokens or usual.prompt_tokens,
-                        output_tokens=options.output_tokens or usual.output_tokens),
+        traffic=Traffic(
+            prompt_tokens=options.prompt_tokens or usual.prompt_tokens,
+            output_tokens=options.output_tokens or usual.output_tokens,
+            max_sequences=running,
+            # A step needs room for prompts beside the running sequences, as `trimaran serve` demands.
+            max_step_tokens=max(usual.max_step_tokens, 2 * running),
+        ),
         goal=_choice(options.goal, SERVING_GOALS, "--goal"),
         tp=options.tp,
         pp=options.pp,
         weights=None if options.weights is None else _choice(options.weights, WEIGHT_FORMATS, "--weights"),
-    )  # fmt: skip
+    )
 
 
 def refuse_training_options(given: Mapping[str, object]) -> None:
@@ -91,6 +98,7 @@ def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, 
         "hints": list(answer.hints),
         "price_per_million_tokens": cost,
         "next": serve_command(best),
+        "caution": caution(best) or None,
     }
 
 
@@ -98,8 +106,15 @@ def serve_command(plan: ServingPlan) -> str:
     """Return the command that starts one engine of the plan."""
     layout = plan.layout
     degrees = [f"--{name} {degree}" for name, degree in (("tp", layout.tp), ("pp", layout.pp)) if degree > 1]
-    quantised = [f"--weights {layout.weights}"] if layout.weights in ("fp8", "int8", "int4") else []
+    quantised = [f"--quantise {layout.weights}"] if layout.weights in QUANTISED else []
     return " ".join(["trimaran serve RUN_OR_FOLDER", *degrees, *quantised])
+
+
+def caution(plan: ServingPlan) -> str:
+    """Return a warning if our own engine does not run the plan; '' if it does."""
+    if plan.layout.weights in QUANTISED and plan.layout.devices > 1:
+        return "trimaran's own engine quantises weights on one device only: --engine vllm also does it over several"
+    return ""
 
 
 def _plan_as_dict(plan: ServingPlan) -> dict[str, Any]:
@@ -116,9 +131,6 @@ def _plan_as_dict(plan: ServingPlan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "loads": [asdict(each) for each in plan.loads],
     }
-
-
-
 
 
 def _choice(text: str, choices: Sequence[Choice], where: str) -> Choice:

@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trimaran.app.request.serving_request import price_per_million, serve_command
+from trimaran.app.request.serving_request import caution, price_per_million, serve_command
 from trimaran.app.views.plan_view import add_model, facts_table
-from trimaran.app.views.text_chart import GREEN
+from trimaran.app.views.text_chart import GREEN, ORANGE
 from trimaran.core import show_bytes, show_count, show_seconds
 from trimaran.planner.serving_plans import ServingAnswer, ServingPlan
 
@@ -30,12 +30,16 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
         facts.add_row("price", f"{cost:,.2f} for a million generated tokens at that load")
     facts.add_row("error", "not measured: compare with a benchmark before you rely on it")
     console.print(facts)
-    console.print(Text("\none replica by load", style="dim"))
+    console.print(
+        Text("\none replica by load: time to the first token, between tokens, and in steps with a prompt", style="dim")
+    )
     console.print(_load_table(best))
     _show_lines(console, "why", answer.reasons)
     lost = [f"{layout}: {why}" for layout, why in answer.lost]
     _show_lines(console, "why others lost", lost[:MAX_SHOWN_LOST])
     _show_lines(console, "what would change the answer", answer.hints)
+    if warning := caution(best):
+        console.print(Text.assemble(("\nwarning  ", ORANGE), warning), soft_wrap=True)
     console.print(Text(f"\nnext  {serve_command(best)}"), soft_wrap=True)
 
 
@@ -56,7 +60,7 @@ def _add_memory(facts: Table, plan: ServingPlan) -> None:
 
 def _load_table(plan: ServingPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    columns = ("requests", "running", "first token", "between tokens", "beside a prompt", "tokens/s", "requests/s")
+    columns = ("requests", "running", "first", "between", "with prompt", "tokens/s", "answers/s")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for load in plan.loads:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trimaran.core import Mesh, ModelSection
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
+from trimaran.infer.engine.open_runner import traits_of
 from trimaran.infer.engine.step_batch import StepBatch
 from trimaran.infer.ranks.peer_watch import PeerWatch, watch_peers
 from trimaran.infer.ranks.sharded_weights import WeightsFolder, open_part
@@ -50,7 +51,7 @@ class ServedModel:
 
     `folder` is a Hugging Face folder, or with a `step` the checkpoint of a run; `section` is the run's or the folder's
     model section. `num_pages` may be a function of the loaded part and its device, such as one that measures free
-    memory: the smallest answer of all ranks counts.
+    memory; every rank calls it, so it may compute a step, and the smallest answer counts.
     """
 
     section: ModelSection
@@ -59,7 +60,6 @@ class ServedModel:
     page_size: int
     num_pages: int | Callable[[Network, torch.device], int]
     step: int | None = None
-    traits: RunnerTraits = RunnerTraits()
 
     @property
     def weights(self) -> WeightsFolder:
@@ -73,9 +73,13 @@ class RankedRunner:
         self._rank, self._lock, self._closed = rank, threading.Lock(), threading.Event()
         runner = rank.runner
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
-        self.vocabulary, self.max_length, self.traits = runner.vocabulary, runner.max_length, runner.traits
+        self.vocabulary, self.max_length = runner.vocabulary, runner.max_length
         self._steps = 0
         threading.Thread(target=self._keep_alive, name="idle-ranks", daemon=True).start()
+
+    @property
+    def traits(self) -> RunnerTraits:
+        return self._rank.runner.traits
 
     def run(self, batch: StepBatch) -> StepLogits:
         """See `Runner`."""
@@ -113,13 +117,14 @@ class OpenRank:
     def __init__(self, place: RankPlace, model: ServedModel) -> None:
         self.model, self.channel = model, StepChannel()
         self.ranks, self.watch = join_ranks(place)
-        part = open_part(model.weights, self.ranks, model.dtype)
-        pages = model.num_pages if isinstance(model.num_pages, int) else model.num_pages(part, self.ranks.device)
+        network = self._linked(open_part(model.weights, self.ranks, model.dtype))
+        pages = model.num_pages if isinstance(model.num_pages, int) else model.num_pages(network, self.ranks.device)
         least = torch.tensor([pages])
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        cache = PagedCache(int(least), model.page_size)
-        traits = replace(model.traits, adapters=(), embeds=model.traits.embeds and place.pp == 1)
-        self.runner = ModelRunner(self._linked(part), self.ranks.device, model.dtype, cache, traits)
+        cache, traits = PagedCache(int(least), model.page_size), traits_of(network)
+        if place.pp > 1:  # rank 0 has no last layer
+            traits = replace(traits, embeds=False)
+        self.runner = ModelRunner(network, self.ranks.device, model.dtype, cache, traits)
 
     def load(self, folder: Path, step: int | None) -> None:
         """Read other weights of the same model. The old ones are freed first: there may be no room for both."""
@@ -181,8 +186,6 @@ def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
     )
     watch = watch_peers(store, rank=place.rank, world=place.world, host=host, timeout=START_SECONDS)
     with closed_listeners():
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world, timeout=STEP_TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=STEP_TIMEOUT)
         mesh = build_mesh(Mesh(tp=place.tp, pp=place.pp), device_type=place.device.type)
     return mesh, watch

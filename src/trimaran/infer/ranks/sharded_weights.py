@@ -41,9 +41,7 @@ class WeightsFolder:
         section = self.section
         if self.step is not None:
             return section
-        return ModelSection(
-            family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code
-        )
+        return ModelSection(family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code)
 
 
 def open_part(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:

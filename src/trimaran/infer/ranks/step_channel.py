@@ -15,7 +15,7 @@ HEAD = 2  # kind and length
 
 
 class MessageKind(IntEnum):
-    """What a message is: the batch of a step, nothing (so that an idle engine does not time out), a command, the end."""
+    """What a message is: the batch of a step, nothing (so that idle ranks do not time out), a command, the end."""
 
     STEP = 1
     NOTHING = 2

@@ -27,7 +27,7 @@ def place_of(tp: int, pp: int) -> RankPlace:
 
 
 def served(folder: Path, family: Any = "decoder", **fields: Any) -> ServedModel:
-    given = {"dtype": torch.float32, "page_size": PAGE_SIZE, "num_pages": 16} | fields
+    given: dict[str, Any] = {"dtype": torch.float32, "page_size": PAGE_SIZE, "num_pages": 16} | fields
     section = ModelSection(family=family, path=str(folder)) if "section" not in given else given.pop("section")
     return ServedModel(section=section, folder=folder, **given)
 

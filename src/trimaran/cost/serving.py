@@ -145,7 +145,7 @@ def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Devic
     per_token = sum(
         group.count * cache_bytes_per_token(group.block, layout.tp, element_bytes)
         for group in part.layer_groups
-        if isinstance(group.block, OutlineLayer) and group.tower is outline.main
+        if isinstance(group.block, OutlineLayer) and group.tower == outline.main
     )
     limit, page_bytes = Bytes(int(traffic.memory_fraction * device.memory_bytes)), traffic.page_size * per_token
     num_pages = (limit - sum(terms.values())) // max(1, page_bytes)

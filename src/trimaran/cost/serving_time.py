@@ -86,7 +86,7 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     terms = dict.fromkeys(("matmul", "attention", "elementwise", "comm", "host"), 0.0)
     for part in serving_parts(outline, layout.tp, layout.pp):
         for group in part.layer_groups:
-            if isinstance(group.block, OutlineLayer) and group.tower is outline.main:
+            if isinstance(group.block, OutlineLayer) and group.tower == outline.main:
                 for name, seconds in _layer_seconds(group.block, shape, rates, ring, work).items():
                     terms[name] += group.count * seconds
     matmul, comm = _head_seconds(outline.main, shape, rates, ring, work.sequences)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from trimaran.app.request.options import (
 if TYPE_CHECKING:  # `--help` does not import the planner
     from trimaran.app.request.plan_answer import PlanReport
     from trimaran.app.request.request import Request
+    from trimaran.app.request.tool_pins import ToolFile
 
 ModelOrRecipe = Annotated[
     str | None,
@@ -125,13 +127,12 @@ def plan(  # noqa: PLR0913  (the options of a command)
     trimaran plan llama-3.1-8b --cluster 8xH100 --from ds_config.json
     trimaran plan --serve llama-3-8b --cluster 8xH100 --prompt-tokens 1024 --output-tokens 256
     """
-    from trimaran.app.request.plan_answer import as_dict, build_plan_report, with_files, with_goal, with_top
+    from trimaran.app.request.plan_answer import build_plan_report, with_files, with_goal, with_top
     from trimaran.app.request.plan_request import adapter_setting, read_plan_request
     from trimaran.app.request.run_cost import read_cost_terms
     from trimaran.app.request.serving_request import refuse_serving_options
     from trimaran.app.request.tool_pins import read_tool_file, with_pins
-    from trimaran.core import EXIT_DONE, EXIT_USER, UserError
-    from trimaran.planner.choose import no_fit_error
+    from trimaran.core import UserError
 
     serving = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens, "--max-running": max_running,
                "--weights": weights, "--tp": tp, "--pp": pp}  # fmt: skip
@@ -157,9 +158,17 @@ def plan(  # noqa: PLR0913  (the options of a command)
         show_tool_file(tool_file, request.question.cluster)
     with _spinner(quiet=as_json):
         report = build_plan_report(request, terms, tool=emit)
-    report = _with_measured(with_files(report, output, force=force))
+    return _print_report(_with_measured(with_files(report, output, force=force)), tool_file, top=top, as_json=as_json)
+
+
+def _print_report(report: "PlanReport", tool_file: "ToolFile | None", *, top: int, as_json: bool) -> int:
+    """Print the answer, and return the exit code."""
+    from trimaran.app.request.plan_answer import as_dict
+    from trimaran.core import EXIT_DONE, EXIT_USER
+    from trimaran.planner.choose import no_fit_error
+
     if as_json:
-        translated = {"from": tool_file.as_dict(request.question.cluster)} if tool_file else {}
+        translated = {"from": tool_file.as_dict(report.request.question.cluster)} if tool_file else {}
         typer.echo(json.dumps(as_dict(report, top=top) | translated))
         return EXIT_DONE if report.best else EXIT_USER
     from trimaran.app.views.clean_console import open_console
@@ -173,7 +182,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
 
 
 def _plan_serving(
-    what: str | None, asked: dict[str, Any], unused: dict[str, object], settings: list[str], *, as_json: bool
+    what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
 ) -> int:
     """Answer `plan --serve`."""
     from trimaran.app.request.serving_request import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimaran.core import ModelSection
+from trimaran.core import ModelSection, UserError
 from trimaran.infer.engine.batching_engine import BatchingEngine, EngineStats
 from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.engine.model_runner import Runner
@@ -75,8 +75,16 @@ def outputs_of(engine: BatchingEngine) -> list[TokenOutput]:
     return outputs
 
 
-def reload_and_answer(runner: RankedRunner, folder: Path, requests: Sequence[EngineRequest]) -> list[Any]:
-    """Return the answers before and after other weights are loaded."""
-    before = answers(runner, requests)[0]
-    runner.load(folder, None)
-    return [before, answers(runner, requests)[0]]
+def reload_and_answer(
+    runner: RankedRunner, places: Sequence[tuple[Path, int | None]], requests: Sequence[EngineRequest]
+) -> list[Any]:
+    """Return the answers at first, and after the weights of each place are loaded; or the code of the refusal."""
+    found: list[Any] = [answers(runner, requests)[0]]
+    for folder, step in places:
+        try:
+            runner.load(folder, step)
+        except UserError as error:
+            found.append(error.code)
+        else:
+            found.append(answers(runner, requests)[0])
+    return [*found, answers(runner, requests)[0]]

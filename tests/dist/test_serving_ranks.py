@@ -24,21 +24,29 @@ from tests.serving_ranks import (
     requests_for,
     served,
 )
+from tests.unit.test_checkpoint_export import save
+from tests.unit.test_infer_engine_images import request_with_images
 from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.core import UserError
+from trimaran.checkpoint.step_dirs import step_path
+from trimaran.core import ModelSection, UserError
 from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.model_runner import ModelRunner
-from trimaran.infer.engine.open_runner import traits_of
+from trimaran.infer.engine.model_runner import ModelRunner, Runner
+from trimaran.infer.engine.open_runner import bytes_of_page, traits_of
 from trimaran.infer.engine.scheduler import EngineSettings
 from trimaran.infer.generate import load_trained
 from trimaran.infer.ranks.peer_watch import RANK_LOST_EXIT
-from trimaran.infer.ranks.serving_rank import RankedRunner, ServedModel, open_ranked_runner, serve_rank
+from trimaran.infer.ranks.serving_rank import RankedRunner, ServedModel, join_ranks, open_ranked_runner, serve_rank
+from trimaran.infer.ranks.sharded_weights import open_part
 from trimaran.infer.sampling import Sampling
+from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.models import PRESETS
-from trimaran.nets import initialise, network_of
+from trimaran.nets import Network, initialise, network_of
+from trimaran.nets.local_shards import local_part
 from trimaran.nets.paged_cache import PagedCache
 
-DENSE = replace(PRESETS["tiny"], layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=97, max_seq_len=64)
+SHAPE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 97,
+                         "max_seq_len": 64}  # fmt: skip
+DENSE = replace(PRESETS["tiny"], **SHAPE)
 SPECS = {
     "tied-odd-vocabulary": DENSE,
     "qkv-bias": replace(DENSE, tied=False, block=PRESETS["qwen2.5-7b"].block),
@@ -55,14 +63,20 @@ PROMPTS = [
     [42],
 ]
 TOKENS = 9
+ORDERS: list[list[int | None]] = [[None, 0, None], [None] * 3, [None, 0, None, 1, None]]  # images by number, and texts
 
 
-def save_spec(spec: Any, folder: Path) -> Path:
-    """Save our network of this shape with random weights as a Hugging Face folder."""
+def random_network(spec: Any, seed: int = 1) -> Network:
+    torch.manual_seed(seed)
     network = network_of(spec)
-    torch.manual_seed(1)
-    initialise(network.module, seed=5, spec=spec)
+    initialise(network.module, seed=seed, spec=spec)
     vlm_models.perturb(network.module)
+    return network
+
+
+def save_spec(spec: Any, folder: Path, *, seed: int = 1) -> Path:
+    """Save our network of this shape with random weights as a Hugging Face folder."""
+    network = random_network(spec, seed)
     write_hf_folder(folder, network.disk_config(), network.disk_tensors(), origin=None, add_files=lambda _: None)
     return folder
 
@@ -73,7 +87,9 @@ def alone(model: ServedModel) -> ModelRunner:
     assert isinstance(model.num_pages, int)
     assert not network.paged_difference(torch.device("cpu"))
     cache = PagedCache(model.num_pages, model.page_size)
-    return ModelRunner(network, torch.device("cpu"), torch.float32, cache, traits_of(network))
+    if model.dtype == torch.bfloat16:
+        compute_in_bf16(network.module)
+    return ModelRunner(network, torch.device("cpu"), model.dtype, cache, traits_of(network))
 
 
 def by_transformers(folder: Path, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> dict[str, list[int]]:
@@ -118,7 +134,7 @@ def test_a_transformers_model_is_split_by_its_own_plan(name: str, tmp_path: Path
     assert found == by_transformers(model.folder, prompts)
 
 
-def sampled_and_embedded(runner: RankedRunner, prompts: list[list[int]]) -> Any:
+def sampled_and_embedded(runner: Runner, prompts: list[list[int]]) -> Any:
     drawn, _ = answers(runner, requests_for(prompts, TOKENS, sampling=Sampling(temperature=1.0, seed=3), logprobs=2))
     engine = BatchingEngine(runner, EngineSettings(max_running=4, max_step_tokens=16))
     (request,) = requests_for(prompts[:1], 1, embed=True)
@@ -135,19 +151,93 @@ def test_draws_and_embeddings_do_not_depend_on_the_split(tmp_path: Path) -> None
     assert embedding == pytest.approx(whole, abs=1e-5)
 
 
-def test_ranks_load_other_weights_between_two_steps(tmp_path: Path) -> None:
-    first = save_spec(DENSE, tmp_path / "first")
-    other = replace(DENSE, block=replace(DENSE.block, norm_eps=1e-6))
-    torch.manual_seed(2)
-    network = network_of(other)
-    initialise(network.module, seed=6, spec=other)
-    vlm_models.perturb(network.module)
-    second = tmp_path / "second"
-    write_hf_folder(second, network.disk_config(), network.disk_tensors(), origin=None, add_files=lambda _: None)
+def test_ranks_load_the_checkpoints_of_a_run_between_two_steps(tmp_path: Path) -> None:
+    """As `--follow` does. A checkpoint that is gone changes nothing."""
+    first, last = (save_spec(DENSE, tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    folder = tmp_path / "checkpoints"
+    state = {f"model/{name}": each.detach() for name, each in random_network(DENSE, 2).module.named_parameters()}
+    save(folder, state, step=7)
+    section = ModelSection(preset="tiny", shape=SHAPE)
+    model = served(first, section=section)
     requests = requests_for(PROMPTS[:2], 5)
-    found = run_ranks(2, on_ranks, served(first), 2, 1, reload_and_answer, second, requests)[0]
-    assert found == [answers(alone(served(folder)), requests)[0] for folder in (first, second)]
-    assert found[0] != found[1]
+    places = [(step_path(folder, 7), 7), (step_path(folder, 8), 8)]
+    found = run_ranks(4, on_ranks, model, 2, 2, reload_and_answer, places, requests)[0]
+    expected = [answers(alone(served(each)), requests)[0] for each in (first, last)]
+    assert expected[0] != expected[1]
+    assert [found[0], found[1], found[3]] == [*expected, expected[1]]
+    assert isinstance(found[2], str)  # the code of the refusal
+
+
+def part_of(model: ServedModel, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of this rank's own tensors."""
+    ranks, watch = join_ranks(place_of(tp, pp))
+    part = open_part(model.weights, ranks, model.dtype)
+    shapes = {name: tuple(local_part(each).shape) for name, each in part.module.named_parameters()}
+    watch.close()
+    return shapes
+
+
+def test_a_rank_holds_only_its_own_slices(tmp_path: Path) -> None:
+    model = served(save_spec(replace(DENSE, tied=False), tmp_path / "model"))
+    parts = run_ranks(4, part_of, model, 2, 2)
+    for rank, shapes in enumerate(parts):
+        assert ("embed_tokens.weight" in shapes) == (rank < 2)
+        assert ("lm_head.weight" in shapes) == (rank >= 2)
+        layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+        assert layers == ({"0", "1"} if rank < 2 else {"2"})
+        number = min(layers)
+        assert shapes[f"layers.{number}.self_attn.q_proj.weight"] == (16, 32)
+        assert shapes[f"layers.{number}.self_attn.k_proj.weight"] == (8, 32)
+        assert shapes[f"layers.{number}.mlp.down_proj.weight"] == (32, 24)
+    assert [parts[0]["embed_tokens.weight"], parts[1]["embed_tokens.weight"]] == [(49, 32), (48, 32)]  # of 97
+
+
+def pages_of(runner: RankedRunner) -> int:
+    return runner.num_pages
+
+
+def own_pages(network: Network, device: torch.device) -> int:
+    """Return how many pages a rank has room for: here another number on each. It computes a step, with all ranks."""
+    assert bytes_of_page(network, device, torch.float32, PAGE_SIZE) > 0
+    return 30 + torch.distributed.get_rank()
+
+
+def test_all_ranks_have_as_many_pages_as_the_one_with_the_fewest(tmp_path: Path) -> None:
+    model = served(save_spec(DENSE, tmp_path / "model"), num_pages=own_pages)
+    assert run_ranks(2, on_ranks, model, 1, 2, pages_of)[0] == 30
+
+
+def test_a_model_in_bf16_is_split_by_layers(tmp_path: Path) -> None:
+    """Sums over ranks are rounded in another order, so only stages answer alike in bf16."""
+    model = served(save_spec(DENSE, tmp_path / "model"), dtype=torch.bfloat16, num_pages=64)
+    requests = requests_for(PROMPTS[:3], 5)
+    found, _ = run_ranks(2, on_ranks, model, 1, 2, answers, requests)[0]
+    assert found == answers(alone(model), requests)[0]
+
+
+def test_a_model_with_images_is_split_by_heads(tmp_path: Path) -> None:
+    spec = vlm_models.SPECS["native"]
+    model = served(save_spec(spec, tmp_path / "model"), "vlm", num_pages=64)
+    requests = [request_with_images(spec, str(number), order, 6) for number, order in enumerate(ORDERS)]
+    settings = EngineSettings(max_running=4, max_step_tokens=64)
+    found, _ = run_ranks(2, on_ranks, model, 2, 1, answers, requests, settings)[0]
+    assert found == answers(alone(model), requests, settings)[0]
+
+
+def fail_on_one(model: ServedModel, tp: int, pp: int) -> str:
+    """Let only rank 1 fail to read its weights."""
+    if place_of(tp, pp).rank:
+        model = replace(
+            model, folder=model.folder / "missing", section=ModelSection(preset="tiny", shape=SHAPE), step=3
+        )
+    return refused(model, tp, pp)
+
+
+def test_all_ranks_end_if_one_cannot_load(tmp_path: Path) -> None:
+    model = served(save_spec(DENSE, tmp_path / "model"))
+    codes = run_ranks(2, fail_on_one, model, 2, 1)
+    assert codes[0] == "S053"
+    assert codes[1] not in ("", "S053")
 
 
 def refused(model: ServedModel, tp: int, pp: int) -> str:
@@ -200,7 +290,7 @@ def test_a_killed_rank_ends_all_others(tp: int, pp: int, killed: int, busy: bool
         processes[-1].start()
     try:
         assert ready.wait(120)
-        os.kill(processes[killed].pid, signal.SIGKILL)
+        processes[killed].kill()
         for process in processes:
             process.join(60)  # a collective would wait for ten minutes
         codes = [process.exitcode for process in processes]

@@ -20,10 +20,11 @@ from torch.distributed import Store
 
 RANK_LOST_EXIT = 74
 BEAT_SECONDS = 1.0
-MAX_SILENT_SECONDS = 60.0
+MAX_SILENT_SECONDS = 120.0
 ADDRESS_KEY = "peer-watch"
 BEAT, GOODBYE = b".", b"x"
 HELLO_SECONDS = 10.0  # until a connection has said who it is
+GOODBYE_SECONDS = 2.0  # until the other end has closed it, too
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class PeerWatch:
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.send(GOODBYE)
+                peer.shutdown(socket.SHUT_WR)
+        for peer in self._peers:
+            _drain(peer)
             peer.close()
         self._selector.close()
 
@@ -96,6 +100,14 @@ class PeerWatch:
     def _report(self, rank: int, why: str) -> None:
         if not self._closed.is_set():
             self._lost(rank, why)
+
+
+def _drain(peer: socket.socket) -> None:
+    """Read what the other end still says: closing a connection with unread bytes would discard our goodbye."""
+    peer.settimeout(GOODBYE_SECONDS)
+    with contextlib.suppress(OSError):
+        while peer.recv(4096):
+            pass
 
 
 def end_process(rank: int, why: str) -> None:

@@ -3,6 +3,7 @@
 Start rank 0 with `open_ranked_runner`, and every other rank with `serve_rank`, each in a process of its own.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,18 +13,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trimaran.core import Mesh, ModelSection
+from trimaran.core import Mesh, ModelSection, UserError
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import traits_of
 from trimaran.infer.engine.step_batch import StepBatch
 from trimaran.infer.ranks.peer_watch import PeerWatch, watch_peers
-from trimaran.infer.ranks.sharded_weights import WeightsFolder, open_part
+from trimaran.infer.ranks.sharded_weights import WeightsFolder, agreed, check_weights, open_part, refuse_unservable
 from trimaran.infer.ranks.staged_network import StagedNetwork, StageLinks
 from trimaran.infer.ranks.step_channel import MessageKind, StepChannel, command_numbers, read_command
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import PagedCache
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.run.gloo_listeners import closed_listeners
+
+log = logging.getLogger(__name__)
 
 START_SECONDS = 300.0  # until all ranks have started and connected
 STEP_TIMEOUT = timedelta(minutes=10)  # of a collective; a rank that dies ends it at once, see `peer_watch`
@@ -39,6 +42,10 @@ class RankPlace:
     pp: int
     address: str
     device: torch.device
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(tp=self.tp, pp=self.pp)
 
     @property
     def world(self) -> int:
@@ -89,7 +96,10 @@ class RankedRunner:
             return self._rank.runner.run(batch)
 
     def load(self, folder: Path, step: int | None) -> None:
-        """Let every rank read other weights of the same model. The pages' keys and values are then of no use."""
+        """Let every rank read other weights of the same model. The pages' keys and values are then of no use.
+
+        If there are none to read, UserError is raised, and the old ones stay.
+        """
         with self._lock:
             self._rank.channel.send(MessageKind.COMMAND, command_numbers({"folder": str(folder), "step": step}))
             self._rank.load(folder, step)
@@ -116,22 +126,35 @@ class OpenRank:
 
     def __init__(self, place: RankPlace, model: ServedModel) -> None:
         self.model, self.channel = model, StepChannel()
+        refuse_unservable(model.weights.described, place.mesh)
         self.ranks, self.watch = join_ranks(place)
+        try:
+            self.runner = self._open_runner()
+        except UserError:  # all ranks raise, and none of them is lost before it has said why
+            self.watch.close()
+            raise
+
+    def _open_runner(self) -> ModelRunner:
+        model = self.model
         network = self._linked(open_part(model.weights, self.ranks, model.dtype))
         pages = model.num_pages if isinstance(model.num_pages, int) else model.num_pages(network, self.ranks.device)
         least = torch.tensor([pages])
         dist.all_reduce(least, dist.ReduceOp.MIN)
         cache, traits = PagedCache(int(least), model.page_size), traits_of(network)
-        if place.pp > 1:  # rank 0 has no last layer
+        if self.ranks.degrees.pp > 1:  # rank 0 has no last layer
             traits = replace(traits, embeds=False)
-        self.runner = ModelRunner(network, self.ranks.device, model.dtype, cache, traits)
+        return ModelRunner(network, self.ranks.device, model.dtype, cache, traits)
 
     def load(self, folder: Path, step: int | None) -> None:
-        """Read other weights of the same model. The old ones are freed first: there may be no room for both."""
+        """Read other weights of the same model. The old ones are freed first: there may be no room for both.
+
+        Raises UserError, and keeps the old ones, if a rank finds no weights there.
+        """
+        weights = replace(self.model.weights, folder=folder, step=step)
+        agreed(lambda: check_weights(weights))
         del self.runner.network
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        weights = replace(self.model.weights, folder=folder, step=step)
         self.runner.network = self._linked(open_part(weights, self.ranks, self.model.dtype))
 
     def leave(self) -> None:
@@ -166,12 +189,22 @@ def serve_rank(place: RankPlace, model: ServedModel) -> int:
                 rank.runner.run(StepBatch.from_tensor(numbers))
             case MessageKind.COMMAND:
                 command = read_command(numbers)
-                rank.load(Path(command["folder"]), command["step"])
+                _load_if_there(rank, Path(command["folder"]), command["step"])
             case MessageKind.STOP:
                 rank.leave()
                 return 0
             case MessageKind.NOTHING:
                 continue
+
+
+def _load_if_there(rank: OpenRank, folder: Path, step: int | None) -> None:
+    """Load other weights, or keep the old ones, as all ranks do; rank 0 reports why. Raises if there are none left."""
+    try:
+        rank.load(folder, step)
+    except UserError as error:
+        if not hasattr(rank.runner, "network"):
+            raise
+        log.warning("the weights stay as they are: %s", error.what)
 
 
 def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
@@ -187,5 +220,5 @@ def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
     watch = watch_peers(store, rank=place.rank, world=place.world, host=host, timeout=START_SECONDS)
     with closed_listeners():
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=STEP_TIMEOUT)
-        mesh = build_mesh(Mesh(tp=place.tp, pp=place.pp), device_type=place.device.type)
+        mesh = build_mesh(place.mesh, device_type=place.device.type)
     return mesh, watch

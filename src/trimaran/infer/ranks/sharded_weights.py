@@ -1,9 +1,12 @@
 """Builds a rank's part of a network to serve with, and reads its slices of the weights: never the whole model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +29,8 @@ from trimaran.parallel.axes.ep import apply_ep
 from trimaran.parallel.axes.sharded_modules import ShardedLinear
 from trimaran.parallel.axes.tp import shard_modules
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFolder:
@@ -47,15 +52,45 @@ class WeightsFolder:
 def open_part(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
     """Return this rank's part of the network, with its weights, ready to compute. Every rank must call it.
 
-    Matmuls have their weights in `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them.
+    Matmuls have their weights in `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them. Raises UserError
+    on every rank if one of them cannot load its part.
     """
     refuse_unservable(weights.described, ranks.degrees)
-    network = _open_hf(weights, ranks, dtype) if weights.section.family == "hf" else _open_own(weights, ranks, dtype)
+    load = _open_hf if weights.section.family == "hf" else _open_own
+    network = agreed(lambda: load(weights, ranks, dtype))
     if reason := network.paged_difference(ranks.device):
         raise _not_split(f"{type(network.module).__name__} cannot attend to pages: it {reason}")
     network.module.eval().requires_grad_(False)
     _keep_local_parameters(network.module)
     return network
+
+
+def agreed(act: Callable[[], Result]) -> Result:
+    """Return the result of `act`, which must not communicate. If it raises UserError on one rank, all ranks raise."""
+    result, error = None, None
+    try:
+        result = act()
+    except UserError as raised:
+        error = raised
+    failed = torch.tensor([dist.get_rank() if error else -1])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if (rank := int(failed)) >= 0:
+        raise UserError("S053", f"rank {rank} could not load its part of the weights", where=f"rank {rank}",
+                        fix="see the message of that rank")  # fmt: skip
+    assert result is not None
+    return result
+
+
+def check_weights(weights: WeightsFolder) -> bool:
+    """Return True if there are weights to load. Raises UserError if not."""
+    if weights.step is not None:
+        DiskSource(weights.folder)
+    elif not weight_files(weights.folder):
+        raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
+                        fix="name a folder with safetensors")  # fmt: skip
+    return True
 
 
 def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
@@ -118,9 +153,7 @@ def _open_hf(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Net
 
     section = weights.described
     assert section.path is not None, "the hf family has a folder"
-    if weights.step is None and not weight_files(weights.folder):
-        raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
-                        fix="name a folder with safetensors")  # fmt: skip
+    check_weights(weights)
     module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
     network = network_of_hf(module, spec_of(section))
     _shard(network, ranks, dtype)

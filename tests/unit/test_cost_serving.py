@@ -98,8 +98,11 @@ def test_a_slower_link_makes_tensor_parallelism_slower() -> None:
 
 def test_stages_work_one_after_the_other() -> None:
     work, cluster = StepWork(decoded=8, context=512), parse_cluster("2xH100")
-    one, two = (sum(serving_step(LLAMA_8B, Layout(pp=pp), cluster, work).values()) for pp in (1, 2))
-    assert one < two < 1.2 * one
+    one, two = (serving_step(LLAMA_8B, Layout(pp=pp), cluster, work) for pp in (1, 2))
+    assert one["matmul"] == pytest.approx(two["matmul"])
+    assert one["attention"] == pytest.approx(two["attention"])
+    assert one["comm"] == 0 < two["comm"]
+    assert one["host"] < two["host"]  # only one device has CUDA graphs
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])

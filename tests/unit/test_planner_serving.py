@@ -34,8 +34,8 @@ def test_a_model_that_fits_on_one_device_is_served_by_replicas() -> None:
 
 
 def test_the_least_latency_takes_more_devices_for_each_engine() -> None:
-    fast = plan_serving(question("llama-3-8b", "8xH100", goal="latency")).best
-    many = plan_serving(question("llama-3-8b", "8xH100")).best
+    fast = plan_serving(question("llama-3-8b", "8xL4", goal="latency")).best
+    many = plan_serving(question("llama-3-8b", "8xL4")).best
     assert fast.layout.tp > many.layout.tp
     assert fast.loads[0].between_tokens < many.loads[0].between_tokens
 

@@ -32,8 +32,7 @@ WEIGHT_BYTES: dict[WeightFormat, float] = {
     "int4": 0.5 + 4 / INT4_GROUP,
 }
 QUANTISED: frozenset[WeightFormat] = frozenset({"fp8", "int8", "int4"})
-# Batch sizes whose decode steps are captured as CUDA graphs: powers of two up to a few hundred sequences.
-NUM_GRAPHS = 9
+NUM_GRAPHS = 23  # CUDA graphs of one device: of decode steps of up to 64 sequences, and of steps of up to 1,024 tokens
 FP32_BYTES = 4
 
 
@@ -112,6 +111,11 @@ def computed_in(weights: WeightFormat, device: Device) -> Literal["fp32", "bf16"
     return "bf16" if "bf16" in device.peak_flops else "fp16"
 
 
+def captures_steps(layout: Layout, device: Device) -> bool:
+    """Return whether our engine replays steps as CUDA graphs: on one GPU it does, over several ranks not yet."""
+    return device.kind == "cuda" and layout.devices == 1
+
+
 def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> int:
     """Return the bytes of one token's keys and values in a layer, on one of `tp` ranks.
 
@@ -179,4 +183,5 @@ def _outside_bytes(layout: Layout, device: Device) -> int:
     if device.kind == "cpu":
         return PROCESS_BYTES
     groups = (layout.tp > 1) + (layout.pp > 1)
-    return CONTEXT_BYTES + SEGMENT_BYTES + NUM_GRAPHS * GRAPH_BYTES + COMMUNICATOR_BYTES * (1 + groups if groups else 0)
+    graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(layout, device) else 0
+    return CONTEXT_BYTES + SEGMENT_BYTES + graphs + COMMUNICATOR_BYTES * (1 + groups if groups else 0)

@@ -14,6 +14,7 @@ from trimaran.cost.serving import (
     WEIGHT_BYTES,
     Layout,
     cache_bytes_per_token,
+    captures_steps,
     computed_in,
     serving_parts,
 )
@@ -27,9 +28,10 @@ SERVING_PROFILE = replace(TIME_PROFILES["trimaran"], comm=CommProfile(splits_seq
 # Attention over pages reads its keys and values in blocks from all over the memory. Assumed: it reaches this fraction
 # of the bandwidth of a large copy.
 PAGED_READ_FRACTION = 0.8
-LAYER_LAUNCHES = FORWARD_HOST_FRACTION * TRIMARAN_LAUNCHES.eager  # kernels of a layer's forward
-# Host time of an operator without a gradient, in units of the host's launch of one kernel: Python and the dispatcher
-# around it. Assumed.
+# Kernels of a layer's forward: as torch launches them, and with projections of the same input joined, as in the CUDA
+# graphs of one device. Host time of a launch without a gradient, in units of the host's launch of one small operator:
+# Python and the dispatcher around it. All assumed.
+EAGER_LAUNCHES, CAPTURED_LAUNCHES = FORWARD_HOST_FRACTION * TRIMARAN_LAUNCHES.eager, 14.0
 HOST_PER_LAUNCH = 2.0
 # The scheduler, the copy of a batch to the device, and the choice of tokens: for a step and for each sequence in it.
 # Assumed.
@@ -74,7 +76,7 @@ class LayerShape:
 def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepWork) -> dict[str, Seconds]:
     """Return the seconds of one step by term. The stages of a pipeline work one after the other: one step at a time.
 
-    Decode steps are replayed as CUDA graphs on a GPU; a step with a part of a prompt is launched kernel by kernel.
+    On one GPU steps are replayed as CUDA graphs; over several ranks they are launched kernel by kernel.
     """
     device = cluster.device
     dtype = computed_in(layout.weights, device)
@@ -94,7 +96,9 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     between = send_seconds(stream, ring_of(cluster.levels, layout.pp, layout.tp))
     terms["matmul"] += matmul
     terms["comm"] += comm + (layout.pp - 1) * between
-    terms["host"] = _host_seconds(outline.main.layers, rates, work, device_seconds=sum(terms.values()))
+    terms["host"] = _host_seconds(
+        outline.main.layers, rates, work, is_captured=captures_steps(layout, device), device_seconds=sum(terms.values())
+    )
     return {name: Seconds(seconds) for name, seconds in terms.items()}
 
 
@@ -181,13 +185,14 @@ def small_all_reduce_seconds(num_bytes: float, ring: Ring) -> float:
     return min(seconds, hops + 2 * num_bytes / (0.5 * ring.reduce_bandwidth))
 
 
-def _host_seconds(layers: int, rates: DeviceRates, work: StepWork, *, device_seconds: float) -> float:
+def _host_seconds(
+    layers: int, rates: DeviceRates, work: StepWork, *, is_captured: bool, device_seconds: float
+) -> float:
     """Return how much longer a step takes because of the host: schedule, launches, and gaps between kernels."""
-    launches, launch = layers * LAYER_LAUNCHES, HOST_PER_LAUNCH * rates.host_factor * HOST_LAUNCH_SECONDS
+    launches = layers * (CAPTURED_LAUNCHES if is_captured else EAGER_LAUNCHES)
+    launching = launches * HOST_PER_LAUNCH * rates.host_factor * HOST_LAUNCH_SECONDS
     schedule = SCHEDULE_SECONDS + SEQUENCE_SECONDS * work.sequences
-    if rates.generation == "cpu":
-        return schedule + launches * launch
+    if rates.generation == "cpu":  # it computes nothing while it launches
+        return schedule + launching
     gaps = kernel_gaps(launches, rates)
-    if not work.prefill:
-        return schedule + gaps
-    return schedule + gaps + host_wait(device_seconds + gaps, launches * launch)
+    return schedule + gaps + (0.0 if is_captured else host_wait(device_seconds + gaps, launching))

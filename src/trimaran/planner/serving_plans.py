@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trimaran.core import Bytes, UserError, show_bytes, show_count, show_seconds
-from trimaran.cost.serving import WEIGHT_FORMATS, Layout, ServingMemory, Traffic, WeightFormat, serving_memory
+from trimaran.cost.serving import (
+    QUANTISED,
+    WEIGHT_FORMATS,
+    Layout,
+    ServingMemory,
+    Traffic,
+    WeightFormat,
+    serving_memory,
+)
 from trimaran.cost.serving_load import LoadPoint, load_table
 from trimaran.hardware import Cluster, refuse_mixed
 from trimaran.models import Outline, OutlineLayer
@@ -200,7 +208,7 @@ def _reasons(question: ServingQuestion, best: ServingPlan, tried: list[ServingPl
     """Yield why this layout and this format were chosen."""
     what = {"throughput": "generates the most tokens a second", "latency": "has the least time between tokens",
             "fewest-gpus": "needs the fewest devices"}[question.goal]  # fmt: skip
-    ending = ", or is the smallest that does within 5 %" if question.goal != "fewest-gpus" else ""
+    ending = "; of those within 5 % of the best, it has the fewest devices" if question.goal != "fewest-gpus" else ""
     yield f"of what fits, tp {best.layout.tp} x pp {best.layout.pp} {what}{ending}"
     formats = list(dict.fromkeys(plan.layout.weights for plan in tried))
     if question.weights is None and len(formats) > 1:
@@ -213,7 +221,7 @@ def _why_slower(plan: ServingPlan, best: ServingPlan, goal: ServingGoal) -> str:
     if goal == "latency":
         own, chosen = plan.loads[0].between_tokens, best.loads[0].between_tokens
         return f"{show_seconds(own)} between tokens, not {show_seconds(chosen)}"
-    if goal == "fewest-gpus":
+    if goal == "fewest-gpus" and plan.layout.devices > best.layout.devices:
         return f"{plan.layout.devices} devices, not {best.layout.devices}"
     return f"{plan.tokens_per_second / best.tokens_per_second:.2f} times the tokens a second"
 
@@ -226,17 +234,17 @@ def _why_not(plan: ServingPlan) -> str:
 
 
 def _hints(question: ServingQuestion, best: ServingPlan) -> Iterator[str]:
-    """Yield what weights of fewer bits would change, if they were not asked for and are not needed."""
-    if question.weights is not None or best.layout.weights not in ("bf16", "fp16", "fp32"):
+    """Yield what weights of fewer bits would change, if they are not needed. Our engine has them on one device only."""
+    if question.weights is not None or best.layout.weights in QUANTISED or best.layout.devices > 1:
         return
     formats = list(_formats(question))
     for weights in formats[formats.index(best.layout.weights) + 1 :]:
         plan = _serving_plan(question, replace(best.layout, weights=weights))
-        faster = plan.loads[0].between_tokens
+        now, then = best.loads[0].between_tokens, plan.loads[0].between_tokens
         yield (
             f"--weights {weights}: {show_count(plan.memory.cache_tokens)} tokens of cache instead of "
-            f"{show_count(best.memory.cache_tokens)}, {show_seconds(faster)} between tokens for one request instead of "
-            f"{show_seconds(best.loads[0].between_tokens)}; answers change slightly"
+            f"{show_count(best.memory.cache_tokens)}, one request {now / then:.1f} times as fast; "
+            "answers change slightly"
         )
 
 

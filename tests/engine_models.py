@@ -13,6 +13,7 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     Olmo2Config,
     Starcoder2Config,
@@ -20,11 +21,11 @@ from transformers import (
 
 from tests import hf_models, vlm_models
 from trimaran.infer.engine.batching_engine import BatchingEngine
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, NOTHING, EngineBatch
 from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.engine.model_runner import Runner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.engine.step_batch import ALL, EMBEDDING, NOTHING, StepBatch
 from trimaran.infer.generate import load_trained
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.trained_model import section_of_folder
@@ -35,8 +36,10 @@ GREEDY = Sampling(temperature=0)
 VOCABULARY = 64
 SMALL = hf_models.SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
-    "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
-                           attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma2": Gemma2Config(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
+                           layer_types=hf_models.LAYERS, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
+                               layer_types=hf_models.LAYERS),
     "gpt-oss": GptOssConfig(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
                             num_local_experts=4, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SMALL),
@@ -124,10 +127,11 @@ class PrefixRunner:
         self.vocabulary = VOCABULARY
         self.traits: RunnerTraits = traits or RunnerTraits()
         self.memory = np.full(num_pages * page_size, -1)
-        self.batches: list[StepBatch] = []
+        self.batches: list[EngineBatch] = []
 
-    def run(self, batch: StepBatch) -> StepLogits:
-        self.batches.append(StepBatch.from_tensor(batch.to_tensor()))
+    def run(self, batch: EngineBatch) -> StepLogits:
+        batch = EngineBatch.from_tensor(batch.to_tensor())  # as on another rank
+        self.batches.append(batch)
         rows: list[int] = []
         for number, want in enumerate(batch.wants.tolist()):
             table, size = batch.page_tables[number], self.page_size

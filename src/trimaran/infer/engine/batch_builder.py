@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimaran.data.vision import grid_positions
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST, NOTHING, EngineBatch, StepImages
 from trimaran.infer.engine.engine_sequence import EngineSequence
 from trimaran.infer.engine.model_runner import Runner
 from trimaran.infer.engine.scheduler import ScheduledPart
-from trimaran.infer.engine.step_batch import ALL, EMBEDDING, LAST, NOTHING, StepBatch, StepImages
 
 
 class BatchBuilder:
@@ -22,7 +22,7 @@ class BatchBuilder:
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._grids: dict[str, np.ndarray] = {}
 
-    def build(self, parts: Sequence[ScheduledPart], ended: Sequence[int], wants: Sequence[int]) -> StepBatch:
+    def build(self, parts: Sequence[ScheduledPart], ended: Sequence[int], wants: Sequence[int]) -> EngineBatch:
         """Return the batch of the next tokens of these sequences. `ended` are the numbers of those that are gone."""
         for number in ended:
             self._free_row(number)
@@ -44,7 +44,7 @@ class BatchBuilder:
         adapters = [
             traits.adapters.index(each.request.adapter) + 1 if each.request.adapter else 0 for each in sequences
         ]
-        return StepBatch(
+        return EngineBatch(
             tokens=np.array(tokens, dtype=np.int64),
             positions=positions,
             query_starts=query_starts,
@@ -74,7 +74,9 @@ class BatchBuilder:
         if written != len(pages):
             if len(pages) > self._tables.shape[1]:
                 wider = max(len(pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
-                self._tables = np.pad(self._tables, ((0, 0), (0, wider)))
+                self._tables = np.concatenate((self._tables, np.repeat(self._tables[:, :1], wider, axis=1)), axis=1)
+            if not written:  # a table is read to the length of the longest: a sequence reads pages of its own only
+                self._tables[row] = pages[0]
             self._tables[row, written : len(pages)] = pages[written:]
             self._written[number] = len(pages)
         return row
@@ -82,7 +84,6 @@ class BatchBuilder:
     def _free_row(self, number: int) -> None:
         row = self._rows.pop(number, None)
         if row is not None:
-            self._tables[row] = 0
             self._free_rows.append(row)
             del self._written[number]
 

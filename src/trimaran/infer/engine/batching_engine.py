@@ -10,6 +10,7 @@ from torch import Tensor
 from trimaran.infer.engine.batch_builder import BatchBuilder, part_wants
 from trimaran.infer.engine.block_pool import BlockPool
 from trimaran.infer.engine.check_request import refuse_impossible
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST
 from trimaran.infer.engine.engine_request import (
     EngineFinish,
     EngineRequest,
@@ -20,7 +21,6 @@ from trimaran.infer.engine.engine_request import (
 from trimaran.infer.engine.engine_sequence import EngineSequence
 from trimaran.infer.engine.model_runner import Runner, StepLogits
 from trimaran.infer.engine.scheduler import EngineSettings, ScheduledPart, Scheduler
-from trimaran.infer.engine.step_batch import ALL, EMBEDDING, LAST
 from trimaran.infer.engine.token_choice import (
     NOT_A_TOKEN,
     TokenChooser,
@@ -104,7 +104,8 @@ class BatchingEngine:
             self._early.append(TokenOutput(request=request.id, finish=finish))
             return
         chooser = TokenChooser(request.sampling, constraint, num_drawn=len(request.generated))
-        self._answers[request.id] = _Answer(sequence, chooser)
+        answer = self._answers[request.id] = _Answer(sequence, chooser)
+        answer.has_prompt_logprobs = bool(request.generated)  # they came with the first token
         self._scheduler.add(sequence)
         self._prompt_tokens += sequence.num_prompt
 

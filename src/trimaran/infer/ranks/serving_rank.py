@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Mesh, ModelSection, UserError
+from trimaran.infer.engine.engine_batch import EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import traits_of
-from trimaran.infer.engine.step_batch import StepBatch
 from trimaran.infer.ranks.peer_watch import PeerWatch, watch_peers
 from trimaran.infer.ranks.sharded_weights import WeightsFolder, agreed, check_weights, open_part, refuse_unservable
 from trimaran.infer.ranks.staged_network import StagedNetwork, StageLinks
@@ -88,7 +88,7 @@ class RankedRunner:
     def traits(self) -> RunnerTraits:
         return self._rank.runner.traits
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: EngineBatch) -> StepLogits:
         """See `Runner`."""
         with self._lock:
             self._steps += 1
@@ -186,7 +186,7 @@ def serve_rank(place: RankPlace, model: ServedModel) -> int:
         kind, numbers = rank.channel.receive()
         match kind:
             case MessageKind.STEP:
-                rank.runner.run(StepBatch.from_tensor(numbers))
+                rank.runner.run(EngineBatch.from_tensor(numbers))
             case MessageKind.COMMAND:
                 command = read_command(numbers)
                 _load_if_there(rank, Path(command["folder"]), command["step"])

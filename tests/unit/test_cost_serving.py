@@ -79,6 +79,23 @@ def test_a_long_prompt_takes_at_least_the_time_of_its_matmuls() -> None:
     assert flops / H100.peak("bf16") < terms["matmul"] < 3 * flops / H100.peak("bf16")
 
 
+# Median time between tokens of 64 requests with 256 and 256 tokens on one H200, the 99th percentile, which is a step
+# with 1,024 tokens of prompts, and seconds until all are answered: benchmarks/h200_serving.jsonl.
+@pytest.mark.parametrize(
+    ("name", "decode_ms", "prompt_ms", "seconds"),
+    [("llama-3.2-1b", 2.54, 6.23, 0.751), ("llama-3.1-8b", 7.02, 25.83, 2.197)],
+)
+def test_steps_take_as_long_as_measured_on_an_h200(
+    name: str, decode_ms: float, prompt_ms: float, seconds: float
+) -> None:
+    outline, cluster = outline_of(PRESETS[name]), parse_cluster("1xH200")
+    works = (StepWork(decoded=64, context=384), StepWork(decoded=0, context=1, prefill=1024, prompt=256))
+    decode, prompt = (sum(serving_step(outline, Layout(), cluster, work).values()) for work in works)
+    assert decode * 1e3 == pytest.approx(decode_ms, rel=0.12)
+    assert prompt * 1e3 == pytest.approx(prompt_ms, rel=0.12)
+    assert 64 * 256 / 1024 * prompt + 255 * decode == pytest.approx(seconds, rel=0.12)
+
+
 def test_tensor_parallelism_reads_less_and_communicates_more() -> None:
     work = StepWork(decoded=8, context=512)
     cluster = parse_cluster("8xH100")

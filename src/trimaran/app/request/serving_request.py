@@ -8,7 +8,7 @@ from trimaran.app.request.plan_request import read_plan_request
 from trimaran.core import UserError, did_you_mean
 from trimaran.cost.serving import QUANTISED, WEIGHT_FORMATS, Traffic
 from trimaran.models import outline_for
-from trimaran.planner.serving_plans import SERVING_GOALS, ServingAnswer, ServingPlan, ServingQuestion
+from trimaran.planner.serving_plans import SERVING_GOALS, ServingAnswer, ServingPlan, ServingQuestion, accuracy_of
 
 Choice = TypeVar("Choice", bound=str)
 SECONDS_PER_HOUR = 3600
@@ -97,6 +97,7 @@ def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, 
         "reasons": list(answer.reasons),
         "hints": list(answer.hints),
         "price_per_million_tokens": cost,
+        "accuracy": accuracy_of(best, question.cluster),
         "next": serve_command(best),
         "caution": caution(best) or None,
     }

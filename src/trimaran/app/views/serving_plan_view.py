@@ -8,7 +8,7 @@ from trimaran.app.request.serving_request import caution, price_per_million, ser
 from trimaran.app.views.plan_view import add_model, facts_table
 from trimaran.app.views.text_chart import GREEN, ORANGE
 from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.planner.serving_plans import ServingAnswer, ServingPlan
+from trimaran.planner.serving_plans import ServingAnswer, ServingPlan, accuracy_of
 
 MAX_SHOWN_LOST = 8
 MIN_SHOWN_MILLISECONDS = 10
@@ -28,7 +28,7 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
     if price is not None:
         cost = price_per_million(best, question.cluster.world_size, price)
         facts.add_row("price", f"{cost:,.2f} for a million generated tokens at that load")
-    facts.add_row("error", "not measured: compare with a benchmark before you rely on it")
+    facts.add_row("error", accuracy_of(best, question.cluster))
     console.print(facts)
     console.print(
         Text("\none replica by load: time to the first token, between tokens, and in steps with a prompt", style="dim")

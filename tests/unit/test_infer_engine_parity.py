@@ -30,6 +30,7 @@ from trimaran.infer.engine.sequence_runner import SequenceRunner
 from trimaran.infer.generate import Generation
 from trimaran.infer.next_token import CachedLogits, NextTokenModel
 from trimaran.infer.sampling import Sampling, TokenSampler
+from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.nets import Decoder, Network
 
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe"}
@@ -74,6 +75,16 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     assert stats.prefix_hit_tokens > 0
     together = new_engine(network, max_step_tokens=256, reuse_prefixes=False)
     assert tokens_of(answers_of(together, requests)) == expected
+
+
+def test_a_model_of_transformers_is_paged_in_half_precision(tmp_path: Path) -> None:
+    network = open_network(save_model("mistral", tmp_path))
+    compute_in_bf16(network.module)
+    cache = CacheSettings(max_bytes=1 << 20, page_size=4)
+    engine = BatchingEngine(open_runner(network, CPU, torch.bfloat16, cache), EngineSettings(max_running=8))
+    assert isinstance(engine.runner, ModelRunner)
+    found = tokens_of(answers_of(engine, requests_of(random_prompts(5, seed=1), [9] * 5), [0, 0, 1, 2, 5]))
+    assert [len(row) for row in found.values()] == [9] * 5
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from trimaran.nets import Decoder, Network
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe"}
 FAST = ["llama", "qwen3-moe", "mistral", "gemma2", "gpt-oss"]
 SLOW = ["llama-tied", "qwen2", "qwen3", "gemma3", "gpt2", "gpt-neox", "phi3", "mixtral", "olmo2", "cohere", "cohere2",
-        "starcoder2"]  # fmt: skip
+        "starcoder2", "deepseek-v3"]  # fmt: skip
 ARCHITECTURES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 LENGTHS = [3, 14, 9, 20, 1, 12, 17]
 
@@ -88,14 +88,15 @@ def test_a_model_of_transformers_is_paged_in_half_precision(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_paged_generates_one_sequence_after_another(tmp_path: Path) -> None:
-    folder, prompts = save_model("bloom", tmp_path), random_prompts(4, seed=7)
+@pytest.mark.parametrize("name", ["bloom", "longrope"])
+def test_a_model_that_cannot_be_paged_generates_one_sequence_after_another(name: str, tmp_path: Path) -> None:
+    folder, prompts = save_model(name, tmp_path), random_prompts(4, seed=7)
     network = open_network(folder)
     engine = new_engine(network, num_pages=20, max_step_tokens=11)
     assert isinstance(engine.runner, SequenceRunner)
     expected = generated(folder, prompts, LENGTHS[:4])
     assert tokens_of(answers_of(engine, requests_of(prompts, LENGTHS[:4]), [0, 0, 3, 5])) == expected
-    assert engine.runner._sequences.keys() == set() or len(engine.runner._sequences) == 1  # dropped by the next step
+    assert len(engine.runner._sequences) <= 1  # the next step drops those that have ended
 
 
 @pytest.fixture(scope="module")

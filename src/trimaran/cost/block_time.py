@@ -89,7 +89,7 @@ def layer_passes(
             inputs, weights, gradients = (profile.compiled if kind.compiled else profile.eager).fp8_cast
             casts += groups * (inputs * rows + weights * columns) * depth / rates.bandwidth
             grad_casts += gradients * groups * rows * columns / rates.bandwidth
-    elementwise = _elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
+    elementwise = elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
     attention, attention_backward = _attention(layer, split, rates, profile)
     others = (1 + BACKWARD_TRAFFIC_FACTOR) * elementwise + attention + attention_backward + casts + grad_casts
     slower = power_factor(forward + input_grad + weight_grad, others, rates)
@@ -235,7 +235,7 @@ def _attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profi
     return attention_seconds(flops, split.length, layer.head_dim, kernel=kernel, rates=rates)
 
 
-def _elementwise_bytes(
+def elementwise_bytes(
     layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, compiled: bool
 ) -> float:
     """Return the bytes that the elementwise operators of a forward move.

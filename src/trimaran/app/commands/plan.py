@@ -3,9 +3,10 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,7 @@ from trimaran.app.request.options import (
 if TYPE_CHECKING:  # `--help` does not import the planner
     from trimaran.app.request.plan_answer import PlanReport
     from trimaran.app.request.request import Request
+    from trimaran.app.request.tool_pins import ToolFile
 
 ModelOrRecipe = Annotated[
     str | None,
@@ -71,6 +73,21 @@ AdapterName = Annotated[
     ),
 ]
 
+Serve = Annotated[bool, typer.Option("--serve", help="Plan how to serve the model, not how to train it.")]
+PromptTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a prompt, with --serve. [default: 512]")]
+OutputTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens of an answer, with --serve. [default: 256]")
+]
+Weights = Annotated[
+    str | None, typer.Option(metavar="FORMAT", help="With --serve: bf16, fp16, fp32, fp8, int8 or int4 weights.")
+]
+Running = Annotated[
+    int | None,
+    typer.Option("--max-running", metavar="N", min=1, help="With --serve: requests computed together. [default: 64]"),
+]
+ServedTp = Annotated[int | None, typer.Option("--tp", metavar="N", help="With --serve: tensor-parallel ranks.")]
+ServedPp = Annotated[int | None, typer.Option("--pp", metavar="N", help="With --serve: pipeline stages.")]
+
 
 def plan(  # noqa: PLR0913  (the options of a command)
     what: ModelOrRecipe = None,
@@ -87,6 +104,13 @@ def plan(  # noqa: PLR0913  (the options of a command)
     tokens: Tokens = None,
     price: Price = None,
     mtbf: Mtbf = None,
+    serve: Serve = False,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    max_running: Running = None,
+    weights: Weights = None,
+    tp: ServedTp = None,
+    pp: ServedPp = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> int:
@@ -101,14 +125,24 @@ def plan(  # noqa: PLR0913  (the options of a command)
     trimaran plan llama-3-70b --cluster 8x8xH100 --emit megatron --output conf
     trimaran plan llama-3.1-70b --cluster 4xA100-80GB --adapter lora:16
     trimaran plan llama-3.1-8b --cluster 8xH100 --from ds_config.json
+    trimaran plan --serve llama-3-8b --cluster 8xH100 --prompt-tokens 1024 --output-tokens 256
     """
-    from trimaran.app.request.plan_answer import as_dict, build_plan_report, with_files, with_goal, with_top
+    from trimaran.app.request.plan_answer import build_plan_report, with_files, with_goal, with_top
     from trimaran.app.request.plan_request import adapter_setting, read_plan_request
     from trimaran.app.request.run_cost import read_cost_terms
+    from trimaran.app.request.serving_request import refuse_serving_options
     from trimaran.app.request.tool_pins import read_tool_file, with_pins
-    from trimaran.core import EXIT_DONE, EXIT_USER, UserError
-    from trimaran.planner.choose import no_fit_error
+    from trimaran.core import UserError
 
+    serving = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens, "--max-running": max_running,
+               "--weights": weights, "--tp": tp, "--pp": pp}  # fmt: skip
+    if serve:
+        unused = {"--seq-len": seq_len, "--global-batch": global_batch, "--adapter": adapter, "--from": from_file,
+                  "--emit": emit, "--output": output, "--tokens": tokens, "--mtbf": mtbf}  # fmt: skip
+        asked = {"cluster": cluster, "goal": goal, "price": price}
+        return _plan_serving(what, asked | {name[2:].replace("-", "_"): each for name, each in serving.items()},
+                             unused, settings or [], as_json=as_json)  # fmt: skip
+    refuse_serving_options(serving)
     if output is not None and emit is None:
         raise UserError("A013", "--output is the folder for a tool's files, but no tool is named", where="--output",
                         fix="add --emit TOOL, or redirect --json to a file")  # fmt: skip
@@ -124,9 +158,17 @@ def plan(  # noqa: PLR0913  (the options of a command)
         show_tool_file(tool_file, request.question.cluster)
     with _spinner(quiet=as_json):
         report = build_plan_report(request, terms, tool=emit)
-    report = _with_measured(with_files(report, output, force=force))
+    return _print_report(_with_measured(with_files(report, output, force=force)), tool_file, top=top, as_json=as_json)
+
+
+def _print_report(report: "PlanReport", tool_file: "ToolFile | None", *, top: int, as_json: bool) -> int:
+    """Print the answer, and return the exit code."""
+    from trimaran.app.request.plan_answer import as_dict
+    from trimaran.core import EXIT_DONE, EXIT_USER
+    from trimaran.planner.choose import no_fit_error
+
     if as_json:
-        translated = {"from": tool_file.as_dict(request.question.cluster)} if tool_file else {}
+        translated = {"from": tool_file.as_dict(report.request.question.cluster)} if tool_file else {}
         typer.echo(json.dumps(as_dict(report, top=top) | translated))
         return EXIT_DONE if report.best else EXIT_USER
     from trimaran.app.views.clean_console import open_console
@@ -136,6 +178,32 @@ def plan(  # noqa: PLR0913  (the options of a command)
     if report.best is None:
         raise no_fit_error(report.answer)
     _print_commands(report)
+    return EXIT_DONE
+
+
+def _plan_serving(
+    what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
+) -> int:
+    """Answer `plan --serve`."""
+    from trimaran.app.request.serving_request import (
+        ServingOptions,
+        read_serving_question,
+        refuse_training_options,
+        serving_as_dict,
+    )
+    from trimaran.core import EXIT_DONE
+    from trimaran.planner.serving_plans import plan_serving
+
+    refuse_training_options(unused)
+    options = ServingOptions(**asked)
+    answer = plan_serving(read_serving_question(what, options, settings))
+    if as_json:
+        typer.echo(json.dumps(serving_as_dict(answer, price=options.price)))
+        return EXIT_DONE
+    from trimaran.app.views.clean_console import open_console
+    from trimaran.app.views.serving_plan_view import show_serving
+
+    show_serving(answer, open_console(), price=options.price)
     return EXIT_DONE
 
 

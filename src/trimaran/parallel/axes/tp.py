@@ -46,9 +46,12 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
     A tower with tp 1 keeps its full weights on every rank.
     """
-    if ranks.degrees.tp == 1:
-        return
-    module, mesh, patterns = network.module, ranks.axes["tp"], tensor_styles(network, plan, ranks)
+    if ranks.degrees.tp > 1:
+        shard_modules(network.module, ranks.axes["tp"], tensor_styles(network, plan, ranks))
+
+
+def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, str]) -> None:
+    """Shard the modules whose names match `patterns` by the style of each. Parameter names and ties do not change."""
     tied, frozen = _tied_names(module), [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
         for pattern, style in patterns.items():
@@ -243,6 +246,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "parameters": ShardedParameters,
     "scatter-rows": ScatterRows,
     "moe": partial(ShardedParameters, gather_sequence, reduce_to_sequence),
+    "partial-to-sum": partial(ShardedParameters, None, reduce_sum),
     "partial-colwise": partial(ShardedParameters, weight=Shard(0), bias=Shard(0)),
     "partial-rowwise": partial(ShardedParameters, weight=Shard(1)),
     "partial-replicated": partial(ShardedParameters, weight=Replicate()),

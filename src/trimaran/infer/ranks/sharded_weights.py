@@ -1,0 +1,215 @@
+"""Builds a rank's part of a network to serve with, and reads its slices of the weights: never the whole model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trimaran.checkpoint.convert import MODEL_PREFIX
+from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.load_state import fill_shards
+from trimaran.checkpoint.rank_share import TORCH_DTYPES
+from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.core import Mesh, ModelSection, Plan, UserError
+from trimaran.infer.trained_model import compute_in_bf16
+from trimaran.models import ModelSpec, VlmSpec, spec_of, weight_files
+from trimaran.models.stages import stage_ranges
+from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.nets import Network, network_of
+from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
+from trimaran.nets.moe import ExpertWeights
+from trimaran.nets.serving_tp_plan import serving_tensor_plan
+from trimaran.parallel import RankMesh
+from trimaran.parallel.axes.ep import apply_ep
+from trimaran.parallel.axes.sharded_modules import ShardedLinear
+from trimaran.parallel.axes.tp import shard_modules
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFolder:
+    """Where weights are: a Hugging Face folder, or the checkpoint of a `step` of a run; and which model they fit."""
+
+    section: ModelSection
+    folder: Path
+    step: int | None = None
+
+    @property
+    def described(self) -> ModelSection:
+        """The section that the network is built by. A Hugging Face folder describes itself."""
+        section = self.section
+        if self.step is not None:
+            return section
+        return ModelSection(family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code)
+
+
+def open_part(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
+    """Return this rank's part of the network, with its weights, ready to compute. Every rank must call it.
+
+    Matmuls have their weights in `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them. Raises UserError
+    on every rank if one of them cannot load its part.
+    """
+    refuse_unservable(weights.described, ranks.degrees)
+    load = _open_hf if weights.section.family == "hf" else _open_own
+    network = agreed(lambda: load(weights, ranks, dtype))
+    if reason := network.paged_difference(ranks.device):
+        raise _not_split(f"{type(network.module).__name__} cannot attend to pages: it {reason}")
+    network.module.eval().requires_grad_(False)
+    _keep_local_parameters(network.module)
+    return network
+
+
+def agreed(act: Callable[[], Result]) -> Result:
+    """Return the result of `act`, which must not communicate. If it raises UserError on one rank, all ranks raise."""
+    result, error = None, None
+    try:
+        result = act()
+    except UserError as raised:
+        error = raised
+    failed = torch.tensor([dist.get_rank() if error else -1])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if (rank := int(failed)) >= 0:
+        raise UserError("S053", f"rank {rank} could not load its part of the weights", where=f"rank {rank}",
+                        fix="see the message of that rank")  # fmt: skip
+    assert result is not None
+    return result
+
+
+def check_weights(weights: WeightsFolder) -> bool:
+    """Return True if there are weights to load. Raises UserError if not."""
+    if weights.step is not None:
+        DiskSource(weights.folder)
+    elif not weight_files(weights.folder):
+        raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
+                        fix="name a folder with safetensors")  # fmt: skip
+    return True
+
+
+def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
+    """Raise UserError unless the degrees can split the model."""
+    if section.adapter is not None:
+        raise UserError("S052", "an adapter is served by one rank", where="model.adapter",
+                        fix="leave out --tp and --pp, or export the merged model and serve that")  # fmt: skip
+    if section.family == "hf":
+        if mesh.pp > 1:
+            raise _not_split("pipeline stages are for our own networks, and this model is one of transformers")
+        return
+    spec = spec_of(section)
+    if not isinstance(spec, ModelSpec | VlmSpec):
+        raise _not_split("this network generates no text")
+    if mesh.pp > 1 and not isinstance(spec, ModelSpec):
+        raise _not_split("pipeline stages are for language models, and this one also sees images")
+    language = spec if isinstance(spec, ModelSpec) else spec.language
+    experts = language.block.experts
+    sizes = {"heads": language.heads, "KV heads": language.kv_heads}
+    sizes |= {"features of the feed-forward": language.ffn} if experts is None else {
+        "features of an expert": experts.ffn, "features of the shared expert": experts.shared_ffn}  # fmt: skip
+    for name, size in sizes.items():
+        if size % mesh.tp:
+            raise UserError("S050", f"tp {mesh.tp} does not divide the {size:,} {name} of {language.name}",
+                            where="--tp", fix="use a degree that divides them")  # fmt: skip
+    if not every_rank_has_rows(language.vocab, mesh.tp):
+        raise UserError("S050", f"tp {mesh.tp} leaves ranks without any of the {language.vocab:,} tokens of the "
+                        f"vocabulary of {language.name}", where="--tp", fix="use a lower degree")  # fmt: skip
+    if mesh.pp > language.layers:
+        raise UserError("S050", f"pp {mesh.pp} is more than the {language.layers} layers of {language.name}",
+                        where="--pp", fix=f"use at most {language.layers}")  # fmt: skip
+
+
+def _not_split(what: str) -> UserError:
+    return UserError("S051", f"this model cannot be served over these ranks: {what}", where="--tp, --pp",
+                     fix="leave them out, or use --tp alone")  # fmt: skip
+
+
+def _open_own(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
+    """Return a stage of our own network, or a slice of it, with its weights."""
+    spec = spec_of(weights.described)
+    assert spec is not None, "our own networks always have a spec"
+    plan = Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp)
+    layers = stage_ranges(spec, plan, seq_len=1)[ranks.rank("pp")] if ranks.degrees.pp > 1 else None
+    with torch.device("meta"):
+        network = network_of(spec, layers)
+    _shard(network, ranks, dtype)
+    network.module.to_empty(device=ranks.device)
+    if weights.step is None:
+        network.load(weights.folder)
+    else:
+        _load_checkpoint(network.module, weights.folder)
+    return network
+
+
+def _open_hf(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
+    """Return a slice of a Hugging Face model, with its weights."""
+    from trimaran.nets.hf_build import materialise, open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+
+    section = weights.described
+    assert section.path is not None, "the hf family has a folder"
+    check_weights(weights)
+    module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
+    network = network_of_hf(module, spec_of(section))
+    _shard(network, ranks, dtype)
+    if weights.step is None:
+        fill(network.module, ranks.device)
+    else:
+        materialise(network.module, ranks.device)
+        _load_checkpoint(network.module, weights.folder)
+    return network
+
+
+def _shard(network: Network, ranks: RankMesh, dtype: torch.dtype) -> None:
+    """Give the weights their dtype, and shard them, on the meta device: no rank ever holds more than its slices."""
+    if dtype == torch.bfloat16:
+        compute_in_bf16(network.module)
+    if ranks.degrees.tp > 1:
+        shard_modules(network.module, ranks.axes["tp"], serving_tensor_plan(network, ranks.degrees.tp))
+        apply_ep(network, Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp), ranks)
+
+
+@torch.no_grad()
+def _load_checkpoint(module: nn.Module, folder: Path) -> None:
+    """Fill the module with this rank's slices of a run's checkpoint."""
+    source = DiskSource(folder)
+    for name, parameter in module.named_parameters():
+        if MODEL_PREFIX + name not in source.index:
+            raise UserError("K025", f"the checkpoint does not have the weight {name}", where=str(folder),
+                            fix="serve with the recipe of the run that wrote it")  # fmt: skip
+        _fill_slice(source, MODEL_PREFIX + name, parameter)
+    for name, buffer in module.named_buffers():
+        if MODEL_PREFIX + name in source.index:
+            _fill_slice(source, MODEL_PREFIX + name, buffer)
+
+
+def _fill_slice(source: DiskSource, key: str, target: Tensor) -> None:
+    """Read this rank's part of a tensor, in the dtype of the checkpoint, and copy it."""
+    here = local_slices(target)
+    values = torch.empty([each.stop - each.start for each in here], dtype=TORCH_DTYPES[source.index[key].meta.dtype])
+    shard = TensorShard(key=key, tensor=values, shape=tuple(target.shape), start=tuple(each.start for each in here))
+    fill_shards([shard], source)
+    local_part(target).copy_(values)
+
+
+def _keep_local_parameters(module: nn.Module) -> None:
+    """Replace the DTensors of layers that compute with their own slice by that slice: dispatching a DTensor is slow.
+
+    An embedding, and a head that is tied to it, must know which rows they hold. A layer with a bias that is sharded by
+    its inputs must know that its output is a partial sum.
+    """
+    tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    for part in list(module.modules()):
+        if not isinstance(part, ShardedLinear | ExpertWeights):
+            continue
+        if isinstance(part, ShardedLinear) and part.bias is not None and is_sharded_by_inputs(part):
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor) and id(parameter) not in tied:
+                local = nn.Parameter(local_part(parameter), requires_grad=False)
+                part.register_parameter(name, local)

@@ -1,0 +1,48 @@
+"""The tensor-parallel plan of a network that only computes forwards: the stream is replicated on every rank.
+
+Training splits the stream along the sequence, but `tp` need not divide the tokens of a step of a serving engine. What
+is not sharded (norms, routers, a vision tower) needs no style without gradients: each rank has all of it, as a plain
+tensor.
+"""
+
+from trimaran.models.spec import ModelSpec
+from trimaran.nets.decoder import Decoder
+from trimaran.nets.network import Network
+from trimaran.nets.vlm_model import Vlm
+
+ENDS = {"embed_tokens": "embedding", "lm_head": "colwise-logits"}
+ATTENTION = {
+    "layers.*.self_attn.q_proj": "partial-colwise",
+    "layers.*.self_attn.k_proj": "partial-colwise",
+    "layers.*.self_attn.v_proj": "partial-colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+FEED_FORWARD = {
+    "layers.*.mlp.gate_proj": "partial-colwise",
+    "layers.*.mlp.up_proj": "partial-colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+# The output of an MoE layer is a partial sum of its experts, which `parallel.axes.ep` slices, and of the shared one.
+MOE = {
+    "layers.*.mlp": "partial-to-sum",
+    "layers.*.mlp.shared_expert.gate_proj": "partial-colwise",
+    "layers.*.mlp.shared_expert.up_proj": "partial-colwise",
+    "layers.*.mlp.shared_expert.down_proj": "partial-rowwise",
+}
+SHARDED = frozenset({"colwise", "rowwise", "embedding", "colwise-logits"})  # of transformers' own plans
+
+
+def serving_tensor_plan(network: Network, degree: int) -> dict[str, str]:
+    """Return a style of `parallel.axes.tp` by module name pattern. Raises UserError if the model has no such plan."""
+    match network.module:
+        case Decoder() as decoder:
+            return _decoder_plan(decoder.spec)
+        case Vlm() as vlm:
+            return {f"language.{name}": style for name, style in _decoder_plan(vlm.spec.language).items()}
+        case _:
+            styles = network.tensor_plan(degree)
+            return {name: style for name, style in styles.items() if style in SHARDED}
+
+
+def _decoder_plan(spec: ModelSpec) -> dict[str, str]:
+    return ENDS | ATTENTION | (MOE if spec.block.experts else FEED_FORWARD)

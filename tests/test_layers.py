@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"core", "run"},
     "checkpoint": {"core", "hardware", "models", "run", "nets", "parallel"},
     "optim": {"core", "models", "nets", "parallel", "checkpoint"},
-    "infer": {"core", "models", "run", "nets", "parallel", "data"},
+    "infer": {"core", "models", "run", "nets", "parallel", "data", "checkpoint"},
     "train": {"core", "hardware", "models", "cost", "planner", *RUN, *WORKER} - {"train"},
     "loop": {"core", "run", *WORKER},
     "probe": {"core"},

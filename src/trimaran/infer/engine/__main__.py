@@ -12,6 +12,7 @@ from trimaran.core import UserError
 from trimaran.core.errors import EXIT_USER, file_error
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.engine.engine_loop import EngineLoop, EngineSocket
+from trimaran.infer.engine.open_engine import OpenEngine, open_engine
 from trimaran.run.process_control import die_with_parent, set_process_name
 
 
@@ -51,13 +52,11 @@ def _serve(config: EngineConfig, address: str, link: EngineSocket) -> int:
     return 0
 
 
-def _open(config: EngineConfig, address: str):  # noqa: ANN202 - torch is imported here
+def _open(config: EngineConfig, address: str) -> OpenEngine:
     if config.num_ranks > 1:
-        from trimaran.infer.engine.ranked_engine import open_ranked_engine  # noqa: PLC0415
+        from trimaran.infer.engine.ranked_engine import open_ranked_engine  # noqa: PLC0415 - several ranks only
 
         return open_ranked_engine(config, address)
-    from trimaran.infer.engine.open_engine import open_engine  # noqa: PLC0415
-
     return open_engine(config)
 
 

@@ -133,9 +133,9 @@ class ChatFormat:
         usage = usage_of(choices, num_per_prompt=len(choices))
         return self.head.fields("chat.completion.chunk", weights) | {"choices": [], "usage": usage}
 
-    def _choice(self, number: int, delta: ChoiceDelta, **content: Any) -> dict[str, Any]:
-        logprobs = {"content": [self._record(each) for each in delta.tokens]} if self.logprobs else None
-        return {"index": number, **content, "logprobs": logprobs, "finish_reason": delta.finish}
+    def _choice(self, number: int, added: ChoiceDelta, **content: Any) -> dict[str, Any]:
+        logprobs = {"content": [self._record(each) for each in added.tokens]} if self.logprobs else None
+        return {"index": number, **content, "logprobs": logprobs, "finish_reason": added.finish}
 
     def _record(self, record: TokenRecord) -> dict[str, Any]:
         top = [self._token(token, value) for token, value in record.top]

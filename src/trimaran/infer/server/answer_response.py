@@ -132,4 +132,3 @@ async def _wait_for_disconnect(receive: Receive) -> None:
     with suppress(asyncio.CancelledError):
         while (await receive())["type"] != "http.disconnect":
             pass
-

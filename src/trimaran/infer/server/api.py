@@ -188,9 +188,7 @@ class Api:
         usage = call.stream_options is not None and call.stream_options.include_usage
         return AnswerResponse(self._pending(requests, choices, shape), stream=bool(call.stream), include_usage=usage)
 
-    def _pending(
-        self, requests: Sequence[EngineRequest], choices: Sequence[AnswerChoice], shape: Any
-    ) -> PendingAnswer:
+    def _pending(self, requests: Sequence[EngineRequest], choices: Sequence[AnswerChoice], shape: Any) -> PendingAnswer:
         adapter = requests[0].adapter if requests else None
 
         def fingerprint(weights: str) -> str:
@@ -241,12 +239,15 @@ class Api:
         return Response(self._metrics.text(), media_type=METRICS_TYPE)
 
     async def _unknown_path(self, request: Request, _: Exception) -> Response:
-        return error_response(UserError("U016", f"there is no {request.url.path} here", where="the path",
-                              fix="use /v1/completions, /v1/chat/completions, /v1/embeddings or /v1/models"))  # fmt: skip
+        paths = "/v1/completions, /v1/chat/completions, /v1/embeddings or /v1/models"
+        return error_response(
+            UserError("U016", f"there is no {request.url.path} here", where="the path", fix=f"use {paths}")
+        )
 
     async def _wrong_method(self, request: Request, _: Exception) -> Response:
-        return error_response(UserError("U017", f"{request.url.path} does not take {request.method}",
-                              where="the method", fix="use POST for requests to a model, GET for the rest"))  # fmt: skip
+        what = f"{request.url.path} does not take {request.method}"
+        fix = "use POST for requests to a model, GET for the rest"
+        return error_response(UserError("U017", what, where="the method", fix=fix))
 
 
 @dataclass(frozen=True, slots=True)

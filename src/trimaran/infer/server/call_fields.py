@@ -92,9 +92,12 @@ class GenerationFields(NeutralFields):
 class CompletionCall(GenerationFields):
     """A text to continue, or several, as text or as token ids."""
 
-    prompt: str | list[Id] | Annotated[list[str], Field(max_length=MAX_PROMPTS)] | Annotated[
-        list[list[Id]], Field(max_length=MAX_PROMPTS)
-    ]
+    prompt: (
+        str
+        | list[Id]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[list[Id]], Field(max_length=MAX_PROMPTS)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -149,9 +152,12 @@ class ChatCall(GenerationFields):
 class EmbeddingCall(CallFields):
     """Texts whose embeddings are wanted."""
 
-    input: str | list[Id] | Annotated[list[str], Field(max_length=MAX_PROMPTS)] | Annotated[
-        list[list[Id]], Field(max_length=MAX_PROMPTS)
-    ]
+    input: (
+        str
+        | list[Id]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[list[Id]], Field(max_length=MAX_PROMPTS)]
+    )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import UserError
@@ -20,22 +19,12 @@ from trimaran.infer.engine.engine_request import EngineRequest
 from trimaran.infer.server.api_error import engine_gone, stopping
 from trimaran.infer.server.engine_process import EngineProcess
 from trimaran.infer.server.request_queue import RequestQueue, Ticket
+from trimaran.infer.server.server_settings import RestartPolicy
 from trimaran.infer.server.serving_metrics import ServingMetrics
 from trimaran.infer.weights_location import TrainedWeights
 
 LOG = logging.getLogger(__name__)
 StartEngine = Callable[[TrainedWeights], Awaitable[EngineProcess]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """How a dead engine is started again: after a pause that doubles, and at most so many times without success."""
-
-    first_pause: float = 0.2
-    longest_pause: float = 30.0
-    max_failures: int = 5
-    stall_seconds: float = 600.0  # an engine with work that says nothing for this long hangs, and is killed
-    stop_seconds: float = 5.0
 
 
 class EngineClient:
@@ -230,7 +219,7 @@ class EngineClient:
         codes = await process.end()
         if "failed" in message:
             raise error_from_json(message["failed"])
-        raise UserError("U012", f"the engine ended while it started (exit codes {codes})", where="the engine's processes",
+        raise UserError("U012", f"the engine ended while it started (exit codes {codes})", where="the engine",
                         fix="its error is above, on standard error")  # fmt: skip
 
     def _drop_load(self) -> None:

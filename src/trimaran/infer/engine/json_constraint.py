@@ -11,6 +11,8 @@ from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
 from trimaran.infer.engine.engine_request import EngineRequest, TokenConstraint
 
 NUM_BYTES = 256
+# As json.dumps writes it, which is what models have seen. Free white space is a place where a small model never ends.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class JsonConstraint:
@@ -47,8 +49,8 @@ def constraint_maker(tokenizer: Tokenizer, vocabulary: int) -> Callable[[EngineR
         if not prepared:
             prepared.append(_guidance_tokenizer(llguidance, tokenizer))
         assert request.grammar is not None, "only requests with a grammar have a constraint"
-        matcher = llguidance.LLMatcher(prepared[0], llguidance.LLMatcher.grammar_from_json_schema(request.grammar),
-                                       log_level=0)  # fmt: skip
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(request.grammar, overrides=JSON_STYLE)
+        matcher = llguidance.LLMatcher(prepared[0], grammar, log_level=0)
         if matcher.is_error():
             raise UserError("U011", f"the schema cannot be used: {matcher.get_error()}",
                             where="response_format.json_schema",

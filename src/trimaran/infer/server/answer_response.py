@@ -20,6 +20,7 @@ from trimaran.infer.server.serving_metrics import ServingMetrics
 
 LOG = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
+CLIENT_GONE = 499  # what web servers log for it
 MAX_SEND_SECONDS = 120.0  # a client that takes nothing for this long has its connection closed
 
 
@@ -71,6 +72,12 @@ class AnswerResponse(Response):
     def __init__(self, answer: PendingAnswer, *, stream: bool, include_usage: bool = False) -> None:
         super().__init__()
         self._answer, self._stream, self._include_usage = answer, stream, include_usage
+        self._path = ""
+
+    def counted(self, path: str) -> "AnswerResponse":
+        """Count the answer under this path once its status is known. Returns this response."""
+        self._path = path
+        return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         produce = self._send_stream if self._stream else self._send_whole
@@ -80,6 +87,7 @@ class AnswerResponse(Response):
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._answer.metrics.disconnects.inc()
+                self._answer.metrics.observe_answer(self._path, CLIENT_GONE)
         finally:
             self._answer.cancel()
             for task in (gone, work):
@@ -93,17 +101,22 @@ class AnswerResponse(Response):
         try:
             response = json_response(await self._answer.whole())
         except UserError as error:
-            self._answer.metrics.observe_error(error.code)
-            response = error_response(error)
+            response = self._failed(error)
+        self._answer.metrics.observe_answer(self._path, response.status_code)
         await response(scope, receive, send)
+
+    def _failed(self, error: UserError) -> Response:
+        self._answer.metrics.observe_error(error.code)
+        return error_response(error)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = self._answer.deltas()
         try:
             first = await anext(parts)
         except UserError as error:
-            self._answer.metrics.observe_error(error.code)
-            await error_response(error)(scope, receive, send)
+            response = self._failed(error)
+            self._answer.metrics.observe_answer(self._path, response.status_code)
+            await response(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -120,6 +133,7 @@ class AnswerResponse(Response):
         except TimeoutError:
             LOG.info("a client took nothing for %.0f s; its connection is closed", MAX_SEND_SECONDS)
             return  # the response is not complete: the server closes the connection
+        self._answer.metrics.observe_answer(self._path, 200)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
 

@@ -22,7 +22,7 @@ from trimaran.infer.sampling import Sampling
 from trimaran.infer.server.answer_bodies import AnswerHead, ChatFormat, CompletionFormat, usage_of
 from trimaran.infer.server.answer_choice import AnswerChoice
 from trimaran.infer.server.answer_response import AnswerResponse, PendingAnswer
-from trimaran.infer.server.api_error import error_response, json_response, stopping
+from trimaran.infer.server.api_error import error_response, json_response, starting, stopping
 from trimaran.infer.server.call_fields import (
     MAX_SEED,
     CallFields,
@@ -98,6 +98,8 @@ class Api:
             except UserError as error:
                 self._metrics.observe_error(error.code)
                 response = error_response(error)
+            if isinstance(response, AnswerResponse):
+                return response.counted(request.url.path)
             self._metrics.observe_answer(request.scope["route"].path, response.status_code)
             return response
 
@@ -204,9 +206,11 @@ class Api:
         )
 
     def _limits(self) -> EngineLimits:
-        """Return what the engine takes. Raises UserError if the server stops."""
-        if self.is_draining or self._client.limits is None:
+        """Return what the engine takes. Raises UserError if the server starts or stops."""
+        if self.is_draining:
             raise stopping()
+        if self._client.limits is None:
+            raise starting()
         return self._client.limits
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

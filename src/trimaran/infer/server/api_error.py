@@ -85,6 +85,11 @@ def stopping() -> UserError:
                      fix="send the request to another server, or again when this one is back")  # fmt: skip
 
 
+def starting() -> UserError:
+    return UserError("U009", "the engine is not ready yet", where="the server",
+                     fix="try again when GET /ready answers with 200")  # fmt: skip
+
+
 def engine_gone() -> UserError:
     return UserError("U009", "the engine cannot be started again", where="the server",
                      fix="see its log on the server's terminal")  # fmt: skip

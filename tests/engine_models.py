@@ -43,7 +43,7 @@ CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
     "cohere": CohereConfig(**SMALL),
     "cohere2": Cohere2Config(**SMALL, sliding_window=6, layer_types=hf_models.LAYERS),
     "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
-    "bloom": BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, seq_length=64),
+    "bloom": BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
 }  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def open_network(folder: Path) -> Network:
 def new_engine(network: Network, *, num_pages: int = 64, page_size: int = 4, **settings: Any) -> BatchingEngine:
     cache = CacheSettings(max_bytes=1 << 30, max_tokens=num_pages * page_size, page_size=page_size)
     runner = open_runner(network, CPU, torch.float32, cache)
-    return BatchingEngine(runner, EngineSettings(**{"max_running": 8, "max_step_tokens": 32} | settings))
+    chosen: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32} | settings
+    return BatchingEngine(runner, EngineSettings(**chosen))
 
 
 def random_prompts(count: int, seed: int, *, vocabulary: int = 96, most: int = 20) -> list[tuple[int, ...]]:
@@ -81,9 +82,9 @@ def random_prompts(count: int, seed: int, *, vocabulary: int = 96, most: int = 2
 
 
 def requests_of(prompts: Sequence[tuple[int, ...]], max_tokens: Sequence[int], **fields: Any) -> list[EngineRequest]:
-    fields = {"sampling": GREEDY} | fields
+    chosen: dict[str, Any] = {"sampling": GREEDY} | fields
     return [
-        EngineRequest(id=str(number), prompt=prompt, max_tokens=tokens, **fields)
+        EngineRequest(id=str(number), prompt=prompt, max_tokens=tokens, **chosen)
         for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True))
     ]
 
@@ -114,8 +115,8 @@ def tokens_of(outputs: dict[str, list[TokenOutput]]) -> dict[str, list[int]]:
 class PrefixRunner:
     """A runner whose next token depends on every token before, and which reads them from its pages only.
 
-    What it stores for a token is a number made of the number stored for the token before it. A page that is lost, shared
-    by mistake or written twice changes every token after it. No network is needed.
+    What it stores for a token is a number made of the number stored for the token before it. A page that is lost,
+    shared by mistake or written twice changes every token after it. No network is needed.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, max_length: int = 1 << 20, traits: Any = None) -> None:

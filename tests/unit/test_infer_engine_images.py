@@ -77,8 +77,16 @@ def alone(network: Network, request: EngineRequest) -> list[int]:
                                   pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])  # fmt: skip
 def test_images_and_texts_in_one_batch_get_the_tokens_that_they_get_alone(name: str, tmp_path: Path) -> None:
     network = own_network(name) if name in vlm_models.SPECS else hf_vlm(name, tmp_path)
-    orders: list[list[int | None]] = [[None, 0, None], [None] * 3, [None, 0, None, 1, None], [2, None, None], [None, 0, None]]
-    requests = [request_with_images(network.spec, str(number), order, 6 + number) for number, order in enumerate(orders)]
+    orders: list[list[int | None]] = [
+        [None, 0, None],
+        [None] * 3,
+        [None, 0, None, 1, None],
+        [2, None, None],
+        [None, 0, None],
+    ]
+    requests = [
+        request_with_images(network.spec, str(number), order, 6 + number) for number, order in enumerate(orders)
+    ]
     requests[4] = replace(requests[0], id="4", max_tokens=10)
     expected = {each.id: alone(network, each) for each in requests}
     assert len({token for row in expected.values() for token in row}) > 4

@@ -97,8 +97,8 @@ def sampled_alone(network: Network, prompt: tuple[int, ...], sampling: Sampling,
 
 
 def test_a_seed_gives_the_same_tokens_alone_batched_and_after_a_restart(llama: Network) -> None:
-    rules = [Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed)
-             for seed, (top_k, top_p) in enumerate([(0, 1.0), (9, 1.0), (0, 0.8), (20, 0.9), (0, 1.0), (3, 0.5)])]  # fmt: skip
+    limits = [(0, 1.0), (9, 1.0), (0, 0.8), (20, 0.9), (0, 1.0), (3, 0.5)]
+    rules = [Sampling(temperature=1.0, top_k=k, top_p=p, seed=seed) for seed, (k, p) in enumerate(limits)]
     prompts = random_prompts(len(rules), seed=2)
     expected = {str(number): sampled_alone(llama, prompt, rule, 18)
                 for number, (prompt, rule) in enumerate(zip(prompts, rules, strict=True))}  # fmt: skip
@@ -147,7 +147,8 @@ def test_embeddings_are_the_mean_of_the_last_layers_outputs(llama: Network) -> N
     outputs = answers_of(new_engine(llama, num_pages=20, max_step_tokens=9), requests)
     assert len(tokens_of(outputs)["3"]) == 5
     found: list[Tensor] = []
-    hook = llama.module.norm.register_forward_hook(lambda _, __, out: found.append(out))
+    norm: Any = llama.module.norm
+    hook = norm.register_forward_hook(lambda _, __, out: found.append(out))
     for request in requests[:3]:
         (output,) = outputs[request.id]
         assert output.finish == "stop"
@@ -160,8 +161,9 @@ def test_embeddings_are_the_mean_of_the_last_layers_outputs(llama: Network) -> N
 def test_a_network_that_computes_nan_ends_its_request_with_an_error(tmp_path: Path) -> None:
     network = open_network(save_model("llama", tmp_path))
     engine = new_engine(network)
+    head: Any = network.head
     with torch.no_grad():
-        network.module.lm_head.weight[3] = float("nan")
+        head.weight[3] = float("nan")
     (row,) = answers_of(engine, requests_of([(1, 2, 3)], [5])).values()
     assert [each.finish for each in row] == ["error"]
     assert "NaN" in row[0].error

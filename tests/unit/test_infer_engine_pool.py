@@ -1,6 +1,6 @@
 """The pages of the cache: none is lost, none has two owners by mistake, and old prefixes make room for new ones."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimaran.infer.engine.block_pool import BlockPool, page_digest
@@ -60,6 +60,7 @@ def test_a_digest_depends_on_everything_before() -> None:
     assert page_digest(b"x", (1, 2)) == page_digest(b"x", [1, 2])
 
 
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("tsdf"), st.integers(0, 5)), max_size=60))
 def test_every_page_is_free_or_has_as_many_users_as_took_it(num_pages: int, actions: list[tuple[str, int]]) -> None:
     pool, users = BlockPool(num_pages), list[int]()

@@ -96,7 +96,7 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others() -> None:
     outputs = answers_of(engine, requests, [0, 1])
     assert tokens_of(outputs) == {each.id: expected_tokens(each, each.max_tokens) for each in requests}
     mixed_steps = [batch for batch in runner.batches if 0 < batch.num_decodes < batch.num_sequences]
-    assert [batch.num_tokens for batch in mixed_steps] == [8] * 5
+    assert [batch.num_tokens for batch in mixed_steps] == [8, 8, 8, 8, 8, 6]
 
 
 def test_a_prefix_is_computed_once() -> None:
@@ -218,14 +218,16 @@ def test_other_pixels_are_another_prefix_and_a_shared_one_ends_before_an_image()
     assert engine.stats().prefix_hit_tokens == 4  # a page more would end inside the image
     answers_of(engine, [other])
     assert engine.stats().prefix_hit_tokens == 8
-    assert len(runner.batches[-3].images.patches) == 6
+    images = runner.batches[-3].images
+    assert images is not None
+    assert len(images.patches) == 6
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:
     runner = PrefixRunner(4, 4, traits=RunnerTraits(image_token=IMAGE, embeds=False))
     engine = engine_of(runner, max_running=2, max_step_tokens=10)
     (plain,) = requests_of([(1, 2)], [4])
-    wrong = {
+    wrong: dict[str, list[dict[str, Any]]] = {
         "E002": [{"prompt": ()}, {"max_tokens": -1}, {"logprobs": -1}],
         "E003": [{"prompt": (1,) * 17}],
         "E004": [{"prompt": (1, VOCABULARY)}, {"prompt": (-1,)}],

@@ -10,7 +10,7 @@ from trimaran.nets.paged_cache import AttentionOptions, PagedLayer
 from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention
 
 AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
-"""What each query attends to: a mask, causal segments, cached or paged positions, or None for plain causal attention."""
+"""What each query attends to: a mask, causal segments, cached or paged positions, or None for causal attention."""
 
 
 class Context:

@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         them: a GPU then needs no mask. A stage other than the last returns hidden states instead of logits, and the
         next takes them as `stream`. The balance loss is that of this stage's layers. `rotation` overrides that of this
         rank's tokens; `placed` are the arguments of `place`. With an `extension` of a cache the tokens follow the
-        cached ones, and the logits are those of each row's last token, [B, 1, vocab]; with pages those of `kept` tokens.
+        cached ones, and the logits are those of each row's last token, [B, 1, vocab]; with pages, of `kept` tokens.
         """
         scope: AttentionScope = None
         if extension is not None:

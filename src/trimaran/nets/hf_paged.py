@@ -16,6 +16,7 @@ from trimaran.nets.paged_cache import AttentionOptions, PagedCache, PagedExtensi
 PROBE_TOKENS = 6
 PAGE_SIZE = 4
 TOLERANCE = 1e-3  # of the largest logit: attention that is wrong is wrong by far more
+PAGED_ATTRIBUTE = "trimaran_pages"  # the attribute of a model that was found to attend to pages
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ def paged_difference(network: Network, device: torch.device) -> str:
     cannot do it stays as it was.
     """
     module: Any = network.module
+    if getattr(module, PAGED_ATTRIBUTE, False):
+        return ""
     if reason := _difference_of_parts(module):
         return reason
     before = module.config._attn_implementation
@@ -39,7 +42,9 @@ def paged_difference(network: Network, device: torch.device) -> str:
             reason = _difference_of_logits(network, tokens, torch.stack(whole))
     except Exception as error:  # any error of the model's own code
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    if reason and not takes_scope(module):
+    if not reason:
+        setattr(module, PAGED_ATTRIBUTE, True)
+    elif not takes_scope(module):
         module.set_attn_implementation(before)
     return reason
 

@@ -58,7 +58,7 @@ class Network:
         return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"], counts))[0]
 
     def paged_difference(self, device: torch.device) -> str:
-        """Return why the network, on `device`, cannot attend to pages; empty if it can. Call it before `extend_pages`."""
+        """Return why the network, on `device`, cannot attend to pages; empty if it can. Call it before paging."""
         return ""
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:

@@ -132,9 +132,9 @@ def _attend_decodes(
     query: Tensor, memory: tuple[Tensor, Tensor], extension: PagedExtension, options: AttentionOptions
 ) -> Tensor:
     """Return the output of the sequences with one new token, [1, heads, S, head_dim]."""
-    keys, values = memory
-    index, mask = _decode_index(extension), _decode_mask(extension, options.window, keys.shape[1])
-    sequences, heads = query.shape[2], keys.shape[2]
+    page_size, heads = memory[0].shape[1:3]
+    index, mask = _decode_index(extension), _decode_mask(extension, options.window, page_size)
+    sequences = query.shape[2]
     gathered = (each.index_select(0, index).view(sequences, -1, *each.shape[2:]).transpose(1, 2) for each in memory)
     # The query heads of one key head become queries of it, so that keys are not repeated.
     grouped = query[0].transpose(0, 1).reshape(sequences, heads, -1, query.shape[3])
@@ -211,9 +211,7 @@ def _masked_attention(
     return weights.to(value.dtype) @ value
 
 
-PagedAttention = Callable[
-    [Tensor, Tensor, Tensor, tuple[Tensor, Tensor], PagedExtension, AttentionOptions], Tensor
-]
+PagedAttention = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], PagedExtension, AttentionOptions], Tensor]
 # How pages are attended to on a device that has its own kernel; `attend_gathered_pages` runs on every other one. The
 # new keys and values are in memory already when it is called.
 PAGED_ATTENTION: dict[str, PagedAttention] = {}

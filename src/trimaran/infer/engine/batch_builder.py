@@ -41,7 +41,9 @@ class BatchBuilder:
             start = sequence.num_computed
             tokens += sequence.tokens[start : start + count]
         traits = self._runner.traits
-        adapters = [traits.adapters.index(each.request.adapter) + 1 if each.request.adapter else 0 for each in sequences]
+        adapters = [
+            traits.adapters.index(each.request.adapter) + 1 if each.request.adapter else 0 for each in sequences
+        ]
         return StepBatch(
             tokens=np.array(tokens, dtype=np.int64),
             positions=positions,

@@ -55,15 +55,21 @@ class _Answer:
     def __init__(self, sequence: EngineSequence, chooser: TokenChooser) -> None:
         self.sequence, self.chooser = sequence, chooser
         self.has_prompt_logprobs = False  # complete, and reported
+        self.embedding: Tensor | None = None
+        self.reset_prompt()
+
+    def reset_prompt(self) -> None:
+        """Forget what is known of the prompt. Nothing comes before its first token."""
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top: list[TopTokens] = [()]
-        self.embedding: Tensor | None = None
 
 
 class BatchingEngine:
     """Continuous batching over one runner. It belongs to one thread; `step` is one forward."""
 
-    def __init__(self, runner: Runner, settings: EngineSettings, *, make_constraint: MakeConstraint | None = None) -> None:
+    def __init__(
+        self, runner: Runner, settings: EngineSettings, *, make_constraint: MakeConstraint | None = None
+    ) -> None:
         """`make_constraint` makes the constraint of a request with a grammar; without it such requests are refused."""
         if not runner.traits.reuses_prefixes:
             settings = replace(settings, reuse_prefixes=False)
@@ -247,7 +253,7 @@ def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:
     """Keep the log-probabilities of the prompt's tokens that follow those from `start` on."""
     sequence, request = answer.sequence, answer.sequence.request
     if not start:  # also after it was preempted
-        answer.prompt_logprobs, answer.prompt_top = [None], [()]
+        answer.reset_prompt()
     following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)]
     if following:
         found = logprobs_of(logits[: len(following)], following, [request.logprobs or 0] * len(following))

@@ -21,8 +21,8 @@ def refuse_impossible(
                         fix="send a prompt; an empty text is the end-of-text token")  # fmt: skip
     if len(tokens) > max_length:
         raise UserError("E003", f"the prompt has {len(tokens)} tokens, and there is room for {max_length}",
-                        where="the prompt", fix="shorten it, or serve with a larger cache if the model has more positions"
-                        )  # fmt: skip
+                        where="the prompt",
+                        fix="shorten it, or serve with a larger cache if the model has more positions")  # fmt: skip
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         wrong = min(tokens) if min(tokens) < 0 else max(tokens)
         raise UserError("E004", f"the model has no token {wrong}", where="the prompt",
@@ -35,8 +35,8 @@ def refuse_impossible(
         raise UserError("E007", "this model returns no embeddings", where="the request",
                         fix="use a model whose attention can be paged; the log says why this one's cannot")  # fmt: skip
     if request.grammar is not None and not has_constraints:
-        raise UserError("E008", "answers that follow a schema need a package that is not installed", where="the request",
-                        fix="install it, or leave the schema out")  # fmt: skip
+        raise UserError("E008", "answers that follow a schema need a package that is not installed",
+                        where="the request", fix="install it, or leave the schema out")  # fmt: skip
 
 
 def _refuse_images(request: EngineRequest, traits: RunnerTraits, max_image_tokens: int) -> None:
@@ -47,4 +47,5 @@ def _refuse_images(request: EngineRequest, traits: RunnerTraits, max_image_token
     expected = 0 if traits.image_token is None else request.prompt.count(traits.image_token)
     if expected != sum(sizes):
         raise UserError("E006", f"the prompt has {expected} image tokens, and its images have {sum(sizes)}",
-                        where="the prompt", fix="leave image tokens out of the text: an image brings its own")  # fmt: skip
+                        where="the prompt",
+                        fix="leave image tokens out of the text: an image brings its own")  # fmt: skip

@@ -14,7 +14,7 @@ class EngineSequence:
     none. The keys and values of the first `num_computed` tokens are in `pages`.
     """
 
-    __slots__ = ("digests", "number", "num_computed", "num_prompt", "order", "pages", "request", "tokens", "_salt")
+    __slots__ = ("_salt", "digests", "num_computed", "num_prompt", "number", "order", "pages", "request", "tokens")
 
     def __init__(self, request: EngineRequest, order: int) -> None:
         self.request, self.order, self.number = request, order, -1

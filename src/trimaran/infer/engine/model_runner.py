@@ -63,7 +63,7 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs a network on this process. `dtype` is the one that matmuls compute in."""
 
-    def __init__(  # noqa: PLR0913 - what a runner consists of
+    def __init__(
         self,
         network: Network,
         device: torch.device,

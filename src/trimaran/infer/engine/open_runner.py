@@ -90,4 +90,6 @@ def _one_by_one(
         raise UserError("E009", f"several adapters need attention over pages, and {name} {difference}",
                         where="adapters", fix="serve one adapter alone, merged into its base")  # fmt: skip
     num_tokens = cache.max_tokens if cache.max_tokens is not None else 1 << 20
-    return SequenceRunner(network, device, dtype, num_pages=-(-num_tokens // cache.page_size), page_size=cache.page_size)
+    return SequenceRunner(
+        network, device, dtype, num_pages=-(-num_tokens // cache.page_size), page_size=cache.page_size
+    )

@@ -22,7 +22,8 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.max_running < self.max_step_tokens:
-            raise UserError("E001", f"{self.max_running} sequences do not fit in a step of {self.max_step_tokens} tokens",
+            what = f"{self.max_running} sequences do not fit in a step of {self.max_step_tokens} tokens"
+            raise UserError("E001", what,
                             where="max_running, max_step_tokens",
                             fix="allow at least one sequence, and more tokens than sequences")  # fmt: skip
 

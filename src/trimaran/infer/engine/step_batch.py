@@ -92,7 +92,8 @@ class StepBatch:
         head = [self.num_tokens, self.num_sequences, self.page_tables.shape[1], len(self.finished),
                 self.grid is not None, images is not None, len(grids), *patches.shape]  # fmt: skip
         arrays = [np.array(head), self.tokens, self.positions, self.query_starts, self.context_lengths,
-                  self.page_tables.reshape(-1), self.slots, self.wants, self.adapters, self.sequences, self.finished]  # fmt: skip
+                  self.page_tables.reshape(-1), self.slots, self.wants, self.adapters, self.sequences,
+                  self.finished]  # fmt: skip
         if self.grid is not None:
             arrays.append(self.grid.reshape(-1))
         arrays += [grids.reshape(-1), pixels.view(np.int64)]

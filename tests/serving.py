@@ -25,7 +25,7 @@ from trimaran.nets import initialise, network_of
 
 TOKEN = "a-token-for-tests"
 MODEL = "tiny"
-SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_seq_len=512)
+SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_seq_len=4096)
 START_SECONDS = 300.0  # two processes import torch, on a machine that may be busy
 ANSWER_SECONDS = 120.0
 

@@ -155,7 +155,7 @@ def test_a_schema_that_cannot_be_used_is_refused(server: RunningServer) -> None:
 
 def test_models_are_listed(server: RunningServer) -> None:
     (model,) = server.client.get("/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == (MODEL, 512)
+    assert (model["id"], model["max_model_len"]) == (MODEL, 4096)
     assert server.client.get(f"/v1/models/{MODEL}").json() == model
     assert error_of(server.client.get("/v1/models/other")) == (404, "U002")
 
@@ -169,7 +169,7 @@ def test_models_are_listed(server: RunningServer) -> None:
         (b'{"prompt": []}', 400, "U001"),
         (b'{"prompt": [99999]}', 400, "U001"),
         (b'{"prompt": "a", "model": "tinny"}', 404, "U002"),
-        (json.dumps({"prompt": "x" * 600}).encode(), 400, "U003"),
+        (json.dumps({"prompt": "x" * 5000}).encode(), 400, "U003"),
         (json.dumps({"prompt": "x" * (1 << 20)}).encode(), 413, "U007"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from trimaran.data.tokenizer import Tokenizer
 from trimaran.infer.server.answer_choice import AnswerChoice, ChoiceDelta, TokenRecord
 
-UNDECODABLE = "\ufffd"
+UNDECODABLE, TOKEN_ID = "\ufffd", "token_id:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +143,11 @@ class ChatFormat:
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = token_text(self.tokenizer, token)
-        data = None if UNDECODABLE in text else list(text.encode())
+        data = None if text.startswith(TOKEN_ID) else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of one token; a special token has its name."""
-    return tokenizer.decode_all([token])
+    """Return the text of one token; a special token has its name, and a part of a character its id."""
+    text = tokenizer.decode_all([token])
+    return f"{TOKEN_ID}{token}" if UNDECODABLE in text else text

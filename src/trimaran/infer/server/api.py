@@ -240,6 +240,7 @@ class Api:
         return json_response({"status": state}, status=200 if is_ready else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
+        self._client.measure()
         return Response(self._metrics.text(), media_type=METRICS_TYPE)
 
     async def _unknown_path(self, request: Request, _: Exception) -> Response:

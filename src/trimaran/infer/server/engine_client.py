@@ -79,6 +79,7 @@ class EngineClient:
             if self._is_stopping:
                 return
             LOG.warning("the engine died (exit codes %s); it is started again", codes)
+            self._metrics.set_gauges(used_pages=0)
             self._metrics.restarts.inc()
             self._queue.crash()
             self._drop_load()
@@ -94,6 +95,10 @@ class EngineClient:
         if self._process is not None:
             self._process.send({"stop": True})
             await self._process.end(seconds=self._policy.stop_seconds)
+
+    def measure(self) -> None:
+        """Set the gauges of the queue, which change too often to be set at every change."""
+        self._metrics.set_gauges(waiting_requests=self._queue.num_waiting, running_requests=self._queue.num_running)
 
     def submit(self, requests: Sequence[EngineRequest]) -> Ticket:
         """Add the requests of a call. Raises UserError if the server stops or the queue is full."""
@@ -130,7 +135,6 @@ class EngineClient:
 
     def _dispatch(self) -> None:
         """Send what the engine can take: requests, or the change of weights once nothing runs."""
-        self._metrics.set_gauges(waiting_requests=self._queue.num_waiting, running_requests=self._queue.num_running)
         if not self._is_ready or self._process is None or self.limits is None or self._is_loading:
             return
         free = self.limits.max_sequences - self._queue.num_running
@@ -139,7 +143,6 @@ class EngineClient:
         if self._pending is not None and not self._queue.num_running and not self._queue.has_begun:
             self._is_loading = True
             self._process.send({"load": self._pending[0].as_dict()})
-        self._metrics.set_gauges(waiting_requests=self._queue.num_waiting, running_requests=self._queue.num_running)
 
     async def _hear(self, process: EngineProcess) -> list[int]:
         """Handle messages until the engine is gone. Returns the exit codes. Nothing of it is heard afterwards."""

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +20,7 @@ from tests.serving import (
 )
 from trimaran.app.main import main
 from trimaran.checkpoint.step_dirs import step_path
+from trimaran.run import RunDirectory
 
 
 def fingerprint(server: RunningServer) -> str:
@@ -32,24 +32,21 @@ def test_new_checkpoints_answer_without_a_dropped_request_and_a_stop_lets_reques
     add_checkpoint(run, 1)
     with running_server(run.path, "--follow", log=tmp_path / "log") as server:
         assert fingerprint(server) == f"{MODEL}@step-1"
-        asyncio.run(_change_in_a_stream(server, tmp_path))
+        asyncio.run(_change_in_a_stream(server, run))
         expected = greedy_text(step_path(run.checkpoints, 2), "x", 20, run=run, step=2)
         answer = server.complete("x", max_tokens=20, ignore_eos=True)
         assert (answer["choices"][0]["text"], answer["system_fingerprint"]) == (expected, f"{MODEL}@step-2")
         assert server.metrics()["engine_restarts_total"] == 0
-        # A damaged checkpoint kills the engine, which comes back with the weights before.
-        add_checkpoint(run, 3)
-        damaged = next(step_path(run.checkpoints, 3).glob("*.safetensors"), None) or _largest(run.checkpoints, 3)
-        damaged.write_bytes(b"\0" * damaged.stat().st_size)
-        wait_for(lambda: server.metrics()["engine_restarts_total"] == 1, "the engine fails to load it")
-        wait_for(server.is_ready, "it is started again")
+        _add_damaged_checkpoint(run, 3, tmp_path / "elsewhere")
+        wait_for(lambda: "step 3 is damaged" in (tmp_path / "log").read_text(), "it is noticed", seconds=60)
         assert server.complete("x", max_tokens=20, ignore_eos=True)["choices"][0]["text"] == expected
+        add_checkpoint(run, 4)
+        wait_for(lambda: fingerprint(server) == f"{MODEL}@step-4", "the next one answers", seconds=60)
         _stop_in_a_stream(server)
 
 
-async def _change_in_a_stream(server: RunningServer, tmp_path: Path) -> None:
+async def _change_in_a_stream(server: RunningServer, run: RunDirectory) -> None:
     """Add a checkpoint while an answer is streamed: it is all from the weights before, and nothing fails."""
-    run = new_tiny_run_at(tmp_path / "run")
     async with new_client(server) as client:
         prints: set[str] = set()
         body = {"prompt": "stream", "stream": True, **LONG, "max_tokens": 400}
@@ -62,17 +59,17 @@ async def _change_in_a_stream(server: RunningServer, tmp_path: Path) -> None:
                 prints.add(part["system_fingerprint"])
         assert prints == {f"{MODEL}@step-1"}
         assert {(await each).status_code for each in later} == {200}
-    wait_for(lambda: fingerprint(server) == f"{MODEL}@step-2", "the new weights answer")
+    wait_for(lambda: fingerprint(server) == f"{MODEL}@step-2", "the new weights answer", seconds=60)
 
 
-def new_tiny_run_at(path: Path) -> Any:
-    from trimaran.run import open_run
-
-    return open_run(path)
-
-
-def _largest(folder: Path, step: int) -> Path:
-    return max(step_path(folder, step).iterdir(), key=lambda file: file.stat().st_size)
+def _add_damaged_checkpoint(run: RunDirectory, step: int, elsewhere: Path) -> None:
+    """Add a checkpoint whose weights are not those that were written; it appears at once, as a whole."""
+    other = RunDirectory(elsewhere)
+    shutil.copytree(run.path, elsewhere, ignore=shutil.ignore_patterns("checkpoints"))
+    add_checkpoint(other, step)
+    file = max(step_path(other.checkpoints, step).iterdir(), key=lambda each: each.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+    step_path(other.checkpoints, step).rename(step_path(run.checkpoints, step))
 
 
 def _stop_in_a_stream(server: RunningServer) -> None:

@@ -81,9 +81,11 @@ def new_tiny_run(path: Path) -> RunDirectory:
 
 def add_checkpoint(run: RunDirectory, step: int) -> None:
     """Write the checkpoint of a step, as a rank would. Its weights are random, and differ between steps."""
-    network = network_of(spec_of(run.read_recipe().model))
+    spec = spec_of(run.read_recipe().model)
+    assert spec is not None
+    network = network_of(spec)
     torch.manual_seed(step)
-    initialise(network.module, seed=step, spec=network.spec)
+    initialise(network.module, seed=step, spec=spec)
     perturb(network.module)
     save(run.checkpoints, {f"model/{name}": each.detach() for name, each in network.module.named_parameters()},
          step=step, world_size=1)  # fmt: skip

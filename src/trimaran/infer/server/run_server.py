@@ -15,7 +15,7 @@ import uvicorn
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.open_weights import open_texts
 from trimaran.infer.server.access import LOCAL_NAMES, AccessMiddleware
-from trimaran.infer.server.api import Api, ApiModel
+from trimaran.infer.server.api import OpenAiApi, ApiModel
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.engine_process import EngineProcess, start_engine
 from trimaran.infer.server.follow_run import follow_run, newest_weights
@@ -29,6 +29,8 @@ LOG = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 8192
 CLOSE_SECONDS = 5.0
+# Longer than clients usually keep an idle connection: a request that crosses a close on its way is lost.
+KEEP_ALIVE_SECONDS = 75
 EXIT_ENGINE_GONE = 1
 
 
@@ -53,7 +55,7 @@ class Server:
         # Tokenizers have state: prompts are encoded in a thread, and answers are decoded in the event loop.
         texts, encoding = open_texts(config.weights), open_texts(config.weights)
         model = ApiModel(name=settings.name, adapters=tuple(config.adapters), texts=texts, created=int(time.time()))
-        self.api = Api(model, PromptReader(encoding), self.client, self.metrics)
+        self.api = OpenAiApi(model, PromptReader(encoding), self.client, self.metrics)
         self._http = self._http_server()
         self._stop_now = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
@@ -101,6 +103,7 @@ class Server:
                 server_header=False,
                 limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=int(CLOSE_SECONDS),
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 ws="none",
             )
         )

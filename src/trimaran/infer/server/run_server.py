@@ -15,7 +15,7 @@ import uvicorn
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.open_weights import open_texts
 from trimaran.infer.server.access import LOCAL_NAMES, AccessMiddleware
-from trimaran.infer.server.api import OpenAiApi, ApiModel
+from trimaran.infer.server.api import ApiModel, OpenAiApi
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.engine_process import EngineProcess, start_engine
 from trimaran.infer.server.follow_run import follow_run, newest_weights

@@ -1,7 +1,10 @@
 """`trimaran serve` with what takes long: a run that trains meanwhile, a model that sees, many clients."""
 
+import asyncio
 import base64
 import io
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +16,8 @@ from benchmarks.serve_load import measure
 from PIL import Image
 
 from tests import vlm_models
-from tests.serving import RunningServer, running_server, wait_for
+from tests.e2e.test_serve_faults import LONG, new_client, texts_of
+from tests.serving import RunningServer, greedy_text, running_server, save_tiny_model, wait_for
 from trimaran.checkpoint.export_hf import write_hf_folder
 from trimaran.checkpoint.step_dirs import newest_step
 from trimaran.data import ByteTokenizer
@@ -32,6 +36,27 @@ def test_under_load_with_kills_no_answer_is_wrong_and_nothing_is_left() -> None:
     assert found["ok"], found
     assert found["kills"] == found["restarts"] == 2
     assert found["after"]["rss_mib"] < found["before"]["rss_mib"] + 50
+
+
+@pytest.mark.parametrize("option", ["--tp", "--pp"])
+def test_two_ranks_answer_as_one_process_does_and_survive_the_death_of_one(tmp_path: Path, option: str) -> None:
+    pytest.importorskip("trimaran.infer.ranks")
+    model = save_tiny_model(tmp_path / "model")
+    with running_server(model, option, "2", log=tmp_path / "log") as server:
+        answer = server.complete("def add(", max_tokens=24, ignore_eos=True)
+        assert answer["choices"][0]["text"] == greedy_text(model, "def add(", 24)
+        undisturbed = server.complete("stream", **LONG)["choices"][0]["text"]
+
+        async def work() -> str:
+            async with new_client(server) as client:
+                started = asyncio.Event()
+                stream = asyncio.create_task(texts_of(client, started))
+                await started.wait()
+                os.kill(server.engines()[1].pid, signal.SIGKILL)
+                return await stream
+
+        assert asyncio.run(work()) == undisturbed
+        assert server.metrics()["engine_restarts_total"] == 1
 
 
 def test_a_run_is_followed_while_it_trains(tmp_path: Path) -> None:

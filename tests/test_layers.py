@@ -62,6 +62,7 @@ MAY_START: dict[str, set[str]] = {
     "launch": {"launch", "train", "doctor", "telemetry", "autopilot", "app"},  # app: torchrun, in a script it writes
     "doctor": {"probe"},
     "checkpoint": {"checkpoint"},  # the process that talks to an object store, beside a training loop
+    "infer": {"infer"},  # the processes of an engine, which the server starts again when they die
     "rehearse": {"rehearse"},  # one rank, which may run out of memory
     "app": {"probe", "train", "app"},  # train: what it can do with a model; app: the torchrun command that it prints
 }

@@ -40,6 +40,7 @@ COMMANDS = {
     "checkpoints": "List checkpoints of a run; verify, compare, prune, import.",
     "export": "Convert a checkpoint to a Hugging Face or DCP folder.",
     "generate": "Generate text with a trained model.",
+    "serve": "Serve a trained model with OpenAI's API.",
     "data": "Inspect the data of a recipe; pack text into token shards.",
     "warm": "Keep torch imported in the background: runs start faster.",
     "history": "List what runs measured, by model and cluster.",

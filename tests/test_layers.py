@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"core", "run"},
     "checkpoint": {"core", "hardware", "models", "run", "nets", "parallel"},
     "optim": {"core", "models", "nets", "parallel", "checkpoint"},
-    "infer": {"core", "models", "run", "nets", "parallel", "data"},
+    "infer": {"core", "models", "run", "nets", "parallel", "data", "checkpoint"},
     "train": {"core", "hardware", "models", "cost", "planner", *RUN, *WORKER} - {"train"},
     "loop": {"core", "run", *WORKER},
     "probe": {"core"},
@@ -62,6 +62,7 @@ MAY_START: dict[str, set[str]] = {
     "launch": {"launch", "train", "doctor", "telemetry", "autopilot", "app"},  # app: torchrun, in a script it writes
     "doctor": {"probe"},
     "checkpoint": {"checkpoint"},  # the process that talks to an object store, beside a training loop
+    "infer": {"infer"},  # the processes of an engine, which the server starts again when they die
     "rehearse": {"rehearse"},  # one rank, which may run out of memory
     "app": {"probe", "train", "app"},  # train: what it can do with a model; app: the torchrun command that it prints
 }

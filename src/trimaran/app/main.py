@@ -41,6 +41,7 @@ COMMANDS = {
     "export": "Convert a checkpoint: hf, dcp, gguf, onnx, torch-export.",
     "eval": "Evaluate a trained model: held-out loss, lm-eval's tasks.",
     "generate": "Generate text with a trained model.",
+    "serve": "Serve a trained model with OpenAI's API.",
     "data": "Inspect the data of a recipe; pack text into token shards.",
     "warm": "Keep torch imported in the background: runs start faster.",
     "history": "List what runs measured, by model and cluster.",

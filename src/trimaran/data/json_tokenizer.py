@@ -84,6 +84,10 @@ class JsonTokenizer:
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a `tokenizers` file, with the tokens that a configuration added."""
+        return self._tokenizer.to_str()
+
     def describe(self) -> dict[str, str]:
         digest = hashlib.sha256(self._file).hexdigest()
         return {"kind": "json", "path": str(self._path.resolve()), "sha256": digest, "end_token": self._end_token}

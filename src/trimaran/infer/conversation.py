@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from trimaran.core import UserError
+from trimaran.core import ImageRules, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import Turn
 from trimaran.data.samples.tokenize_chat import ChatTokenizer
+from trimaran.data.tokenizer import Tokenizer
 from trimaran.infer.generate import Generation
 from trimaran.infer.image_prompt import PromptImage, parts_with_images, place_images, read_image
 from trimaran.infer.sampling import TokenSampler
@@ -17,10 +19,26 @@ from trimaran.infer.trained_model import TrainedModel
 MAX_TOKENS = 1 << 30  # nothing is truncated here: a prompt that is too long is refused
 
 
+class PromptRules(Protocol):
+    """What a prompt depends on: a TrainedModel, or the same without a network."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    @property
+    def rules(self) -> ImageRules | None: ...
+
+    @property
+    def template(self) -> str: ...
+
+
 class PromptBuilder:
     """Makes prompts for one model: texts to continue, and conversations to answer; both with images."""
 
-    def __init__(self, trained: TrainedModel) -> None:
+    def __init__(self, trained: PromptRules) -> None:
         self._trained, self._tokenizer = trained, trained.tokenizer
         self.chat = ChatTokenizer(trained.tokenizer, trained.template, trained.rules, MAX_TOKENS)
 

@@ -38,18 +38,22 @@ class UnplacedTokens:
 def read_image(file: Path, rules: ImageRules) -> PromptImage:
     """Return the patches of an image file."""
     try:
-        data = read_regular_bytes(file, follow_links=True)
-        size = upright_size(data)
-        packer = SamplePacker(rules, limit=1 << 30)
-        grids = packer.blank(0, np.array([size])).grids[0]
-        patches = np.empty((int(grids.prod(1).sum()), 3 * rules.patch**2), dtype=np.uint8)
-        fill_patches(data, size, rules, patches)
+        return decode_image(read_regular_bytes(file, follow_links=True), rules)
     except OSError as error:
         raise UserError("A030", f"the image cannot be read: {error.strerror}", where=f"--image {file}",
                         fix="check the name and the permissions of the file") from None  # fmt: skip
     except BadImageError as error:
         raise UserError("A030", f"this is not an image that can be used: {error}", where=f"--image {file}",
                         fix="name a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF file") from None  # fmt: skip
+
+
+def decode_image(data: bytes, rules: ImageRules) -> PromptImage:
+    """Return the patches of an encoded image. Raises BadImageError if it is none."""
+    size = upright_size(data)
+    packer = SamplePacker(rules, limit=1 << 30)
+    grids = packer.blank(0, np.array([size])).grids[0]
+    patches = np.empty((int(grids.prod(1).sum()), 3 * rules.patch**2), dtype=np.uint8)
+    fill_patches(data, size, rules, patches)
     return PromptImage(patches, size)
 
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from trimaran.nets.key_value_cache import CachedLayer
+from trimaran.nets.paged_cache import AttentionOptions, PagedLayer
 from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention
 
-AttentionScope = Tensor | Segments | CachedLayer | None
-"""What each query attends to: a mask, causal segments, cached positions, or None for plain causal attention."""
+AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
+"""What each query attends to: a mask, causal segments, cached or paged positions, or None for causal attention."""
 
 
 class Context:
@@ -46,6 +47,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, *, 
     """Return the attention output of a full sequence, all [B, heads, T, head_dim]."""
     if isinstance(scope, CachedLayer):
         return scope.attend(query, key, value, scale=scale)
+    if isinstance(scope, PagedLayer):
+        return scope.attend(query, key, value, AttentionOptions(scale=scale))
     if isinstance(scope, Segments):
         return segment_attention(query, key, value, scope, causal=True, scale=scale)
     return attention(query, key, value, scope, scale=scale)

@@ -15,6 +15,7 @@ from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.key_value_cache import CacheExtension
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
+from trimaran.nets.paged_cache import PagedExtension
 
 
 class DecoderLayer(nn.Module):
@@ -100,7 +101,7 @@ class Decoder(nn.Module):
         lengths: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         placed: tuple[Tensor, Tensor] | None = None,
-        extension: CacheExtension | None = None,
+        extension: CacheExtension | PagedExtension | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
 
@@ -109,7 +110,7 @@ class Decoder(nn.Module):
         them: a GPU then needs no mask. A stage other than the last returns hidden states instead of logits, and the
         next takes them as `stream`. The balance loss is that of this stage's layers. `rotation` overrides that of this
         rank's tokens; `placed` are the arguments of `place`. With an `extension` of a cache the tokens follow the
-        cached ones, and the logits are those of each row's last token, [B, 1, vocab].
+        cached ones, and the logits are those of each row's last token, [B, 1, vocab]; with pages, of `kept` tokens.
         """
         scope: AttentionScope = None
         if extension is not None:

@@ -29,11 +29,13 @@ from trimaran.nets.hf_attention import (
     uses_eager_attention,
 )
 from trimaran.nets.hf_cache import HfCache, cache_difference
+from trimaran.nets.hf_paged import paged_difference
 from trimaran.nets.hf_probe import probe
 from trimaran.nets.hf_tp_plan import hf_tensor_plan
 from trimaran.nets.hf_weights import full_tensor
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.network import Network
+from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_names import DiskTensor
 
@@ -103,6 +105,16 @@ class HfNetwork(Network):
         if len(tokens) == 1 and "logits_to_keep" in signature(self.module.forward).parameters:
             return self.module(input_ids=tokens, use_cache=False, logits_to_keep=1, **arguments).logits
         return extension.last_of(self.module(input_ids=tokens, use_cache=False, **arguments).logits)
+
+    def paged_difference(self, device: torch.device) -> str:
+        return paged_difference(self, device)
+
+    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
+        arguments = {"position_ids": inputs.get("positions", extension.positions), SCOPE_ARGUMENT: extension}
+        if extension.kept is None or "logits_to_keep" not in signature(self.module.forward).parameters:
+            return extension.last_of(self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits)
+        arguments["logits_to_keep"] = extension.kept
+        return self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]

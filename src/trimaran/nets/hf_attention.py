@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.nets.attention_context import Context
 from trimaran.nets.key_value_cache import CacheExtension
+from trimaran.nets.paged_cache import AttentionOptions, PagedExtension
 from trimaran.nets.varlen_attention import Segments, attention, segment_attention
 
 try:
@@ -97,6 +98,8 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, T, heads, head_dim], as transformers expects of an attention function."""
+    if isinstance(pages := options.get(SCOPE_ARGUMENT), PagedExtension):
+        return _attend_pages(module, query, key, value, pages, options), None
     # The call shows what the config does not.
     if option := unsupported_option(options):
         raise _cp_unsupported(module, f"attends with {option}")
@@ -112,6 +115,34 @@ def _attend(
     else:
         out = context.attend(query, key, value, attention_mask if scope is None else scope, scale=scale)
     return out.transpose(1, 2).contiguous(), None
+
+
+def use_paged_attention(module: Any) -> bool:
+    """Use our attention in a model that may also attend with windows, soft caps and sinks; return whether it does.
+
+    From now on the model attends to pages only.
+    """
+    assert AttentionInterface is not None, "there is no model without transformers"
+    AttentionInterface.register(NAME, _attend)
+    module.set_attn_implementation(NAME)
+    return module.config._attn_implementation == NAME  # else transformers has only warned
+
+
+def _attend_pages(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, pages: PagedExtension, options: Mapping[str, Any]
+) -> Tensor:
+    """Return the attention output [1, N, heads, head_dim] of one row with the new tokens of all sequences."""
+    if is_noncausal(module, options) or options.get("position_bias") is not None:
+        raise _cp_unsupported(module, "does not attend causally, or attends with a position bias")
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    found = AttentionOptions(
+        scale=options.get("scaling"),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    layer = pages.layer(module.layer_idx)  # pyrefly: ignore[bad-argument-type]
+    return layer.attend(query, key, value, found).transpose(1, 2).contiguous()
 
 
 def unsupported_option(options: Mapping[str, Any]) -> str:

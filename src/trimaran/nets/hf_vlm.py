@@ -15,6 +15,7 @@ from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_attention import takes_scope
 from trimaran.nets.hf_vision_adapter import VISION_ADAPTERS, VisionAdapter
 from trimaran.nets.key_value_cache import KeyValueCache
+from trimaran.nets.paged_cache import PagedExtension
 
 try:
     from transformers import vision_utils
@@ -53,6 +54,10 @@ class HfVlmNetwork(HfNetwork):
                 positions = starts + torch.arange(inputs["tokens"].shape[1], device=starts.device)
                 inputs = {**inputs, "positions": positions.expand(3, -1, -1)}
             return HfNetwork.extend(self, cache, inputs, counts)
+
+    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
+        with self.adapter.with_images(inputs) if "patches" in inputs else nullcontext():
+            return HfNetwork.extend_pages(self, extension, inputs)
 
     def _attention_arguments(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = HfNetwork._attention_arguments(self, inputs)

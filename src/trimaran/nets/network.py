@@ -13,6 +13,7 @@ from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
 from trimaran.nets.key_value_cache import KeyValueCache
+from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.tp_plan import tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_names import DiskTensor
@@ -55,6 +56,18 @@ class Network:
         `counts` are how many of each row's tokens count; the others, at its end, are padding.
         """
         return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"], counts))[0]
+
+    def paged_difference(self, device: torch.device) -> str:
+        """Return why the network, on `device`, cannot attend to pages; empty if it can. Call it before paging."""
+        return ""
+
+    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
+        """Return the logits [1, K, vocab] of the tokens that `extension` keeps, and write all of them to their pages.
+
+        `inputs` has the `tokens` [1, N] of all sequences, the patches and grids of those that have new images, in
+        order, and grid `positions` [3, 1, N]. A pipeline stage takes and returns a stream, as in `forward`.
+        """
+        return self.module(*stream, tokens=inputs["tokens"], extension=extension)[0]
 
     @property
     def towers(self) -> Mapping[str, str]:

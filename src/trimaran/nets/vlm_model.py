@@ -13,6 +13,7 @@ from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.image_assignment import ImageAssignment, ImagePatches
 from trimaran.nets.key_value_cache import CacheExtension
+from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.patch_layout import PatchLayout, black_image, layout_patches
 from trimaran.nets.projector import InsertImageTokens, Projector, image_token_index
 from trimaran.nets.vision import VisionTower
@@ -59,7 +60,7 @@ class Vlm(nn.Module):
         documents: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
-        extension: CacheExtension | None = None,
+        extension: CacheExtension | PagedExtension | None = None,
         **images: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, as `Decoder` does.

@@ -11,6 +11,7 @@ from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.network import Network
+from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.tp_plan import vlm_tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_model import Vlm
@@ -56,6 +57,10 @@ class VlmNetwork(Network):
         images = {name: inputs[name] for name in IMAGE_INPUTS if name in inputs}
         extension = cache.extend(inputs["tokens"], counts)
         return self.module(tokens=inputs["tokens"], extension=extension, **images)[0]
+
+    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
+        images = {name: inputs[name] for name in IMAGE_INPUTS if name in inputs}
+        return self.module(*stream, tokens=inputs["tokens"], extension=extension, **images)[0]
 
     @property
     def towers(self) -> Mapping[str, str]:

@@ -2,8 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimaran.app.request.options import find_run, path_argument, program_name
@@ -12,6 +10,7 @@ from trimaran.checkpoint.manifest import STEP_NAME
 from trimaran.checkpoint.step_dirs import newest_step, step_of
 from trimaran.core import UserError
 from trimaran.core.user_folders import expand_user
+from trimaran.infer.weights_location import TrainedWeights
 from trimaran.run import RunDirectory
 from trimaran.run.run_directory import MARKER
 
@@ -28,15 +27,6 @@ STATUS_TEXT = {
     "failed": "it failed",
     "vanished": "its processes are gone",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedWeights:
-    """Where weights are: a folder, or the checkpoint of a step. `run` is the run that trained them, if it is known."""
-
-    path: Path
-    run: RunDirectory | None = None
-    step: int | None = None
 
 
 def find_weights(name: str, step: int | None) -> TrainedWeights:

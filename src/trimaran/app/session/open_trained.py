@@ -1,125 +1,13 @@
 """Loads a trained model to generate with. Imports torch."""
 
-from pathlib import Path
+import os
 
-import torch
-
-from trimaran.app.request.trained_weights import TrainedWeights
-from trimaran.app.session.adapted_weights import adapted_section, has_adapter, load_adapted_weights
-from trimaran.checkpoint.convert import MODEL_PREFIX, read_full_tensor
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.core import ModelSection, Recipe, UserError
-from trimaran.data import TokenShards
-from trimaran.data.tokenizer import Tokenizer, load_tokenizer
-from trimaran.data.tokenizer_folder import has_tokenizer
-from trimaran.infer.generate import TOKENIZER, load_trained, open_saved_tokenizer, unfilled_network
-from trimaran.infer.trained_model import (
-    TrainedModel,
-    compute_in_bf16,
-    end_ids_of,
-    image_rules_of,
-    section_of_folder,
-    stored_dtype,
-)
-from trimaran.models import model_folder
-from trimaran.models.recipe_images import recipe_image_rules
-from trimaran.nets import Network
-from trimaran.parallel.precision import DTYPES
+from trimaran.data.prepare_text import cache_folder
+from trimaran.infer.open_weights import open_trained as open_with_cache
+from trimaran.infer.trained_model import TrainedModel
+from trimaran.infer.weights_location import TrainedWeights
 
 
 def open_trained(weights: TrainedWeights, dtype: str) -> TrainedModel:
-    """Return the model of these weights on this machine's first device.
-
-    `dtype` auto computes as the run did, or as the folder's config says, on a GPU; and in fp32 on a CPU.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = weights.run.read_recipe() if weights.run else None
-    section = _section(weights, recipe)
-    if has_adapter(weights, recipe):
-        network = load_adapted_weights(weights, recipe, section, device)
-    else:
-        network = _load(weights, section, device)
-    network.module.eval().requires_grad_(False)
-    if dtype == "auto":
-        dtype = _usual_dtype(weights, section) if device.type == "cuda" else "fp32"
-    if dtype == "bf16":
-        compute_in_bf16(network.module)
-    tokenizer = _tokenizer(weights, recipe)
-    rules = image_rules_of(section) if recipe is None else recipe_image_rules(recipe.model_copy(
-        update={"model": section}))  # fmt: skip
-    return TrainedModel(
-        network=network,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=DTYPES[dtype],
-        stop_ids=frozenset([tokenizer.end_id, *end_ids_of(_config_folder(weights, section))]),
-        rules=rules,
-        template=_template(recipe, tokenizer),
-    )
-
-
-def _section(weights: TrainedWeights, recipe: Recipe | None) -> ModelSection:
-    """Return the model section of the weights. A saved folder describes itself: its origin may be gone."""
-    if has_adapter(weights, recipe):
-        return adapted_section(weights, recipe)
-    if recipe is None:
-        return section_of_folder(weights.path)
-    if weights.step is not None:
-        return recipe.model
-    return ModelSection(
-        family=recipe.model.family, path=str(weights.path), trust_remote_code=recipe.model.trust_remote_code
-    )
-
-
-def _load(weights: TrainedWeights, section: ModelSection, device: torch.device) -> Network:
-    if weights.step is None:
-        return load_trained(section, weights.path, device)
-    source = DiskSource(weights.path)
-    network = unfilled_network(section, device)
-    with torch.no_grad():
-        for name, parameter in network.module.named_parameters():
-            if MODEL_PREFIX + name not in source.index:
-                raise UserError("K025", f"the checkpoint does not have the weight {name}", where=str(weights.path),
-                                fix="generate with the recipe of the run that wrote it")  # fmt: skip
-            parameter.copy_(read_full_tensor(source, MODEL_PREFIX + name))
-        for name, buffer in network.module.named_buffers():
-            if MODEL_PREFIX + name in source.index:
-                buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
-    return network
-
-
-def _template(recipe: Recipe | None, tokenizer: Tokenizer) -> str:
-    """Return the name of the chat template: the recipe's, or for a folder the model's own if it has one."""
-    if recipe is not None:
-        return recipe.data.samples.template
-    content = getattr(tokenizer, "content", None)
-    return "model" if content is not None and content.templates else "auto"
-
-
-def _usual_dtype(weights: TrainedWeights, section: ModelSection) -> str:
-    """Return the dtype in which a run computed, or in which a folder's weights are stored."""
-    if weights.run is None:
-        return stored_dtype(_config_folder(weights, section) or weights.path)
-    return "fp32" if weights.run.read_plan().precision == "fp32" else "bf16"
-
-
-def _config_folder(weights: TrainedWeights, section: ModelSection) -> Path | None:
-    """Return the folder whose configs say how a text ends; None if the model has none, because it was never saved."""
-    if weights.step is None and (weights.path / "config.json").is_file():
-        return weights.path
-    return model_folder(section.path) if section.path else None
-
-
-def _tokenizer(weights: TrainedWeights, recipe: Recipe | None) -> Tokenizer:
-    """Return the tokenizer beside the weights, or that of the run's data."""
-    folder = weights.run.model if weights.run else weights.path
-    if (folder / TOKENIZER).is_file():
-        return open_saved_tokenizer(folder)
-    if recipe is None:
-        if has_tokenizer(folder):
-            return load_tokenizer(str(folder))
-        raise UserError("T011", "the folder holds no tokenizer", where=str(folder),
-                        fix="copy the model's tokenizer files into it")  # fmt: skip
-    if recipe.data.source == "shards" and recipe.data.path:
-        return TokenShards.open(Path(recipe.data.path)).tokenizer
-    return load_tokenizer(recipe.data.tokenizer)
+    """Return the model of these weights on this machine's first device. Digests of bases are in the user's cache."""
+    return open_with_cache(weights, dtype, cache=cache_folder(os.environ))

@@ -1,16 +1,15 @@
 """Loads a base with a trained adapter: that of a run, of one of its checkpoints, or of a PEFT folder."""
 
-import os
+from pathlib import Path
 
 import torch
 
-from trimaran.app.request.trained_weights import TrainedWeights
 from trimaran.checkpoint.convert import MODEL_PREFIX, read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.core import AdapterSection, ModelSection, Recipe, UserError
-from trimaran.data.prepare_text import cache_folder
 from trimaran.infer.adapted_network import base_of_peft, fill_from_peft, load_adapted, refuse_other_base, saved_base
 from trimaran.infer.trained_model import section_of_folder
+from trimaran.infer.weights_location import TrainedWeights
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import adapter_parameters
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG
@@ -27,10 +26,13 @@ def adapted_section(weights: TrainedWeights, recipe: Recipe | None) -> ModelSect
 
 
 def load_adapted_weights(
-    weights: TrainedWeights, recipe: Recipe | None, section: ModelSection, device: torch.device
+    weights: TrainedWeights, recipe: Recipe | None, section: ModelSection, device: torch.device, *, cache: Path | None
 ) -> Network:
-    """Return the network with the adapter merged. Raises UserError if it was trained on another base."""
-    seed, cache = recipe.train.seed if recipe else 0, cache_folder(os.environ)
+    """Return the network with the adapter merged. Raises UserError if it was trained on another base.
+
+    Digests of bases are kept in `cache`.
+    """
+    seed = recipe.train.seed if recipe else 0
     if weights.step is None:
         refuse_other_base(section, saved_base(weights.path), seed=seed, cache=cache)
         return load_adapted(section, device, fill_from_peft(weights.path), seed=seed, adapter=weights.path)

@@ -1,0 +1,132 @@
+"""The command and the configuration with which vLLM serves a folder, checked before anything is started."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trimaran.core import UserError
+from trimaran.models import read_json
+
+# Options of `vllm serve` that are used here, by the type of their value, as its documentation lists them (vLLM 0.14).
+OPTIONS: dict[str, type] = {
+    "host": str,
+    "port": int,
+    "served-model-name": str,
+    "tensor-parallel-size": int,
+    "pipeline-parallel-size": int,
+    "dtype": str,
+    "max-model-len": int,
+    "max-num-seqs": int,
+    "max-num-batched-tokens": int,
+    "quantization": str,
+    "enable-lora": bool,
+    "lora-modules": list,
+    "max-loras": int,
+    "max-lora-rank": int,
+}
+DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16"}
+QUANTISATIONS = {"fp8": "fp8"}
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank takes
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+API_KEY = "VLLM_API_KEY"  # on the command line every user of the machine could read the token
+MAX_CONFIG_BYTES = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRequest:
+    """What to serve with vLLM, and how."""
+
+    folder: Path
+    name: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dtype: str = "auto"
+    quantise: str | None = None
+    max_running: int | None = None
+    max_step_tokens: int | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+
+def vllm_options(request: VllmRequest) -> dict[str, Any]:
+    """Return the options of `vllm serve`, as its configuration file has them. Raises UserError if vLLM cannot do it."""
+    if request.quantise is not None and request.quantise not in QUANTISATIONS:
+        raise UserError("U013", f"vLLM does not quantise a folder to {request.quantise} when it loads it",
+                        where="--quantise", fix="use --quantise fp8, or export a folder with such weights"
+                        )  # fmt: skip
+    options: dict[str, Any] = {
+        "host": request.host,
+        "port": request.port,
+        "served-model-name": request.name,
+        "tensor-parallel-size": request.tp,
+        "pipeline-parallel-size": request.pp,
+        "dtype": DTYPES[request.dtype],
+    }
+    if request.quantise is not None:
+        options["quantization"] = QUANTISATIONS[request.quantise]
+    if request.max_running is not None:
+        options["max-num-seqs"] = request.max_running
+    if request.max_step_tokens is not None:
+        options["max-num-batched-tokens"] = request.max_step_tokens
+    if request.adapters:
+        options |= _adapter_options(request.adapters)
+    check_options(options)
+    return options
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless vLLM documents every option, with a value of that type."""
+    for name, value in options.items():
+        assert name in OPTIONS, f"vllm serve has no --{name}"
+        assert type(value) is OPTIONS[name], f"--{name} takes {OPTIONS[name].__name__}, not {value!r}"
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError if vLLM could not load the folder."""
+    config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    if not config.get("architectures"):
+        raise UserError("U013", "config.json names no architecture, and vLLM chooses the model by it",
+                        where=str(folder / "config.json"), fix="export the run again, or use --engine own")  # fmt: skip
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError("U013", "the model has no tokenizer that vLLM reads: a byte-level one has no file",
+                        where=str(folder), fix="use --engine own, or train with a tokenizer of the `tokenizers` library"
+                        )  # fmt: skip
+
+
+def vllm_command(folder: Path, config: Path) -> list[str]:
+    return ["vllm", "serve", str(folder), "--config", str(config)]
+
+
+def config_text(options: Mapping[str, Any]) -> str:
+    """Return the options as the YAML file that `--config` reads."""
+    return yaml.safe_dump(dict(options), sort_keys=False)
+
+
+def shown_command(command: list[str]) -> str:
+    """Return the command as a person types it; the token is in the environment."""
+    return f"{API_KEY}=TOKEN {shlex.join(command)}"
+
+
+def _adapter_options(adapters: Mapping[str, Path]) -> dict[str, Any]:
+    ranks = [_rank(name, folder) for name, folder in adapters.items()]
+    rank = next((each for each in LORA_RANKS if each >= max(ranks)), None)
+    if rank is None:
+        raise UserError("U013", f"an adapter has rank {max(ranks)}, and vLLM takes at most {LORA_RANKS[-1]}",
+                        where="--adapter", fix="use --engine own, or merge it: trimaran export RUN --merge"
+                        )  # fmt: skip
+    modules = [json.dumps({"name": name, "path": str(folder)}) for name, folder in adapters.items()]
+    return {"enable-lora": True, "lora-modules": modules, "max-loras": len(adapters), "max-lora-rank": rank}
+
+
+def _rank(name: str, folder: Path) -> int:
+    config = read_json(folder / "adapter_config.json", limit_bytes=MAX_CONFIG_BYTES)
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
+        raise UserError("U013", f"the adapter {name} is not a plain LoRA adapter", where=f"--adapter {name}={folder}",
+                        fix="merge it into its base: trimaran export RUN --merge")  # fmt: skip
+    return int(config.get("r", 8))

@@ -1,0 +1,105 @@
+"""Errors of the API: a UserError becomes a status and a body in OpenAI's form, with our code, what, where and fix."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from trimaran.core import UserError
+
+# Every other code is a wrong request.
+STATUS_OF_CODE = {
+    "U002": 404,
+    "U005": 401,
+    "U006": 403,
+    "U007": 413,
+    "U008": 429,
+    "U009": 503,
+    "U010": 500,
+    "U016": 404,
+    "U017": 405,
+    "U018": 408,
+    "M022": 500,
+}
+TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+RETRY_STATUSES = (429, 503)
+JSON_TYPE = "application/json"
+
+
+def status_of(error: UserError) -> int:
+    return STATUS_OF_CODE.get(error.code, 400)
+
+
+def error_body(error: UserError) -> dict[str, Any]:
+    """Return the body of an error, in OpenAI's form with our fields beside it."""
+    kind = TYPE_OF_STATUS.get(status_of(error), "invalid_request_error")
+    message = f"{error.what}. {error.fix[:1].upper()}{error.fix[1:]}."
+    openai_fields = {"message": message, "type": kind, "param": error.where, "code": error.code}
+    return {"error": openai_fields | {"what": error.what, "where": error.where, "fix": error.fix}}
+
+
+def error_headers(error: UserError, retry_seconds: int = 1) -> dict[str, str]:
+    """Return the headers of an error: when to try again, and how to authenticate."""
+    status = status_of(error)
+    if status in RETRY_STATUSES:
+        return {"retry-after": str(retry_seconds)}
+    return {"www-authenticate": "Bearer"} if status == 401 else {}
+
+
+def error_response(error: UserError, retry_seconds: int = 1) -> Response:
+    return json_response(error_body(error), status=status_of(error), headers=error_headers(error, retry_seconds))
+
+
+def json_response(body: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON body. What is not a number in JSON (NaN, Inf) is null."""
+    return Response(dump_json(body), status_code=status, media_type=JSON_TYPE, headers=headers)
+
+
+def dump_json(body: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(body), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with None in place of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not -float("inf") < value < float("inf") else value
+
+
+def stopping() -> UserError:
+    return UserError("U009", "the server is stopping and takes no new request", where="the server",
+                     fix="send the request to another server, or again when this one is back")  # fmt: skip
+
+
+def starting() -> UserError:
+    return UserError("U009", "the engine is not ready yet", where="the server",
+                     fix="try again when GET /ready answers with 200")  # fmt: skip
+
+
+def engine_gone() -> UserError:
+    return UserError("U009", "the engine cannot be started again", where="the server",
+                     fix="see its log on the server's terminal")  # fmt: skip
+
+
+def crashed_twice() -> UserError:
+    return UserError("U010", "the engine died twice while this request was running", where="the request",
+                     fix="send it again; if that fails too, report it with the server's log")  # fmt: skip
+
+
+def weights_changed() -> UserError:
+    return UserError("U010", "the engine died, and the weights that this answer began with are gone",
+                     where="the request", fix="send it again: newer weights answer")  # fmt: skip

@@ -1,0 +1,203 @@
+"""The bodies of requests: which fields there are, their types and their limits. One place checks them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimaran.core import UserError, did_you_mean
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 2048
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_SEED = 2**63 - 1
+MAX_TOP_LOGPROBS = 20
+
+Id = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class CallFields(BaseModel):
+    """Fields of every request, and those that have no effect here but that clients send."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str | None = None
+    user: str | None = None
+    store: bool | None = None
+    metadata: Mapping[str, Any] | None = None
+    service_tier: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides the text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """The schema that an answer has to follow."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, populate_by_name=True)
+
+    name: str = "answer"
+    definition: Mapping[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer: any text, any JSON object, or JSON that follows a schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class NeutralFields(CallFields):
+    """Fields of OpenAI's API that are accepted only with the value that changes nothing."""
+
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class GenerationFields(NeutralFields):
+    """How an answer is generated."""
+
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    ignore_eos: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionCall(GenerationFields):
+    """A text to continue, or several, as text or as token ids."""
+
+    prompt: (
+        str
+        | list[Id]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[list[Id]], Field(max_length=MAX_PROMPTS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts of this request."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # pyrefly: ignore[bad-return]
+        return list(self.prompt)  # pyrefly: ignore[bad-return]
+
+
+class ImageUrl(BaseModel):
+    """An image in a message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    url: str
+
+
+class ContentPart(BaseModel):
+    """A part of a message: text or an image."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    name: str | None = None
+    refusal: None = None
+
+
+class ChatCall(GenerationFields):
+    """A conversation to answer."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class EmbeddingCall(CallFields):
+    """Texts whose embeddings are wanted."""
+
+    input: (
+        str
+        | list[Id]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[list[Id]], Field(max_length=MAX_PROMPTS)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """All texts of this request."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if not self.input or isinstance(self.input[0], int):
+            return [self.input]  # pyrefly: ignore[bad-return]
+        return list(self.input)  # pyrefly: ignore[bad-return]
+
+
+Call = TypeVar("Call", bound=CallFields)
+
+
+def parse_call(kind: type[Call], body: bytes) -> Call:
+    """Return the fields of a request. Raises UserError U001 with the field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _wrong_field(kind, error) from None
+
+
+def _wrong_field(kind: type[BaseModel], error: ValidationError) -> UserError:
+    """Return the error for the first mistake of a body. Members of a union each report one; the first is shown."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first = found[0]
+    where = ".".join(str(each) for each in first["loc"]) or "the body"
+    if first["type"] == "json_invalid":
+        return UserError("U001", f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}",
+                         where="the body", fix="send one JSON object in UTF-8")  # fmt: skip
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        near = did_you_mean(name, kind.model_fields) if len(first["loc"]) == 1 else ""
+        return UserError("U001", f"there is no field {name!r} here{near}", where=where,
+                         fix="leave it out, or correct its name; see docs/guides/serve.md for the fields")  # fmt: skip
+    if len(first["loc"]) > 0 and first["loc"][0] in NeutralFields.model_fields.keys() - CallFields.model_fields.keys():
+        return UserError("U001", f"{first['loc'][0]} is not supported by this server", where=where,
+                         fix="leave it out")  # fmt: skip
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return UserError("U001", f"{where} is wrong: {message}", where=where,
+                     fix="send a value of the right type and within its limits")  # fmt: skip

@@ -1,0 +1,36 @@
+"""Follows a training run: loads each new complete checkpoint into the engine."""
+
+import asyncio
+import logging
+
+from trimaran.checkpoint.step_dirs import looks_complete, newest_step, step_path
+from trimaran.infer.server.engine_client import EngineClient
+from trimaran.infer.weights_location import TrainedWeights
+from trimaran.run import RunDirectory
+
+LOG = logging.getLogger(__name__)
+
+
+def newest_weights(run: RunDirectory) -> TrainedWeights | None:
+    """Return the newest complete checkpoint of a run; None if it has none."""
+    step = newest_step(run.checkpoints)
+    if step is None or not looks_complete(path := step_path(run.checkpoints, step)):
+        return None
+    return TrainedWeights(path=path, run=run, step=step)
+
+
+async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, seconds: float = 1.0) -> None:
+    """Load every checkpoint newer than step `after`, until this task is cancelled. One that fails is not tried again.
+
+    If several came while one was loaded, only the newest of them is loaded.
+    """
+    while True:
+        await asyncio.sleep(seconds)
+        found = await asyncio.to_thread(newest_weights, run)
+        if found is None or found.step is None or found.step <= after:
+            continue
+        after = found.step
+        if await client.load(found):
+            LOG.info("the weights of step %d answer from now on", after)
+        else:
+            LOG.warning("the weights of step %d could not be loaded", after)

@@ -1,0 +1,151 @@
+"""Several adapters over one base at once: each token of a batch uses that of its own sequence."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.core import UserError
+from trimaran.nets.adapters.lora_linear import ADAPTER_PARAMETERS, LoraLinear
+from trimaran.nets.network import Network
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterUpdate:
+    """The update of one linear layer: `scaling * up @ down`. `factor` [out] rescales the sum with the base (DoRA)."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+    factor: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenGroup:
+    """The tokens of a row that use the adapter with this number; `rows` None if all of them do."""
+
+    adapter: int
+    rows: Tensor | None
+
+
+class AdapterBank:
+    """Adapters of a network that stay unmerged, numbered from 1. A hook adds their updates to each linear layer.
+
+    `use` says which tokens of the next forward use which. The layers keep their class and their names.
+    """
+
+    def __init__(self, network: Network, head: nn.Module | None) -> None:
+        self._network, self._head = network, head
+        self.names: list[str] = []
+        self._updates: dict[nn.Module, dict[int, AdapterUpdate]] = {}
+        self._groups: Sequence[TokenGroup] = ()
+        self._head_groups: Sequence[TokenGroup] = ()
+
+    def take(self, name: str) -> None:
+        """Move the adapter that is attached to the network, and filled, into the bank under this name.
+
+        The network has no adapter afterwards. Raises if the adapter also trains modules in full, or image towers: these
+        exist once for all sequences.
+        """
+        layers = {path: each for path, each in self._network.module.named_modules() if isinstance(each, LoraLinear)}
+        self._refuse_shared_parts(name, layers)
+        if name in self.names:
+            number = self.names.index(name) + 1
+            for updates in self._updates.values():
+                updates.pop(number, None)
+        else:
+            self.names.append(name)
+            number = len(self.names)
+        for layer in layers.values():
+            if layer not in self._updates:
+                self._updates[layer] = {}
+                layer.register_forward_hook(partial(self._add_updates, self._updates[layer]))
+            self._updates[layer][number] = _taken(layer)
+
+    def use(self, adapters: np.ndarray, query_lengths: np.ndarray, kept: np.ndarray, device: torch.device) -> None:
+        """Use `adapters` [S] for sequences with that many tokens, one after another, in the next forward.
+
+        `kept` are the tokens whose logits are computed; 0 is no adapter.
+        """
+        if not adapters.any():
+            self._groups = self._head_groups = ()
+            return
+        of_tokens = np.repeat(adapters, query_lengths)
+        self._groups = _groups(of_tokens, device)
+        self._head_groups = _groups(of_tokens[kept], device)
+
+    def _refuse_shared_parts(self, name: str, layers: Mapping[str, LoraLinear]) -> None:
+        adapted = {id(each) for layer in layers.values() for each in layer.parameters()}
+        named = self._network.module.named_parameters()
+        full = [path for path, each in named if each.requires_grad and id(each) not in adapted]
+        language = [*self._network.towers.values()][-1]
+        outside = [path for path in layers if not path.startswith(language) and layers[path] is not self._head]
+        if full or outside:
+            _remove_adapter(layers)
+            what = f"trains {full[0]} in full" if full else f"changes {outside[0]}, which all sequences share"
+            raise UserError("E009", f"the adapter {name!r} {what}", where="adapters",
+                            fix="serve it alone, merged into its base, or train it on linear layers of the language "
+                            "model only")  # fmt: skip
+
+    def _add_updates(
+        self, updates: Mapping[int, AdapterUpdate], layer: nn.Module, args: tuple[Any, ...], out: Tensor
+    ) -> Tensor | None:
+        """Return a layer's output with the updates of its tokens; None, for no change, if no token has one."""
+        groups = [each for each in (self._head_groups if layer is self._head else self._groups)
+                  if each.adapter in updates]  # fmt: skip
+        if not groups:
+            return None
+        x, flat = args[0].flatten(0, -2), out.flatten(0, -2)
+        bias = getattr(layer, "bias", None)
+        for group in groups:
+            update = updates[group.adapter]
+            if group.rows is None:
+                flat = _updated(x, flat, update, bias)
+            else:
+                flat[group.rows] = _updated(x[group.rows], flat[group.rows], update, bias)
+        return flat.view_as(out)
+
+
+def _updated(x: Tensor, base: Tensor, update: AdapterUpdate, bias: Tensor | None) -> Tensor:
+    """Return the output of a linear layer with an update, given its input and its own output. See `LoraLinear`."""
+    low = F.linear(x, update.down.to(x.dtype)) * update.scaling
+    added = F.linear(low, update.up.to(low.dtype)).to(base.dtype)
+    if update.factor is None:
+        return base + added
+    factor = update.factor.to(base.dtype)
+    if bias is None:
+        return factor * (base + added)
+    bias = bias.to(base.dtype)
+    return factor * (base - bias + added) + bias
+
+
+def _groups(of_tokens: np.ndarray, device: torch.device) -> list[TokenGroup]:
+    numbers = np.unique(of_tokens)
+    if len(numbers) == 1:
+        return [TokenGroup(int(numbers[0]), None)] if numbers[0] else []
+    return [
+        TokenGroup(int(number), torch.from_numpy(np.flatnonzero(of_tokens == number)).to(device))
+        for number in numbers
+        if number
+    ]
+
+
+@torch.no_grad()
+def _taken(layer: LoraLinear) -> AdapterUpdate:
+    """Return the update of a layer, which becomes a plain linear layer again."""
+    factor = None if layer.lora_magnitude is None else (layer.lora_magnitude / layer.weight_norms()).detach()
+    found = AdapterUpdate(layer.lora_A.detach(), layer.lora_B.detach(), layer.scaling, factor)
+    _remove_adapter({"": layer})
+    return found
+
+
+def _remove_adapter(layers: Mapping[str, LoraLinear]) -> None:
+    for layer in layers.values():
+        for name in ADAPTER_PARAMETERS:
+            delattr(layer, name)
+        layer.__class__ = nn.Linear  # pyrefly: ignore[bad-argument-type]

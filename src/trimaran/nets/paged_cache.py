@@ -1,0 +1,217 @@
+"""Keys and values of many sequences in pages of one memory, and attention over them.
+
+A forward has one row of new tokens: those of all sequences, side by side. Each token attends to the pages of its own
+sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trimaran.nets.varlen_attention import attention
+
+
+class PagedCache:
+    """The keys and values of every layer, in pages of `page_size` tokens: [pages, page_size, heads, head_dim].
+
+    A layer's memory is allocated when it is first written, in the dtype and with the heads that it then has, so that
+    the cache of a pipeline stage or of a slice of the heads needs no other settings. There is one page more than
+    `num_pages`, which no sequence has: `unused_page`. Tokens that only pad a batch to a fixed size are written there.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def unused_page(self) -> int:
+        return self.num_pages
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page in all layers that were written so far."""
+        return sum(each[0].numel() * each.element_size() for pair in self._layers.values() for each in pair)
+
+    def memory(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the memory of a layer's keys and values, which are like these [1, heads, N, head_dim]."""
+        if layer not in self._layers:
+            # Zeros: attention multiplies what a mask excludes by zero, and uninitialised memory may hold NaN.
+            shape = (self.num_pages + 1, self.page_size)
+            keys, values = (each.new_zeros(*shape, each.shape[1], each.shape[3]) for each in (key, value))
+            self._layers[layer] = keys, values
+        return self._layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What the attention of some architectures adds: a window of the last keys, a soft cap of scores, sinks [heads]."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PagedExtension:
+    """The positions that one forward appends to the pages of S sequences; all its N tokens are one row.
+
+    Tensors i64 on the device: `positions` [1, N]; `slots` [N], where the new keys go; `page_tables` [S, pages];
+    `context_lengths` [S], with the new tokens; `query_starts` [S + 1]; `kept` [K], the tokens whose output is wanted,
+    None for all. On the host: the new tokens `query_lengths` and all tokens `key_lengths` of each sequence, and
+    `num_decodes`, how many sequences have one new token; they are the first ones.
+    """
+
+    cache: PagedCache
+    positions: Tensor
+    slots: Tensor
+    page_tables: Tensor
+    context_lengths: Tensor
+    query_starts: Tensor
+    kept: Tensor | None
+    query_lengths: Sequence[int]
+    key_lengths: Sequence[int]
+    num_decodes: int
+    shared: dict[object, Tensor] = field(default_factory=dict)  # what all layers use, computed by the first of them
+
+    def layer(self, number: int) -> "PagedLayer":
+        """Return what the queries of a layer attend to."""
+        return PagedLayer(self, number)
+
+    def last_of(self, x: Tensor) -> Tensor:
+        """Return the wanted positions of `x` [1, N, ...], as [1, K, ...]."""
+        return x if self.kept is None else x.index_select(1, self.kept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLayer:
+    """An attention scope: the pages of each token's own sequence, up to the token itself."""
+
+    extension: PagedExtension
+    number: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Store the new keys and values, and return the attention output, all [1, heads, N, head_dim]."""
+        keys, values = self.extension.cache.memory(self.number, key, value)
+        for memory, new in ((keys, key), (values, value)):
+            memory.view(-1, *memory.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
+        attend_pages = PAGED_ATTENTION.get(query.device.type, attend_gathered_pages)
+        return attend_pages(query, key, value, (keys, values), self.extension, options)
+
+
+def attend_gathered_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: tuple[Tensor, Tensor],
+    extension: PagedExtension,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return the attention output [1, heads, N, head_dim], with torch's operators on any device.
+
+    Sequences with one new token are one batch over a copy of their pages, padded to the longest; each other sequence is
+    a call of its own, without a copy if all its keys are new.
+    """
+    decodes, parts = extension.num_decodes, []
+    if decodes:
+        parts.append(_attend_decodes(query[:, :, :decodes], memory, extension, options))
+    start = decodes
+    for number in range(decodes, len(extension.query_lengths)):
+        stop = start + extension.query_lengths[number]
+        new = [each[:, :, start:stop] for each in (query, key, value)]
+        if extension.key_lengths[number] != stop - start:
+            new[1:] = _keys_of_one(number, memory, extension)
+        parts.append(_attend_causally(new[0], new[1], new[2], options))
+        start = stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _attend_decodes(
+    query: Tensor, memory: tuple[Tensor, Tensor], extension: PagedExtension, options: AttentionOptions
+) -> Tensor:
+    """Return the output of the sequences with one new token, [1, heads, S, head_dim]."""
+    page_size, heads = memory[0].shape[1:3]
+    index, mask = _decode_index(extension), _decode_mask(extension, options.window, page_size)
+    sequences = query.shape[2]
+    gathered = (each.index_select(0, index).view(sequences, -1, *each.shape[2:]).transpose(1, 2) for each in memory)
+    # The query heads of one key head become queries of it, so that keys are not repeated.
+    grouped = query[0].transpose(0, 1).reshape(sequences, heads, -1, query.shape[3])
+    sinks = None if options.sinks is None else options.sinks.view(heads, -1)
+    key, value = gathered
+    out = _masked_attention(grouped, key, value, mask, options, sinks)
+    return out.reshape(sequences, query.shape[1], -1).transpose(0, 1)[None]
+
+
+def _decode_index(extension: PagedExtension) -> Tensor:
+    """Return the pages of all decodes, one sequence after another, each with as many pages as the longest one."""
+    if "decode_index" not in extension.shared:
+        longest = max(extension.key_lengths[: extension.num_decodes])
+        num_pages = -(-longest // extension.cache.page_size)
+        tables = extension.page_tables[: extension.num_decodes, :num_pages]
+        extension.shared["decode_index"] = tables.reshape(-1)
+    return extension.shared["decode_index"]
+
+
+def _decode_mask(extension: PagedExtension, window: int | None, page_size: int) -> Tensor | None:
+    """Return which of the gathered keys each decode attends to, [S, 1, 1, keys]."""
+    if ("decode_mask", window) not in extension.shared:
+        decodes = extension.num_decodes
+        count = len(_decode_index(extension)) // decodes * page_size
+        lengths = extension.context_lengths[:decodes, None]
+        keys = torch.arange(count, device=lengths.device)
+        mask = keys < lengths
+        if window is not None:
+            mask &= keys >= lengths - window
+        extension.shared["decode_mask", window] = mask[:, None, None]
+    return extension.shared["decode_mask", window]
+
+
+def _keys_of_one(number: int, memory: tuple[Tensor, Tensor], extension: PagedExtension) -> list[Tensor]:
+    """Return all keys and values of one sequence, [1, heads, length, head_dim]."""
+    length = extension.key_lengths[number]
+    pages = extension.page_tables[number, : -(-length // extension.cache.page_size)]
+    return [each.index_select(0, pages).flatten(0, 1)[:length].transpose(0, 1)[None] for each in memory]
+
+
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Return the output of the last positions of one sequence, [1, heads, T, head_dim], given all its keys."""
+    new, length = query.shape[2], key.shape[2]
+    has_window = options.window is not None and options.window < length
+    if new == length and not has_window and not options.softcap and options.sinks is None:
+        return attention(query, key, value, None, scale=options.scale)
+    positions = torch.arange(length, device=query.device)
+    distances = positions[length - new :, None] - positions
+    mask = distances >= 0
+    if options.window is not None:
+        mask &= distances < options.window
+    return _masked_attention(query, key, value, mask[None, None], options, options.sinks)
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions, sinks: Tensor | None
+) -> Tensor:
+    """Return attention under a mask. `sinks` are one for each query head: [heads], or [key heads, queries]."""
+    if not options.softcap and sinks is None:
+        return attention(query, key, value, mask, causal=False, scale=options.scale)
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (query @ key.transpose(-2, -1)).float() * scale
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # a score that takes its part of the probability, and has no value
+        column = sinks.float().reshape(1, scores.shape[1], -1, 1).expand(len(scores), -1, scores.shape[2], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+PagedAttention = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], PagedExtension, AttentionOptions], Tensor]
+# How pages are attended to on a device that has its own kernel; `attend_gathered_pages` runs on every other one. The
+# new keys and values are in memory already when it is called.
+PAGED_ATTENTION: dict[str, PagedAttention] = {}

@@ -1,0 +1,164 @@
+"""Models and requests for tests of the batching engine."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Cohere2Config,
+    CohereConfig,
+    Gemma2Config,
+    GptOssConfig,
+    Olmo2Config,
+    Starcoder2Config,
+)
+
+from tests import hf_models, vlm_models
+from trimaran.infer.engine.batching_engine import BatchingEngine
+from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
+from trimaran.infer.engine.model_runner import Runner, RunnerTraits, StepLogits
+from trimaran.infer.engine.open_runner import CacheSettings, open_runner
+from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.infer.engine.step_batch import ALL, EMBEDDING, NOTHING, StepBatch
+from trimaran.infer.generate import load_trained
+from trimaran.infer.sampling import Sampling
+from trimaran.infer.trained_model import section_of_folder
+from trimaran.nets import Network
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0)
+VOCABULARY = 64
+SMALL = hf_models.SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
+    "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
+                           attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gpt-oss": GptOssConfig(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
+                            num_local_experts=4, num_experts_per_tok=2),
+    "olmo2": Olmo2Config(**SMALL),
+    "cohere": CohereConfig(**SMALL),
+    "cohere2": Cohere2Config(**SMALL, sliding_window=6, layer_types=hf_models.LAYERS),
+    "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
+    "bloom": BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
+}  # fmt: skip
+
+
+def save_model(name: str, folder: Path) -> Path:
+    """Save one of CONFIGS with random weights, none of them neutral, and return the folder."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, None, 0
+    model = AutoModelForCausalLM.from_config(config)
+    vlm_models.perturb(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def open_network(folder: Path) -> Network:
+    """Return the network of a folder as the product opens it: ours if it supports the model, else transformers'."""
+    return load_trained(section_of_folder(folder), folder, CPU)
+
+
+def new_engine(network: Network, *, num_pages: int = 64, page_size: int = 4, **settings: Any) -> BatchingEngine:
+    cache = CacheSettings(max_bytes=1 << 30, max_tokens=num_pages * page_size, page_size=page_size)
+    runner = open_runner(network, CPU, torch.float32, cache)
+    chosen: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32} | settings
+    return BatchingEngine(runner, EngineSettings(**chosen))
+
+
+def random_prompts(count: int, seed: int, *, vocabulary: int = 96, most: int = 20) -> list[tuple[int, ...]]:
+    """Return prompts of which some begin alike."""
+    chosen = random.Random(seed)
+    shared = [chosen.randrange(1, vocabulary) for _ in range(most)]
+    prompts = []
+    for _ in range(count):
+        own = [chosen.randrange(1, vocabulary) for _ in range(chosen.randint(1, most // 2))]
+        prompts.append(tuple(shared[: chosen.choice((0, 0, most // 2, most))] + own))
+    return prompts
+
+
+def requests_of(prompts: Sequence[tuple[int, ...]], max_tokens: Sequence[int], **fields: Any) -> list[EngineRequest]:
+    chosen: dict[str, Any] = {"sampling": GREEDY} | fields
+    return [
+        EngineRequest(id=str(number), prompt=prompt, max_tokens=tokens, **chosen)
+        for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True))
+    ]
+
+
+def answers_of(
+    engine: BatchingEngine, requests: Sequence[EngineRequest], arrivals: Sequence[int] | None = None
+) -> dict[str, list[TokenOutput]]:
+    """Return the outputs of all requests. `arrivals` are the steps before which each is added; all at once if None."""
+    outputs: dict[str, list[TokenOutput]] = {each.id: [] for each in requests}
+    arrivals = [0] * len(requests) if arrivals is None else arrivals
+    step = 0
+    while engine.has_work or step <= max(arrivals):
+        for request, arrival in zip(requests, arrivals, strict=True):
+            if arrival == step:
+                engine.add(request)
+        for output in engine.step():
+            outputs[output.request].append(output)
+        step += 1
+        assert step < 5000, "every request ends"
+    assert engine.stats().pages_used == 0
+    return outputs
+
+
+def tokens_of(outputs: dict[str, list[TokenOutput]]) -> dict[str, list[int]]:
+    return {name: [each.token for each in row if each.token is not None] for name, row in outputs.items()}
+
+
+class PrefixRunner:
+    """A runner whose next token depends on every token before, and which reads them from its pages only.
+
+    What it stores for a token is a number made of the number stored for the token before it. A page that is lost,
+    shared by mistake or written twice changes every token after it. No network is needed.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, max_length: int = 1 << 20, traits: Any = None) -> None:
+        self.num_pages, self.page_size, self.max_length = num_pages, page_size, max_length
+        self.vocabulary = VOCABULARY
+        self.traits: RunnerTraits = traits or RunnerTraits()
+        self.memory = np.full(num_pages * page_size, -1)
+        self.batches: list[StepBatch] = []
+
+    def run(self, batch: StepBatch) -> StepLogits:
+        self.batches.append(StepBatch.from_tensor(batch.to_tensor()))
+        rows: list[int] = []
+        for number, want in enumerate(batch.wants.tolist()):
+            table, size = batch.page_tables[number], self.page_size
+            for index in range(int(batch.query_starts[number]), int(batch.query_starts[number + 1])):
+                position, slot = int(batch.positions[index]), int(batch.slots[index])
+                assert slot == table[position // size] * size + position % size
+                before = int(batch.adapters[number])
+                if position:
+                    before = int(self.memory[table[(position - 1) // size] * size + (position - 1) % size])
+                self.memory[slot] = mixed(before, int(batch.tokens[index]))
+                is_last = index + 1 == batch.query_starts[number + 1]
+                if want == ALL or (want not in (NOTHING, EMBEDDING) and is_last):
+                    rows.append(int(self.memory[slot]) // 7 % VOCABULARY)
+        return StepLogits(torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCABULARY).float())
+
+
+def mixed(before: int, token: int) -> int:
+    return (before * 1_103_515_245 + token * 12_345 + 777) % 2_147_483_647
+
+
+def expected_tokens(request: EngineRequest, count: int, adapter: int = 0) -> list[int]:
+    """Return the tokens that `PrefixRunner` computes for a request alone."""
+    state, found = adapter, []
+    for token in request.prompt:
+        state = mixed(state, token)
+    for _ in range(count):
+        found.append(state // 7 % VOCABULARY)
+        state = mixed(state, found[-1])
+    return found
+
+
+def check_runner(runner: Runner) -> Runner:
+    """Return the runner: it satisfies the protocol, which the type checker sees here."""
+    return runner

@@ -1,0 +1,133 @@
+"""A server of a tiny model with random weights, in its own processes, and what clients and tests ask of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from tests.vlm_models import perturb
+from trimaran.checkpoint.export_hf import write_hf_folder
+from trimaran.data import ByteTokenizer
+from trimaran.infer.generate import save_tokenizer
+from trimaran.models import PRESETS
+from trimaran.nets import initialise, network_of
+
+TOKEN = "a-token-for-tests"
+MODEL = "tiny"
+SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_seq_len=4096)
+START_SECONDS = 300.0  # two processes import torch, on a machine that may be busy
+ANSWER_SECONDS = 120.0
+
+
+def save_tiny_model(folder: Path, seed: int = 5) -> Path:
+    """Save a decoder with random weights and the byte-level tokenizer, and return the folder."""
+    network = network_of(SPEC)
+    initialise(network.module, seed=seed, spec=SPEC)
+    torch.manual_seed(seed)
+    perturb(network.module)
+    write_hf_folder(folder, network.disk_config(), network.disk_tensors(), origin=None,
+                    add_files=lambda draft: save_tokenizer(ByteTokenizer(), draft))  # fmt: skip
+    return folder
+
+
+class RunningServer:
+    """A `trimaran serve` process and its engine. Requests carry the token."""
+
+    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
+        self.process, self.url = process, url
+        self.client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=ANSWER_SECONDS)
+
+    def engines(self) -> list[psutil.Process]:
+        """Return the processes of the engine's ranks."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in found if "trimaran.infer.engine" in _arguments(each)]
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """Return the answer of /v1/completions."""
+        answer = self.client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, path: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a stream."""
+        with self.client.stream("POST", path, json={"stream": True, **fields}) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        yield from (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values of /metrics by name and labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name.removeprefix("trimaran_serve_"): float(value) for name, value in pairs}
+
+    def is_ready(self) -> bool:
+        try:
+            return self.client.get("/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_idle(self) -> None:
+        """Wait until no request runs or waits, and no page is in use."""
+        names = ("running_requests", "waiting_requests", "used_pages")
+        wait_for(lambda: not any(self.metrics()[name] for name in names), "the server is idle")
+
+
+def wait_for(condition: Callable[[], object], what: str, *, seconds: float = START_SECONDS) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running_server(model: Path, *options: str, log: Path) -> Iterator[RunningServer]:
+    """Start `trimaran serve`, yield it when it is ready, and end it."""
+    command = [sys.executable, "-m", "trimaran", "serve", str(model), "--json", "--port", "0", "--token", TOKEN]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as errors:
+        process = subprocess.Popen([*command, "--name", MODEL, *options], stdout=subprocess.PIPE, stderr=errors,
+                                   text=True, env=environment)  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()  # it ends if the server dies
+        assert line, log.read_text()
+        server = RunningServer(process, json.loads(line)["url"])
+        with server.client:
+            yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        finally:
+            for each in [*_children(process.pid), process]:
+                each.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def _children(pid: int) -> Sequence[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

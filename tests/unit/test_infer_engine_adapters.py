@@ -1,0 +1,114 @@
+"""Several adapters in one batch: each sequence gets the tokens of its own adapter, merged and alone."""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine_models import CPU, answers_of, random_prompts, requests_of, tokens_of
+from tests.vlm_models import perturb
+from trimaran.core import AdapterSection, UserError
+from trimaran.infer.engine.batching_engine import BatchingEngine
+from trimaran.infer.engine.model_runner import output_head
+from trimaran.infer.engine.open_runner import CacheSettings, open_runner
+from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.models import PRESETS
+from trimaran.nets import Network, initialise, network_of
+from trimaran.nets.adapters.adapter_bank import AdapterBank
+from trimaran.nets.adapters.attach import attach_adapter
+from trimaran.nets.adapters.initialise_adapter import initialise_adapter
+from trimaran.nets.adapters.lora_linear import LoraLinear
+from trimaran.nets.adapters.merge import merge_in_place
+
+SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, tied=False,
+               block=PRESETS["qwen2.5-7b"].block)  # fmt: skip
+CACHE = CacheSettings(max_bytes=1 << 30, max_tokens=200, page_size=4)
+SECTIONS = {
+    "attention": {"rank": 4, "targets": ("q_proj", "v_proj")},
+    "all": {"rank": 2, "alpha": 8.0},
+    "dora": {"rank": 4, "kind": "dora"},
+    "head": {"rank": 4, "targets": ("lm_head", "o_proj")},
+}
+
+
+def base() -> Network:
+    network = network_of(SPEC)
+    initialise(network.module, seed=1, spec=SPEC)
+    torch.manual_seed(4)
+    perturb(network.module)
+    network.module.eval()
+    return network
+
+
+def attach(network: Network, name: str) -> None:
+    attach_adapter(network, AdapterSection.model_validate(SECTIONS[name]))
+    initialise_adapter(network.module, seed=1)
+    torch.manual_seed(list(SECTIONS).index(name))
+    with torch.no_grad():
+        for layer in network.module.modules():
+            if isinstance(layer, LoraLinear):
+                layer.lora_B.normal_(std=0.5)
+                if layer.lora_magnitude is not None:
+                    layer.lora_magnitude.mul_(1 + 0.5 * torch.rand(len(layer.lora_magnitude)))
+
+
+def engine_of(network: Network, bank: AdapterBank | None = None) -> BatchingEngine:
+    settings = EngineSettings(max_running=8, max_step_tokens=24)
+    return BatchingEngine(open_runner(network, CPU, torch.float32, CACHE, bank=bank), settings)
+
+
+def test_adapters_in_one_batch_are_as_merged_ones_alone() -> None:
+    names: list[Any] = [None, *SECTIONS]
+    prompts = random_prompts(len(names) * 2, seed=3)
+    requests = [replace(each, adapter=names[int(each.id) % len(names)]) for each in requests_of(prompts, [9] * 10)]
+    expected: dict[str, list[int]] = {}
+    for name in names:
+        network = base()
+        if name is not None:
+            attach(network, name)
+            merge_in_place(network.module)
+        own = [replace(each, adapter=None) for each in requests if each.adapter == name]
+        expected |= tokens_of(answers_of(engine_of(network), own))
+    assert len({tuple(row) for row in expected.values()}) > 8
+    network = base()
+    bank = AdapterBank(network, output_head(network))
+    engine = engine_of(network, bank)
+    before = deepcopy(network.module.state_dict())
+    for name in SECTIONS:
+        attach(network, name)
+        bank.take(name)
+    assert network.module.state_dict().keys() == before.keys()
+    assert engine.runner.traits.adapters == tuple(SECTIONS)
+    assert tokens_of(answers_of(engine, requests, [0, 0, 0, 1, 1, 1, 2, 2, 3, 3])) == expected
+    only = [each for each in requests if each.adapter == "dora"]
+    assert tokens_of(answers_of(engine, only)) == {each.id: expected[each.id] for each in only}
+
+
+def test_an_adapter_is_replaced_under_its_name() -> None:
+    network = base()
+    bank = AdapterBank(network, output_head(network))
+    engine = engine_of(network, bank)
+    (request,) = requests_of([(1, 2, 3, 4, 5, 6)], [9], adapter="mine")
+    found = []
+    for name in ("attention", "all"):
+        attach(network, name)
+        bank.take("mine")
+        engine.flush_prefixes()
+        found.append(tokens_of(answers_of(engine, [request]))["0"])
+        merged = base()
+        attach(merged, name)
+        merge_in_place(merged.module)
+        assert found[-1] == tokens_of(answers_of(engine_of(merged), [replace(request, adapter=None)]))["0"]
+    assert found[0] != found[1]
+
+
+def test_an_adapter_that_trains_modules_in_full_is_refused() -> None:
+    network = base()
+    bank = AdapterBank(network, output_head(network))
+    attach_adapter(network, AdapterSection.model_validate({"rank": 2, "train": ("embed_tokens",)}))
+    with pytest.raises(UserError, match="E009"):
+        bank.take("wide")
+    assert bank.names == []
+    assert not any(isinstance(each, LoraLinear) for each in network.module.modules())

@@ -1,0 +1,292 @@
+"""The parts of the server that need no process: stop sequences, the queue, the fields of requests, the protocol."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimaran.core import UserError
+from trimaran.data import ByteTokenizer
+from trimaran.infer.engine.engine_messages import (
+    dump_message,
+    output_from_json,
+    output_to_json,
+    request_from_json,
+    request_to_json,
+)
+from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
+from trimaran.infer.next_token import PlacedImage
+from trimaran.infer.sampling import Sampling
+from trimaran.infer.server.access import AccessMiddleware
+from trimaran.infer.server.answer_text import AnswerText
+from trimaran.infer.server.api_error import stopping
+from trimaran.infer.server.call_fields import ChatCall, CompletionCall, parse_call
+from trimaran.infer.server.request_queue import RequestQueue
+
+GREEDY = Sampling(temperature=0)
+
+
+def parts_of(text: str, *stops: str) -> tuple[list[str], bool]:
+    """Return the parts of a text whose tokens are bytes, and whether it was stopped."""
+    answer = AnswerText(ByteTokenizer(), (), stops)
+    parts = []
+    for token in text.encode():
+        parts.append(answer.add(token))
+        if answer.is_stopped:
+            return parts, True
+    return [*parts, answer.finish()], answer.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "stopped"),
+    [
+        ("one. two", (". ",), "one", True),
+        ("abcabd", ("abd",), "abc", True),
+        ("aaab", ("aab",), "a", True),
+        ("ends with a sto", ("stop",), "ends with a sto", False),
+        ("é and ü", ("ü",), "é and ", True),
+        ("xyz", ("z", "yz"), "x", True),
+        ("plain", (), "plain", False),
+    ],
+)
+def test_text_ends_before_a_stop_sequence_and_nothing_of_it_is_shown_early(
+    text: str, stops: tuple[str, ...], shown: str, stopped: bool
+) -> None:
+    parts, is_stopped = parts_of(text, *stops)
+    assert ("".join(parts), is_stopped) == (shown, stopped)
+
+
+def test_text_that_cannot_be_a_stop_sequence_does_not_wait() -> None:
+    assert parts_of("ab!c", "b?")[0] == ["a", "", "b!", "c", ""]
+
+
+def request(name: str, **fields: Any) -> EngineRequest:
+    return EngineRequest(id=name, prompt=(1, 2), sampling=GREEDY, max_tokens=4, **fields)
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(work)
+
+
+def test_a_full_queue_refuses_whole_calls_and_counts_free_places() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=2)
+        queue.submit([request("a"), request("b"), request("c")], free=1)
+        with pytest.raises(UserError) as caught:
+            queue.submit([request("d")], free=0)
+        assert caught.value.code == "U008"
+        assert queue.num_waiting == 3
+        assert [each.request.id for each in queue.take(1, "w")] == ["a"]
+        with pytest.raises(UserError):
+            queue.submit([request("d"), request("e")], free=1)
+        queue.submit([request("d")], free=1)
+
+    run(work())
+
+
+def test_after_a_death_requests_go_on_with_their_tokens_and_those_that_ran_come_first() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=9)
+        queue.submit([request("a"), request("b"), request("c")], free=3)
+        list(queue.take(2, "w"))
+        queue.receive(TokenOutput(request="b", token=7, prompt_logprobs=(None, -1.0)))
+        queue.crash()
+        taken = [each.remaining for each in queue.take(3, "w")]
+        assert [(each.id, each.generated) for each in taken] == [("a", ()), ("b", (7,)), ("c", ())]
+
+    run(work())
+
+
+def test_a_request_that_ran_in_two_deaths_fails() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=9)
+        ticket = queue.submit([request("a")], free=1)
+        for _ in range(2):
+            list(queue.take(1, "w"))
+            queue.crash()
+        with pytest.raises(UserError) as caught:
+            await ticket.next()
+        assert caught.value.code == "U010"
+        assert (queue.num_waiting, ticket.num_open) == (0, 0)
+
+    run(work())
+
+
+def test_an_answer_never_mixes_two_sets_of_weights() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=9)
+        begun, fresh = queue.submit([request("a")], free=2), queue.submit([request("b")], free=2)
+        list(queue.take(2, "step-1"))
+        queue.receive(TokenOutput(request="a", token=7))
+        queue.crash()
+        queue.change_weights("step-2")
+        with pytest.raises(UserError) as caught:
+            for _ in range(2):
+                await begun.next()
+        assert caught.value.code == "U010"
+        assert [each.request.id for each in queue.take(2, "step-2")] == ["b"]
+        assert fresh.weights == "step-2"
+
+    run(work())
+
+
+def test_while_weights_change_only_answers_that_have_begun_go_on() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=9)
+        queue.submit([request("a"), request("b")], free=2)
+        list(queue.take(1, "w"))
+        queue.receive(TokenOutput(request="a", token=1))
+        queue.crash()
+        assert [each.request.id for each in queue.take(9, "w", only_begun=True)] == ["a"]
+        assert queue.num_waiting == 1
+
+    run(work())
+
+
+def test_a_cancelled_call_leaves_nothing_behind() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=9)
+        ticket, other = queue.submit([request("a"), request("b")], free=1), queue.submit([request("c")], free=0)
+        list(queue.take(1, "w"))
+        assert queue.cancel(ticket) == ["a"]
+        assert (queue.num_waiting, queue.num_running, ticket.num_open, other.num_open) == (1, 0, 0, 1)
+        queue.receive(TokenOutput(request="a", token=3))  # it was on its way
+        queue.fail_all(stopping())
+        with pytest.raises(UserError):
+            await other.next()
+
+    run(work())
+
+
+def test_requests_and_outputs_survive_the_protocol() -> None:
+    image = PlacedImage(np.arange(24, dtype=np.uint8).reshape(2, 12), np.array([[1, 2]]), 1, 1)
+    sent = EngineRequest(
+        id="x", prompt=(5, 6, 7), sampling=Sampling(temperature=0.5, top_k=3, top_p=0.9, seed=2**63 - 1), max_tokens=9,
+        stop_ids=frozenset([1, 256]), generated=(8, 9), logprobs=2, prompt_logprobs=True, adapter="law",
+        images=(image,), grammar='{"type":"object"}',
+    )  # fmt: skip
+    got = request_from_json(parsed(request_to_json(sent)))
+    assert request_to_json(got) == parsed(request_to_json(sent)) | {"prompt": (5, 6, 7), "generated": (8, 9)} | {
+        "images": [parsed(request_to_json(sent))["images"][0] | {"shape": (2, 12)}]
+    }
+    assert np.array_equal(got.images[0].patches, image.patches)
+    output = TokenOutput(request="x", token=3, logprob=-0.5, top=((3, -0.5), (4, -1.5)), finish="length",
+                         prompt_logprobs=(None, -2.0), prompt_top=((), ((1, -0.25),)))  # fmt: skip
+    assert output_from_json(parsed(output_to_json(output))) == output
+    embedding = TokenOutput(request="x", finish="stop", embedding=(0.5, -0.25))
+    assert output_from_json(parsed(output_to_json(embedding))) == embedding
+
+
+def parsed(values: dict[str, Any]) -> dict[str, Any]:
+    import json
+
+    return json.loads(dump_message(values))
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b"{", "the body"),
+        (b"[]", "the body"),
+        (b'{"prompt": 5}', "prompt"),
+        (b'{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+        (b'{"prompt": "a", "temperature": -1}', "temperature"),
+        (b'{"prompt": "a", "top_p": 1.5}', "top_p"),
+        (b'{"prompt": "a", "n": 0}', "n"),
+        (b'{"prompt": "a", "stop": [""]}', "stop"),
+        (b'{"prompt": "a", "frequency_penalty": 0.5}', "frequency_penalty"),
+        (b'{"prompt": "a", "tools": [{}]}', "tools"),
+        (b'{"prompt": "a", "temprature": 1}', "temprature"),
+        (b'{"prompt": "\\ud800"}', "the body"),
+        (b"\xff\xfe", "the body"),
+    ],
+)
+def test_wrong_fields_are_named(body: bytes, where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_call(CompletionCall, body)
+    assert caught.value.code == "U001"
+    assert caught.value.where.startswith(where)
+
+
+def test_neutral_fields_are_accepted() -> None:
+    body = b'{"messages": [{"role": "user", "content": "a"}], "presence_penalty": 0, "logit_bias": {}, "user": "me"}'
+    assert parse_call(ChatCall, body).messages[0].content == "a"
+
+
+async def inner(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with the body that reached it."""
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def ask(path: str = "/v1/models", *, parts: tuple[bytes, ...] = (b"",), **headers: str) -> tuple[int, bytes]:
+    """Return the status and body of an answer behind the middleware; `_` in names of headers is `-`."""
+    app = AccessMiddleware(inner, token="secret", hosts=("127.0.0.1", "localhost"), max_body_bytes=10)
+    given = {"host": "127.0.0.1:80", "authorization": "Bearer secret"} | headers
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items() if value]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number + 1 < len(parts)}
+        for number, part in enumerate(parts)
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "method": "POST", "headers": pairs, "query_string": b""}
+    run(app(scope, receive, send))
+    return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"authorization": ""}, 401, b"U005"),
+        ({"authorization": "Bearer wrong"}, 401, b"U005"),
+        ({"authorization": "secret"}, 401, b"U005"),
+        ({"host": "evil.example"}, 403, b"U006"),
+        ({"host": ""}, 403, b"U006"),
+        ({"origin": "http://evil.example"}, 403, b"U006"),
+        ({"content_length": "11"}, 413, b"U007"),
+    ],
+)
+def test_what_may_not_come_in_is_refused(headers: dict[str, str], status: int, code: bytes) -> None:
+    found, body = ask(**headers)
+    assert (found, code in body) == (status, True)
+
+
+def test_a_body_is_limited_whether_its_length_is_known_or_not() -> None:
+    assert ask(parts=(b"123456", b"7890")) == (200, b"1234567890")
+    assert ask(parts=(b"123456", b"78901"))[0] == 413
+
+
+def test_probes_need_no_token_and_a_tunnel_may_have_another_port() -> None:
+    assert ask("/health", authorization="")[0] == 200
+    assert ask("/metrics", authorization="")[0] == 401
+    assert ask(host="localhost:9999", origin="http://localhost:9999")[0] == 200
+
+
+def test_the_command_of_vllm_has_only_documented_options(tmp_path: Path) -> None:
+    from trimaran.app.request.vllm_command import OPTIONS, VllmRequest, check_folder, config_text, vllm_options
+
+    adapter = tmp_path / "law"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 12}')
+    wanted = VllmRequest(folder=tmp_path, name="m", host="127.0.0.1", port=8000, tp=2, pp=2, dtype="bf16",
+                         quantise="fp8", max_running=64, adapters={"law": adapter})  # fmt: skip
+    options = vllm_options(wanted)
+    assert options.keys() <= OPTIONS.keys()
+    assert (options["tensor-parallel-size"], options["max-lora-rank"], options["dtype"]) == (2, 16, "bfloat16")
+    assert "tensor-parallel-size: 2\n" in config_text(options)
+    with pytest.raises(UserError, match="int4"):
+        vllm_options(VllmRequest(folder=tmp_path, name="m", host="h", port=1, quantise="int4"))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(UserError, match="tokenizer"):
+        check_folder(tmp_path)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from trimaran.app.request.trained_weights import TrainedWeights
 from trimaran.core import DataSection, Recipe, UserError
 from trimaran.core.user_folders import expand_user
+from trimaran.infer.weights_location import TrainedWeights
 
 Source = Literal["text", "jsonl", "shards", "datasets"]
 DEFAULT_SEQ_LEN = 1024

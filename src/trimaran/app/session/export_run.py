@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trimaran.app.report.model_card import write_model_card
 from trimaran.app.request.export_request import ExportRequest
-from trimaran.app.request.trained_weights import TrainedWeights
 from trimaran.app.session.open_trained import open_trained
 from trimaran.checkpoint.convert import export_dcp, export_hf, not_written, read_full_tensor, refuse_occupied
 from trimaran.checkpoint.convert_adapter import export_adapter, export_merged
@@ -46,6 +45,7 @@ from trimaran.infer.exports.graph_exports import (
 from trimaran.infer.exports.torchao_weights import hf_logits, quantise_hf_folder, quantise_linears
 from trimaran.infer.generate import TOKENIZER, open_saved_tokenizer, save_tokenizer
 from trimaran.infer.trained_model import TrainedModel, stored_dtype
+from trimaran.infer.weights_location import TrainedWeights
 
 Progress = Callable[[str, float], None]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from nicegui import Client, background_tasks, ui
@@ -35,16 +35,18 @@ class ChatPage:
         self.server: ModelServer | None = None
         self.messages: list[dict[str, str]] = []
         self.answer: Answer | None = None
+        self._last: Answer | None = None  # the answer whose costs are shown
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def build(self) -> None:
         with ui.element("div").classes("workshop chat"):
             with ui.element("div").classes("panel"):
-                text_field(say("Address of the server"), self._set_address, value=self.address)
-                text_field(say("Token"), self._set_token, is_secret=True)
+                _entered(say("Address of the server"), self._set_address, value=self.address)
+                _entered(say("Token"), self._set_token, is_secret=True)
                 button(say("Connect"), self._connect, is_main=True)
                 self._models = ui.element("div")
-                text_field(say("System prompt"), self._set_system)
+                _entered(say("System prompt"), self._set_system)
                 slider(say("Temperature"), TEMPERATURES, self._set_temperature, value="0.7")
                 slider(say("Tokens of an answer"), LENGTHS, self._set_length, value="256")
             with ui.element("div").classes("answer"):
@@ -98,7 +100,7 @@ class ChatPage:
 
     async def _connect(self) -> None:
         """Use the server that was entered, and list its models."""
-        await self.close()
+        await self._disconnect()
         self._error.show(Html(""))
         try:
             server = ModelServer(self.address, self.token)
@@ -125,7 +127,7 @@ class ChatPage:
         self.draft, self.answer = "", Answer()
         self._error.show(Html(""))
         self._build_field()
-        self._task = background_tasks.create(self._receive(server, self.answer))
+        self._task = background_tasks.create(self._receive(server, self.answer), name="answer")
         self._show_buttons()
 
     async def _receive(self, server: ModelServer, answer: Answer) -> None:
@@ -138,15 +140,12 @@ class ChatPage:
         except UserError as error:
             self._show_error(error)
         finally:
-            if answer.text:
+            if self.answer is answer:  # the conversation has not been forgotten
                 self.messages.append({"role": "assistant", "content": answer.text})
-            self.answer = None if answer.text else self.answer
-            self._last = answer
+                self.answer, self._last = None, answer
             self._task = None
-            self._draw()
-            self._show_buttons()
-
-    _last: Answer | None = None
+            if not self._is_closed:
+                self._show_buttons()
 
     def _stop_answer(self) -> None:
         """End the answer: the connection is closed, and the server frees what the request used."""
@@ -185,11 +184,21 @@ class ChatPage:
         self._draw()
 
     async def close(self) -> None:
-        """End what the page does with the server."""
+        """End what the page does: the browser has left it."""
+        self._is_closed = True
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
         self._stop_answer()
         if (server := self.server) is not None:
             self.server = None
             await server.close()
+
+
+def _entered(label: str, on_change: Callable[[str], None], *, value: str = "", is_secret: bool = False) -> None:
+    """Add a field for text whose last value arrives before a click elsewhere: typing alone is sent after a pause."""
+    field = text_field(label, on_change, value=value, is_secret=is_secret)
+    field.on("change", lambda event: on_change(str(event.args.get("value", ""))), ["value"])
 
 
 def add_page(state: WebState) -> None:

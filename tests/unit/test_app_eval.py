@@ -71,6 +71,33 @@ def test_the_loss_is_that_of_the_trainer(run: RunDirectory, capsys: Any) -> None
     assert more["tokens"] > events[4]["tokens"]
 
 
+OTHERS = {
+    "bf16": ("model: {preset: tiny, shape: {layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 48}}\n"
+             "data: {source: text, path: PATH, seq_len: 32, holdout: 0.2, isolate_documents: true}\n",
+             {"precision": "bf16", "tp": 2}),
+    "experts": ("model: {preset: tiny-moe, shape: {layers: 1, hidden: 32, heads: 2, kv_heads: 2}}\n"
+                "data: {source: text, path: PATH, seq_len: 32, holdout: 0.2}\n", {"ep": 2, "dp_shard": 2}),
+    "images": ("model: {family: vlm}\ndata: {source: shapes, seq_len: 128, holdout: 0.2}\n", {"dp_replicate": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_loss_is_that_of_the_trainer_for_other_plans_and_models(
+    name: str, run: RunDirectory, tmp_path: Path, capsys: Any
+) -> None:
+    text, fields = OTHERS[name]
+    path = str(run.path.parents[1] / "numbers.txt")
+    train = "train: {steps: 2, global_batch: 4, evaluate: {batches: 3}, sample: {tokens: 0}}\ncheckpoint: {every: 2}\n"
+    recipe = parse_recipe(text.replace("PATH", path) + train, name="test")
+    (tmp_path / "runs").mkdir()
+    other = train_run(recipe, plan_for(recipe, grad_accum=1, **fields), tmp_path / "runs")
+    found, expected = evaluate(capsys, str(other.path), "--step", "2"), reported(other)[2]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3 if name == "bf16" else 1e-6)
+    assert found["tokens"] == expected["tokens"]
+    assert found.get("accuracy") == expected.get("accuracy")
+
+
 def test_results_are_kept_in_the_run_and_shown_in_the_model_card(
     run: RunDirectory, tmp_path: Path, capsys: Any
 ) -> None:

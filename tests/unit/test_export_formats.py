@@ -134,6 +134,13 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: Path, trained: RunDirect
     gpt2 = hf_run("gpt2", tmp_path / "gpt2")
     error = export(capsys, gpt2, "--to", "gguf", code=2)["error"]
     assert (error["code"], "gpt2" in error["what"]) == ("K070", True)
+    error = export(capsys, gpt2, "--quantise", "int8", code=2)["error"]  # its layers are of transformers' own class
+    assert (error["code"], error["where"]) == ("K070", "--quantise")
+    for family, source in (("vlm", "shapes"), ("perception", "scenes")):
+        recipe = parse_recipe(f"name: other\nmodel: {{family: {family}}}\ndata: {{source: {source}}}", name="test")
+        other = create_run(tmp_path / family, recipe, Plan(mesh=Mesh(), micro_batch=2))
+        for options in (("--to", "gguf"), ("--to", "onnx"), ("--to", "torch-export"), ("--quantise", "int8")):
+            assert export(capsys, other, *options, code=2)["error"]["code"] == "K070"
     for options in (
         ("--to", "dcp", "--dtype", "bf16"),
         ("--to", "dcp", "--quantise", "int8"),

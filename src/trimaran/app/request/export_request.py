@@ -68,6 +68,7 @@ def make_request(
             why = WHY_NOT.get(to, "this format cannot hold it")
             fix = f"use {' or '.join(allowed)}, or leave {option} out" if allowed else f"leave {option} out"
             raise UserError("A001", f"{option} {value} is not for --to {to}: {why}", where=option, fix=fix)
+    _refuse_model(run, to, quantise)
     if dtype is not None and quantise is not None:
         raise UserError("A001", "quantised weights have no other dtype", where="--dtype",
                         fix="leave --dtype or --quantise out")  # fmt: skip
@@ -76,6 +77,16 @@ def make_request(
         raise UserError("A001", f"--merge is for --to hf: {why}", where="--merge", fix="leave --merge out")
     return ExportRequest(run=run, form=_form(run, to, merge=merge, quantise=quantise), dtype=dtype, quantise=quantise,
                          check=check)  # fmt: skip
+
+
+def _refuse_model(run: RunDirectory, to: Format, quantise: Quantise | None) -> None:
+    """Raise UserError for models that take more than token ids, where a format has no place for that."""
+    family, where = run.read_recipe().model.family, f"--to {to}" if to not in ("hf", "dcp") else "--quantise"
+    if family in ("perception", "vlm") and (to not in ("hf", "dcp") or quantise):
+        takes = "scenes" if family == "perception" else "images"
+        what = f"{to} exports of Trimaran" if to not in ("hf", "dcp") else "quantised exports"
+        raise UserError("K070", f"{what} are of language models: this one takes {takes}", where=where,
+                        fix="export it with --to hf, in fp32 or bf16")  # fmt: skip
 
 
 def _form(run: RunDirectory, to: Format, *, merge: bool, quantise: Quantise | None) -> Form:

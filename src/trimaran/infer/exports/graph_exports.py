@@ -37,7 +37,8 @@ def trace(module: LogitsModule, *, max_seq_len: int, where: str) -> Any:
 
 
 def _not_traced(error: Exception, where: str) -> Exception:
-    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    reason = error.__cause__ or error
+    first_line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
     return cannot_hold(f"torch cannot make a graph of this model: {first_line[:300]}", where=where,
                        fix="export it with --to hf, which holds every model")  # fmt: skip
 

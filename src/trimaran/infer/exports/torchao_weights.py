@@ -77,6 +77,10 @@ def quantise_hf_folder(source: Path, target: Path, width: Width) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, local_files_only=True, quantization_config=config, dtype=torch.float32
         )
+        kinds = {type(each) for each in model.parameters()} - {nn.Parameter, Tensor}
+        if not kinds:
+            raise cannot_hold("torchao finds no linear layer in this model", where="--quantise",
+                              fix="leave --quantise out")  # fmt: skip
         model.save_pretrained(target)
 
 

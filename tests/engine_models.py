@@ -13,6 +13,7 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     Olmo2Config,
     Starcoder2Config,
@@ -35,8 +36,10 @@ GREEDY = Sampling(temperature=0)
 VOCABULARY = 64
 SMALL = hf_models.SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
-    "gemma2": Gemma2Config(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
-                           attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma2": Gemma2Config(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
+                           layer_types=hf_models.LAYERS, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
+                               layer_types=hf_models.LAYERS),
     "gpt-oss": GptOssConfig(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
                             num_local_experts=4, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SMALL),
@@ -127,7 +130,8 @@ class PrefixRunner:
         self.batches: list[StepBatch] = []
 
     def run(self, batch: StepBatch) -> StepLogits:
-        self.batches.append(StepBatch.from_tensor(batch.to_tensor()))
+        batch = StepBatch.from_tensor(batch.to_tensor())  # as on another rank
+        self.batches.append(batch)
         rows: list[int] = []
         for number, want in enumerate(batch.wants.tolist()):
             table, size = batch.page_tables[number], self.page_size

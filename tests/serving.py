@@ -16,12 +16,25 @@ import httpx
 import psutil
 import torch
 
+from tests.runs import PREDICTION
+from tests.unit.test_checkpoint_export import save
 from tests.vlm_models import perturb
 from trimaran.checkpoint.export_hf import write_hf_folder
+from trimaran.checkpoint.export_peft import AdapterFacts, peft_tensors, whole_modules, write_peft_folder
+from trimaran.core import AdapterSection, Mesh, Plan, Recipe
 from trimaran.data import ByteTokenizer
-from trimaran.infer.generate import save_tokenizer
-from trimaran.models import PRESETS
+from trimaran.infer.conversation import continuation
+from trimaran.infer.generate import load_trained, save_tokenizer
+from trimaran.infer.open_weights import open_trained
+from trimaran.infer.sampling import Sampling, TokenSampler
+from trimaran.infer.trained_model import section_of_folder
+from trimaran.infer.weights_location import TrainedWeights
+from trimaran.models import PRESETS, spec_of
 from trimaran.nets import initialise, network_of
+from trimaran.nets.adapters.attach import attach_adapter
+from trimaran.nets.adapters.initialise_adapter import initialise_adapter
+from trimaran.nets.adapters.lora_linear import LoraLinear
+from trimaran.run import RunDirectory, create_run
 
 TOKEN = "a-token-for-tests"
 MODEL = "tiny"
@@ -41,11 +54,59 @@ def save_tiny_model(folder: Path, seed: int = 5) -> Path:
     return folder
 
 
+def save_adapter(base: Path, folder: Path, seed: int) -> Path:
+    """Save a LoRA adapter with random weights over the model in `base`, as PEFT does, and return its folder."""
+    section = section_of_folder(base).model_copy(update={"adapter": AdapterSection(rank=4, alpha=16.0)})
+    network = load_trained(section, base)
+    assert section.adapter is not None
+    attach_adapter(network, section.adapter)
+    initialise_adapter(network.module, seed=seed)
+    torch.manual_seed(seed)
+    for layer in network.module.modules():
+        if isinstance(layer, LoraLinear):
+            torch.nn.init.normal_(layer.lora_B, std=0.5)
+    facts = AdapterFacts(section=section, base={}, modules=whole_modules(section, network))
+    with torch.no_grad():
+        write_peft_folder(folder, facts, peft_tensors(network), add_files=lambda draft: save_tokenizer(
+            ByteTokenizer(), draft))  # fmt: skip
+    return folder
+
+
+def new_tiny_run(path: Path) -> RunDirectory:
+    """Return a run of the tiny model, without checkpoints."""
+    shape = {name: getattr(SPEC, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "max_seq_len")}
+    recipe = Recipe.model_validate({"name": MODEL, "model": {"preset": "tiny", "shape": shape}})
+    return create_run(path, recipe, Plan(mesh=Mesh(), micro_batch=1, precision="fp32", prediction=PREDICTION))
+
+
+def add_checkpoint(run: RunDirectory, step: int) -> None:
+    """Write the checkpoint of a step, as a rank would. Its weights are random, and differ between steps."""
+    spec = spec_of(run.read_recipe().model)
+    assert spec is not None
+    network = network_of(spec)
+    torch.manual_seed(step)
+    initialise(network.module, seed=step, spec=spec)
+    perturb(network.module)
+    save(run.checkpoints, {f"model/{name}": each.detach() for name, each in network.module.named_parameters()},
+         step=step, world_size=1)  # fmt: skip
+
+
+def greedy_text(model: Path, prompt: str, num_tokens: int, *, run: RunDirectory | None = None,
+                step: int | None = None) -> str:  # fmt: skip
+    """Return what `trimaran generate` answers, computed in this process without the engine."""
+    trained = open_trained(TrainedWeights(path=model, run=run, step=step), "fp32", cache=None)
+    sampler = TokenSampler(Sampling(temperature=0))
+    generation = continuation(trained, prompt, [], sampler, max_tokens=num_tokens)
+    generation.stop_ids = frozenset()
+    return ByteTokenizer().decode(list(generation)).replace("\ufffd", "")
+
+
 class RunningServer:
     """A `trimaran serve` process and its engine. Requests carry the token."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.process, self.url = process, url
+        self.folder = Path()  # of the files of a test
         self.client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=ANSWER_SECONDS)
 
     def engines(self) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from tests.serving import MODEL, TOKEN, RunningServer, running_server, save_tiny_model
+from tests.serving import MODEL, TOKEN, RunningServer, greedy_text, running_server, save_adapter, save_tiny_model
 
 SCHEMA = {
     "type": "object",
@@ -21,13 +21,17 @@ SCHEMA = {
     "required": ["name", "size", "tags"],
     "additionalProperties": False,
 }  # fmt: skip
+ADAPTERS = ("law", "code")
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a trimaran?"}]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("serve")
-    with running_server(save_tiny_model(folder / "model"), "--max-body-mb", "1", log=folder / "log") as running:
+    model = save_tiny_model(folder / "model")
+    adapters = [f"--adapter={name}={save_adapter(model, folder / name, seed)}" for seed, name in enumerate(ADAPTERS)]
+    with running_server(model, "--max-body-mb", "1", *adapters, log=folder / "log") as running:
+        running.folder = folder
         yield running
 
 
@@ -99,6 +103,24 @@ def test_seeds_give_the_same_answers_and_each_of_n_has_its_own(server: RunningSe
     assert texts[1] == server.complete("a", **fields | {"seed": 6})["choices"][0]["text"]
 
 
+def test_each_request_gets_the_adapter_that_it_names(server: RunningServer) -> None:
+    names: dict[str, Path] = {MODEL: server.folder / "model"} | {each: server.folder / each for each in ADAPTERS}
+    expected = {name: greedy_text(folder, "def add(", 24) for name, folder in names.items()}
+    assert len(set(expected.values())) == 3
+    found: dict[str, dict[str, Any]] = {}
+
+    def ask(name: str) -> None:
+        found[name] = server.complete("def add(", model=name, max_tokens=24, ignore_eos=True)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert {name: answer["choices"][0]["text"] for name, answer in found.items()} == expected
+    assert found["law"]["system_fingerprint"] == f"{MODEL}@model+law"
+
+
 def test_top_k_of_one_is_the_likeliest_token(server: RunningServer) -> None:
     greedy = server.complete("import ", max_tokens=16)["choices"][0]["text"]
     assert server.complete("import ", max_tokens=16, temperature=1, top_k=1)["choices"][0]["text"] == greedy
@@ -154,8 +176,9 @@ def test_a_schema_that_cannot_be_used_is_refused(server: RunningServer) -> None:
 
 
 def test_models_are_listed(server: RunningServer) -> None:
-    (model,) = server.client.get("/v1/models").json()["data"]
+    model, *adapters = server.client.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == (MODEL, 4096)
+    assert [(each["id"], each["parent"]) for each in adapters] == [("law", MODEL), ("code", MODEL)]
     assert server.client.get(f"/v1/models/{MODEL}").json() == model
     assert error_of(server.client.get("/v1/models/other")) == (404, "U002")
 

@@ -127,7 +127,9 @@ def test_answers_go_on_when_the_engine_is_killed_in_the_middle(server: RunningSe
 def test_a_request_that_runs_in_two_deaths_fails_and_the_server_lives(server: RunningServer) -> None:
     async def work() -> httpx.Response:
         async with new_client(server) as client:
-            asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "unlucky", **LONG, "max_tokens": 4000}))
+            asked = asyncio.create_task(
+                client.post("/v1/completions", json={"prompt": "unlucky", **LONG, "max_tokens": 4000})
+            )
             for _ in range(2):
                 while not asked.done() and server.metrics()["running_requests"] < 1:
                     await asyncio.sleep(0.01)
@@ -141,29 +143,3 @@ def test_a_request_that_runs_in_two_deaths_fails_and_the_server_lives(server: Ru
     answer = asyncio.run(work())
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "U010")
     assert server.complete("lives", max_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-def test_a_stop_lets_running_requests_finish_and_refuses_new_ones(folder: Path) -> None:
-    with running_server(folder / "model", "--max-running", "2", log=folder / "drain-log") as server:
-        (engine,) = server.engines()
-
-        async def work() -> tuple[str, httpx.Response, httpx.Response]:
-            async with new_client(server) as client:
-                started = asyncio.Event()
-                stream = asyncio.create_task(texts_of(client, started))
-                await started.wait()
-                engine.suspend()  # so that the stream is still open
-                server.process.send_signal(signal.SIGTERM)
-                while (probe := await client.get("/ready")).status_code == 200:
-                    await asyncio.sleep(0.02)
-                refused = await client.post("/v1/completions", json={"prompt": "late"})
-                engine.resume()
-                return await stream, refused, probe
-
-        undisturbed = server.complete("stream", **LONG)["choices"][0]["text"]
-        text, refused, probe = asyncio.run(work())
-        assert text == undisturbed
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "U009")
-        assert probe.json() == {"status": "draining"}
-        assert server.process.wait(60) == 0
-        wait_for(lambda: not engine.is_running(), "the engine ends with its server")

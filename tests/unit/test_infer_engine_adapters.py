@@ -110,5 +110,6 @@ def test_an_adapter_that_trains_modules_in_full_is_refused() -> None:
     attach_adapter(network, AdapterSection.model_validate({"rank": 2, "train": ("embed_tokens",)}))
     with pytest.raises(UserError, match="E009"):
         bank.take("wide")
+    bank.discard()
     assert bank.names == []
     assert not any(isinstance(each, LoraLinear) for each in network.module.modules())

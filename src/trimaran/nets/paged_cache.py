@@ -60,8 +60,9 @@ class PagedExtension:
 
     Tensors i64 on the device: `positions` [1, N]; `slots` [N], where the new keys go; `page_tables` [S, pages];
     `context_lengths` [S], with the new tokens; `query_starts` [S + 1]; `kept` [K], the tokens whose output is wanted,
-    None for all. On the host: the new tokens `query_lengths` and all tokens `key_lengths` of each sequence, and
-    `num_decodes`, how many sequences have one new token; they are the first ones.
+    None for all; `new_pages`, those that get their first token, None if none does. On the host: the new tokens
+    `query_lengths` and all tokens `key_lengths` of each sequence, and `num_decodes`, how many sequences have one new
+    token; they are the first ones.
     """
 
     cache: PagedCache
@@ -74,6 +75,7 @@ class PagedExtension:
     query_lengths: Sequence[int]
     key_lengths: Sequence[int]
     num_decodes: int
+    new_pages: Tensor | None = None
     shared: dict[object, Tensor] = field(default_factory=dict)  # what all layers use, computed by the first of them
 
     def layer(self, number: int) -> "PagedLayer":
@@ -95,9 +97,12 @@ class PagedLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, and return the attention output, all [1, heads, N, head_dim]."""
         keys, values = self.extension.cache.memory(self.number, key, value)
-        for memory, new in ((keys, key), (values, value)):
-            memory.view(-1, *memory.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
         attend_pages = PAGED_ATTENTION.get(query.device.type, attend_gathered_pages)
+        for memory, new in ((keys, key), (values, value)):
+            # What a page holds from an earlier sequence is masked, but NaN times zero is NaN.
+            if self.extension.new_pages is not None and attend_pages is attend_gathered_pages:
+                memory.index_fill_(0, self.extension.new_pages, 0)
+            memory.view(-1, *memory.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
         return attend_pages(query, key, value, (keys, values), self.extension, options)
 
 

@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rank:
         from trimaran.infer.engine.ranked_engine import serve_other_rank  # noqa: PLC0415 - other ranks only
 
-        return serve_other_rank(config, options.rank, options.address)
+        try:
+            return serve_other_rank(config, options.rank, options.address)
+        except UserError:
+            return EXIT_USER  # rank 0 makes the same mistake, and tells the server
     return _serve(config, options.address, EngineSocket(socket.socket(fileno=options.fd)))
 
 

@@ -74,7 +74,9 @@ class BatchBuilder:
         if written != len(pages):
             if len(pages) > self._tables.shape[1]:
                 wider = max(len(pages), 2 * self._tables.shape[1]) - self._tables.shape[1]
-                self._tables = np.pad(self._tables, ((0, 0), (0, wider)))
+                self._tables = np.concatenate((self._tables, np.repeat(self._tables[:, :1], wider, axis=1)), axis=1)
+            if not written:  # a table is read to the length of the longest: a sequence reads pages of its own only
+                self._tables[row] = pages[0]
             self._tables[row, written : len(pages)] = pages[written:]
             self._written[number] = len(pages)
         return row
@@ -82,7 +84,6 @@ class BatchBuilder:
     def _free_row(self, number: int) -> None:
         row = self._rows.pop(number, None)
         if row is not None:
-            self._tables[row] = 0
             self._free_rows.append(row)
             del self._written[number]
 

@@ -104,7 +104,8 @@ class BatchingEngine:
             self._early.append(TokenOutput(request=request.id, finish=finish))
             return
         chooser = TokenChooser(request.sampling, constraint, num_drawn=len(request.generated))
-        self._answers[request.id] = _Answer(sequence, chooser)
+        answer = self._answers[request.id] = _Answer(sequence, chooser)
+        answer.has_prompt_logprobs = bool(request.generated)  # they came with the first token
         self._scheduler.add(sequence)
         self._prompt_tokens += sequence.num_prompt
 

@@ -130,9 +130,10 @@ def step_inputs(
     batch: StepBatch, cache: PagedCache, device: torch.device, kept: np.ndarray
 ) -> tuple[PagedExtension, dict[str, Tensor]]:
     """Return a batch as the network takes it, on `device`. `kept` are the tokens whose output is wanted."""
+    new_pages = batch.slots[batch.positions % cache.page_size == 0] // cache.page_size
     arrays = [batch.tokens, batch.positions, batch.slots, batch.page_tables, batch.context_lengths,
-              batch.query_starts, kept, *([] if batch.grid is None else [batch.grid])]  # fmt: skip
-    tokens, positions, slots, tables, contexts, starts, kept_rows, *grid = _moved_together(arrays, device)
+              batch.query_starts, kept, new_pages, *([] if batch.grid is None else [batch.grid])]  # fmt: skip
+    tokens, positions, slots, tables, contexts, starts, kept_rows, new_rows, *grid = _moved_together(arrays, device)
     keeps_all = len(kept) == batch.num_tokens
     extension = PagedExtension(
         cache=cache,
@@ -145,6 +146,7 @@ def step_inputs(
         query_lengths=batch.query_lengths.tolist(),
         key_lengths=batch.context_lengths.tolist(),
         num_decodes=batch.num_decodes,
+        new_pages=new_rows if len(new_pages) else None,
     )
     inputs = {"tokens": tokens[None]}
     if grid:

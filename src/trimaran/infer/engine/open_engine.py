@@ -12,8 +12,9 @@ import psutil
 import torch
 
 from trimaran.core import ModelSection, UserError
-from trimaran.infer.adapted_network import described_adapter, refuse_other_base, saved_base
+from trimaran.infer.adapted_network import refuse_other_base, saved_base
 from trimaran.infer.adapted_weights import has_adapter
+from trimaran.infer.engine.adapter_loading import load_peft_folder
 from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.engine.json_constraint import constraint_maker
@@ -24,8 +25,6 @@ from trimaran.infer.open_weights import load_checkpoint, open_network, open_text
 from trimaran.infer.weights_location import TrainedWeights
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.peft_read import load_peft_adapter
 
 LOG = logging.getLogger(__name__)
 GPU_FRACTION = 0.9  # of the memory that is free when the weights are loaded
@@ -113,10 +112,7 @@ def _open_adapters(network: Network, config: EngineConfig, cache_folder: Path | 
                             )  # fmt: skip
         if base.path and recipe is None:
             refuse_other_base(base, saved_base(path), seed=0, cache=cache_folder)
-        section = described_adapter(network, path)
-        attach_adapter(network, section.model_copy(update={"base": "auto"}))
-        load_peft_adapter(network, path, section)
-        bank.take(name)
+        load_peft_folder(network, bank, name, path)
     network.module.requires_grad_(False)
     return bank
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from inspect import signature
 
 import numpy as np
 import torch
@@ -56,7 +57,10 @@ def open_runner(
 
 def traits_of(network: Network) -> RunnerTraits:
     """Return what the engine must know of a network that attends to pages."""
-    traits = RunnerTraits(embeds=output_head(network) is not None)
+    # The head must get the kept tokens only: transformers' models do it if they have this argument.
+    parameters = signature(network.module.forward).parameters
+    keeps = "tokens" in parameters or "logits_to_keep" in parameters
+    traits = RunnerTraits(embeds=keeps and output_head(network) is not None)
     if not isinstance(network.spec, VlmSpec):
         return traits
     return replace(traits, has_grid=bool(network.spec.sections), image_token=network.spec.image_token)

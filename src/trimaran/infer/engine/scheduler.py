@@ -107,7 +107,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.number < 0 or len(sequence.tokens) - sequence.num_computed != 1:
                 continue  # preempted just now, or it still has a prompt
-            while not self._grow(sequence, sequence.num_computed + 1):
+            has_room = sequence.num_computed < len(sequence.pages) * self.page_size
+            while not has_room and not self._grow(sequence, sequence.num_computed + 1):
                 victim = self._youngest(planned)
                 self._preempt(victim)
                 if victim is sequence:

@@ -3,12 +3,17 @@
 import asyncio
 import logging
 
+from trimaran.checkpoint.manifest import DamagedError
 from trimaran.checkpoint.step_dirs import looks_complete, newest_step, step_path
+from trimaran.checkpoint.step_files import StepFiles
+from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.core import UserError
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.weights_location import TrainedWeights
 from trimaran.run import RunDirectory
 
 LOG = logging.getLogger(__name__)
+MODEL_KEYS = "model/"
 
 
 def newest_weights(run: RunDirectory) -> TrainedWeights | None:
@@ -17,6 +22,22 @@ def newest_weights(run: RunDirectory) -> TrainedWeights | None:
     if step is None or not looks_complete(path := step_path(run.checkpoints, step)):
         return None
     return TrainedWeights(path=path, run=run, step=step)
+
+
+def damage_of(weights: TrainedWeights) -> str:
+    """Return what is wrong with the weights of a checkpoint, by their checksums; empty if nothing is.
+
+    The files of the optimizer are not read.
+    """
+    try:
+        index = StepFiles(weights.path).index
+        files = {region.file for key, each in index.items() if key.startswith(MODEL_KEYS) for region in each.regions}
+        damages = verify(weights.path, files=sorted(files), num_threads=1)
+    except DamagedError as error:
+        damages = list(error.damages)
+    except (UserError, OSError) as error:
+        return str(error)
+    return "; ".join(f"{each.file} {each.what}" for each in damages[:3])
 
 
 async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, seconds: float = 1.0) -> None:
@@ -30,7 +51,9 @@ async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, sec
         if found is None or found.step is None or found.step <= after:
             continue
         after = found.step
-        if await client.load(found):
+        if damage := await asyncio.to_thread(damage_of, found):
+            LOG.warning("the checkpoint of step %d is damaged and is not loaded: %s", after, damage)
+        elif await client.load(found):
             LOG.info("the weights of step %d answer from now on", after)
         else:
             LOG.warning("the weights of step %d could not be loaded", after)

@@ -67,6 +67,11 @@ class AdapterBank:
                 layer.register_forward_hook(partial(self._add_updates, self._updates[layer]))
             self._updates[layer][number] = _taken(layer)
 
+    def discard(self) -> None:
+        """Remove an adapter that is attached to the network and was not taken."""
+        _remove_adapter({name: each for name, each in self._network.module.named_modules()
+                         if isinstance(each, LoraLinear)})  # fmt: skip
+
     def use(self, adapters: np.ndarray, query_lengths: np.ndarray, kept: np.ndarray, device: torch.device) -> None:
         """Use `adapters` [S] for sequences with that many tokens, one after another, in the next forward.
 
@@ -86,7 +91,6 @@ class AdapterBank:
         language = [*self._network.towers.values()][-1]
         outside = [path for path in layers if not path.startswith(language) and layers[path] is not self._head]
         if full or outside:
-            _remove_adapter(layers)
             what = f"trains {full[0]} in full" if full else f"changes {outside[0]}, which all sequences share"
             raise UserError("E009", f"the adapter {name!r} {what}", where="adapters",
                             fix="serve it alone, merged into its base, or train it on linear layers of the language "

@@ -77,6 +77,7 @@ OTHERS = {
              {"precision": "bf16", "tp": 2}),
     "experts": ("model: {preset: tiny-moe, shape: {layers: 1, hidden: 32, heads: 2, kv_heads: 2}}\n"
                 "data: {source: text, path: PATH, seq_len: 32, holdout: 0.2}\n", {"ep": 2, "dp_shard": 2}),
+    "scenes": ("model: {family: perception}\ndata: {source: scenes, holdout: 0.2}\n", {"dp_replicate": 2}),
     "images": ("model: {family: vlm}\ndata: {source: shapes, seq_len: 128, holdout: 0.2}\n", {"dp_replicate": 2}),
 }  # fmt: skip
 

@@ -68,8 +68,8 @@ def eval(  # noqa: PLR0913 - each option of a command is a parameter
         raise UserError("A001", f"{option} is for --tasks", where=option, fix=f"name tasks, or leave {option} out")
     if tasks is not None and data is not None:
         raise UserError("A001", "a task brings its own data", where="--data", fix="leave --data or --tasks out")
-    request = EvalRequest(weights=find_weights(model, step), data=data, source=source, seq_len=seq_len,
-                          batches=batches)  # fmt: skip
+    weights = find_weights(model, step, for_text=tasks is not None or data is not None)
+    request = EvalRequest(weights=weights, data=data, source=source, seq_len=seq_len, batches=batches)
     refuse_unusable(os.environ)
     from trimaran.app.session.evaluate_trained import evaluate_loss, evaluate_tasks, save_evaluation
     from trimaran.app.views.clean_console import open_console

@@ -98,7 +98,7 @@ class ModelServer:
                 if response.status_code != httpx.codes.OK:
                     raise self._failed(_error_text(await response.aread(), response.status_code))
                 async for line in response.aiter_lines():
-                    if line.startswith("data:") and _take(answer, line[5:].strip()):
+                    if line.startswith("data:") and take_part(answer, line[5:].strip()):
                         yield
         except httpx.HTTPError as error:
             raise self._failed(_reason(error)) from None
@@ -147,7 +147,7 @@ def parse_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def _take(answer: Answer, data: str) -> bool:
+def take_part(answer: Answer, data: str) -> bool:
     """Add one message of the stream to the answer. Return whether anything has changed."""
     if data == "[DONE]" or len(data) > MAX_LINE_BYTES:
         return False

@@ -201,7 +201,6 @@ def measure(num_requests: int, num_clients: int, kills: int, *, seed: int = 0, m
             seconds = time.monotonic() - began
             server.wait_idle()
             server.client.get("/health")
-            time.sleep(6)  # idle connections are closed after 5 s
             return figures(clients.report, seconds, num_requests, (before, resources_of(server)),
                            (counted, server.metrics()))  # fmt: skip
 

@@ -21,11 +21,11 @@ from transformers import (
 
 from tests import hf_models, vlm_models
 from trimaran.infer.engine.batching_engine import BatchingEngine
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, NOTHING, EngineBatch
 from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.engine.model_runner import Runner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.engine.step_batch import ALL, EMBEDDING, NOTHING, StepBatch
 from trimaran.infer.generate import load_trained
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.trained_model import section_of_folder
@@ -127,10 +127,10 @@ class PrefixRunner:
         self.vocabulary = VOCABULARY
         self.traits: RunnerTraits = traits or RunnerTraits()
         self.memory = np.full(num_pages * page_size, -1)
-        self.batches: list[StepBatch] = []
+        self.batches: list[EngineBatch] = []
 
-    def run(self, batch: StepBatch) -> StepLogits:
-        batch = StepBatch.from_tensor(batch.to_tensor())  # as on another rank
+    def run(self, batch: EngineBatch) -> StepLogits:
+        batch = EngineBatch.from_tensor(batch.to_tensor())  # as on another rank
         self.batches.append(batch)
         rows: list[int] = []
         for number, want in enumerate(batch.wants.tolist()):

@@ -165,7 +165,7 @@ def running_server(model: Path, *options: str, log: Path) -> Iterator[RunningSer
     assert process.stdout is not None
     try:
         line = process.stdout.readline()  # it ends if the server dies
-        assert line, log.read_text()
+        assert "url" in line, f"{line} {log.read_text()}"
         server = RunningServer(process, json.loads(line)["url"])
         with server.client:
             yield server

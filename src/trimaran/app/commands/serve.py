@@ -51,7 +51,7 @@ def serve(  # noqa: PLR0913 - each option of a command is a parameter
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name. [default: its folder's]")] = None,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="The model's name. [default: its folder's]")] = None,
     adapter: Adapters = None,
     follow: Follow = False,
     engine: Engine = "own",

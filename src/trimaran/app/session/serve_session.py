@@ -24,13 +24,13 @@ def serve_model(config: EngineConfig, settings: ServerSettings, port: int, *, ha
     listening = listen(settings.host, port)
     url = f"http://{_shown_host(settings.host)}:{listening.getsockname()[1]}"
 
-    def on_start() -> None:
-        facts = {"url": url, "model": settings.name, "adapters": [*config.adapters], "weights": config.weights.label}
+    def on_start(weights: str) -> None:
+        facts = {"url": url, "model": settings.name, "adapters": [*config.adapters], "weights": weights}
         if as_json:
             typer.echo(json.dumps(facts | {"token": settings.token}))
             return
         names = ", ".join([settings.name, *config.adapters])
-        typer.echo(f"{names} ({config.weights.label}) answers at {url}/v1")
+        typer.echo(f"{names} ({weights}) answers at {url}/v1")
         if not has_token:
             typer.echo(f"token: {settings.token}")
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimaran.data.vision import grid_positions
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST, NOTHING, EngineBatch, StepImages
 from trimaran.infer.engine.engine_sequence import EngineSequence
 from trimaran.infer.engine.model_runner import Runner
 from trimaran.infer.engine.scheduler import ScheduledPart
-from trimaran.infer.engine.step_batch import ALL, EMBEDDING, LAST, NOTHING, StepBatch, StepImages
 
 
 class BatchBuilder:
@@ -22,7 +22,7 @@ class BatchBuilder:
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._grids: dict[str, np.ndarray] = {}
 
-    def build(self, parts: Sequence[ScheduledPart], ended: Sequence[int], wants: Sequence[int]) -> StepBatch:
+    def build(self, parts: Sequence[ScheduledPart], ended: Sequence[int], wants: Sequence[int]) -> EngineBatch:
         """Return the batch of the next tokens of these sequences. `ended` are the numbers of those that are gone."""
         for number in ended:
             self._free_row(number)
@@ -44,7 +44,7 @@ class BatchBuilder:
         adapters = [
             traits.adapters.index(each.request.adapter) + 1 if each.request.adapter else 0 for each in sequences
         ]
-        return StepBatch(
+        return EngineBatch(
             tokens=np.array(tokens, dtype=np.int64),
             positions=positions,
             query_starts=query_starts,

@@ -10,6 +10,7 @@ from torch import Tensor
 from trimaran.infer.engine.batch_builder import BatchBuilder, part_wants
 from trimaran.infer.engine.block_pool import BlockPool
 from trimaran.infer.engine.check_request import refuse_impossible
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST
 from trimaran.infer.engine.engine_request import (
     EngineFinish,
     EngineRequest,
@@ -20,7 +21,6 @@ from trimaran.infer.engine.engine_request import (
 from trimaran.infer.engine.engine_sequence import EngineSequence
 from trimaran.infer.engine.model_runner import Runner, StepLogits
 from trimaran.infer.engine.scheduler import EngineSettings, ScheduledPart, Scheduler
-from trimaran.infer.engine.step_batch import ALL, EMBEDDING, LAST
 from trimaran.infer.engine.token_choice import (
     NOT_A_TOKEN,
     TokenChooser,

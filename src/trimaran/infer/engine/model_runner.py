@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimaran.infer.engine.step_batch import EMBEDDING, StepBatch
+from trimaran.infer.engine.engine_batch import EMBEDDING, EngineBatch
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
@@ -34,7 +34,7 @@ class RunnerTraits:
 class StepLogits:
     """What a step computed, on the runner's device.
 
-    `logits` fp32 [K, vocabulary] belong to `StepBatch.logit_rows`. `embeddings` fp32 [sequences that are embedded,
+    `logits` fp32 [K, vocabulary] belong to `EngineBatch.logit_rows`. `embeddings` fp32 [sequences that are embedded,
     hidden] are the sums of the last layer's outputs at their new tokens; None if there are none.
     """
 
@@ -55,7 +55,7 @@ class Runner(Protocol):
         """What the engine must know of the model now; the loaded adapters may change."""
         ...
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: EngineBatch) -> StepLogits:
         """Return the logits that the batch asks for, and keep its keys and values in their pages."""
         ...
 
@@ -83,7 +83,7 @@ class ModelRunner:
     def traits(self) -> RunnerTraits:
         return self._traits if self._bank is None else replace(self._traits, adapters=tuple(self._bank.names))
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: EngineBatch) -> StepLogits:
         """See `Runner`. A step for which `batch.is_decode` holds may be the replay of a CUDA graph instead."""
         with torch.inference_mode(), self.autocast():
             rows, embedded = batch.logit_rows(), batch.embedding_rows()
@@ -97,7 +97,7 @@ class ModelRunner:
     def autocast(self) -> AbstractContextManager[object]:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
 
-    def _run_with_embeddings(self, batch: StepBatch, rows: np.ndarray, embedded: np.ndarray) -> StepLogits:
+    def _run_with_embeddings(self, batch: EngineBatch, rows: np.ndarray, embedded: np.ndarray) -> StepLogits:
         """Return logits and embeddings: what the head takes, which is the output of the last norm."""
         kept = np.union1d(rows, embedded)
         extension, inputs = step_inputs(batch, self.cache, self.device, kept)
@@ -127,7 +127,7 @@ def output_head(network: Network) -> nn.Module | None:
 
 
 def step_inputs(
-    batch: StepBatch, cache: PagedCache, device: torch.device, kept: np.ndarray
+    batch: EngineBatch, cache: PagedCache, device: torch.device, kept: np.ndarray
 ) -> tuple[PagedExtension, dict[str, Tensor]]:
     """Return a batch as the network takes it, on `device`. `kept` are the tokens whose output is wanted."""
     new_pages = batch.slots[batch.positions % cache.page_size == 0] // cache.page_size

@@ -92,10 +92,10 @@ def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
 
 
 def _with_graphs(runner: ModelRunner, config: EngineConfig) -> Runner:
-    """Return the runner whose decode steps are CUDA graphs, captured before the first request."""
+    """Return the runner whose steps are CUDA graphs, captured before the first request."""
     graphs: Any = import_module(GRAPHS)
     found = graphs.GraphRunner(runner.network, runner.device, runner.dtype, runner.cache, runner.traits)
-    found.capture(config.sizes.max_running)
+    found.capture(config.sizes.max_running, config.sizes.max_step_tokens)
     return found
 
 

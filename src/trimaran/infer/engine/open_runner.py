@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from trimaran.core import UserError
+from trimaran.infer.engine.engine_batch import LAST, EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits, output_head
 from trimaran.infer.engine.sequence_runner import SequenceRunner
-from trimaran.infer.engine.step_batch import LAST, StepBatch
 from trimaran.models import VlmSpec
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
@@ -71,7 +71,7 @@ def bytes_of_page(network: Network, device: torch.device, dtype: torch.dtype, pa
     one = np.ones(1, dtype=np.int64)
     zeros = np.zeros(1, dtype=np.int64)
     traits, cache = traits_of(network), PagedCache(1, page_size)
-    batch = StepBatch(
+    batch = EngineBatch(
         tokens=zeros, positions=zeros, query_starts=np.array([0, 1]), context_lengths=one, page_tables=zeros[None],
         slots=zeros, wants=one * LAST, adapters=zeros, sequences=zeros, finished=zeros[:0],
         grid=np.zeros((3, 1), dtype=np.int64) if traits.has_grid else None,

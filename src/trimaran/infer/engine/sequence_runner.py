@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from trimaran.infer.engine.engine_batch import ALL, LAST, EngineBatch
 from trimaran.infer.engine.model_runner import RunnerTraits, StepLogits
-from trimaran.infer.engine.step_batch import ALL, LAST, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.key_value_cache import KeyValueCache
 
@@ -37,7 +37,7 @@ class SequenceRunner:
         self._has_cache = network.has_cache(device)
         self._sequences: dict[int, _CachedSequence] = {}
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: EngineBatch) -> StepLogits:
         for number in batch.finished.tolist():
             self._sequences.pop(number, None)
         rows: list[Tensor] = []

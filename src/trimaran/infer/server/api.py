@@ -62,7 +62,7 @@ class ApiModel:
                         fix=f"use one of: {', '.join(names)}")  # fmt: skip
 
 
-class Api:
+class OpenAiApi:
     """The endpoints of one served model."""
 
     def __init__(self, model: ApiModel, reader: PromptReader, client: EngineClient, metrics: ServingMetrics) -> None:

@@ -63,8 +63,19 @@ class EngineClient:
         return [rank.pid for rank in self._process.ranks] if self._process else []
 
     async def start(self) -> EngineLimits:
-        """Start the engine and return its limits. Raises UserError with the engine's own mistake if it has one."""
-        self._process, self.limits = await self._start_once()
+        """Start the engine and return its limits. Raises UserError with the engine's own mistake if it has one.
+
+        A checkpoint that training removed before it was loaded is replaced by the newest one.
+        """
+        while True:
+            try:
+                self._process, self.limits = await self._start_once()
+                break
+            except UserError:
+                newest = self.newest_weights()
+                if newest is None or newest.path == self.weights.path:
+                    raise
+                self.weights = newest
         self._is_ready = True
         self._metrics.set_gauges(ready=1, pages=self.limits.num_pages)
         return self.limits

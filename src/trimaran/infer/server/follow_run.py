@@ -48,7 +48,7 @@ async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, sec
     while True:
         await asyncio.sleep(seconds)
         found = await asyncio.to_thread(newest_weights, run)
-        if found is None or found.step is None or found.step <= after:
+        if found is None or found.step is None or found.step <= max(after, client.weights.step or 0):
             continue
         after = found.step
         if damage := await asyncio.to_thread(damage_of, found):

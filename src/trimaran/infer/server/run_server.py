@@ -15,7 +15,7 @@ import uvicorn
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.open_weights import open_texts
 from trimaran.infer.server.access import LOCAL_NAMES, AccessMiddleware
-from trimaran.infer.server.api import Api, ApiModel
+from trimaran.infer.server.api import ApiModel, OpenAiApi
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.engine_process import EngineProcess, start_engine
 from trimaran.infer.server.follow_run import follow_run, newest_weights
@@ -29,6 +29,8 @@ LOG = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 8192
 CLOSE_SECONDS = 5.0
+# Longer than clients usually keep an idle connection: a request that crosses a close on its way is lost.
+KEEP_ALIVE_SECONDS = 75
 EXIT_ENGINE_GONE = 1
 
 
@@ -50,16 +52,18 @@ class Server:
         self.metrics = ServingMetrics()
         queue = RequestQueue(max_waiting=settings.max_queue, on_times=self.metrics.observe_output)
         self.client = EngineClient(self._start_engine, config.weights, queue, self.metrics, settings.policy)
+        if (run := config.weights.run) is not None and settings.follow_after is not None:
+            self.client.newest_weights = lambda: newest_weights(run)
         # Tokenizers have state: prompts are encoded in a thread, and answers are decoded in the event loop.
         texts, encoding = open_texts(config.weights), open_texts(config.weights)
         model = ApiModel(name=settings.name, adapters=tuple(config.adapters), texts=texts, created=int(time.time()))
-        self.api = Api(model, PromptReader(encoding), self.client, self.metrics)
+        self.api = OpenAiApi(model, PromptReader(encoding), self.client, self.metrics)
         self._http = self._http_server()
         self._stop_now = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
-    async def run(self, listening: socket.socket, on_start: Callable[[], None]) -> int:
-        """Serve until a signal. `on_start` is called when the engine is ready. Returns the exit code.
+    async def run(self, listening: socket.socket, on_start: Callable[[str], None]) -> int:
+        """Serve until a signal. `on_start` gets the name of the weights when they answer. Returns the exit code.
 
         Raises UserError if the engine cannot be started the first time.
         """
@@ -75,7 +79,7 @@ class Server:
             starting.result()
             engine = asyncio.create_task(self.client.run())
             others = [engine, *self._followers()]
-            on_start()
+            on_start(self.client.weights.label)
             await asyncio.wait({http, engine}, return_when=asyncio.FIRST_COMPLETED)
             return 0 if self._draining is not None else EXIT_ENGINE_GONE
         finally:
@@ -101,6 +105,7 @@ class Server:
                 server_header=False,
                 limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=int(CLOSE_SECONDS),
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 ws="none",
             )
         )
@@ -109,7 +114,6 @@ class Server:
         run, after = self._config.weights.run, self._settings.follow_after
         if run is None or after is None:
             return []
-        self.client.newest_weights = lambda: newest_weights(run)
         return [asyncio.create_task(follow_run(run, self.client, after=after, seconds=self._settings.follow_seconds))]
 
     async def _start_engine(self, weights: TrainedWeights) -> EngineProcess:
@@ -146,7 +150,7 @@ class Server:
 
 
 def serve(
-    config: EngineConfig, settings: ServerSettings, listening: socket.socket, on_start: Callable[[], None]
+    config: EngineConfig, settings: ServerSettings, listening: socket.socket, on_start: Callable[[str], None]
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code."""
 

@@ -23,14 +23,14 @@ class StepImages:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class StepBatch:
+class EngineBatch:
     """N new tokens of S sequences side by side, i64 arrays on the host. Sequences with one new token come first.
 
     Sequence s has the tokens from `query_starts[s]` to `query_starts[s + 1]`, and `context_lengths[s]` keys with them.
-    Its keys are in the pages `page_tables[s]`; entries after its last page repeat its first. `slots` are where the new keys
-    go: page times page size plus offset. `positions` are those in the sequence; `grid` [3, N] are time, row and column for
-    a model that has them. `adapters` [S] are numbers of adapters, 0 for none. `sequences` [S] are unique numbers, and
-    `finished` are the numbers of those that ended, or were preempted, since the last step.
+    Its keys are in the pages `page_tables[s]`; entries after its last page repeat its first. `slots` are where the new
+    keys go: page times page size plus offset. `positions` are those in the sequence; `grid` [3, N] are time, row and
+    column for a model that has them. `adapters` [S] are numbers of adapters, 0 for none. `sequences` [S] are unique
+    numbers, and `finished` are the numbers of those that ended, or were preempted, since the last step.
     """
 
     tokens: np.ndarray

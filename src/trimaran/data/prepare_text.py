@@ -64,6 +64,12 @@ def pack(section: DataSection, out: Path, *, end_token: str | None = None, progr
     return out
 
 
+def pack_with(section: DataSection, tokenizer: Tokenizer, out: Path, *, progress: Progress | None = None) -> Path:
+    """Return the new folder `out` after packing `section` into it with a tokenizer that is already open."""
+    _pack(section, find_files(section), tokenizer, out, progress)
+    return out
+
+
 def check(section: DataSection) -> None:
     """Raise if the data is missing, empty or unreadable. Reads only the start of files and packs nothing."""
     if section.source == "shards":

@@ -150,6 +150,11 @@ class RunDirectory:
         return self.path / "profiles"
 
     @property
+    def evaluations(self) -> Path:
+        """What `trimaran eval` measured of this run's checkpoints; see `evaluation_records.py`."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def findings(self) -> Path:
         """The doctor's latest findings about the run."""
         return self.path / "findings.json"

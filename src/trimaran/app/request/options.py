@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # every command imports this module, so completion imports wh
 RUNS = Path("runs")
 YAML = re.compile(r"\.ya?ml$")
 LINES = re.compile(r"\.jsonl$")
+ANY = re.compile(r"")
 MODEL = re.compile(r"\.ya?ml$|(^|/)config\.json$")
 
 
@@ -29,6 +30,11 @@ def complete_recipe(incomplete: str) -> list[str]:
 def complete_lines(incomplete: str) -> list[str]:
     """Return the JSONL files and folders that complete `incomplete`."""
     return _files(incomplete, LINES)
+
+
+def complete_data(incomplete: str) -> list[str]:
+    """Return the files and folders that complete `incomplete`."""
+    return _files(incomplete, ANY)
 
 
 def complete_model_or_recipe(incomplete: str) -> list[str]:

@@ -29,11 +29,11 @@ STATUS_TEXT = {
 }
 
 
-def find_weights(name: str, step: int | None) -> TrainedWeights:
+def find_weights(name: str, step: int | None, *, for_text: bool = True) -> TrainedWeights:
     """Return the weights that `name` names: a run, a checkpoint of it, or a Hugging Face folder.
 
     Of a run these are the newest: the weights that it saved at its end, or a later checkpoint. Raises UserError if
-    there are none.
+    there are none; with `for_text` also if the model generates no text.
     """
     path = expand_user(name)
     if step is None and STEP_NAME.fullmatch(path.name) and (path.parents[1] / MARKER).is_file():
@@ -45,7 +45,7 @@ def find_weights(name: str, step: int | None) -> TrainedWeights:
                             fix="leave --step out, or name a run")  # fmt: skip
         return TrainedWeights(path=path)
     run = find_run(name)
-    if run.read_recipe().model.family == "perception":
+    if for_text and run.read_recipe().model.family == "perception":
         raise UserError("A016", "a perception model generates no text", where=str(run.recipe),
                         fix="see its accuracy with `trimaran watch`")  # fmt: skip
     newest = newest_step(run.checkpoints)

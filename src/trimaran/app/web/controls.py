@@ -18,11 +18,18 @@ TYPING_SECONDS = 0.25  # between two messages while the user types or drags
 
 
 def text_field(
-    label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False
+    label: str,
+    on_change: OnText,
+    *,
+    value: str = "",
+    hint: str = "",
+    is_search: bool = False,
+    is_secret: bool = False,
 ) -> ui.element:
-    """Add a field for text; `on_change` is called while the user types."""
+    """Add a field for text; `on_change` is called while the user types. A secret is not shown."""
+    kind = "search" if is_search else "password" if is_secret else "text"
     with _labelled(label):
-        field = _element("input", type="search" if is_search else "text", defaultValue=value, placeholder=hint,
+        field = _element("input", type=kind, defaultValue=value, placeholder=hint,
                          autocomplete="off", spellcheck="false")  # fmt: skip
         field.props["aria-label"] = label
     return field.on("input", _with_value(on_change), ["value"], throttle=TYPING_SECONDS, leading_events=False)

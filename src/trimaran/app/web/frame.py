@@ -30,6 +30,7 @@ PAGES = (
     ("/workshop", "Workshop", "w"),
     ("/views", "Views", "v"),
     ("/compare", "Compare", "c"),
+    ("/chat", "Chat", "m"),
 )
 # Three hulls, seen from above.
 LOGO = (

@@ -17,6 +17,7 @@ from nicegui import run, ui
 from trimaran.app.report.document import html_document
 from trimaran.app.report.markup import tag
 from trimaran.app.web import (
+    chat_page,
     compare_page,
     home_page,
     run_page,
@@ -38,6 +39,7 @@ PAGES = (
     compare_page,
     views_page,
     workshop_page,
+    chat_page,
 )
 
 

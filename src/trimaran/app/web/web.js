@@ -46,7 +46,7 @@
     link ? link.click() : keys[event.key]();
   });
   // NiceGUI sends plain values of an event, and not its target.
-  for (const kind of ["input", "change"]) {
+  for (const kind of ["input", "change", "keydown"]) {
     document.addEventListener(kind, (event) => { event.value = event.target.type === "checkbox" ? String(event.target.checked) : event.target.value; }, true);
   }
   document.addEventListener("click", (event) => { event.value = event.target.closest?.("[data-value]")?.dataset.value; }, true);

@@ -1,0 +1,93 @@
+"""Compares an export with the network that it was made of: the logits of the same tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimaran.core import UserError
+from trimaran.nets import Network
+
+# Rows of different lengths: a graph that has a fixed batch or length fails with the second.
+SHAPES = ((2, 24), (1, 7))
+# The root mean square of the difference of logits, as a fraction of that of the logits. fp32 allows for another order
+# of additions; the others for the rounding of each weight: half a step of its block or of its mantissa.
+BOUNDS = {
+    "fp32": 1e-4,
+    "fp16": 5e-3,
+    "bf16": 3e-2,
+    "int8": 5e-2,
+    "q8_0": 5e-2,
+    "q5_1": 0.12,
+    "q5_0": 0.12,
+    "q4_1": 0.3,
+    "q4_0": 0.3,
+    "int4": 0.3,
+}
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsDifference:
+    """How far the logits of an export are from those of the checkpoint.
+
+    `largest` is the largest absolute difference of a logit, `relative` the root mean square of the differences as a
+    fraction of that of the logits, `same_choice` the fraction of positions at which both choose the same token.
+    """
+
+    largest: float
+    relative: float
+    same_choice: float
+    bound: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "largest_difference": self.largest,
+            "relative_difference": self.relative,
+            "bound": self.bound,
+            "same_choice": self.same_choice,
+        }
+
+
+def sample_tokens(vocabulary: int, max_seq_len: int) -> list[Tensor]:
+    """Return the tokens that exports are compared on, [B, T] each: the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, vocabulary, (rows, min(length, max_seq_len)), generator=generator) for rows, length in SHAPES
+    ]
+
+
+def network_logits(network: Network) -> Logits:
+    """Return the function that computes the logits [B, T, vocab] of tokens [B, T] with `network`, on the CPU."""
+
+    @torch.no_grad()
+    def logits(tokens: Tensor) -> Tensor:
+        device = next(network.module.parameters()).device
+        return network.forward({"tokens": tokens.to(device)})[0].float().cpu()
+
+    return logits
+
+
+def compare_logits(reference: Logits, exported: Logits, batches: list[Tensor], *, precision: str) -> LogitsDifference:
+    """Return the difference of two functions from tokens to logits. `precision` is a key of BOUNDS."""
+    largest = squares = total = same = count = 0.0
+    for tokens in batches:
+        expected, found = reference(tokens).double(), exported(tokens).double()
+        assert expected.shape == found.shape, (expected.shape, found.shape)
+        difference = (found - expected).nan_to_num(torch.inf)
+        largest = max(largest, difference.abs().max().item())
+        squares, total = squares + difference.square().sum().item(), total + expected.square().sum().item()
+        same += (expected.argmax(-1) == found.argmax(-1)).sum().item()
+        count += tokens.numel()
+    relative = (squares / total) ** 0.5 if total else largest
+    return LogitsDifference(largest=largest, relative=relative, same_choice=same / count, bound=BOUNDS[precision])
+
+
+def refuse_difference(difference: LogitsDifference, where: str) -> None:
+    """Raise UserError if an export is farther from its checkpoint than rounding explains."""
+    if not difference.relative <= difference.bound:
+        raise UserError("K072", f"the export differs from the checkpoint: its logits by {difference.relative:.3g} of "
+                        f"their size, and rounding explains {difference.bound:g}", where=where,
+                        fix="do not use it: choose a wider dtype, or report this as a bug")  # fmt: skip

@@ -69,7 +69,7 @@ class GraphRunner(ModelRunner):
             captured = sum(self._graphs.capture(size) for size in sorted(sizes, reverse=True))
         torch.cuda.synchronize(self.device)
         log.info("captured %d CUDA graphs for steps of up to %d sequences and %d tokens", captured, decodes[-1],
-                 sizes[0].tokens)  # fmt: skip
+                 max(size.tokens for size in sizes))  # fmt: skip
         return captured
 
 

@@ -124,6 +124,7 @@ def test_answers_go_on_when_the_engine_is_killed_in_the_middle(server: RunningSe
     server.wait_idle()
 
 
+@pytest.mark.slow  # tests/unit/test_serve_parts.py has the same of the queue alone
 def test_a_request_that_runs_in_two_deaths_fails_and_the_server_lives(server: RunningServer) -> None:
     async def work() -> httpx.Response:
         async with new_client(server) as client:

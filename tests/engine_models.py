@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     Olmo2Config,
+    Phi3Config,
     Starcoder2Config,
 )
 
@@ -34,6 +37,10 @@ from trimaran.nets import Network
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 64
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
 SMALL = hf_models.SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
     "gemma2": Gemma2Config(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
@@ -47,13 +54,18 @@ CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
     "cohere2": Cohere2Config(**SMALL, sliding_window=6, layer_types=hf_models.LAYERS),
     "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
     "bloom": BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
+    "longrope": Phi3Config(**SMALL, **LONGROPE),
+    "deepseek-v3": DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=8, n_group=1,
+                                    qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=4,
+                                    num_experts_per_tok=2, topk_group=1, moe_intermediate_size=16,
+                                    first_k_dense_replace=1),
 }  # fmt: skip
 
 
 def save_model(name: str, folder: Path) -> Path:
     """Save one of CONFIGS with random weights, none of them neutral, and return the folder."""
     torch.manual_seed(0)
-    config = CONFIGS[name]
+    config = deepcopy(CONFIGS[name])
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, None, 0
     model = AutoModelForCausalLM.from_config(config)
     vlm_models.perturb(model)

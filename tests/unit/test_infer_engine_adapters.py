@@ -2,14 +2,18 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
-from tests.engine_models import CPU, answers_of, random_prompts, requests_of, tokens_of
+from tests.engine_models import CPU, answers_of, open_network, random_prompts, requests_of, save_model, tokens_of
 from tests.vlm_models import perturb
 from trimaran.core import AdapterSection, UserError
+from trimaran.infer.engine.adapter_loading import load_adapter, load_peft_folder
 from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.model_runner import output_head
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
@@ -113,3 +117,41 @@ def test_an_adapter_that_trains_modules_in_full_is_refused() -> None:
     bank.discard()
     assert bank.names == []
     assert not any(isinstance(each, LoraLinear) for each in network.module.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_folders_that_peft_has_written_are_served_together(name: str, tmp_path: Path) -> None:
+    folder = save_model(name, tmp_path / "base")
+    requests = requests_of(random_prompts(6, seed=9), [8] * 6)
+    expected: dict[str, list[int]] = {}
+    for number, targets in enumerate((["q_proj", "up_proj"], ["v_proj", "o_proj", "down_proj"])):
+        base_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.manual_seed(number)
+        config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False)
+        adapted: Any = get_peft_model(base_model, config)
+        adapted.save_pretrained(tmp_path / f"adapter-{number}")
+        merged = adapted.merge_and_unload().eval()
+        for request in requests[number::2]:
+            ids = torch.tensor([request.prompt])
+            out = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+            expected[request.id] = out[0, len(request.prompt) :].tolist()
+    network = open_network(folder)
+    bank = AdapterBank(network, output_head(network))
+    engine = engine_of(network, bank)
+    for number in range(2):
+        load_peft_folder(network, bank, f"adapter-{number}", tmp_path / f"adapter-{number}")
+    requests = [replace(each, adapter=f"adapter-{int(each.id) % 2}") for each in requests]
+    assert tokens_of(answers_of(engine, requests, [0, 0, 0, 2, 2, 3])) == expected
+
+
+def test_an_adapter_that_cannot_be_read_leaves_the_network_as_it_was(tmp_path: Path) -> None:
+    network = base()
+    bank = AdapterBank(network, output_head(network))
+
+    def fail(*_: Any) -> None:
+        raise UserError("K051", "damaged", where="", fix="")
+
+    with pytest.raises(UserError, match="K051"):
+        load_adapter(network, bank, "mine", AdapterSection.model_validate(SECTIONS["all"]), fail)
+    assert not any(isinstance(each, LoraLinear) for each in network.module.modules())
+    assert bank.names == []

@@ -94,3 +94,23 @@ def test_images_and_texts_in_one_batch_get_the_tokens_that_they_get_alone(name: 
     engine = new_engine(network, num_pages=26, max_running=4, max_step_tokens=4 + largest)
     assert tokens_of(answers_of(engine, requests, [0, 1, 1, 2, 9])) == expected
     assert engine.stats().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("qwen2-vl", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_tokens_after_images_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    network = hf_vlm(name, tmp_path)
+    spec: Any = network.spec
+    order: list[int | None] = [None, 0, None, 1, None]
+    shapes = vlm_models.SHAPES.get(name, vlm_models.VARIOUS)
+    images = vlm_models.random_images(shapes, spec.vision.patch)
+    inputs = vlm_models.inputs_of(spec, images, [order])
+    theirs = vlm_models.hf_inputs(spec, inputs, images[:2])
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = inputs["tokens"]
+    out = model.generate(**theirs, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+                         suppress_tokens=[spec.image_token])  # fmt: skip
+    request = request_with_images(spec, "a", order, 12)
+    assert request.prompt == tuple(ids[0].tolist())
+    found = tokens_of(answers_of(new_engine(network, max_step_tokens=48), [request, replace(request, id="b")]))
+    assert found["a"] == found["b"] == out[0, ids.shape[1] :].tolist()

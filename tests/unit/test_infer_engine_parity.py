@@ -30,12 +30,13 @@ from trimaran.infer.engine.sequence_runner import SequenceRunner
 from trimaran.infer.generate import Generation
 from trimaran.infer.next_token import CachedLogits, NextTokenModel
 from trimaran.infer.sampling import Sampling, TokenSampler
+from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.nets import Decoder, Network
 
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe"}
 FAST = ["llama", "qwen3-moe", "mistral", "gemma2", "gpt-oss"]
 SLOW = ["llama-tied", "qwen2", "qwen3", "gemma3", "gpt2", "gpt-neox", "phi3", "mixtral", "olmo2", "cohere", "cohere2",
-        "starcoder2"]  # fmt: skip
+        "starcoder2", "deepseek-v3"]  # fmt: skip
 ARCHITECTURES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 LENGTHS = [3, 14, 9, 20, 1, 12, 17]
 
@@ -76,15 +77,26 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     assert tokens_of(answers_of(together, requests)) == expected
 
 
+def test_a_model_of_transformers_is_paged_in_half_precision(tmp_path: Path) -> None:
+    network = open_network(save_model("mistral", tmp_path))
+    compute_in_bf16(network.module)
+    cache = CacheSettings(max_bytes=1 << 20, page_size=4)
+    engine = BatchingEngine(open_runner(network, CPU, torch.bfloat16, cache), EngineSettings(max_running=8))
+    assert isinstance(engine.runner, ModelRunner)
+    found = tokens_of(answers_of(engine, requests_of(random_prompts(5, seed=1), [9] * 5), [0, 0, 1, 2, 5]))
+    assert [len(row) for row in found.values()] == [9] * 5
+
+
 @pytest.mark.slow
-def test_a_model_that_cannot_be_paged_generates_one_sequence_after_another(tmp_path: Path) -> None:
-    folder, prompts = save_model("bloom", tmp_path), random_prompts(4, seed=7)
+@pytest.mark.parametrize("name", ["bloom", "longrope"])
+def test_a_model_that_cannot_be_paged_generates_one_sequence_after_another(name: str, tmp_path: Path) -> None:
+    folder, prompts = save_model(name, tmp_path), random_prompts(4, seed=7)
     network = open_network(folder)
     engine = new_engine(network, num_pages=20, max_step_tokens=11)
     assert isinstance(engine.runner, SequenceRunner)
     expected = generated(folder, prompts, LENGTHS[:4])
     assert tokens_of(answers_of(engine, requests_of(prompts, LENGTHS[:4]), [0, 0, 3, 5])) == expected
-    assert engine.runner._sequences.keys() == set() or len(engine.runner._sequences) == 1  # dropped by the next step
+    assert len(engine.runner._sequences) <= 1  # the next step drops those that have ended
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from trimaran.nets.paged_cache import AttentionOptions, PagedCache, PagedExtensi
 
 PROBE_TOKENS = 6
 PAGE_SIZE = 4
-TOLERANCE = 1e-3  # of the largest logit: attention that is wrong is wrong by far more
+# Of the largest logit, in fp32 and in half precision: attention that is wrong is wrong by far more.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.06
 PAGED_ATTRIBUTE = "trimaran_pages"  # the attribute of a model that was found to attend to pages
 
 log = logging.getLogger(__name__)
@@ -98,11 +99,17 @@ def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor)
         last = network.extend_pages(extension, inputs)[0].float()
         windows = extension.windows
     difference = (whole - last).abs().max() / whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
-    if not difference < TOLERANCE:
+    if not difference < _tolerance(network.module, tokens[0].device):
         return f"computes other logits over pages, by {difference:.1e}"
     if windows != _windows_of(network.module.config, windows):
         return "does not tell its attention about its windows"
     return ""
+
+
+def _tolerance(module: nn.Module, device: torch.device) -> float:
+    """Return how much logits may differ by rounding alone."""
+    is_half = torch.is_autocast_enabled(device.type) or any(each.dtype != torch.float32 for each in module.parameters())
+    return HALF_TOLERANCE if is_half else TOLERANCE
 
 
 def _windows_of(config: Any, found: Mapping[int, int | None]) -> dict[int, int | None]:

@@ -143,6 +143,8 @@ class Scheduler:
         """Return the first parts of waiting sequences, if there are pages for the whole of them."""
         parts: list[ScheduledPart] = []
         while self.waiting and budget > 0 and len(self.running) < self.settings.max_running:
+            if self.running and self.pool.num_free <= len(self.running):
+                break  # it would be refused below; a long prefix need not be looked up for that in every step
             sequence = self.waiting[0]
             self._share_prefix(sequence)
             needed = self._num_pages(len(sequence.tokens)) - len(sequence.pages)

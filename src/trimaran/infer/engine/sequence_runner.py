@@ -1,5 +1,8 @@
 """Runs models that cannot attend to pages: one sequence after another, each with its own cache."""
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,7 @@ class SequenceRunner:
         self.traits = RunnerTraits(reuses_prefixes=False, embeds=False)
         network.module.eval()
         self._has_cache = network.has_cache(device)
+        self._long_after = _longrope_limit(network.module)
         self._sequences: dict[int, _CachedSequence] = {}
 
     def run(self, batch: EngineBatch) -> StepLogits:
@@ -59,6 +63,8 @@ class SequenceRunner:
         """Return the logits [1, vocabulary] after the last token."""
         if sequence.cache is None:
             return self._all_logits(sequence)[-1:]
+        if sequence.num_cached <= self._long_after < len(sequence.tokens):  # its keys were rotated by other angles
+            sequence.cache, sequence.num_cached = self.network.new_cache(), 0
         new = torch.tensor(sequence.tokens[sequence.num_cached :], device=self.device)
         sequence.num_cached = len(sequence.tokens)
         return self.network.extend(sequence.cache, {"tokens": new[None]})[0]
@@ -67,3 +73,11 @@ class SequenceRunner:
         """Return the logits [length, vocabulary] after every token, without the cache."""
         tokens = torch.tensor(sequence.tokens, device=self.device)
         return self.network.forward({"tokens": tokens[None]})[0][0]
+
+
+def _longrope_limit(module: Any) -> int:
+    """Return the length after which all positions of a sequence get other rotary frequencies; no length if none."""
+    config = getattr(module, "config", None)
+    parameters = {} if config is None else getattr(config.get_text_config(), "rope_parameters", None) or {}
+    is_long = parameters.get("rope_type") == "longrope"
+    return parameters["original_max_position_embeddings"] if is_long else sys.maxsize

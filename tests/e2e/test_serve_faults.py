@@ -1,8 +1,9 @@
-"""`trimaran serve` when something goes wrong: a killed engine, clients that vanish, a full queue, a stop."""
+"""`trimaran serve` when something changes or goes wrong: deaths, clients that vanish, new checkpoints, a stop."""
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving import ANSWER_SECONDS, TOKEN, RunningServer, running_server, save_tiny_model, wait_for
+from tests.serving import (
+    ANSWER_SECONDS,
+    MODEL,
+    TOKEN,
+    RunningServer,
+    add_checkpoint,
+    greedy_text,
+    new_tiny_run,
+    running_server,
+    wait_for,
+)
+from trimaran.checkpoint.step_dirs import step_path
+from trimaran.run import RunDirectory
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 LONG = {"max_tokens": 300, "temperature": 0.9, "seed": 4, "ignore_eos": True}
@@ -25,10 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    """A server that works on two requests at once, and lets two wait."""
-    model = save_tiny_model(folder / "model")
-    with running_server(model, "--max-running", "2", "--max-queue", "2", log=folder / "log") as running:
+    """A server of a run that works on two requests at once, and lets two wait. At its end it is asked to stop."""
+    run = new_tiny_run(folder / "run")
+    add_checkpoint(run, 1)
+    options = ("--follow", "--max-running", "2", "--max-queue", "2")
+    with running_server(run.path, *options, log=folder / "log") as running:
         yield running
+        _stop_in_a_stream(running)
 
 
 async def texts_of(client: httpx.AsyncClient, started: asyncio.Event | None = None, **fields: Any) -> str:
@@ -124,6 +140,7 @@ def test_answers_go_on_when_the_engine_is_killed_in_the_middle(server: RunningSe
     server.wait_idle()
 
 
+@pytest.mark.slow  # tests/unit/test_serve_parts.py has the same of the queue alone
 def test_a_request_that_runs_in_two_deaths_fails_and_the_server_lives(server: RunningServer) -> None:
     async def work() -> httpx.Response:
         async with new_client(server) as client:
@@ -143,3 +160,76 @@ def test_a_request_that_runs_in_two_deaths_fails_and_the_server_lives(server: Ru
     answer = asyncio.run(work())
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "U010")
     assert server.complete("lives", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_new_checkpoints_answer_without_a_dropped_request(server: RunningServer, folder: Path) -> None:
+    run = RunDirectory(folder / "run")
+    assert fingerprint(server) == f"{MODEL}@step-1"
+    restarts = server.metrics()["engine_restarts_total"]
+    asyncio.run(_change_in_a_stream(server, run))
+    expected = greedy_text(step_path(run.checkpoints, 2), "x", 20, run=run, step=2)
+    answer = server.complete("x", max_tokens=20, ignore_eos=True)
+    assert (answer["choices"][0]["text"], answer["system_fingerprint"]) == (expected, f"{MODEL}@step-2")
+    _add_damaged_checkpoint(run, 3, folder / "elsewhere")
+    wait_for(lambda: "step 3 is damaged" in (folder / "log").read_text(), "it is noticed", seconds=60)
+    assert server.complete("x", max_tokens=20, ignore_eos=True)["choices"][0]["text"] == expected
+    add_checkpoint(run, 4)
+    wait_for(lambda: fingerprint(server) == f"{MODEL}@step-4", "the next one answers", seconds=60)
+    assert server.metrics()["engine_restarts_total"] == restarts
+
+
+def fingerprint(server: RunningServer) -> str:
+    return server.complete("a", max_tokens=1)["system_fingerprint"]
+
+
+async def _change_in_a_stream(server: RunningServer, run: RunDirectory) -> None:
+    """Add a checkpoint while an answer is streamed: it is all from the weights before, and nothing fails."""
+    async with new_client(server) as client:
+        prints: set[str] = set()
+        body = {"prompt": "stream", "stream": True, **LONG, "max_tokens": 400}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            parts = parts_of(answer)
+            prints.add((await anext(parts))["system_fingerprint"])
+            await asyncio.to_thread(add_checkpoint, run, 2)
+            later = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "l"})) for _ in range(2)]
+            async for part in parts:
+                prints.add(part["system_fingerprint"])
+        assert prints == {f"{MODEL}@step-1"}
+        assert {(await each).status_code for each in later} == {200}
+    wait_for(lambda: fingerprint(server) == f"{MODEL}@step-2", "the new weights answer", seconds=60)
+
+
+def _add_damaged_checkpoint(run: RunDirectory, step: int, elsewhere: Path) -> None:
+    """Add a checkpoint whose weights are not those that were written; it appears at once, as a whole."""
+    other = RunDirectory(elsewhere)
+    shutil.copytree(run.path, elsewhere, ignore=shutil.ignore_patterns("checkpoints"))
+    add_checkpoint(other, step)
+    file = max(step_path(other.checkpoints, step).iterdir(), key=lambda each: each.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+    step_path(other.checkpoints, step).rename(step_path(run.checkpoints, step))
+
+
+def _stop_in_a_stream(server: RunningServer) -> None:
+    """Send SIGTERM while an answer is streamed: it is finished, what comes later is refused."""
+    (engine,) = server.engines()
+
+    async def work() -> tuple[str, httpx.Response, httpx.Response]:
+        async with new_client(server) as client:
+            started = asyncio.Event()
+            stream = asyncio.create_task(texts_of(client, started))
+            await started.wait()
+            engine.suspend()  # so that the stream is still open
+            server.process.send_signal(signal.SIGTERM)
+            while (probe := await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.02)
+            refused = await client.post("/v1/completions", json={"prompt": "late"})
+            engine.resume()
+            return await stream, refused, probe
+
+    undisturbed = server.complete("stream", **LONG)["choices"][0]["text"]
+    text, refused, probe = asyncio.run(work())
+    assert text == undisturbed
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "U009")
+    assert probe.json() == {"status": "draining"}
+    assert server.process.wait(60) == 0
+    wait_for(lambda: not engine.is_running(), "the engine ends with its server")

@@ -40,7 +40,6 @@ def test_under_load_with_kills_no_answer_is_wrong_and_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("option", ["--tp", "--pp"])
 def test_two_ranks_answer_as_one_process_does_and_survive_the_death_of_one(tmp_path: Path, option: str) -> None:
-    pytest.importorskip("trimaran.infer.ranks")
     model = save_tiny_model(tmp_path / "model")
     with running_server(model, option, "2", log=tmp_path / "log") as server:
         answer = server.complete("def add(", max_tokens=24, ignore_eos=True)

@@ -30,7 +30,8 @@ Model = Annotated[
     ),
 ]
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
-Degree = typer.Option(min=1, metavar="N")
+TensorDegree = typer.Option(min=1, metavar="N", help="Processes that share each layer.")
+PipelineDegree = typer.Option(min=1, metavar="N", help="Processes that have some of the layers each.")
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is every network.")]
 Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0: a free one.")]
 Token = Annotated[str | None, typer.Option(metavar="TEXT", help="What clients have to send. [default: a random one]")]
@@ -46,8 +47,8 @@ Quantise = Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="W
 def serve(  # noqa: PLR0913 - each option of a command is a parameter
     model: Model,
     step: Step = None,
-    tp: Annotated[int, Degree] = 1,
-    pp: Annotated[int, Degree] = 1,
+    tp: Annotated[int, TensorDegree] = 1,
+    pp: Annotated[int, PipelineDegree] = 1,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trimaran.infer.weights_location import TrainedWeights
 
@@ -29,7 +29,7 @@ class EngineConfig:
     dtype: str = "auto"
     tp: int = 1
     pp: int = 1
-    quantise: str | None = None
+    quantise: Literal["fp8", "int8", "int4"] | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     sizes: EngineSizes = EngineSizes()
     cache: str | None = None

@@ -3,10 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -16,12 +13,14 @@ from trimaran.infer.adapted_network import refuse_other_base, saved_base
 from trimaran.infer.adapted_weights import has_adapter
 from trimaran.infer.engine.adapter_loading import load_peft_folder
 from trimaran.infer.engine.batching_engine import BatchingEngine
+from trimaran.infer.engine.decode_graphs import GraphRunner
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.engine.json_constraint import constraint_maker
 from trimaran.infer.engine.model_runner import ModelRunner, Runner, output_head
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
 from trimaran.infer.open_weights import load_checkpoint, open_network, open_texts, section_of
+from trimaran.infer.weight_quantisation import quantise
 from trimaran.infer.weights_location import TrainedWeights
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
@@ -29,8 +28,6 @@ from trimaran.nets.adapters.adapter_bank import AdapterBank
 LOG = logging.getLogger(__name__)
 GPU_FRACTION = 0.9  # of the memory that is free when the weights are loaded
 CPU_FRACTION, MAX_CPU_BYTES = 0.25, 8 << 30
-GRAPHS = "trimaran.infer.engine.decode_graphs"
-QUANTISATION = "trimaran.infer.weight_quantisation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,9 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     network, dtype = open_network(config.weights, device, config.dtype, cache=cache_folder)
     bank = _open_adapters(network, config, cache_folder) if config.adapters else None
     if config.quantise is not None:
-        import_module(QUANTISATION).quantise(network, config.quantise, device)
+        quantise(network, config.quantise, device)
     runner = open_runner(network, device, dtype, cache_settings(network, device, config), bank=bank)
-    if type(runner) is ModelRunner and device.type == "cuda" and bank is None and find_spec(GRAPHS) is not None:
+    if type(runner) is ModelRunner and device.type == "cuda" and bank is None:
         runner = _with_graphs(runner, config)
     engine = new_engine(runner, config)
     return OpenEngine(engine, lambda weights: _load_into(network, weights, config, cache_folder))
@@ -93,8 +90,7 @@ def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
 
 def _with_graphs(runner: ModelRunner, config: EngineConfig) -> Runner:
     """Return the runner whose steps are CUDA graphs, captured before the first request."""
-    graphs: Any = import_module(GRAPHS)
-    found = graphs.GraphRunner(runner.network, runner.device, runner.dtype, runner.cache, runner.traits)
+    found = GraphRunner(runner.network, runner.device, runner.dtype, runner.cache, runner.traits)
     found.capture(config.sizes.max_running, config.sizes.max_step_tokens)
     return found
 

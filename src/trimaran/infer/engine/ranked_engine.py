@@ -1,9 +1,5 @@
 """An engine over several ranks: rank 0 has the engine, the others compute their part of each step."""
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 
 from trimaran.core import UserError
@@ -11,16 +7,14 @@ from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.engine.open_engine import OpenEngine, cache_settings, new_engine, section_and_folder
 from trimaran.infer.engine.open_runner import bytes_of_page
 from trimaran.infer.open_weights import usual_dtype
+from trimaran.infer.ranks.serving_rank import RankPlace, ServedModel, open_ranked_runner, serve_rank
 from trimaran.nets import Network
 from trimaran.parallel.precision import DTYPES
-
-RANKS = "trimaran.infer.ranks.serving_rank"
 
 
 def open_ranked_engine(config: EngineConfig, address: str) -> OpenEngine:
     """Return the engine of rank 0. The other ranks must have been started, too."""
-    ranks = _ranks()
-    runner = ranks.open_ranked_runner(*_place_and_model(ranks, config, 0, address))
+    runner = open_ranked_runner(*_place_and_model(config, 0, address))
     return OpenEngine(
         new_engine(runner, config), lambda weights: runner.load(weights.path, weights.step), close=runner.close
     )
@@ -28,21 +22,19 @@ def open_ranked_engine(config: EngineConfig, address: str) -> OpenEngine:
 
 def serve_other_rank(config: EngineConfig, rank: int, address: str) -> int:
     """Compute this rank's part of the steps until rank 0 stops. Returns the exit code."""
-    ranks = _ranks()
-    return ranks.serve_rank(*_place_and_model(ranks, config, rank, address))
+    return serve_rank(*_place_and_model(config, rank, address))
 
 
-def _ranks() -> Any:
-    assert find_spec(RANKS) is not None, "infer/ranks is part of this package"
-    return import_module(RANKS)
-
-
-def _place_and_model(ranks: Any, config: EngineConfig, rank: int, address: str) -> tuple[Any, Any]:
+def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[RankPlace, ServedModel]:
     """Return where a rank is, and what it loads, as `infer/ranks` takes them."""
     for option, value in (("--adapter", config.adapters), ("--quantise", config.quantise)):
         if value:
             raise UserError("U014", f"{option} is for one rank", where=option,
                             fix=f"leave {option} out, or serve with --tp 1 --pp 1")  # fmt: skip
+    num_ranks, num_gpus = config.tp * config.pp, torch.cuda.device_count()
+    if 0 < num_gpus < num_ranks:
+        raise UserError("U014", f"{num_ranks} ranks need as many GPUs, and this machine has {num_gpus}",
+                        where="--tp, --pp", fix=f"split the model over at most {num_gpus}")  # fmt: skip
     section, folder = section_and_folder(config.weights)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     name = config.dtype
@@ -55,7 +47,7 @@ def _place_and_model(ranks: Any, config: EngineConfig, rank: int, address: str) 
         pages = settings.max_bytes // bytes_of_page(network, on, dtype, settings.page_size)
         return min(pages, -(-(settings.max_tokens or pages) // settings.page_size))
 
-    place = ranks.RankPlace(rank=rank, tp=config.tp, pp=config.pp, address=address, device=device)
-    model = ranks.ServedModel(section=section, folder=folder, step=config.weights.step, dtype=dtype,
-                              page_size=config.sizes.page_size, num_pages=num_pages)  # fmt: skip
+    place = RankPlace(rank=rank, tp=config.tp, pp=config.pp, address=address, device=device)
+    model = ServedModel(section=section, folder=folder, step=config.weights.step, dtype=dtype,
+                        page_size=config.sizes.page_size, num_pages=num_pages)  # fmt: skip
     return place, model

@@ -19,7 +19,7 @@ from trimaran.cost.serving import (
     serving_parts,
 )
 from trimaran.cost.time_profiles import TIME_PROFILES, TRIMARAN_LAUNCHES, CommProfile
-from trimaran.hardware import Cluster
+from trimaran.hardware import Cluster, Device
 from trimaran.hardware.device_catalogue import HOST_LAUNCH_SECONDS
 from trimaran.models import Outline, OutlineLayer, Tower
 
@@ -37,6 +37,10 @@ HOST_PER_LAUNCH = 2.0
 # which is assumed. Decode steps of 64 sequences on an H200 took 0.45 (1B) and 0.56 ms (8B) longer than predicted with
 # an assumed 0.5 ms for a step (`equal` in benchmarks/h200_serving.jsonl), so it is 1 ms.
 SCHEDULE_SECONDS, SEQUENCE_SECONDS = 1e-3, 5e-6
+# Bytes of a bf16 weight that are read as fast as a quantised one, and how much longer large matmuls take: integers are
+# converted in registers. From steps of 8B on an H200 (docs/guides/serve-speed.md); assumed for other GPUs.
+QUANTISED_READ_BYTES = {"fp8": 1.25, "int8": 2.2, "int4": 2.2}
+INTEGER_MATMUL_FACTOR = 1.25
 # The tiles of the cost model have at least 64 rows; kernels for fewer rows have tiles of 16, as tensor cores do.
 MIN_TILE_ROWS, MIN_FITTED_ROWS = 16, 64
 SAMPLER_PASSES = 4  # over the fp32 logits: copy, softmax or argmax, cumulative sum, draw
@@ -67,11 +71,15 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """A layer on one rank: the degree that splits it, and bytes of a weight and of an activation."""
+    """A layer on one rank: the degree that splits it, and bytes of a weight and of an activation.
+
+    matmul_factor: how much longer a matmul with a quantised weight computes.
+    """
 
     tp: int
     weight_bytes: float
     element_bytes: int
+    matmul_factor: float = 1.0
 
 
 def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepWork) -> dict[str, Seconds]:
@@ -82,9 +90,7 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     device = cluster.device
     dtype = computed_in(layout.weights, device)
     rates = rates_of(device, "fp8" if layout.weights == "fp8" and "fp8" in device.peak_flops else dtype)
-    shape = LayerShape(
-        tp=layout.tp, weight_bytes=WEIGHT_BYTES[layout.weights], element_bytes=FP32_BYTES if dtype == "fp32" else 2
-    )
+    shape = _layer_shape(layout, device, FP32_BYTES if dtype == "fp32" else 2)
     ring = ring_of(cluster.levels, layout.tp, 1)
     terms = dict.fromkeys(("matmul", "attention", "elementwise", "comm", "host"), 0.0)
     for part in serving_parts(outline, layout.tp, layout.pp):
@@ -101,6 +107,14 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
         outline.main.layers, rates, work, is_captured=captures_steps(layout, device), device_seconds=sum(terms.values())
     )
     return {name: Seconds(seconds) for name, seconds in terms.items()}
+
+
+def _layer_shape(layout: Layout, device: Device, element_bytes: int) -> LayerShape:
+    weights, read_bytes, factor = layout.weights, WEIGHT_BYTES[layout.weights], 1.0
+    if device.kind == "cuda":
+        read_bytes = QUANTISED_READ_BYTES.get(weights, read_bytes)
+        factor = INTEGER_MATMUL_FACTOR if weights in ("int8", "int4") else 1.0
+    return LayerShape(tp=layout.tp, weight_bytes=read_bytes, element_bytes=element_bytes, matmul_factor=factor)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -136,7 +150,10 @@ def _weight_matmul(
     computed = matmul_seconds(rows, columns, depth, rates._replace(element_bytes=0), groups=groups)
     if rates.generation != "cpu":
         computed = Seconds(computed * min(1.0, max(rows, MIN_TILE_ROWS) / MIN_FITTED_ROWS))
-    weight_bytes = shape.weight_bytes if groups == 1 else shape.element_bytes  # experts are not quantised
+    is_quantised = groups == 1  # experts are not
+    weight_bytes, computed = (
+        (shape.weight_bytes, computed * shape.matmul_factor) if is_quantised else (shape.element_bytes, computed)
+    )
     moved = groups * (weight_bytes * columns * depth + shape.element_bytes * rows * (columns + depth))
     return max(computed, moved / rates.bandwidth)
 
@@ -166,7 +183,7 @@ def _head_seconds(
     tower: Tower, shape: LayerShape, rates: DeviceRates, ring: Ring, sequences: int
 ) -> tuple[float, float]:
     """Return the seconds of the head and the sampler, and those of gathering the logits on one rank."""
-    plain = replace(shape, weight_bytes=float(shape.element_bytes))
+    plain = replace(shape, weight_bytes=float(shape.element_bytes), matmul_factor=1.0)
     rates = rates._replace(matmul_flops=rates.head_matmul_flops)
     head = _weight_matmul(sequences, tower.head_rows(shape.tp), tower.hidden, plain, rates)
     sampler = SAMPLER_PASSES * FP32_BYTES * sequences * tower.outputs / rates.bandwidth

@@ -57,7 +57,7 @@ def eval(  # noqa: PLR0913 - each option of a command is a parameter
     Of a run, the newest weights are evaluated on the data that it held out, and the loss is the one that the trainer
     reports for them. The result is also kept in the run directory, in evaluations.jsonl.
 
-    \\b
+    \b
     trimaran eval runs/stdlib-tiny
     trimaran eval runs/stdlib-tiny --step 40 --batches 16 --json
     trimaran eval ./Qwen2.5-0.5B --data notes.txt

@@ -10,6 +10,7 @@ from trimaran.viz import show_value
 from trimaran.viz.figures import Bars, Span, Timeline
 
 ROW_HEIGHT = 26
+MAX_ROW_TICKS = 4  # beside the names of rows and their totals an axis is narrow on a phone
 MAX_LABELLED = 700  # spans of a timeline that have their labels inside
 CHARACTER_PERCENT = 0.85  # of the width of a timeline that one character of a label needs
 MIN_PERCENT = 0.12  # of the width, so that a short span can be seen
@@ -34,7 +35,7 @@ def draw_bars(figure: Bars) -> Html:
 
 def _axis_row(axis: FigureAxis, *, has_total: bool = False) -> Html:
     end = [tag("td", None, "")] if has_total else []
-    return tag("tr", {"class": "axis-row"}, tag("th", None, ""), tag("td", {"class": "bar-cell"}, x_axis(axis.ticks())),
+    return tag("tr", {"class": "axis-row"}, tag("th", None, ""), tag("td", {"class": "bar-cell"}, x_axis(axis.ticks(MAX_ROW_TICKS))),
                *end)  # fmt: skip
 
 

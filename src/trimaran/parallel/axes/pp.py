@@ -102,6 +102,14 @@ class TimedStage(PipelineStage):
             _allocate_messages(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def set_local_fwd_input(self, *args: Any, **kwargs: Any) -> None:
+        self._free_all_messages()
+        super().set_local_fwd_input(*args, **kwargs)
+
+    def set_local_bwd_input(self, *args: Any, **kwargs: Any) -> None:
+        self._free_all_messages()
+        super().set_local_bwd_input(*args, **kwargs)
+
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._compute(*args, **kwargs)
 
@@ -136,7 +144,7 @@ class TimedStage(PipelineStage):
         return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
     def _free_all_messages(self) -> None:
-        """Free the memory that torch has allocated for all micro-batches, the first time."""
+        """Free the memory that torch has allocated for all micro-batches: once, before anything is received."""
         if not self._has_freed_messages:
             self._has_freed_messages = True
             for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):

@@ -40,7 +40,7 @@ def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
     if plan.engine == "deepspeed":
         raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
                         fix="leave it out, or set plan.engine to torch")  # fmt: skip
-    if plan.sharding == "none" and (plan.mesh.pp > 1 or not splits_images(name, plan)):
+    if plan.sharding == "none" and not splits_images(name, plan):
         raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
                         fix=f"set plan.sharding to {own.sharding}, and that of the other towers to none")  # fmt: skip
     if plan.offload == "parameters":

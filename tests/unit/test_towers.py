@@ -173,6 +173,8 @@ def test_a_tower_is_sharded_alone_over_tensor_parallel_ranks_that_do_not_split_i
         error = refusal(illegal)
         assert error.code == "P053"
         assert str(error.where).endswith(".sharding")
+        needed = "vision" if error.where == "plan.towers.vision.sharding" else "vision and projector"
+        assert str(error.fix).endswith(f", or give {needed} tp 1")
 
 
 def test_the_planner_replicates_a_vision_tower_that_tp_cannot_split_and_shards_it_over_those_ranks() -> None:

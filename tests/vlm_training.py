@@ -1,7 +1,7 @@
 """A small vision-language model, handmade batches, and its training trace under any plan."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,16 +17,17 @@ from trimaran.data.feed import DataShare
 from trimaran.data.step_batch import StepBatch
 from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
 from trimaran.models.stages import stage_ranges, stages_of_rank
-from trimaran.nets import initialise
+from trimaran.nets import Network, initialise
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.initialise_adapter import initialise_adapter
 from trimaran.nets.family import network_of
 from trimaran.nets.hf_weights import full_tensor
-from trimaran.parallel import apply_plan, build_mesh
+from trimaran.parallel import RankMesh, apply_plan, build_mesh
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.train.build import build_stepper
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train.steppers.stepper import Stepper
 
 SEQ_LEN, GLOBAL_BATCH, STEPS, IGNORED = 32, 8, 3, -100
 GRIDS = ((2, 2), (2, 4), (4, 2), (4, 4))
@@ -93,14 +94,14 @@ def batch_of(step: int, share: DataShare) -> StepBatch:
     return StepBatch(step, tensors, int((arrays["labels"] != IGNORED).sum()), offsets=offsets)
 
 
-def train_rank(
+def build_rank(
     spec: VlmSpec,
     plan: Plan,
-    train: Mapping[str, Any],
-    freeze: tuple[str, ...],
+    train: Mapping[str, Any] = TRAIN,
+    freeze: tuple[str, ...] = (),
     adapter: AdapterSection | None = None,
-) -> TrainingTrace:
-    """Train this rank's part for a few steps."""
+) -> tuple[Sequence[Network], Stepper, RankMesh]:
+    """Return this rank's stages, initialised, the stepper that trains them, and the mesh."""
     if not dist.is_initialized():
         join_process_group(read_rank_info(os.environ))
     section, ranks = TrainSection.model_validate(train), build_mesh(plan.mesh, device_type="cpu")
@@ -119,7 +120,24 @@ def train_rank(
         initialise_adapter(network.module, seed=5)
     stepper = build_stepper(networks, section, plan, ranks, StepClock(torch.device("cpu")))
     stepper.set_training(True)
-    share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+    return networks, stepper, ranks
+
+
+def share_of_data(plan: Plan, ranks: RankMesh) -> DataShare:
+    """Return which rows of a step this rank trains."""
+    return DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
+
+
+def train_rank(
+    spec: VlmSpec,
+    plan: Plan,
+    train: Mapping[str, Any],
+    freeze: tuple[str, ...],
+    adapter: AdapterSection | None = None,
+) -> TrainingTrace:
+    """Train this rank's part for a few steps."""
+    networks, stepper, ranks = build_rank(spec, plan, train, freeze, adapter)
+    section, share = TrainSection.model_validate(train), share_of_data(plan, ranks)
     losses, norms, towers = [], [], []
     for step in range(STEPS):
         numbers = stepper.step(batch_of(step, share).to(torch.device("cpu")))

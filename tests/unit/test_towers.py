@@ -161,16 +161,20 @@ def test_a_vision_tower_that_norms_all_heads_together_cannot_use_tensor_parallel
 def test_a_tower_is_sharded_alone_over_tensor_parallel_ranks_that_do_not_split_it() -> None:
     towers = {name: {"tp": 1, "sharding": "parameters"} for name in ("vision", "projector")}
     fields = {"mesh": {"tp": 2, "dp_replicate": 4}, "micro_batch": 16}
-    check_towers(Plan.model_validate(fields | {"towers": towers}), vlm_recipe(), VLM_PRESETS["tiny"])
     piped = {"mesh": {"tp": 2, "pp": 2, "dp_replicate": 2}, "micro_batch": 4, "grad_accum": 8}
+    for legal in (fields, piped):
+        check_towers(Plan.model_validate(legal | {"towers": towers}), vlm_recipe(), VLM_PRESETS["tiny"])
     for illegal in (
         fields | {"towers": {"projector": towers["projector"]}},  # the ranks encode the same images
         fields | {"towers": {"vision": {"sharding": "parameters"}}},
-        piped | {"towers": towers},
+        piped | {"towers": {"projector": towers["projector"]}},
+        piped | {"towers": {"vision": {"sharding": "parameters"}}},
     ):
         error = refusal(illegal)
         assert error.code == "P053"
         assert str(error.where).endswith(".sharding")
+        needed = "vision" if error.where == "plan.towers.vision.sharding" else "vision and projector"
+        assert str(error.fix).endswith(f", or give {needed} tp 1")
 
 
 def test_the_planner_replicates_a_vision_tower_that_tp_cannot_split_and_shards_it_over_those_ranks() -> None:

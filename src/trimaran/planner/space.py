@@ -191,7 +191,7 @@ class Space:
         """
         is_free = "overlap" not in self.pins.comm.model_fields_set
         late = is_free and split.dp > 1 and self.captures_replicas(split.microbatch, split.pp)
-        replicated = split.microbatch.replicated if split.pp == 1 else ()
+        replicated = split.microbatch.replicated
         key = split.dp, split.microbatch.cp, late, replicated
         if key not in self._shardings:
             # First those that need the most memory: a captured step holds more than any other.

@@ -40,12 +40,20 @@ def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
     if plan.engine == "deepspeed":
         raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
                         fix="leave it out, or set plan.engine to torch")  # fmt: skip
-    if plan.sharding == "none" and (plan.mesh.pp > 1 or not splits_images(name, plan)):
+    if plan.sharding == "none" and not splits_images(name, plan):
         raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
-                        fix=f"set plan.sharding to {own.sharding}, and that of the other towers to none")  # fmt: skip
+                        fix=_fix_of_sharding_alone(name, own, plan))  # fmt: skip
     if plan.offload == "parameters":
         raise UserError("P053", f"offload parameters needs sharding parameters, but tower {name} has {own.sharding}",
                         where=where, fix="leave it out, or set plan.offload to optimizer")  # fmt: skip
+
+
+def _fix_of_sharding_alone(name: str, own: TowerPlan, plan: Plan) -> str:
+    """Return what gives the tower ranks to shard over: those of the plan, or tensor-parallel ones."""
+    fix = f"set plan.sharding to {own.sharding}, and that of the other towers to none"
+    if name == MAIN or plan.mesh.tp == 1:
+        return fix
+    return f"{fix}, or give {name if name == FIRST else f'{FIRST} and {name}'} tp 1"
 
 
 def splits_images(name: str, plan: Plan) -> bool:

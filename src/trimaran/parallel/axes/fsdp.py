@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trimaran.core import Plan
 from trimaran.core.fsdp_units import unit_sizes
@@ -39,6 +41,8 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
     A tower in which tensor-parallel ranks encode different images is sharded over these ranks, too.
     """
     units = units_of(network, plan)
+    if sharded_image_towers(network, plan):  # creates process groups, also on stages without these towers
+        _ = ranks.shards_and_tp
     for unit in units:
         for experts in [each for module in unit.modules for each in experts_of(module, ranks)]:
             _shard(replace(unit, modules=(experts,)), plan, ranks)
@@ -75,7 +79,7 @@ def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
     names = {id(module): name for name, module in network.module.named_modules()}
     *inner, (root, dtype) = fsdp_modules(network, plan)
     shardings = {tower: sharding_of(tower, plan) for tower in network.towers}
-    spanning = {tower for tower in image_split_towers(network, plan) if shardings[tower] != "none"}
+    spanning = sharded_image_towers(network, plan)
     taken = {id(module) for module, _ in inner}
     for tower, prefix in network.towers.items():
         module, differs = _submodule(network.module, prefix.removesuffix(".")), shardings[tower] != plan.sharding
@@ -87,6 +91,11 @@ def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
         for (module, dtype), tower in zip(inner, towers, strict=True)
     ]
     return [*_joined(units, names, plan), FsdpUnit((root,), dtype, plan.sharding)]
+
+
+def sharded_image_towers(network: Network, plan: Plan) -> set[str]:
+    """Return the towers that are sharded over tensor-parallel ranks, too; in a pipeline the same for all stages."""
+    return {tower for tower in image_split_towers(network, plan) if sharding_of(tower, plan) != "none"}
 
 
 def _joined(units: Sequence[FsdpUnit], names: Mapping[int, str], plan: Plan) -> list[FsdpUnit]:
@@ -184,6 +193,16 @@ def prefetch(units: Sequence[FsdpUnit], num_blocks: int) -> None:
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
         block.set_modules_to_backward_prefetch(list(islice(reversed(blocks[:number]), ahead)))
+
+
+def parameter_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
+    """Yield the FSDP parameter groups of the module and of those inside it."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            state: Any = each._get_fsdp_state()
+            # Before torch 2.13 a module had at most one group.
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            yield from (group for group in groups if group is not None)
 
 
 def is_expert_parallel(module: nn.Module, ranks: RankMesh) -> bool:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# Private in torch, like the end of a backward that `_reduce_towers_sharded_alone` calls.
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -21,6 +24,7 @@ from trimaran.core import Plan
 from trimaran.models.stages import stages_of_rank
 from trimaran.nets import Decoder, Network
 from trimaran.nets.tower_names import tower_of
+from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.gradient_norm import local_gradient
 from trimaran.parallel.mesh import RankMesh
@@ -134,6 +138,7 @@ class TimedStage(PipelineStage):
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         with self._timer("comm"):
             super().perform_reduce_grad(*args, **kwargs)
+            _reduce_towers_sharded_alone(self.submod)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return the messages that connect this stage to its neighbours, without those that a rank sends to itself.
@@ -159,6 +164,22 @@ class TimedStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+
+def _reduce_towers_sharded_alone(stage: nn.Module) -> None:
+    """Reduce the gradients of sharded towers in a stage whose root is replicated.
+
+    torch reduces those of the units that the root knows. A replicated root knows no sharded ones: their outermost
+    modules are roots themselves.
+    """
+    for module in stage.modules() if isinstance(stage, ReplicateModule) else ():
+        if not isinstance(module, FSDPModule) or isinstance(module, ReplicateModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if state._is_root:
+            for group in parameter_groups(module):
+                group.post_backward()
+            state._root_post_backward_final_callback()
 
 
 def _chunk_of(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int:

@@ -1,12 +1,11 @@
 """Measures how long a rank waits for FSDP's all-gathers and reductions, apart from its own computation."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 
 
@@ -34,16 +33,7 @@ class TimedParamGroupOnCPU(TimedParamGroup):
 
 def time_gathers(module: nn.Module, axis: str) -> None:
     """Make the FSDP parameter groups of `module` time their waits, as those of `axis`."""
-    for group in _param_groups(module):
+    for group in parameter_groups(module):
         if type(group) in (FSDPParamGroup, TimedParamGroup, TimedParamGroupOnCPU):  # leave other subclasses alone
             group.__class__ = TimedParamGroupOnCPU if group.device.type == "cpu" else TimedParamGroup
             group.axis = axis  # pyrefly: ignore[missing-attribute]
-
-
-def _param_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            state: Any = each._get_fsdp_state()
-            # Before torch 2.13 a module had at most one group.
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)

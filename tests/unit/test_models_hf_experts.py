@@ -68,6 +68,8 @@ def test_what_may_not_be_experts_is_predicted_as_dense(
 def test_an_impossible_number_is_still_refused() -> None:
     with pytest.raises(UserError, match="M007"):
         experts_in("config", num_experts=8, num_experts_per_tok=9)
+    with pytest.raises(UserError, match="M007"):  # transformers would fail in the first step
+        experts_in("config", model_type="deepseek_v2", n_routed_experts=8, moe_routed_topk=2)
 
 
 def test_defaults_of_transformers_do_not_block_the_family_hf(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_a_model_with_its_own_code_and_without_sdpa_is_built(tmp_path: Path) -> 
     classes = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
     module, fill = open_hf_model(tmp_path, trust_remote_code=True, seed=0)
+    assert all(each.is_meta for each in module.parameters()), "no rank loads the full model"
     network = hf_network(module, None)
     fill(module, torch.device("cpu"))
     assert uses_eager_attention(module)

@@ -17,6 +17,7 @@ LIKE_TOP_K = re.compile(r"top_?k|per_?tok|activ|selected", re.IGNORECASE)
 LIKE_EXPERTS = re.compile(r"experts?$|^(num|n|nr)_.*experts?|experts?_(count|num|number)$", re.IGNORECASE)
 OTHER_MEANING = re.compile(r"shared|size|dim|layer|group|capacity|parallel|redundant", re.IGNORECASE)
 ASSUMED_TOP_K = 2
+WITHOUT_DEFAULT = ("deepseek_v2",)  # transformers has no default of their top_k, and fails in the first step
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +25,19 @@ log = logging.getLogger(__name__)
 def experts_of(fields: Fields, ffn: int) -> ExpertSpec | None:
     """Return the experts of a layer with experts; None if the model is dense. `ffn` is the default of their width.
 
-    They are for the prediction alone: transformers builds the model from its own field names. So an unknown name is
-    guessed with a warning and never refused.
+    They are for the prediction alone: transformers builds the model from its own field names and defaults. So an
+    unknown name is guessed with a warning and not refused.
     """
     fields = replace(fields, config={**fields.config, **_listed(fields)})
     count = _count(fields)
     if count < 2:
         return None
+    needed = fields.word("model_type", default="") in WITHOUT_DEFAULT
     width = fields.size(*WIDTH, default=ffn)
     gated = fields.size("shared_expert_intermediate_size", default=0, least=0)
     return ExpertSpec(
         num_experts=count,
-        top_k=fields.size(*TOP_K, most=count) if fields.has(*TOP_K) else _guessed_top_k(fields, count),
+        top_k=fields.size(*TOP_K, most=count) if needed or fields.has(*TOP_K) else _guessed_top_k(fields, count),
         ffn=width,
         shared_ffn=gated or width * fields.size("n_shared_experts", "num_shared_experts", default=0, least=0),
         shared_gate=gated > 0,

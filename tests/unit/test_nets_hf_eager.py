@@ -1,5 +1,7 @@
 """Architectures without SDPA run their eager attention, and documents never mix silently."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trimaran.core import UserError
 from trimaran.models import OutlineLayer, outline_from_hf
 from trimaran.nets.hf import hf_model, hf_network
+from trimaran.nets.hf_attention import uses_eager_attention
+from trimaran.nets.hf_build import open_hf_model
 
 NONE: dict[str, Any] = {"attention_dropout": 0.0, "resid_dropout": 0.0, "embed_dropout": 0.0}
 GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "attn_pdrop": 0.0,
@@ -23,6 +27,34 @@ RWKV = {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, 
 MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 CONFIGS = {"gptj": GPT_J, "gpt_neo": GPT_NEO, "bloom": BLOOM, "mpt": MPT, "rwkv": RWKV, "mamba": MAMBA}
 TOKENS = torch.arange(3, 35).view(2, 16)
+OWN_CODE = """
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+    vocab_size: int = 64
+    hidden_size: int = 32
+    num_attention_heads: int = 4
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+    def get_input_embeddings(self):
+        return self.embedding
+    def get_output_embeddings(self):
+        return self.head
+    def forward(self, input_ids, use_cache=False):
+        x = self.embedding(input_ids)
+        scores = (x @ x.mT).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), float("-inf"))
+        return CausalLMOutput(logits=self.head(scores.softmax(-1) @ x))
+"""
 DOCUMENTS = torch.arange(16).ge(7).long().expand(2, 16)
 
 
@@ -45,6 +77,27 @@ def test_a_model_without_sdpa_computes_what_transformers_computes(name: str, tmp
     with torch.no_grad():
         ours, theirs = network.forward({"tokens": TOKENS})[0], plain(input_ids=TOKENS).logits
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("name", "warns"), [("gptj", True), ("mpt", True), ("rwkv", False), ("mamba", False)])
+def test_a_warning_says_what_eager_attention_costs(name: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="trimaran"):
+        network_of(name)
+    told = [each for each in caplog.messages if "eager attention" in each]
+    assert len(told) == warns  # models without attention have no scores to keep
+    assert all("heads x seq_len^2" in each and "\n" not in each for each in told)
+
+
+def test_a_model_with_its_own_code_and_without_sdpa_is_built(tmp_path: Path) -> None:
+    (tmp_path / "own_code.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
+    module, fill = open_hf_model(tmp_path, trust_remote_code=True, seed=0)
+    assert all(each.is_meta for each in module.parameters()), "no rank loads the full model"
+    network = hf_network(module, None)
+    fill(module, torch.device("cpu"))
+    assert uses_eager_attention(module)
+    assert torch.equal(network.forward({"tokens": TOKENS})[0], module(TOKENS).logits)
 
 
 @pytest.mark.parametrize("name", ["gptj", "gpt_neo"])

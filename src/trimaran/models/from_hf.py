@@ -70,6 +70,19 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def lacks_expert_field(config: Mapping[str, Any]) -> bool:
+    """Return whether `config` leaves a size of its experts to the defaults of transformers, or has another name for it.
+
+    transformers builds such a model, so that the family `hf` trains it; our decoder does not guess.
+    """
+    if not str(config.get("model_type")).endswith("_moe"):
+        return False
+    needed = [("num_experts", "num_local_experts"), ("num_experts_per_tok",), ("moe_intermediate_size",)]
+    if config["model_type"] == "qwen2_moe":
+        needed.append(("shared_expert_intermediate_size",))
+    return any(all(config.get(name) is None for name in names) for names in needed)
+
+
 def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
     """Return the shape that `config` describes. `where` names the configuration in errors.
 

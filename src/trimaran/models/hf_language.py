@@ -6,8 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show, unknown_network
+from trimaran.models.hf_experts import experts_of
 from trimaran.models.outline import Latent, OutlineLayer, Tower
-from trimaran.models.spec import ExpertSpec
 from trimaran.models.validate_spec import MOST_LAYERS
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -17,8 +17,6 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
 FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 VOCAB = ("vocab_size", "n_vocab")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 # Fields by which families scale or cap the logits before the loss; null means not at all.
 LOGIT_SCALING_FIELDS = (
     "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling",
@@ -56,7 +54,10 @@ class FamilyTraits:
 _LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
 _MISTRAL_7B = {**_LLAMA_7B, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000}
 _QWEN = {**_LLAMA_7B, "intermediate_size": 22016, "vocab_size": 151936, "use_sliding_window": False}
-_QWEN_2_MOE = {"decoder_sparse_step": 1, "use_sliding_window": False, "moe_intermediate_size": 1408}
+_QWEN_2_MOE = {
+    "decoder_sparse_step": 1, "use_sliding_window": False, "moe_intermediate_size": 1408, "num_experts": 60,
+    "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
 _QWEN_2_VL = {
     "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
     "intermediate_size": 29568, "vocab_size": 152064, "use_sliding_window": False,
@@ -75,6 +76,9 @@ _PLAIN = FamilyTraits(gated=False, shifted=True, qkv_bias=True, out_bias=True, f
 _QWEN_2 = FamilyTraits(qkv_bias=True, out_bias=False, usual=_QWEN)
 _QWEN_3 = FamilyTraits(head_norms=True, usual={**_QWEN, "head_dim": 128, "num_key_value_heads": 32})
 _QWEN_3_MOE = FamilyTraits(head_norms=True, usual={"use_sliding_window": False})
+_QWEN_3_MOE_SIZES = {
+    "use_sliding_window": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
 
 FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "llama": FamilyTraits(usual={**_LLAMA_7B, "vocab_size": 32000}),
@@ -87,7 +91,7 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "qwen2_moe": FamilyTraits(qkv_bias="qkv_bias", out_bias=False, usual={**_QWEN_2_MOE, "qkv_bias": True}),
     "qwen3": _QWEN_3,
     "qwen3_vl_text": _QWEN_3,
-    "qwen3_moe": _QWEN_3_MOE,
+    "qwen3_moe": replace(_QWEN_3_MOE, usual=_QWEN_3_MOE_SIZES),
     "qwen3_vl_moe_text": _QWEN_3_MOE,
     "gemma": FamilyTraits(tied=True, usual=_GEMMA),
     "gemma2": FamilyTraits(norms=4, tied=True, usual=_GEMMA_2),
@@ -131,7 +135,7 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
     _refuse_unsupported(fields, traits, kind)
     layers = fields.size(*LAYERS, most=MOST_LAYERS)
     layer = _layer(fields, traits)
-    experts = _experts(fields, layer.ffn)
+    experts = experts_of(fields, layer.ffn)
     windows, sparse = _windows(fields, layers), _sparse(fields, layers) if experts else [False] * layers
     extra = _ODD_EXTRAS.get(kind, lambda _: 0)
     blocks = []
@@ -227,21 +231,6 @@ def _extras(layer: OutlineLayer, traits: FamilyTraits, fields: Fields) -> int:
     if layer.experts is None:
         extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * on(traits.ffn_bias)
     return extras
-
-
-def _experts(fields: Fields, ffn: int) -> ExpertSpec | None:
-    count = fields.size(*EXPERTS, default=0, least=0)
-    if count < 2:
-        return None
-    width = fields.size("moe_intermediate_size", "expert_intermediate_size", default=ffn)
-    gated = fields.size("shared_expert_intermediate_size", default=0, least=0)
-    return ExpertSpec(
-        num_experts=count,
-        top_k=fields.size(*TOP_K, most=count),
-        ffn=width,
-        shared_ffn=gated or width * fields.size("n_shared_experts", "num_shared_experts", default=0, least=0),
-        shared_gate=gated > 0,
-    )
 
 
 def _sparse(fields: Fields, layers: int) -> list[bool]:

@@ -10,7 +10,7 @@ from trimaran.core.user_folders import expand_user
 from trimaran.hub import near_folder, repo_name
 from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import Spec
-from trimaran.models.from_hf import spec_from_hf, unsupported
+from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
@@ -43,7 +43,7 @@ def spec_of(section: ModelSection) -> Spec | None:
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     if section.family == "hf" and config.get("model_type") in FOREIGN:
         return _foreign_vlm(config, folder)
-    if section.family == "hf" and unsupported(config):
+    if section.family == "hf" and (unsupported(config) or lacks_expert_field(config)):
         return None
     spec = spec_from_hf(config, where=str(folder / "config.json"))
     return _reshaped(replace(spec, name=repo_name(folder)), section.shape)

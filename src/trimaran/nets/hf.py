@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -49,6 +49,7 @@ try:
 except ImportError:  # transformers before 5 keeps weights in memory as they are on disk
     revert_weight_conversion = None
 
+NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class HfNetwork(Network):
         """Return the arguments that give the model positions and the attention scope."""
         tokens, documents, given = inputs["tokens"], inputs.get("documents"), context_of(self.module)
         if documents is not None and mixing_reason(self.module):
-            refuse_packed_rows(self.module, inputs)
+            refuse_packed_rows(self.module, self.architecture, inputs)
             documents = None
         if documents is None:
             if given is None:
@@ -186,9 +187,17 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
         log.info("%s keeps its own attention: it %s", architecture, result.attention_difference)
     else:
         install_attention(module)
+    if uses_eager_attention(module) and _has_heads(module.config):
+        log.warning("%s has no SDPA attention in transformers and trains with its eager attention: slower, and each "
+                    "layer keeps scores of heads x seq_len^2 values for every sample", architecture)  # fmt: skip
     _cast_stream(module)
     head = module.get_output_embeddings() if result.ends_in_head else None  # pyrefly: ignore[not-callable]
     return HfNetwork(module, blocks_of(module), spec, architecture, head)
+
+
+def _has_heads(config: Any) -> bool:
+    """Return whether the model has attention heads; state-space models and RWKV have no attention scores."""
+    return any(getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "n_head", "n_heads"))
 
 
 def _disable_padding_check(module: nn.Module) -> None:
@@ -251,7 +260,8 @@ def hf_config(path: Path, *, trust_remote_code: bool) -> Any:
 
 def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
     """Return the model of a config with fp32 weights, random unless on the meta device."""
-    model = _loader(config).from_config(config, trust_remote_code=trust_remote_code, **_settings(config))
+    options = {"trust_remote_code": trust_remote_code}
+    model = _with_attention(lambda settings: _loader(config).from_config(config, **options, **settings))
     model.config.use_cache = False
     return model
 
@@ -269,14 +279,17 @@ def _loader(config: Any) -> Any:
     return AutoModelForImageTextToText if config.model_type in FOREIGN else AutoModelForCausalLM
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """Return the settings that every model is loaded with: fp32, and SDPA attention.
+def _with_attention(build: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return what `build` makes with fp32 and SDPA attention, or with eager attention if the model has no SDPA.
 
-    Of a model without SDPA, such as Gemma 2 or GPT-J, the eager code is used, which needs another kind of mask.
+    Only the model's class knows, and that of a model with its own code is not in transformers: so SDPA is tried.
     """
-    kind = _loader(config)._model_mapping.get(type(config), None)
-    has_none = kind is not None and not getattr(kind, "_supports_sdpa", True)
-    return {"dtype": torch.float32, "attn_implementation": "eager" if has_none else "sdpa"}
+    try:
+        return build({"dtype": torch.float32, "attn_implementation": "sdpa"})
+    except ValueError as error:
+        if NO_SDPA not in str(error):
+            raise
+    return build({"dtype": torch.float32, "attn_implementation": "eager"})
 
 
 def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Module:
@@ -291,7 +304,9 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
     try:
         if has_weights:
             options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
-            model, report = _loader(config).from_pretrained(folder, **options, **_settings(config))
+            model, report = _with_attention(
+                lambda settings: _loader(config).from_pretrained(folder, **options, **settings)
+            )
             missing = sorted(report["missing_keys"])
         else:
             torch.manual_seed(seed)

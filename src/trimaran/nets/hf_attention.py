@@ -203,14 +203,17 @@ def mixing_reason(module: Any) -> str:
     return getattr(module, MIXING_ATTRIBUTE)
 
 
-def refuse_packed_rows(module: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first."""
+def refuse_packed_rows(module: nn.Module, architecture: str, inputs: Mapping[str, Tensor]) -> None:
+    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first.
+
+    `architecture` is the name of its class, which a plan changes.
+    """
     later = inputs["documents"] > 0
     if (labels := inputs.get("labels")) is not None:
         later = later & (labels >= 0)
     if bool(later.any()):
         reason = mixing_reason(module)
-        raise UserError("M058", f"{type(module).__name__} does not keep the documents of a row apart: it {reason}",
+        raise UserError("M058", f"{architecture} does not keep the documents of a row apart: it {reason}",
                         where="data", fix="set data.samples.batching to pad; for text, data.isolate_documents to "
                         "false")  # fmt: skip
 

@@ -35,8 +35,8 @@ def draw_bars(figure: Bars) -> Html:
 
 def _axis_row(axis: FigureAxis, *, has_total: bool = False) -> Html:
     end = [tag("td", None, "")] if has_total else []
-    return tag("tr", {"class": "axis-row"}, tag("th", None, ""), tag("td", {"class": "bar-cell"}, x_axis(axis.ticks(MAX_ROW_TICKS))),
-               *end)  # fmt: skip
+    cell = tag("td", {"class": "bar-cell"}, x_axis(axis.ticks(MAX_ROW_TICKS)))
+    return tag("tr", {"class": "axis-row"}, tag("th", None, ""), cell, *end)
 
 
 def _row(shapes: list[Html], name: str, axis: FigureAxis) -> Html:

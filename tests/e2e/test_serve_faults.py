@@ -112,7 +112,7 @@ def test_a_reader_that_does_not_read_blocks_nobody(server: RunningServer) -> Non
         slow.connect((address.host, address.port or 80))
         slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: server.metrics()["running_requests"] == 1, "it runs")
-        server.wait_idle()  # it is generated, although nobody has read it
+        server.wait_idle()  # the whole answer is generated, although the client has not read it
         assert server.complete("quick", max_tokens=3)["choices"][0]["finish_reason"] == "length"
 
 

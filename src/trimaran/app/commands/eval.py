@@ -11,23 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from trimaran.app.request.eval_request import EvalRequest, Source
-from trimaran.app.request.options import Json, complete_data, complete_run
+from trimaran.app.request.options import Json, TrainedModelName, complete_data
 from trimaran.app.request.trained_weights import find_weights
 from trimaran.core import UserError
 from trimaran.run.compile_cache import refuse_unusable
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run directory or its name under runs/, a checkpoint of it, or a Hugging Face folder.",
-        autocompletion=complete_run,
-    ),
-]
-
 
 def eval(  # noqa: PLR0913 - each option of a command is a parameter
-    model: Model,
+    model: TrainedModelName,
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Evaluate the checkpoint of this step.")] = None,
     data: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimaran.app.request.options import Json, complete_run
+from trimaran.app.request.options import Json, TrainedModelName
 from trimaran.app.request.trained_weights import TrainedWeights, find_weights
 from trimaran.core import UserError
 from trimaran.run.compile_cache import refuse_unusable
@@ -21,18 +21,9 @@ MAX_TOKENS = 65536
 MAX_SEED = 2**63 - 1
 DEFAULT_TEMPERATURE = 0.9
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run directory or its name under runs/, a checkpoint of it, or a Hugging Face folder.",
-        autocompletion=complete_run,
-    ),
-]
-
 
 def generate(  # noqa: PLR0913 - each option of a command is a parameter
-    model: Model,
+    model: TrainedModelName,
     prompt: Annotated[
         str | None, typer.Option(help="The text to continue, or the question. [default: the run's own]")
     ] = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trimaran.app.request.options import Json, complete_run
+from trimaran.app.request.options import Json, TrainedModelName
 from trimaran.app.request.trained_weights import ADAPTER_CONFIG, find_weights
 from trimaran.checkpoint.step_dirs import newest_step
 from trimaran.core import UserError
@@ -21,14 +21,6 @@ from trimaran.infer.weights_location import TrainedWeights
 from trimaran.run.compile_cache import refuse_unusable
 
 PACKAGES = ("uvicorn", "starlette", "prometheus_client")
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run directory or its name under runs/, a checkpoint of it, a Hugging Face or a PEFT folder.",
-        autocompletion=complete_run,
-    ),
-]
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
 TensorDegree = typer.Option(min=1, metavar="N", help="Processes that share each layer.")
 PipelineDegree = typer.Option(min=1, metavar="N", help="Processes that have some of the layers each.")
@@ -45,7 +37,7 @@ Quantise = Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="W
 
 
 def serve(  # noqa: PLR0913 - each option of a command is a parameter
-    model: Model,
+    model: TrainedModelName,
     step: Step = None,
     tp: Annotated[int, TensorDegree] = 1,
     pp: Annotated[int, PipelineDegree] = 1,
@@ -142,7 +134,7 @@ def _refuse_contradictions(
         return
     reasons = {
         "there is no run to follow": weights.run is None,
-        "a server of one step follows nothing": step is not None,
+        "--step serves one checkpoint, and --follow each new one": step is not None,
         "vLLM does not load other weights while it runs": engine == "vllm",
         "quantised weights are not replaced while they are served": quantise is not None,
     }

@@ -209,6 +209,14 @@ RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
 ]
+TrainedModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run directory or its name under runs/, a checkpoint of it, a Hugging Face or a PEFT folder.",
+        autocompletion=complete_run,
+    ),
+]
 SeqLen = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence, if a model is named.")]
 GlobalBatch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per step, if a model is named.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

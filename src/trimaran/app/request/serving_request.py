@@ -43,7 +43,7 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
     running = options.max_running or usual.max_sequences
     for name, value in given.items():
         if value is not None and not 1 <= value <= MAX_TOKENS:
-            raise UserError("A013", f"{value} is no number of tokens", where=f"--{name.replace('_', '-')}",
+            raise UserError("A013", f"{value} is not a valid number of tokens", where=f"--{name.replace('_', '-')}",
                             fix=f"use 1 to {MAX_TOKENS:,}")  # fmt: skip
     return ServingQuestion(
         outline=outline,

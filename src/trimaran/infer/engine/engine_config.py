@@ -1,4 +1,4 @@
-"""What the processes of an engine are told when they start. It travels as JSON on their command line."""
+"""The settings of an engine, passed to its processes as JSON on the command line."""
 
 import json
 from collections.abc import Mapping

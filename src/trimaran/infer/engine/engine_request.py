@@ -59,7 +59,7 @@ class TokenOutput:
 
 
 class TokenConstraint(Protocol):
-    """Says which tokens may follow, for guided output. It is told every token of its request, in order."""
+    """Limits the next token of a request, for guided output. `advance` is called with each token, in order."""
 
     def allowed(self) -> np.ndarray:
         """Return a mask, bool [vocabulary], of the next tokens that are allowed. At least one is."""

@@ -1,4 +1,4 @@
-"""A rank notices that another one is gone, and that one which says goodbye is not."""
+"""A rank notices that another one has exited, and ignores one that was stopped as planned."""
 
 import queue
 import socket

@@ -81,7 +81,7 @@ class EngineLoop:
                     self._handle(message)
                 self._send(self._engine.step() if self._engine.has_work else [])
         except ServerGoneError:
-            LOG.debug("the server is gone")
+            LOG.debug("the server has closed the connection")
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         if "add" in message:

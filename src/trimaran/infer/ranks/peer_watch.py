@@ -1,4 +1,4 @@
-"""Ends this process when another rank is gone: a collective that waits for it would wait for minutes.
+"""Ends this process when another rank has exited: a collective that waits for it would wait for minutes.
 
 Every rank keeps a connection to rank 0. The kernel closes it when a process dies, however it dies, so the others know
 at once, also while they wait inside a collective or have nothing to do. A rank whose connection stays open but says

@@ -1,4 +1,4 @@
-"""Keeps an engine running: starts it, sends it requests, hears its outputs, and starts it again when it dies."""
+"""Keeps an engine running: starts it, sends it requests, receives its outputs, and restarts it when it dies."""
 
 import asyncio
 import contextlib
@@ -156,7 +156,7 @@ class EngineClient:
             self._process.send({"load": self._pending[0].as_dict()})
 
     async def _hear(self, process: EngineProcess) -> list[int]:
-        """Handle messages until the engine is gone. Returns the exit codes. Nothing of it is heard afterwards."""
+        """Handle messages until the engine has exited, and return the exit codes. No message follows."""
         reading = asyncio.create_task(self._read(process))
         ended = asyncio.create_task(process.wait_any())
         self._last_heard = time.monotonic()
@@ -165,7 +165,7 @@ class EngineClient:
                 await asyncio.wait({reading, ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 silent = time.monotonic() - self._last_heard
                 if self._queue.num_running and silent > self._policy.stall_seconds:
-                    LOG.error("the engine has work and said nothing for %.0f s; it is killed", silent)
+                    LOG.error("the engine has work and sent no message for %.0f s; it is killed", silent)
                     break
             codes = await process.end(seconds=self._policy.stop_seconds if self._is_stopping else 0.0)
             await asyncio.wait({reading}, timeout=5.0)  # what it sent before it died

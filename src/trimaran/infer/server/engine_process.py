@@ -26,7 +26,7 @@ class EngineProcess:
     writer: asyncio.StreamWriter
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message. If the engine is gone, nothing happens: its reader sees the end."""
+        """Send a message. Does nothing if the engine has exited, which the reader notices."""
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write(dump_message(message))
 

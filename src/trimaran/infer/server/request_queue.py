@@ -52,7 +52,7 @@ class ActiveRequest:
 
     @property
     def remaining(self) -> EngineRequest:
-        """The request as an engine that knows nothing of it has to get it."""
+        """The request to send to a restarted engine: with the tokens generated so far."""
         if not self.has_output:
             return self.request
         return replace(self.request, generated=tuple(self.generated), prompt_logprobs=False)

@@ -10,7 +10,7 @@ class RestartPolicy:
     first_pause: float = 0.2
     longest_pause: float = 30.0
     max_failures: int = 5
-    stall_seconds: float = 600.0  # an engine with work that says nothing for this long hangs, and is killed
+    stall_seconds: float = 600.0  # an engine with work that sends no message for this long is killed
     stop_seconds: float = 5.0
 
 

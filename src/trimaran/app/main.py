@@ -47,6 +47,7 @@ COMMANDS = {
     "history": "List what runs measured, by model and cluster.",
     "calibrate": "Fit the planner's rates to runs that were measured.",
     "bench": "Measure how fast this machine is, for the planner.",
+    "mcp": "Offer the commands to a coding assistant as tools.",
     "presets": "List the named model shapes.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }

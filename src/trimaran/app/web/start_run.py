@@ -25,6 +25,11 @@ class StartedRun:
     log: Path
 
     @property
+    def recipe(self) -> Path:
+        """The file of its recipe."""
+        return self.log.with_suffix(".yaml")
+
+    @property
     def exists(self) -> bool:
         """Whether its run directory is there, so that its page can be opened."""
         return holds_run(self.path)

@@ -1,0 +1,1 @@
+"""What `trimaran mcp` offers a coding assistant: the commands as typed tools, and the documentation."""

@@ -11,7 +11,7 @@ UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py)
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow targets chaos soak check types rules format matrix nccl bench accuracy wheel clean help
+.PHONY: demo test test-fast slow targets chaos soak site check types rules format matrix nccl bench accuracy wheel clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
@@ -22,6 +22,7 @@ help:
 	@echo "make chaos      every fault of docs/guides/fault-tolerance.md, caused for real (30 minutes)"
 	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check      format, lint, types, layer map, names and docs; runs before make test in CI"
+	@echo "make site       the documentation as a web site, in site/; runs in CI"
 	@echo "make matrix     every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
 	@echo "make nccl       parity, faults and resumes over NCCL, ranks sharing a GPU; writes docs/parity-nccl.md"
 	@echo "make bench      the benchmarks that run on a CPU"
@@ -50,6 +51,11 @@ chaos: .venv/dev
 
 soak: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30)
+
+# All pages, with every link checked; no page may fetch anything from elsewhere.
+site: .venv/dev
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python ops/site/check_assets.py site
 
 check: .venv/dev
 	$(BIN)/ruff format --check --quiet .
@@ -96,4 +102,4 @@ wheel: .venv/dev
 	@touch $@ .venv/demo
 
 clean:
-	rm -rf .venv runs build dist
+	rm -rf .venv runs build dist site

@@ -45,4 +45,9 @@ def serving_tensor_plan(network: Network, degree: int) -> dict[str, str]:
 
 
 def _decoder_plan(spec: ModelSpec) -> dict[str, str]:
-    return ENDS | ATTENTION | (MOE if spec.block.experts else FEED_FORWARD)
+    attention, varied = dict(ATTENTION), spec.block.attention
+    if varied.wide_qk_norm:
+        attention |= {"layers.*.self_attn.q_norm": "head-norm", "layers.*.self_attn.k_norm": "head-norm"}
+    if varied.sinks:
+        attention |= {"layers.*.self_attn": "sinks"}
+    return ENDS | attention | (MOE if spec.block.experts else FEED_FORWARD)

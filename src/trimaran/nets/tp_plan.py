@@ -18,10 +18,12 @@ ATTENTION = {
     "layers.*.self_attn.q_proj": "partial-colwise",
     "layers.*.self_attn.k_proj": "partial-colwise",
     "layers.*.self_attn.v_proj": "partial-colwise",
-    "layers.*.self_attn.q_norm": "parameters",
-    "layers.*.self_attn.k_norm": "parameters",
+    "layers.*.self_attn.q_norm": "head-norm",
+    "layers.*.self_attn.k_norm": "head-norm",
     "layers.*.self_attn.o_proj": "rowwise-to-sequence",
     "layers.*.post_attention_layernorm": "parameters",
+    "layers.*.pre_feedforward_layernorm": "parameters",
+    "layers.*.post_feedforward_layernorm": "parameters",
 }
 FEED_FORWARD = {
     "layers.*.mlp": "gather-sequence",

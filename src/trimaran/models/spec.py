@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trimaran.core import Flops
+from trimaran.models.expert_variations import ExpertUnit, RouterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class Rope:
 class ExpertSpec:
     """The experts that replace each layer's feed-forward block. `shared_ffn` 0 is no shared expert.
 
+    Layers in `dense_layers` keep a feed-forward block of width `ModelSpec.ffn`.
+
     `balance` weights the load-balancing loss, computed per sequence so that it never depends on the plan; `z_loss`
     weights the squared logsumexp of each token's router logits. `capacity` limits an expert in training to that
     multiple of its even share of a sequence's assignments, earliest first; the others are dropped. 0 is no limit.
@@ -34,6 +37,9 @@ class ExpertSpec:
     balance: float = 0.01
     z_loss: float = 0.0
     capacity: float = 0.0
+    router: RouterSpec = RouterSpec()
+    unit: ExpertUnit = ExpertUnit()
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trimaran.models import ExpertSpec
+from trimaran.models.expert_variations import RouterSpec
 from trimaran.nets.attention_context import Context
 
 
@@ -23,18 +24,26 @@ class Routing:
 
 # Statistics after the number of choices of each expert: dropped choices, and the squared logsumexp summed over tokens.
 NUM_EXTRA_STATS = 2
+MIN_SUM = 1e-20  # of the scores that sum to one after a division: the sigmoids of one token may all be 0
 
 
-def route(logits: Tensor, experts: ExpertSpec, context: Context, *, limited: bool) -> Routing:
+def route(
+    logits: Tensor, experts: ExpertSpec, context: Context, *, limited: bool, correction: Tensor | None = None
+) -> Routing:
     """Return the routing for `logits` [B, T, num_experts]. The capacity applies only if `limited`.
 
+    `correction` [num_experts] is added to the scores when experts are chosen, but not to their weights.
     The result does not depend on the plan: the balance loss covers full sequences, even if this rank holds a part.
     """
-    probabilities = logits.softmax(-1)
-    weights, choices = probabilities.topk(experts.top_k)
+    scores = logits.softmax(-1) if experts.router.scoring == "softmax" else logits.sigmoid()
+    choices = chosen_experts(scores.detach(), experts, correction)
+    weights = scores.gather(-1, choices)
     if experts.normalize_top_k:
-        weights = weights / weights.sum(-1, keepdim=True)
-    chosen = torch.zeros_like(probabilities).scatter_(-1, choices, 1.0)
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
+    if experts.router.scale != 1:
+        weights = weights * experts.router.scale
+    probabilities = scores if experts.router.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + MIN_SUM)
+    chosen = torch.zeros_like(scores).scatter_(-1, choices, 1.0)
     loads = context.all_reduce(chosen.sum(1))  # [B, num_experts]
     fractions = loads / loads.sum(-1, keepdim=True)
     squares = logits.logsumexp(-1).square()
@@ -49,6 +58,23 @@ def route(logits: Tensor, experts: ExpertSpec, context: Context, *, limited: boo
     dropped = (requested - counts).sum()
     stats = torch.cat([requested, dropped.reshape(1), squares.detach().sum().reshape(1)])
     return Routing(weights, choices, counts.int(), loss, stats)
+
+
+def chosen_experts(scores: Tensor, experts: ExpertSpec, correction: Tensor | None = None) -> Tensor:
+    """Return the experts [..., top_k] of each token, given their `scores` [..., num_experts]."""
+    if correction is not None:
+        scores = scores + correction
+    if experts.router.groups > experts.router.top_groups:
+        scores = scores.masked_fill(~in_best_groups(scores, experts.router), -math.inf)
+    return scores.topk(experts.top_k).indices
+
+
+def in_best_groups(scores: Tensor, router: RouterSpec) -> Tensor:
+    """Return which experts are in one of the token's best groups, in the shape of `scores` [..., num_experts]."""
+    by_group = scores.unflatten(-1, (router.groups, -1))
+    best = by_group.topk(router.group_top).values.sum(-1).topk(router.top_groups).indices
+    kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+    return kept.unsqueeze(-1).expand_as(by_group).flatten(-2)
 
 
 def within_capacity(choices: Tensor, experts: ExpertSpec, context: Context) -> Tensor:

@@ -1,0 +1,99 @@
+"""GPT-OSS: sinks, windows in every other layer, and experts with biases and a clamped SwiGLU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimaran.models.config_fields import Fields, show
+from trimaran.models.expert_variations import ExpertUnit, RouterSpec
+from trimaran.models.families.architecture import Family
+from trimaran.models.families.common_fields import OFF, read_decoder, read_rope, rope_lacks
+from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
+from trimaran.models.families.expert_fields import read_losses, write_losses
+from trimaran.models.layer_variations import AttentionSpec
+from trimaran.models.spec import Block, ExpertSpec, ModelSpec
+
+_OFF = OFF | {"hidden_act": (None, "silu")}
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+def _read(fields: Fields) -> ModelSpec:
+    max_seq_len = fields.integer("max_position_embeddings", default=131_072)
+    bias = fields.boolean("attention_bias", default=True)
+    window, layers = fields.integer("sliding_window", default=0), fields.integer("num_hidden_layers")
+    types = fields.config.get("layer_types") or [LOCAL, FULL] * layers
+    block = Block(
+        norm_eps=fields.number("rms_norm_eps", default=1e-5),
+        qkv_bias=bias,
+        rope=read_rope(fields, max_seq_len),
+        attention=AttentionSpec(
+            out_bias=bias, sinks=True, windows=_repeating([window * (each == LOCAL) for each in types[:layers]])
+        ),
+        experts=ExpertSpec(
+            num_experts=fields.integer("num_local_experts"),
+            top_k=fields.integer("num_experts_per_tok", default=4),
+            ffn=fields.integer("intermediate_size"),
+            router=RouterSpec(bias=True),
+            unit=ExpertUnit(
+                bias=True,
+                limit=fields.number("swiglu_limit", default=7.0),
+                alpha=fields.number("swiglu_alpha", default=1.702),
+            ),
+            **read_losses(fields, balance=0.001),
+        ),
+    )
+    return read_decoder(fields, block, max_seq_len=max_seq_len)
+
+
+def _repeating(windows: list[int]) -> tuple[int, ...]:
+    """Return the shortest sequence that gives these windows if it is repeated; none if no layer has one."""
+    if not any(windows):
+        return ()
+    periods = range(1, len(windows) + 1)
+    period = next(each for each in periods if all(windows[i] == windows[i % each] for i in range(len(windows))))
+    return tuple(windows[:period])
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    experts, attention = spec.block.experts, spec.block.attention
+    if experts is None:
+        return {}
+    windows = [attention.window_of(number) for number in range(spec.layers)]
+    return write_losses(experts) | {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "intermediate_size": experts.ffn,
+        "swiglu_limit": experts.unit.limit,
+        "swiglu_alpha": experts.unit.alpha,
+        "attention_bias": attention.out_bias,
+        "sliding_window": next((each for each in windows if each), None),
+        "layer_types": [LOCAL if each else FULL for each in windows],
+    }
+
+
+def _lacks(config: Mapping[str, Any]) -> str:
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and set(types) <= {LOCAL, FULL}):
+        return f"layer_types is {show(types)}"
+    return rope_lacks(config)
+
+
+def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
+    """Return the parts: gate and up take turns in the columns of one tensor, and all experts share it."""
+    layer, experts, leaf = name.rpartition(".experts.")
+    if not experts:
+        return renamed(plain_parts(name, shape, spec), {".mlp.gate.": ".mlp.router."})
+    disk, first = f"model.{layer}.experts.", 1 if leaf.startswith("up") else 0
+    if leaf == "down_proj_bias":
+        return [DiskPart(disk + leaf, shape)]
+    if leaf == "down_proj":
+        whole = (shape[0], shape[2], shape[1])
+        return [DiskPart(disk + leaf, whole, (expert,), transposed=True) for expert in range(shape[0])]
+    turns = slice(first, None, 2)
+    if leaf.endswith("_bias"):
+        return [DiskPart(f"{disk}gate_up_proj_bias", (shape[0], 2 * shape[1]), (slice(None), turns))]
+    whole = (shape[0], shape[2], 2 * shape[1])
+    regions = ((expert, slice(None), turns) for expert in range(shape[0]))
+    return [DiskPart(f"{disk}gate_up_proj", whole, each, transposed=True) for each in regions]
+
+
+GPT_OSS = Family(architecture="GptOssForCausalLM", read=_read, write=_write, off=_OFF, lacks=_lacks, parts=_parts)

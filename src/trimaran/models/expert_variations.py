@@ -71,3 +71,6 @@ class LatentSpec:
         down = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank + (self.kv_rank + self.rope_dim) * self.bias
         up = self.kv_rank * heads * (self.nope_dim + self.value_dim)
         return query + down + up + heads * self.value_dim * hidden + hidden * self.bias
+
+
+PLAIN_ROUTER, PLAIN_UNIT = RouterSpec(), ExpertUnit()

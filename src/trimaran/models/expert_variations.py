@@ -65,12 +65,15 @@ class LatentSpec:
 
     def parameters(self, hidden: int, heads: int) -> int:
         """Return the weights of one layer's attention."""
-        query = hidden * heads * self.head_dim
-        if rank := self.query_rank:
-            query = hidden * rank + rank + rank * heads * self.head_dim + rank * self.bias
-        down = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank + (self.kv_rank + self.rope_dim) * self.bias
-        up = self.kv_rank * heads * (self.nope_dim + self.value_dim)
-        return query + down + up + heads * self.value_dim * hidden + hidden * self.bias
+        rank, width = self.query_rank, heads * self.head_dim
+        query = rank * (hidden + width) if rank else hidden * width
+        narrow = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return query + narrow + heads * self.value_dim * hidden + self.extras(hidden)
+
+    def extras(self, hidden: int) -> int:
+        """Return the weights of one layer's attention outside matmuls: norms and biases."""
+        biases = self.query_rank + self.kv_rank + self.rope_dim + hidden
+        return self.query_rank + self.kv_rank + biases * self.bias
 
 
 PLAIN_ROUTER, PLAIN_UNIT = RouterSpec(), ExpertUnit()

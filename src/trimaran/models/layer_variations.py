@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from trimaran.models.expert_variations import LatentSpec
 from trimaran.models.rope import Rope
 
 
@@ -14,7 +15,7 @@ class AttentionSpec:
     layer a window. `rope_layers` say in the same way which layers have rotary positions; empty is all. `local_rope` is
     the rope of the layers with a window, if it is another one. `scale` 0 is 1 / sqrt(head_dim); `softcap` 0 is none.
     `wide_qk_norm`: one norm over all heads together instead of one for each head. `sinks`: each head has a learned
-    score that no key has.
+    score that no key has. `latent`: keys and values are made from one narrow vector (DeepSeek).
     """
 
     out_bias: bool = False
@@ -25,6 +26,7 @@ class AttentionSpec:
     windows: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None
+    latent: LatentSpec | None = None
 
     def window_of(self, number: int) -> int | None:
         """Return the window of layer `number`; None if it has none."""

@@ -32,6 +32,11 @@ class ExpertSpec:
     unit: ExpertUnit = PLAIN_UNIT
     dense_layers: tuple[int, ...] = ()
 
+    def biases(self, hidden: int) -> int:
+        """Return how many biases a layer's router and experts have."""
+        of_expert = (2 * self.ffn + hidden) * self.unit.bias
+        return self.num_experts * (of_expert + self.router.bias)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -83,37 +88,42 @@ class ModelSpec:
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` has."""
-        attention = self.block.attention
+        attention, experts = self.block.attention, self.block.experts
         window = attention.window_of(number)
         rope = self.block.rope if window is None or attention.local_rope is None else attention.local_rope
         return LayerSpec(
             window=window,
             rope=rope if attention.has_rope(number) else None,
-            experts=self.block.experts,
+            experts=None if experts is not None and number in experts.dense_layers else experts,
             ffn=self.ffn,
         )
 
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention, biases and head norms included."""
+        if (latent := self.block.attention.latent) is not None:
+            return latent.parameters(self.hidden, self.heads)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * width + 2 * kv_width)
         return weights + (width + 2 * kv_width) * self.block.qkv_bias + self.attention_extras
 
     @property
     def attention_extras(self) -> int:
-        """Weights of one layer's attention outside the three projections of its input: norms, out bias and sinks."""
+        """Weights of one layer's attention outside the matmuls and the biases of its input: norms, out bias, sinks."""
+        if (latent := self.block.attention.latent) is not None:
+            return latent.extras(self.hidden)
         attention, width = self.block.attention, self.heads * self.head_dim
         norms = width + self.kv_heads * self.head_dim if attention.wide_qk_norm else 2 * self.head_dim
         return norms * self.block.qk_norm + self.hidden * attention.out_bias + self.heads * attention.sinks
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Weights of one layer's feed-forward block, all experts counted."""
+        """Weights of one layer's feed-forward block, all experts counted; with experts, those of a layer that has them."""
         if (experts := self.block.experts) is None:
             return 3 * self.hidden * self.ffn
         shared = 3 * self.hidden * experts.shared_ffn + self.hidden * experts.shared_gate
-        return self.hidden * experts.num_experts + 3 * self.hidden * experts.ffn * experts.num_experts + shared
+        routed = (3 * self.hidden * experts.ffn + self.hidden) * experts.num_experts
+        return routed + shared + experts.biases(self.hidden)
 
     @property
     def active_feed_forward_parameters(self) -> int:
@@ -131,4 +141,6 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
         ends = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + self.hidden + ends
+        dense = len(self.block.experts.dense_layers) if self.block.experts else 0
+        fewer = dense * (self.feed_forward_parameters - 3 * self.hidden * self.ffn)
+        return self.layers * self.layer_parameters - fewer + self.hidden + ends

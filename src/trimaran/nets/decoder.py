@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, NormSpec, Rope
+from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
 from trimaran.models.layer_variations import norm_names
 from trimaran.nets import cpu_kernels
 from trimaran.nets.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
@@ -14,6 +14,7 @@ from trimaran.nets.attention_context import AttentionScope, Context, document_po
 from trimaran.nets.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.key_value_cache import CacheExtension
+from trimaran.nets.latent_attention import LatentAttention
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 from trimaran.nets.paged_cache import PagedExtension
@@ -31,7 +32,7 @@ class DecoderLayer(nn.Module):
         before, *others = norm_names(self.norms) if self.norms.placement != "after" else ("", *norm_names(self.norms))
         if before:
             self.add_module(before, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
-        self.self_attn = Attention(spec, layer)
+        self.self_attn = attention_of(spec, layer)
         for name in others:
             self.add_module(name, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
         experts, activation = layer.experts, spec.block.activation
@@ -92,6 +93,7 @@ class DecoderLayer(nn.Module):
 
     def _forward_on_cpu(self, x: Tensor, rotation: Rotation, scope: AttentionScope, mlp: FeedForward) -> Tensor:
         attention = self.self_attn
+        assert isinstance(attention, Attention), "latent attention is not fused"
         x, query, key, value = normed_heads(
             x, self.input_layernorm, attention.projections, rotation, attention.num_heads
         )
@@ -101,6 +103,12 @@ class DecoderLayer(nn.Module):
 
     def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))
+
+
+def attention_of(spec: ModelSpec, layer: LayerSpec) -> Attention | LatentAttention:
+    """Return the attention of a layer, of the kind that the spec has."""
+    latent = spec.block.attention.latent
+    return Attention(spec, layer) if latent is None else LatentAttention(spec, layer, latent)
 
 
 # The norms before and after the feed-forward, by the placement of norms.

@@ -1,8 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2 and V3, Kimi-K2): keys and values of all heads from one narrow vector."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from trimaran.models import LayerSpec, ModelSpec, Rope
 from trimaran.models.expert_variations import LatentSpec
 from trimaran.nets.attention import RMSNorm, rotate
 from trimaran.nets.attention_context import AttentionScope, Context
@@ -19,10 +22,11 @@ class LatentAttention(nn.Module):
 
     joint = False  # there are no projections that may be one matmul
 
-    def __init__(self, latent: LatentSpec, hidden: int, heads: int, options: AttentionOptions) -> None:
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, latent: LatentSpec) -> None:
         super().__init__()
-        self.latent, self.options = latent, options
-        width = heads * latent.head_dim
+        hidden, heads, width = spec.hidden, spec.heads, spec.heads * latent.head_dim
+        self.latent, self.rope = latent, layer.rope
+        self.options = AttentionOptions(scale=_scale(latent, layer.rope), window=layer.window)
         if latent.query_rank:
             self.q_a_proj = nn.Linear(hidden, latent.query_rank, bias=latent.bias)
             self.q_a_layernorm = RMSNorm(latent.query_rank, eps=latent.norm_eps)
@@ -40,15 +44,17 @@ class LatentAttention(nn.Module):
         """None: see `joint`."""
         return ()
 
-    def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, scope: AttentionScope) -> Tensor:
         """Return the attention output for `x` [B, T, hidden]."""
+        assert rotation is not None, "every layer has rotary positions"
+        assert self.rope is not None
         latent, heads = self.latent, (*x.shape[:-1], -1)
         query = self._query(x).view(*heads, latent.head_dim).transpose(1, 2)
         narrow, shared = self.kv_a_proj_with_mqa(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
         wide = self.kv_b_proj(self.kv_a_layernorm(narrow)).view(*heads, latent.nope_dim + latent.value_dim)
         key, value = wide.transpose(1, 2).split([latent.nope_dim, latent.value_dim], dim=-1)
         plain, turned = query.split([latent.nope_dim, latent.rope_dim], dim=-1)
-        turned, shared = (rotate(each, rotation).to(value.dtype) for each in (turned, shared.unsqueeze(1)))
+        turned, shared = (rotate(each, rotation, self.rope).to(value.dtype) for each in (turned, shared.unsqueeze(1)))
         query = torch.cat((plain, turned), dim=-1)
         key = torch.cat((key, shared.expand(-1, key.shape[1], -1, -1)), dim=-1)
         out = self.context.attend(query, key, value, scope, self.options)
@@ -58,3 +64,11 @@ class LatentAttention(nn.Module):
         if not self.latent.query_rank:
             return self.q_proj(x)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+
+def _scale(latent: LatentSpec, rope: Rope | None) -> float:
+    """Return the factor of the scores. YaRN with `mscale_all_dim` raises it with the factor of the positions."""
+    scale = latent.head_dim**-0.5
+    if rope is None or rope.yarn is None or not rope.yarn.mscale_all_dim or rope.factor <= 1:
+        return scale
+    return scale * (0.1 * rope.yarn.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2

@@ -8,6 +8,7 @@ tensor.
 from trimaran.models.spec import ModelSpec
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.network import Network
+from trimaran.nets.tp_plan import feed_forward_plan
 from trimaran.nets.vlm_model import Vlm
 
 ENDS = {"embed_tokens": "embedding", "lm_head": "colwise-logits"}
@@ -15,6 +16,8 @@ ATTENTION = {
     "layers.*.self_attn.q_proj": "partial-colwise",
     "layers.*.self_attn.k_proj": "partial-colwise",
     "layers.*.self_attn.v_proj": "partial-colwise",
+    "layers.*.self_attn.q_b_proj": "partial-colwise",
+    "layers.*.self_attn.kv_b_proj": "partial-colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
 FEED_FORWARD = {
@@ -45,4 +48,4 @@ def serving_tensor_plan(network: Network, degree: int) -> dict[str, str]:
 
 
 def _decoder_plan(spec: ModelSpec) -> dict[str, str]:
-    return ENDS | ATTENTION | (MOE if spec.block.experts else FEED_FORWARD)
+    return ENDS | ATTENTION | feed_forward_plan(spec, MOE, FEED_FORWARD)

@@ -117,6 +117,7 @@ def tensor_sizes(spec: Spec, plan: Plan) -> dict[str, int]:
     else:
         sizes["features of an expert"] = experts.ffn
         sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
+        sizes |= {"features of the dense layers": spec.ffn} if experts.dense_layers else {}
     return sizes
 
 

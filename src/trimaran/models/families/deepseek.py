@@ -59,7 +59,7 @@ def _read(fields: Fields, block: Block, *, max_seq_len: int, interleaved: bool) 
     block = replace(
         block,
         norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=replace(read_rope(fields, max_seq_len), interleaved=interleaved),
+        rope=replace(read_rope(fields, max_seq_len), interleaved=interleaved, rotary_dim=latent.rope_dim),
         attention=AttentionSpec(latent=latent),
     )
     spec = read_decoder(fields, block, max_seq_len=max_seq_len)

@@ -1,22 +1,35 @@
 """GPT-OSS: sinks, windows in every other layer, and experts with biases and a clamped SwiGLU."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trimaran.models.config_fields import Fields, show
 from trimaran.models.expert_variations import ExpertUnit, RouterSpec
 from trimaran.models.families.architecture import Family
-from trimaran.models.families.common_fields import OFF, read_decoder, read_rope, rope_lacks
+from trimaran.models.families.common_fields import OFF, read_decoder, read_rope, rope_lacks, rope_tree
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_losses, write_losses
 from trimaran.models.layer_variations import AttentionSpec
+from trimaran.models.rope import Rope
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
 _OFF = OFF | {"hidden_act": (None, "silu")}
 LOCAL, FULL = "sliding_attention", "full_attention"
+# What transformers assumes if config.json has no settings of rotary positions.
+USUAL_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 150_000.0,
+}
 
 
 def _read(fields: Fields) -> ModelSpec:
+    fields = replace(fields, config=_with_rope(fields.config))
     max_seq_len = fields.integer("max_position_embeddings", default=131_072)
     bias = fields.boolean("attention_bias", default=True)
     window, layers = fields.integer("sliding_window", default=0), fields.integer("num_hidden_layers")
@@ -44,6 +57,10 @@ def _read(fields: Fields) -> ModelSpec:
     return read_decoder(fields, block, max_seq_len=max_seq_len)
 
 
+def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config if rope_tree(config) else {**config, "rope_parameters": USUAL_ROPE}
+
+
 def _repeating(windows: list[int]) -> tuple[int, ...]:
     """Return the shortest sequence that gives these windows if it is repeated; none if no layer has one."""
     if not any(windows):
@@ -67,14 +84,20 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": attention.out_bias,
         "sliding_window": next((each for each in windows if each), None),
         "layer_types": [LOCAL if each else FULL for each in windows],
+        **_plain_rope(spec.block.rope),
     }
+
+
+def _plain_rope(rope: Rope) -> dict[str, Any]:
+    """Return the settings of positions without scaling, which are not the usual ones here."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}} if rope.factor == 1 else {}
 
 
 def _lacks(config: Mapping[str, Any]) -> str:
     types = config.get("layer_types")
     if types is not None and not (isinstance(types, list) and set(types) <= {LOCAL, FULL}):
         return f"layer_types is {show(types)}"
-    return rope_lacks(config)
+    return rope_lacks(_with_rope(config))
 
 
 def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:

@@ -32,6 +32,11 @@ class ExpertSpec:
     unit: ExpertUnit = PLAIN_UNIT
     dense_layers: tuple[int, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are the experts of Qwen: no variation of the router or an expert, and no dense layers."""
+        return (self.router, self.unit, self.dense_layers) == (PLAIN_ROUTER, PLAIN_UNIT, ())
+
     def biases(self, hidden: int) -> int:
         """Return how many biases a layer's router and experts have."""
         of_expert = (2 * self.ffn + hidden) * self.unit.bias

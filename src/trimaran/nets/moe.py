@@ -68,15 +68,16 @@ class ExpertWeights(nn.Module):
         weights = (local_for_compute(each) for each in (self.gate_proj, self.up_proj, self.down_proj))
         gate, up, down = (each.to(rows.dtype) for each in weights)
         if not self.unit.bias:
-            return _grouped(self._gated(_grouped(rows, gate, ends), _grouped(rows, up, ends)), down, ends)
+            return _grouped(self.gated(_grouped(rows, gate, ends), _grouped(rows, up, ends)), down, ends)
         owners = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True, out_int32=True)
         owners = owners.clamp(max=len(gate) - 1)
         biases = (local_for_compute(each) for each in (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias))
         of_gate, of_up, of_down = (each.to(rows.dtype).index_select(0, owners) for each in biases)
-        inner = self._gated(_grouped(rows, gate, ends) + of_gate, _grouped(rows, up, ends) + of_up)
+        inner = self.gated(_grouped(rows, gate, ends) + of_gate, _grouped(rows, up, ends) + of_up)
         return _grouped(inner, down, ends) + of_down / self.tp
 
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the inner activations of an expert from its two projections."""
         limit = self.unit.limit
         if not limit:
             return F.silu(gate) * up

@@ -35,13 +35,7 @@ def route(
     `correction` [num_experts] is added to the scores when experts are chosen, but not to their weights.
     The result does not depend on the plan: the balance loss covers full sequences, even if this rank holds a part.
     """
-    scores = logits.softmax(-1) if experts.router.scoring == "softmax" else logits.sigmoid()
-    choices = chosen_experts(scores.detach(), experts, correction)
-    weights = scores.gather(-1, choices)
-    if experts.normalize_top_k:
-        weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
-    if experts.router.scale != 1:
-        weights = weights * experts.router.scale
+    choices, weights, scores = choose_experts(logits, experts, correction)
     probabilities = scores if experts.router.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + MIN_SUM)
     chosen = torch.zeros_like(scores).scatter_(-1, choices, 1.0)
     loads = context.all_reduce(chosen.sum(1))  # [B, num_experts]
@@ -60,13 +54,20 @@ def route(
     return Routing(weights, choices, counts.int(), loss, stats)
 
 
-def chosen_experts(scores: Tensor, experts: ExpertSpec, correction: Tensor | None = None) -> Tensor:
-    """Return the experts [..., top_k] of each token, given their `scores` [..., num_experts]."""
-    if correction is not None:
-        scores = scores + correction
-    if experts.router.groups > experts.router.top_groups:
-        scores = scores.masked_fill(~in_best_groups(scores, experts.router), -math.inf)
-    return scores.topk(experts.top_k).indices
+def choose_experts(
+    logits: Tensor, experts: ExpertSpec, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's experts and their weights, both [..., top_k], and the scores of all, [..., num_experts]."""
+    router = experts.router
+    scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
+    ranked = scores.detach() if correction is None else scores.detach() + correction
+    if router.groups > router.top_groups:
+        ranked = ranked.masked_fill(~in_best_groups(ranked, router), -math.inf)
+    choices = ranked.topk(experts.top_k).indices
+    weights = scores.gather(-1, choices)
+    if experts.normalize_top_k:
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
+    return choices, weights if router.scale == 1 else weights * router.scale, scores
 
 
 def in_best_groups(scores: Tensor, router: RouterSpec) -> Tensor:

@@ -35,24 +35,42 @@ SHARED: dict[str, Any] = {
 GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
 NO_MTP: dict[str, Any] = {"num_nextn_predict_layers": 0}
 THETA: dict[str, Any] = {"rope_type": "default", "rope_theta": 5_000.0}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "rope_theta": 5_000.0,
+}
+SCALED: dict[str, Any] = {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **GROUPED, **FEW},
     "mixtral-window": {"model_type": "mixtral", **GROUPED, **FEW, "sliding_window": 7},
-    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, **SHARED, **GROUPS, **NO_MTP},
+    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, **SHARED, **GROUPS, **NO_MTP, **SCALED},
     "deepseek-v3-plain": {
         "model_type": "deepseek_v3",
         **LATENT | SHARED | NO_MTP,
-        **{"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+        "n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
     },
     "deepseek-v2": {"model_type": "deepseek_v2", **LATENT, **SHARED, **GROUPS, "topk_method": "group_limited_greedy"},
-    "deepseek-v2-lite": {"model_type": "deepseek_v2", **LATENT, **SHARED, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        **LATENT | SHARED | SCALED,
+        "q_lora_rank": None, "topk_method": "greedy",
+    },
     "glm-4.5": {
         "model_type": "glm4_moe",
         **GROUPED | SHARED | NO_MTP,
-        **{"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+        "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1,
     },
-    "gpt-oss": {"model_type": "gpt_oss", **GROUPED, **FEW, "sliding_window": 6, "rope_parameters": THETA},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        **GROUPED | FEW,
+        "sliding_window": 6, "rope_parameters": YARN | {"truncate": False},
+    },
+    "gpt-oss-plain": {"model_type": "gpt_oss", **GROUPED, **FEW, "sliding_window": 6, "rope_parameters": THETA},
 }
 
 

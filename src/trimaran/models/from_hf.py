@@ -90,7 +90,7 @@ def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
     """Return the same network: the settings of a scaling are unused without one."""
     rope = spec.block.rope
     plain = Rope(theta=rope.theta, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
-    return spec if rope.factor != 1 else replace(spec, block=replace(spec.block, rope=plain))
+    return spec if rope.factor != 1 or rope.longrope else replace(spec, block=replace(spec.block, rope=plain))
 
 
 def _features(spec: ModelSpec) -> str:

@@ -116,6 +116,11 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
         _PLAIN, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", tied=True, usual={"use_bias": True}
     ),
     "hunyuan_v1_moe": FamilyTraits(head_norms=True, usual={"n_shared_experts": 1}),
+    "glm": FamilyTraits(out_bias=False, usual={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2}),
+    "glm4": FamilyTraits(
+        norms=4, out_bias=False, usual={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2}
+    ),
+    "cohere": FamilyTraits(norms=1, tied=True),
     "cohere2": FamilyTraits(norms=1, tied=True, usual={"sliding_window": 4096, "sliding_window_pattern": 4}),
 }  # fmt: skip
 

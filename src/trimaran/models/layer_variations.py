@@ -75,8 +75,8 @@ _NORM_NAMES = {
 class Ends:
     """What happens to the stream after the embedding, and to the logits after the head.
 
-    `embedding_scale` multiplies the stream; the logits are multiplied by `logit_scale`, and then capped softly unless
-    `logit_softcap` is 0.
+    `embedding_scale` multiplies the stream; 0 is sqrt(hidden), as in Gemma. The logits are multiplied by `logit_scale`,
+    and then capped softly unless `logit_softcap` is 0.
     """
 
     embedding_scale: float = 1.0

@@ -104,6 +104,11 @@ class ModelSpec:
         )
 
     @property
+    def embedding_scale(self) -> float:
+        """What the stream is multiplied by after the embedding."""
+        return self.block.ends.embedding_scale or self.hidden**0.5
+
+    @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention, biases and head norms included."""
         if (latent := self.block.attention.latent) is not None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from trimaran.models.rope import Rope
 from trimaran.models.expert_variations import LatentSpec
+from trimaran.models.rope import Rope
 from trimaran.models.spec import ExpertSpec, ModelSpec
 
 MOST_LAYERS = 4096

@@ -1,6 +1,5 @@
 """Causal attention with rotary positions and grouped heads."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from trimaran.nets.attention_context import AttentionScope, Context
 from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.joint_projections import Rotation, fused_norm, rotary_projection
 from trimaran.nets.local_shards import local_for_compute
+from trimaran.nets.rotary_frequencies import frequencies, rotation_scale
 
 
 class RMSNorm(nn.RMSNorm):
@@ -142,14 +142,19 @@ def rotate(x: Tensor, rotation: Rotation, rope: Rope = PLAIN_ROPE) -> Tensor:
     return x * cos + torch.cat((-back, front), dim=-1) * sin
 
 
-def rotation_at(positions: Tensor, rope: Rope, head_dim: int) -> Rotation:
+def rotation_at(positions: Tensor, rope: Rope, head_dim: int, lengths: Tensor | None = None) -> Rotation:
     """Return fp32 cosines and sines [B, 1, T, rotary_dim] for `positions` [B, T].
 
-    Computed in each forward: a few small kernels, and no buffer that a meta device or a cast could corrupt.
+    `lengths` [B, T] are those of each token's document, which only LongRoPE needs. Computed in each forward: a few
+    small kernels, and no buffer that a meta device or a cast could corrupt.
     """
-    angles = positions[:, None, :, None] * _frequencies(rope, head_dim, positions.device)
+    angles = positions[:, None, :, None] * frequencies(rope, head_dim, positions.device)
+    if rope.longrope is not None and lengths is not None:
+        beyond = positions[:, None, :, None] * frequencies(rope, head_dim, positions.device, long=True)
+        angles = torch.where(lengths[:, None, :, None] > rope.original_max_seq_len, beyond, angles)
     angles = angles.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin, scale = angles.cos(), angles.sin(), rotation_scale(rope)
+    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
 def grid_rotation_at(positions: Tensor, rope: Rope, head_dim: int, sections: Sequence[int]) -> Rotation:
@@ -158,20 +163,7 @@ def grid_rotation_at(positions: Tensor, rope: Rope, head_dim: int, sections: Seq
     The first section of a head's feature pairs uses time, the next row, and so on. If the three are equal, as in text,
     the result equals `rotation_at`.
     """
-    angles = positions[:, :, None, :, None] * _frequencies(rope, head_dim, positions.device)
+    angles = positions[:, :, None, :, None] * frequencies(rope, head_dim, positions.device)
     pairs = torch.cat([part[axis % 3] for axis, part in enumerate(angles.split(list(sections), -1))], -1)
     angles = torch.cat((pairs, pairs), dim=-1)
     return angles.cos(), angles.sin()
-
-
-def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    width = rope.rotary_dim or head_dim
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.factor == 1:
-        return frequencies
-    # Llama 3.1: wavelengths much shorter than the original context stay, longer ones are scaled by `factor`, and those
-    # in between are interpolated.
-    turns = rope.original_max_seq_len * frequencies / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / rope.factor)

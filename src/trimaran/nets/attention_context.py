@@ -79,3 +79,14 @@ def document_positions(documents: Tensor) -> Tensor:
     starts = torch.zeros_like(indices)
     starts[:, 1:] = indices[:, 1:] * (documents[:, 1:] != documents[:, :-1])
     return indices - starts.cummax(dim=1).values
+
+
+def document_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
+    """Return the length of each token's document, [B, T] like `positions` inside the documents; None is one a row."""
+    if documents is None:
+        return torch.full_like(positions, positions.shape[1])
+    indices = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    ends = torch.full_like(indices, documents.shape[1] - 1)
+    ends[:, :-1] = torch.where(documents[:, 1:] != documents[:, :-1], indices[:, :-1], ends[:, :-1])
+    last = ends.flip(1).cummin(dim=1).values.flip(1)
+    return last - indices + positions + 1

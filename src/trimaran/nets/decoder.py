@@ -10,7 +10,7 @@ from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
 from trimaran.models.layer_variations import norm_names
 from trimaran.nets import cpu_kernels
 from trimaran.nets.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
-from trimaran.nets.attention_context import AttentionScope, Context, document_positions
+from trimaran.nets.attention_context import AttentionScope, Context, document_lengths, document_positions
 from trimaran.nets.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.key_value_cache import CacheExtension
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
-        rotations = self._rotations(positions) if rotation is None else {}
+        rotations = self._rotations(positions, documents, extension) if rotation is None else {}
         x = stream[0] if stream else self._embed(tokens)
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
@@ -196,10 +196,16 @@ class Decoder(nn.Module):
         logits = self.lm_head(self.norm(x if extension is None else extension.last_of(x)))
         return self._ended(logits), balance
 
-    def _rotations(self, positions: Tensor) -> dict[Rope, Rotation]:
+    def _rotations(
+        self, positions: Tensor, documents: Tensor | None, extension: CacheExtension | PagedExtension | None
+    ) -> dict[Rope, Rotation]:
         """Return the rotation of each rope that a layer of this stage has; most models have one."""
-        local, ropes = self.context.shard(positions), dict.fromkeys(each.self_attn.rope for each in self.blocks)
-        return {rope: rotation_at(local, rope, self.spec.head_dim) for rope in ropes if rope is not None}
+        ropes = dict.fromkeys(each.self_attn.rope for each in self.blocks)
+        local, lengths = self.context.shard(positions), None
+        if any(rope is not None and rope.longrope is not None for rope in ropes) and extension is None:
+            lengths = self.context.shard(document_lengths(positions, documents))
+        head_dim = self.spec.head_dim
+        return {rope: rotation_at(local, rope, head_dim, lengths) for rope in ropes if rope is not None}
 
     def _ended(self, logits: Tensor) -> Tensor:
         """Return the logits, scaled and capped as the spec says."""
@@ -211,7 +217,7 @@ class Decoder(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "a later stage takes a stream"
         stream = self.embed_tokens(self.context.shard(tokens))
-        if (scale := self.spec.block.ends.embedding_scale) != 1:
+        if (scale := self.spec.embedding_scale) != 1:
             stream = stream * scale
         # From here on the stream has the matmul dtype, on every plan: it dominates the memory traffic.
         return stream if own_dtype(self.embed_tokens) == torch.float32 else as_autocast(stream)

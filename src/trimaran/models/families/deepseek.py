@@ -7,9 +7,10 @@ from typing import Any
 from trimaran.models.config_fields import Fields, show
 from trimaran.models.expert_variations import LatentSpec, RouterSpec
 from trimaran.models.families.architecture import Family
-from trimaran.models.families.common_fields import OFF, read_decoder, read_rope, rope_lacks
+from trimaran.models.families.common_fields import OFF, read_decoder
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_corrected_router, read_shared_experts, write_shared_experts
+from trimaran.models.families.rope_fields import read_rope, rope_lacks
 from trimaran.models.layer_variations import AttentionSpec
 from trimaran.models.spec import Block, ModelSpec
 
@@ -80,7 +81,8 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     if experts is None or latent is None:
         return {}
     return write_shared_experts(experts) | {
-        "head_dim": latent.rope_dim,
+        "head_dim": latent.rope_dim,  # as transformers writes it: all of these features are rotated
+        "partial_rotary_factor": 1.0,
         "num_key_value_heads": spec.heads,
         "kv_lora_rank": latent.kv_rank,
         "q_lora_rank": latent.query_rank or None,

@@ -48,3 +48,31 @@ def renamed(parts: Sequence[DiskPart], names: Mapping[str, str]) -> list[DiskPar
             name = name.replace(ours, theirs)
         found.append(replace(part, name=name))
     return found
+
+
+def packed_heads(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
+    """Return the rows of `qkv_proj` that hold a projection of queries, keys or values; [] for other parameters."""
+    owner, found, leaf = _projection(name, ("q_proj", "k_proj", "v_proj"))
+    if not found:
+        return []
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    start = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}[found]
+    whole = (queries + 2 * keys, *shape[1:])
+    return [DiskPart(f"model.{owner}.qkv_proj.{leaf}", whole, (slice(start, start + shape[0]),))]
+
+
+def packed_feed_forward(name: str, shape: Shape) -> list[DiskPart]:
+    """Return the rows of `gate_up_proj` that hold a gate or up projection; [] for other parameters."""
+    owner, found, leaf = _projection(name, ("gate_proj", "up_proj"))
+    if not found:
+        return []
+    start = 0 if found == "gate_proj" else shape[0]
+    whole = (2 * shape[0], *shape[1:])
+    return [DiskPart(f"model.{owner}.gate_up_proj.{leaf}", whole, (slice(start, start + shape[0]),))]
+
+
+def _projection(name: str, names: tuple[str, ...]) -> tuple[str, str, str]:
+    """Return the module around a projection of one of these names, its own name and that of its parameter."""
+    module, _, leaf = name.rpartition(".")
+    owner, _, found = module.rpartition(".")
+    return (owner, found, leaf) if found in names else ("", "", "")

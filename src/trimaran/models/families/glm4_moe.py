@@ -6,14 +6,14 @@ from typing import Any
 
 from trimaran.models.config_fields import Fields
 from trimaran.models.families.architecture import Family
-from trimaran.models.families.common_fields import OFF, read_decoder, read_rope, rope_lacks, rope_tree
+from trimaran.models.families.common_fields import OFF, read_decoder, read_head_dim
 from trimaran.models.families.deepseek import NAMES
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_corrected_router, read_shared_experts, write_shared_experts
+from trimaran.models.families.rope_fields import read_rope, rope_lacks, rotary_dim
 from trimaran.models.spec import Block, ModelSpec
 
 _OFF = OFF | {"hidden_act": (None, "silu")}
-USUAL_ROTARY_FACTOR = 0.5
 
 
 def _read(fields: Fields) -> ModelSpec:
@@ -23,32 +23,10 @@ def _read(fields: Fields) -> ModelSpec:
         norm_eps=fields.number("rms_norm_eps", default=1e-5),
         qkv_bias=fields.boolean("attention_bias", default=False),
         qk_norm=fields.boolean("use_qk_norm", default=False),
-        rope=read_rope(_without_part(fields), max_seq_len),
+        rope=replace(read_rope(fields, max_seq_len), rotary_dim=rotary_dim(fields, read_head_dim(fields), default=0.5)),
         experts=read_shared_experts(fields, read_corrected_router(fields), balance=0.0001, normalize=normalize),
     )
-    spec = read_decoder(fields, block, max_seq_len=max_seq_len)
-    rotary_dim = int(spec.head_dim * _rotary_factor(fields))
-    rope = replace(block.rope, rotary_dim=rotary_dim if rotary_dim < spec.head_dim else 0)
-    return replace(spec, block=replace(block, rope=rope))
-
-
-def _rotary_factor(fields: Fields) -> float:
-    tree = {**fields.config, **rope_tree(fields.config)}
-    return Fields(tree, fields.where).number("partial_rotary_factor", default=USUAL_ROTARY_FACTOR)
-
-
-def _without_part(fields: Fields) -> Fields:
-    return replace(fields, config=_no_part(fields.config))
-
-
-def _no_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the partial rotary factor, which this module reads itself."""
-    key = "partial_rotary_factor"
-    plain = {name: value for name, value in config.items() if name != key}
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(tree := plain.get(name), Mapping):
-            plain[name] = {each: value for each, value in tree.items() if each != key}
-    return plain
+    return read_decoder(fields, block, max_seq_len=max_seq_len)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:
@@ -63,7 +41,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _lacks(config: Mapping[str, Any]) -> str:
-    return rope_lacks(_no_part(config))
+    return rope_lacks(config, partial=True)
 
 
 def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:

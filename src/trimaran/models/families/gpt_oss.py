@@ -4,18 +4,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trimaran.models.config_fields import Fields, show
+from trimaran.models.config_fields import Fields
 from trimaran.models.expert_variations import ExpertUnit, RouterSpec
 from trimaran.models.families.architecture import Family
-from trimaran.models.families.common_fields import OFF, read_decoder, read_rope, rope_lacks, rope_tree
+from trimaran.models.families.common_fields import OFF, read_decoder
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_losses, write_losses
+from trimaran.models.families.layer_kinds import layer_types_lack, read_windows, written_types
+from trimaran.models.families.rope_fields import read_rope, rope_lacks, rope_tree
 from trimaran.models.layer_variations import AttentionSpec
 from trimaran.models.rope import Rope
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
 _OFF = OFF | {"hidden_act": (None, "silu")}
-LOCAL, FULL = "sliding_attention", "full_attention"
 # What transformers assumes if config.json has no settings of rotary positions.
 USUAL_ROPE = {
     "rope_type": "yarn",
@@ -33,14 +34,12 @@ def _read(fields: Fields) -> ModelSpec:
     max_seq_len = fields.integer("max_position_embeddings", default=131_072)
     bias = fields.boolean("attention_bias", default=True)
     window, layers = fields.integer("sliding_window", default=0), fields.integer("num_hidden_layers")
-    types = fields.config.get("layer_types") or [LOCAL, FULL] * layers
+    alternating = [number % 2 == 0 for number in range(layers)]
     block = Block(
         norm_eps=fields.number("rms_norm_eps", default=1e-5),
         qkv_bias=bias,
         rope=read_rope(fields, max_seq_len),
-        attention=AttentionSpec(
-            out_bias=bias, sinks=True, windows=_repeating([window * (each == LOCAL) for each in types[:layers]])
-        ),
+        attention=AttentionSpec(out_bias=bias, sinks=True, windows=read_windows(fields, window, alternating)),
         experts=ExpertSpec(
             num_experts=fields.integer("num_local_experts"),
             top_k=fields.integer("num_experts_per_tok", default=4),
@@ -61,20 +60,10 @@ def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if rope_tree(config) else {**config, "rope_parameters": USUAL_ROPE}
 
 
-def _repeating(windows: list[int]) -> tuple[int, ...]:
-    """Return the shortest sequence that gives these windows if it is repeated; none if no layer has one."""
-    if not any(windows):
-        return ()
-    periods = range(1, len(windows) + 1)
-    period = next(each for each in periods if all(windows[i] == windows[i % each] for i in range(len(windows))))
-    return tuple(windows[:period])
-
-
 def _write(spec: ModelSpec) -> dict[str, Any]:
     experts, attention = spec.block.experts, spec.block.attention
     if experts is None:
         return {}
-    windows = [attention.window_of(number) for number in range(spec.layers)]
     return write_losses(experts) | {
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
@@ -82,8 +71,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "swiglu_limit": experts.unit.limit,
         "swiglu_alpha": experts.unit.alpha,
         "attention_bias": attention.out_bias,
-        "sliding_window": next((each for each in windows if each), None),
-        "layer_types": [LOCAL if each else FULL for each in windows],
+        **written_types(spec),
         **_plain_rope(spec.block.rope),
     }
 
@@ -94,10 +82,7 @@ def _plain_rope(rope: Rope) -> dict[str, Any]:
 
 
 def _lacks(config: Mapping[str, Any]) -> str:
-    types = config.get("layer_types")
-    if types is not None and not (isinstance(types, list) and set(types) <= {LOCAL, FULL}):
-        return f"layer_types is {show(types)}"
-    return rope_lacks(_with_rope(config))
+    return layer_types_lack(config) or rope_lacks(_with_rope(config))
 
 
 def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from trimaran.models.config_fields import Fields
 from trimaran.models.families.architecture import Family
-from trimaran.models.families.common_fields import OFF, full_attention_only, read_decoder, read_rope, rope_lacks
+from trimaran.models.families.common_fields import OFF, read_decoder
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_losses, write_losses
+from trimaran.models.families.rope_fields import read_rope, rope_lacks
 from trimaran.models.layer_variations import AttentionSpec
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
@@ -46,7 +47,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _lacks(config: Mapping[str, Any]) -> str:
-    return full_attention_only(config) or rope_lacks(config)
+    return rope_lacks(config)
 
 
 def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:

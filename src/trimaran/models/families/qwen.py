@@ -5,11 +5,13 @@ from typing import Any
 
 from trimaran.models.config_fields import Fields
 from trimaran.models.families.architecture import Family
-from trimaran.models.families.common_fields import OFF, full_attention_only, read_decoder, read_rope, rope_lacks
+from trimaran.models.families.common_fields import OFF, read_decoder
+from trimaran.models.families.layer_kinds import layer_types_lack, read_windows, written_types
+from trimaran.models.families.rope_fields import read_rope, rope_lacks
+from trimaran.models.layer_variations import AttentionSpec
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
-_OFF = OFF | {"hidden_act": (None, "silu"), "mlp_bias": (None, False), "attention_bias": (None, False),
-              "use_sliding_window": (None, False)}  # fmt: skip
+_OFF = OFF | {"hidden_act": (None, "silu"), "mlp_bias": (None, False), "attention_bias": (None, False)}  # fmt: skip
 _MOE_OFF = _OFF | {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])}
 
 
@@ -22,8 +24,22 @@ def _read(fields: Fields) -> ModelSpec:
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         rope=read_rope(fields, max_seq_len),
         experts=_experts(fields, kind) if kind.endswith("_moe") else None,
+        attention=AttentionSpec(windows=_windows(fields)),
     )
     return read_decoder(fields, block, max_seq_len=max_seq_len)
+
+
+def _windows(fields: Fields) -> tuple[int, ...]:
+    """Return the windows of the layers from `max_window_layers` on, unless `layer_types` says otherwise."""
+    if not fields.boolean("use_sliding_window", default=False):
+        return ()
+    layers, first = fields.size("num_hidden_layers"), fields.integer("max_window_layers", default=28)
+    window = fields.size("sliding_window", default=4096)
+    return read_windows(fields, window, [number >= first for number in range(layers)])
+
+
+def _write_windows(spec: ModelSpec) -> dict[str, Any]:
+    return {"use_sliding_window": True, **written_types(spec)} if any(spec.block.attention.windows) else {}
 
 
 def _experts(fields: Fields, kind: str) -> ExpertSpec:
@@ -62,18 +78,20 @@ def _write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
     if (experts := spec.block.experts) is None:
         return {}
     own = {"shared_expert_intermediate_size": experts.shared_ffn, "qkv_bias": spec.block.qkv_bias}
-    return write_experts(experts) | own
+    return write_experts(experts) | own | _write_windows(spec)
 
 
 def _write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
-    return write_experts(spec.block.experts) if spec.block.experts else {}
+    return write_experts(spec.block.experts) | _write_windows(spec) if spec.block.experts else {}
 
 
 def _lacks(config: Mapping[str, Any]) -> str:
-    return full_attention_only(config) or rope_lacks(config)
+    if not config.get("use_sliding_window") and "sliding_attention" in (config.get("layer_types") or []):
+        return "layer_types has a window, and use_sliding_window is off"
+    return layer_types_lack(config) or rope_lacks(config)
 
 
-QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_read, write=lambda _: {}, off=_OFF, lacks=_lacks)
-QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_read, write=lambda _: {}, off=_OFF, lacks=_lacks)
+QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_read, write=_write_windows, off=_OFF, lacks=_lacks)
+QWEN3 = Family(architecture="Qwen3ForCausalLM", read=_read, write=_write_windows, off=_OFF, lacks=_lacks)
 QWEN2_MOE = Family(architecture="Qwen2MoeForCausalLM", read=_read, write=_write_qwen2_moe, off=_MOE_OFF, lacks=_lacks)
 QWEN3_MOE = Family(architecture="Qwen3MoeForCausalLM", read=_read, write=_write_qwen3_moe, off=_MOE_OFF, lacks=_lacks)

@@ -1,11 +1,16 @@
 """Every Hugging Face architecture that our decoder supports, by its `model_type`."""
 
 from trimaran.models.families.architecture import Family
+from trimaran.models.families.cohere import COHERE, COHERE2
 from trimaran.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
+from trimaran.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from trimaran.models.families.glm import GLM, GLM4
 from trimaran.models.families.glm4_moe import GLM4_MOE
 from trimaran.models.families.gpt_oss import GPT_OSS
-from trimaran.models.families.llama import LLAMA
+from trimaran.models.families.llama import LLAMA, MISTRAL
 from trimaran.models.families.mixtral import MIXTRAL
+from trimaran.models.families.olmo2 import OLMO2
+from trimaran.models.families.phi3 import PHI3
 from trimaran.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 # A spec that names no family is written as the first one here that can express it.
@@ -21,4 +26,14 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": KIMI_K2,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3_TEXT,
+    "phi3": PHI3,
+    "olmo2": OLMO2,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
+    "glm": GLM,
+    "glm4": GLM4,
 }

@@ -22,7 +22,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "replicated-ep-tp": {"dp_replicate": 2, "tp": 2, "ep": 2},
     "pp-ep": {"pp": 2, "dp_shard": 2, "ep": 2, "grad_accum": 2},
 }
-MODELS = ("deepseek-v3", "gpt-oss", "mixtral-window", "deepseek-v2", "glm-4.5")
+MODELS = ("deepseek-v3", "gpt-oss", "mixtral-window", "deepseek-v2", "glm-4.5", "llama-4")
 QUICK = {("deepseek-v3", "fsdp-tp-ep"), ("deepseek-v3", "pp-cp"), ("gpt-oss", "fsdp-tp-ep"), ("gpt-oss", "pp-cp")}
 
 

@@ -1,4 +1,4 @@
-"""Our decoder and transformers compute the same logits of mixtures of experts, from the same files in both directions."""
+"""Our decoder and transformers compute the same logits of mixtures of experts, from files that either has written."""
 
 import json
 from pathlib import Path

@@ -436,9 +436,11 @@ def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
         head_dim=spec.head_dim,
         ffn=layer.ffn,
         experts=layer.experts,
-        window=layer.window or 0,
+        window=layer.window or layer.chunk or 0,  # the mean of a chunk is less, by up to a half
         qk_norm=block.qk_norm,
-        latent=None if latent is None else Latent(
+        latent=None
+        if latent is None
+        else Latent(
             query_rank=latent.query_rank,
             kv_rank=latent.kv_rank,
             rope_dim=latent.rope_dim,

@@ -62,13 +62,15 @@ class Block:
 class LayerSpec:
     """What one layer has that others of the same decoder may not have.
 
-    `window` None is attention to all earlier keys, `rope` None no rotary positions, `experts` None a dense layer.
+    `window` None is attention to all earlier keys, `rope` None no rotary positions, `experts` None a dense layer. With
+    a `chunk` a query attends to its own chunk of the document only.
     """
 
     window: int | None
     rope: Rope | None
     experts: ExpertSpec | None
     ffn: int
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class ModelSpec:
             rope=rope if attention.has_rope(number) else None,
             experts=None if experts is not None and number in experts.dense_layers else experts,
             ffn=self.ffn,
+            chunk=(attention.chunk or None) if attention.has_rope(number) else None,
         )
 
     @property

@@ -21,6 +21,7 @@ class LatentAttention(nn.Module):
     """
 
     joint = False  # there are no projections that may be one matmul
+    chunk = temperature = None
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, latent: LatentSpec) -> None:
         super().__init__()

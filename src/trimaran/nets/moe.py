@@ -185,7 +185,9 @@ class MoeLayer(nn.Module):
         if not self.spec.router.weights_input:
             return rows
         weights = routing.weights.flatten(0, 1)
-        return rows * weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1)).to(rows.dtype)
+        return rows * weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1)).to(
+            rows.dtype
+        )
 
     def _joined(self, rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
         """Return the weighted sum of each token's expert outputs."""

@@ -53,7 +53,6 @@ class DenseMoeLayer(nn.Module):
         shared = self.shared_expert(x)
         return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
 
-
     def _mixture(self, x: Tensor) -> Tensor:
         """Return the weight of every expert for each token, 0 for those that were not chosen."""
         choices, weights = choose_experts(self.gate(x), self.spec, self.correction_bias)[:2]

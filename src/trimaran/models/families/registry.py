@@ -8,6 +8,7 @@ from trimaran.models.families.glm import GLM, GLM4
 from trimaran.models.families.glm4_moe import GLM4_MOE
 from trimaran.models.families.gpt_oss import GPT_OSS
 from trimaran.models.families.llama import LLAMA, MISTRAL
+from trimaran.models.families.llama4 import LLAMA4_TEXT
 from trimaran.models.families.mixtral import MIXTRAL
 from trimaran.models.families.olmo2 import OLMO2
 from trimaran.models.families.phi3 import PHI3
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": KIMI_K2,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
+    "llama4_text": LLAMA4_TEXT,
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "gemma2": GEMMA2,

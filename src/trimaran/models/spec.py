@@ -131,7 +131,7 @@ class ModelSpec:
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Weights of one layer's feed-forward block, all experts counted; with experts, those of a layer that has them."""
+        """Weights of one layer's feed-forward block, all experts counted; of a mixture, of a layer with experts."""
         if (experts := self.block.experts) is None:
             return 3 * self.hidden * self.ffn
         shared = 3 * self.hidden * experts.shared_ffn + self.hidden * experts.shared_gate

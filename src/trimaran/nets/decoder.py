@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
         rotations = self._rotations(positions, documents, extension) if rotation is None else {}
-        scopes = {None: scope} if extension is not None else self._scopes(tokens, positions, documents, lengths, scope)
+        scopes = {} if extension is not None else self._scopes(tokens, positions, documents, lengths, scope)
         x = stream[0] if stream else self._embed(tokens)
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)

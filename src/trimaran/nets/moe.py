@@ -160,8 +160,8 @@ class MoeLayer(nn.Module):
     def update_correction(self, loads: Tensor, applied: Tensor) -> None:
         """Move the correction bias towards equal loads, unless `applied` is 0: the step was refused.
 
-        `loads` are the choices of each expert in the global batch, or a multiple of them. Integers in fp64 are exact, so
-        every plan makes the same update.
+        `loads` are the choices of each expert in the global batch, or a multiple of them. Whole numbers in fp64 are
+        exact, so that every plan makes the same update.
         """
         assert self.correction_bias is not None
         directions = torch.sign(loads.sum() - loads * len(loads)) * applied

@@ -24,9 +24,9 @@ class ReducedStep:
     """The sums of a step over all ranks.
 
     `numbers` is the result of `Stepper.step`. `squares` are the squared gradient norms, if the ranks contributed to
-    them. `routing` are the choices of the routers, see `routing_counts`. `details` returns the metrics of the loss parts
-    and the routers; call it one step later. Replicas that train alone have numbers and squares of their own; `read_all`
-    returns those of all of them, and what the update returned.
+    them. `routing` are the choices of the routers, see `routing_counts`. `details` returns the metrics of the loss
+    parts and the routers; call it one step later. Replicas that train alone have numbers and squares of their own;
+    `read_all` returns those of all of them, and what the update returned.
     """
 
     numbers: Tensor

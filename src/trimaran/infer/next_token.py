@@ -60,7 +60,8 @@ class CachedLogits:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits of the token after `ids` [length]."""
-        self._cache.truncate(self._num_unchanged(ids))
+        is_longer = self._cache.lengths[0] <= self._network.long_after < len(ids)  # from now on angles are others
+        self._cache.truncate(0 if is_longer else self._num_unchanged(ids))
         start = self._cache.lengths[0]
         inputs = {"tokens": ids[None, start:].to(self._device), **self._image_inputs(start, len(ids))}
         self._ids = ids[:0]  # if this fails, nothing is known of the cache

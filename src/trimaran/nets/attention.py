@@ -1,6 +1,6 @@
 """Causal attention with rotary positions and grouped heads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,6 +42,26 @@ class OffsetRMSNorm(RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
 
 
+class WideRMSNorm(RMSNorm):
+    """RMSNorm over all heads together (OLMo-2); it is never fused.
+
+    Under tensor parallelism each rank has some heads and their part of the weight, and `total` sums over the ranks.
+    """
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__(width, eps=eps)
+        self.width = width
+        self.total: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        assert self.eps is not None
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        mean = (squares if self.total is None else self.total(squares)) / self.width
+        return (wide * torch.rsqrt(mean + self.eps) * local_for_compute(self.weight).float()).to(x.dtype)
+
+
 class BiaslessLayerNorm(nn.LayerNorm):
     """LayerNorm without a bias (Cohere), in fp32. It returns the input's dtype."""
 
@@ -77,6 +97,16 @@ class UnitNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
 
+def _head_norm(spec: ModelSpec, heads: int) -> nn.Module:
+    """Return the norm of so many heads: of each of them, of all together, or none."""
+    block = spec.block
+    if not block.qk_norm:
+        return nn.Identity()
+    if block.attention.wide_qk_norm:
+        return WideRMSNorm(heads * spec.head_dim, eps=block.norm_eps)
+    return norm_of(block.norm, spec.head_dim, block.norm_eps)
+
+
 class Attention(nn.Module):
     """Self-attention of one layer. The number of heads follows from its projections, so a TP slice works."""
 
@@ -88,9 +118,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden, kv_width, bias=block.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden, kv_width, bias=block.qkv_bias)
         self.o_proj = nn.Linear(width, spec.hidden, bias=varied.out_bias)
-        widths = (width, kv_width) if varied.wide_qk_norm else (spec.head_dim, spec.head_dim)
-        norms = [norm_of(block.norm, each, block.norm_eps) if block.qk_norm else nn.Identity() for each in widths]
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = (_head_norm(spec, heads) for heads in (spec.heads, spec.kv_heads))
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if varied.sinks else None
         self.rope, self._wide_norm = layer.rope, varied.wide_qk_norm
         if varied.unit_qk_norm and layer.rope is not None:

@@ -76,9 +76,10 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, rotation: Rotation | None, scope: AttentionScope
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `forward` does, of a layer whose norms are not where Llama has them, or are others."""
-        attended = self.self_attn(self._norm("input_layernorm", x), rotation, scope)
+        inner = self._norm("input_layernorm", x)
+        attended = self.self_attn(inner, rotation, scope)
         if self.norms.parallel:
-            out, balance = self._feed_forward(self._norm("input_layernorm", x))
+            out, balance = self._feed_forward(inner)
             return x + attended.to(x.dtype) + out.to(x.dtype), balance
         names = FEED_FORWARD_NORMS[self.norms.placement]
         if self.norms.placement != "before":
@@ -208,8 +209,11 @@ class Decoder(nn.Module):
         """
         ropes = dict.fromkeys(each.self_attn.rope for each in self.blocks)
         local, lengths = self.context.shard(positions), None
-        if any(rope is not None and rope.longrope is not None for rope in ropes) and extension is None:
-            lengths = self.context.shard(document_lengths(positions, documents))
+        if any(rope is not None and rope.longrope is not None for rope in ropes):
+            if extension is None:
+                lengths = self.context.shard(document_lengths(positions, documents))
+            elif isinstance(extension, CacheExtension):  # sequences in pages never become so long
+                lengths = positions.new_tensor(extension.cache.lengths)[:, None].expand_as(positions)
         head_dim = self.spec.head_dim
         rotations: dict[Rope | TemperatureSpec | None, Rotation] = {
             rope: rotation_at(local, rope, head_dim, lengths) for rope in ropes if rope is not None

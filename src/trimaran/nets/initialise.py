@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import Spec, VlmSpec
+from trimaran.models import ModelSpec, Spec, VlmSpec
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.local_shards import local_part, local_slices
@@ -21,7 +21,7 @@ RESIDUAL = ("o_proj", "down_proj")  # modules that add to the residual stream, 2
 
 
 def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
-    """Fill every parameter in place: matrices are normal, norms one, biases zero. An adapter is not filled.
+    """Fill every parameter in place: matrices are normal, norms one, biases and sinks zero. An adapter is not filled.
 
     A value depends only on the seed, the parameter's name and shape, and its position in the parameter: not on the
     sharding or the order of the parameters. A rank draws only the rows that it holds.
@@ -44,7 +44,7 @@ def _fill(name: str, parameter: Tensor, seed: int, spec: Spec, pool: ThreadPoolE
     if name.endswith(".bias"):
         local.zero_()
     elif parameter.ndim == 1:
-        local.fill_(1)
+        local.fill_(_vector_value(name, spec))
     elif local.numel():
         residual = any(part in RESIDUAL for part in name.split("."))
         std = _std(name, parameter.shape, spec) / math.sqrt(2 * _depth(name, spec) if residual else 1)
@@ -55,6 +55,13 @@ def _fill(name: str, parameter: Tensor, seed: int, spec: Spec, pool: ThreadPoolE
         list(pool.map(partial(normal.draw_chunk, into=rows), normal.chunks))
         local.copy_(rows.view(-1, *parameter.shape[1:])[(slice(None), *here[1:])])
     return []
+
+
+def _vector_value(name: str, spec: Spec) -> float:
+    """Return the first value of a vector that is no bias: 1 for a norm, 0 for a difference from 1, and for sinks."""
+    language = spec.language if isinstance(spec, VlmSpec) and name.startswith("language.") else spec
+    is_offset = isinstance(language, ModelSpec) and language.block.norm.unit_offset
+    return 0.0 if is_offset or name.endswith(".sinks") else 1.0
 
 
 def _std(name: str, shape: torch.Size, spec: Spec) -> float:

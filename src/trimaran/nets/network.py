@@ -1,5 +1,6 @@
 """The interface between the trainer and a network, ours or Hugging Face's."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,14 @@ class Network:
 
     @property
     def head(self) -> nn.Module | None:
-        """The module whose output is the logits, unchanged; None if there is no such module."""
+        """The module whose output is the logits, but for what `has_bare_head` says; None if there is none."""
         return self.module.lm_head  # pyrefly: ignore[bad-return]
+
+    @property
+    def has_bare_head(self) -> bool:
+        """Whether the logits are the output of `head`, unchanged: not scaled, and not capped."""
+        language = getattr(self.spec, "language", self.spec)
+        return not isinstance(language, ModelSpec) or language.block.ends.bare_head
 
     @property
     def vocabulary(self) -> int:
@@ -113,6 +120,16 @@ class Network:
     def max_seq_len(self) -> int:
         """The maximum length of a sequence."""
         return self._decoder_spec.max_seq_len
+
+    @property
+    def long_after(self) -> int:
+        """The length after which all positions of a sequence get other rotary frequencies; the largest int if none.
+
+        Keys that a cache holds by then were rotated by other angles.
+        """
+        language = getattr(self.spec, "language", self.spec)
+        rope = language.block.rope if isinstance(language, ModelSpec) else None
+        return rope.original_max_seq_len if rope is not None and rope.longrope is not None else sys.maxsize
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item."""

@@ -48,4 +48,9 @@ def serving_tensor_plan(network: Network, degree: int) -> dict[str, str]:
 
 
 def _decoder_plan(spec: ModelSpec) -> dict[str, str]:
-    return ENDS | ATTENTION | feed_forward_plan(spec, MOE, FEED_FORWARD)
+    attention, varied = dict(ATTENTION), spec.block.attention
+    if varied.wide_qk_norm:
+        attention |= {"layers.*.self_attn.q_norm": "head-norm", "layers.*.self_attn.k_norm": "head-norm"}
+    if varied.sinks:
+        attention |= {"layers.*.self_attn": "sinks"}
+    return ENDS | attention | feed_forward_plan(spec, MOE, FEED_FORWARD)

@@ -38,7 +38,7 @@ class SequenceRunner:
         self.traits = RunnerTraits(reuses_prefixes=False, embeds=False)
         network.module.eval()
         self._has_cache = network.has_cache(device)
-        self._long_after = _longrope_limit(network.module)
+        self._long_after = min(network.long_after, _longrope_limit(network.module))
         self._sequences: dict[int, _CachedSequence] = {}
 
     def run(self, batch: EngineBatch) -> StepLogits:

@@ -102,3 +102,7 @@ class StagedNetwork(Network):
     @property
     def max_seq_len(self) -> int:
         return self.part.max_seq_len
+
+    @property
+    def long_after(self) -> int:
+        return self.part.long_after

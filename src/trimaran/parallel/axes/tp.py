@@ -19,6 +19,7 @@ from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
+from trimaran.nets.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
@@ -119,6 +120,9 @@ class ShardedParameters(ParallelStyle):
         if self._placements and not compute_with_shards(module):
             assert self._otherwise is not None, f"{type(module).__name__} is no layer of our own networks"
             return _parallelized(module, device_mesh, self._otherwise())
+        return self._with_parameters(module, device_mesh)
+
+    def _with_parameters(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for leaf, each in list(module.named_parameters(recurse=False)):
             placement = self._placements.get(leaf, Replicate())
             local = distribute_tensor(each, device_mesh, [placement], src_data_rank=None)
@@ -149,6 +153,40 @@ class ReducedOutput(ShardedParameters):
 
     def _add_bias(self, module: nn.Linear, _: Any, out: Tensor) -> Tensor:
         return out + local_for_compute(module.bias, gradient_is_partial=self._is_partial).to(out.dtype)
+
+
+class GatheredInput(ShardedParameters):
+    """Gathers the module's first input, a sequence shard. The sinks of attention are sharded as its heads are."""
+
+    def __init__(self) -> None:
+        super().__init__(gather_sequence, sinks=Shard(0))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self._with_parameters(module, device_mesh)
+
+
+class ShardedSinks(ShardedParameters):
+    """Shards the sinks of attention as its heads are."""
+
+    def __init__(self) -> None:
+        super().__init__(sinks=Shard(0))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self._with_parameters(module, device_mesh)
+
+
+class ShardedWideNorm(ParallelStyle):
+    """Shards a norm over all heads as the heads are; the mean of squares is that of all ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, WideRMSNorm):
+            return ShardedParameters()._apply(module, device_mesh)
+        assert module.weight is not None
+        local = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(local, requires_grad=module.weight.requires_grad))
+        # Every rank uses the sum for its own heads, so that its gradient is a sum over the ranks, too.
+        module.total = lambda squares: reduce_gradient(reduce_sum(squares, device_mesh), device_mesh)
+        return module
 
 
 class ScatterRows(ParallelStyle):
@@ -240,7 +278,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding-to-sequence": partial(ShardedParameters, None, reduce_to_sequence, weight=Shard(0)),
     "colwise-logits": partial(ShardedLogits, reduce_gradient),
     "sequence-to-logits": partial(ShardedLogits, gather_sequence),
-    "gather-sequence": partial(ShardedParameters, gather_sequence),
+    "gather-sequence": GatheredInput,
+    "sinks": ShardedSinks,
+    "head-norm": ShardedWideNorm,
     "heads": partial(ShardedParameters, _from_local(Shard(2)), _to_local),
     "replicated": partial(ShardedParameters, _from_local(Replicate()), _to_local),
     "parameters": ShardedParameters,

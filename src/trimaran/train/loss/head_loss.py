@@ -71,7 +71,8 @@ def build_loss_head(network: Network, plan: Plan) -> LossHead | None:
     if plan.loss == "logits" or plan.mesh.tp > 1:
         return None
     head = network.head
-    if not isinstance(head, nn.Linear) or isinstance(head, LoraLinear) or head.bias is not None:
+    is_matmul = not isinstance(head, LoraLinear) and network.has_bare_head
+    if not isinstance(head, nn.Linear) or head.bias is not None or not is_matmul:
         log.warning("plan.loss is %s, but the head of this model is not a plain matmul: using full logits", plan.loss)
         return None
     return LossHead(head, chunked=plan.loss == "chunked")

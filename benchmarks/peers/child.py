@@ -27,6 +27,7 @@ from benchmarks.peers.work import Work
 MODULES = {
     "torchtitan": "titan",
     "hf_trainer": "hf_trainer",
+    "hf_loop": "hf_loop",
     "lightning": "pl_trainer",
     "loop": "loop",
     "loop+plain": "plain_loop",

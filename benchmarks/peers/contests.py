@@ -213,6 +213,20 @@ CONTESTS: dict[str, Contest] = {
         about="transformers' Qwen3-MoE: 8 experts, 2 of them for a token, no balance loss; torchtitan's without graphs,"
         " which its default dispatch of tokens does not allow",
     ),
+    "moe-64": Contest(
+        shape="moe-64",
+        reference="torchtitan",
+        peers={
+            "torchtitan": options(graphs=False),
+            "trimaran": {},
+            "hf_loop": {},
+            "hf_loop+eager": {"compile": False},
+            "hf_trainer": {},
+        },
+        extra=("hf_trainer",),
+        about="Qwen3-MoE with 64 experts of 768, 8 of them for a token, no balance loss; torchtitan's without graphs;"
+        " hf_loop: transformers' model in a plain loop with its grouped matmul",
+    ),
     "packed": Contest(
         shape="1b",
         reference="trimaran",
@@ -227,8 +241,8 @@ def works(name: str, contest: Contest, asked: Mapping[str, Any]) -> dict[str, Wo
     names = ("shape", "seq_len", "micro_batch", "grad_accum", "ranks", "precision", "recompute", "compile")
     shared: dict[str, Any] = {name: getattr(contest, name) for name in names} | {"adapter": dict(contest.adapter)}
     shared |= contest.timing
-    if asked.get("shape") == "tiny" and contest.shape in ("vlm", "moe"):
-        asked = {**asked, "shape": f"tiny-{contest.shape}"}
+    if asked.get("shape") == "tiny" and contest.shape in ("vlm", "moe", "moe-64"):
+        asked = {**asked, "shape": f"tiny-{contest.shape.partition('-')[0]}"}
     return {
         peer: Work(contest=name, peer=peer, **(shared | dict(changes) | dict(asked)))
         for peer, changes in contest.peers.items()

@@ -133,7 +133,7 @@ def _train(work: Work, timer: Timer) -> dict[str, Any]:
     if work.ranks > 1:
         dist.init_process_group("gloo")
         forward = DistributedDataParallel(model)
-    losses, batches = [], _batches(work, device)
+    losses, batches = [], batches_on(work, device)
     for _ in range(work.all_steps):
         parts = []
         for micro, rows in enumerate(islice(batches, work.grad_accum)):
@@ -149,7 +149,8 @@ def _train(work: Work, timer: Timer) -> dict[str, Any]:
     return {"first_loss": first, "last_loss": last, "version": "written by hand"}
 
 
-def _batches(work: Work, device: torch.device) -> Iterator[Tensor]:
+def batches_on(work: Work, device: torch.device) -> Iterator[Tensor]:
+    """Yield micro-batches on the device, drawn beforehand and copied from pinned memory."""
     on_gpu = device.type == "cuda"
     drawn = islice(draw_batches(work, int(os.environ.get("RANK", 0))), NUM_BATCHES)
     ready_rows = [torch.from_numpy(rows).pin_memory() if on_gpu else torch.from_numpy(rows) for rows in drawn]

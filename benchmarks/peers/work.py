@@ -156,6 +156,7 @@ SHAPES = {
         vision=VisionShape(layers=2, hidden=32, heads=2, pixels=56),
     ),
     "moe": Shape(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=2816, vocab=32_000, experts=8, top_k=2),
+    "moe-64": Shape(layers=6, hidden=2048, heads=16, kv_heads=4, ffn=768, vocab=32_000, experts=64, top_k=8),
     "tiny-moe": Shape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=512, experts=4, top_k=2),
     "cpu": Shape(layers=4, hidden=192, heads=6, kv_heads=6, ffn=512, vocab=4096),
     "tiny": Shape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=512),

@@ -41,10 +41,11 @@ MIXTURE: tuple[dict[str, Any], ...] = (
     {"dp_replicate": 2, "ep": 2},
     {"dp_shard": 3},
 )
+CORRECTED = {"scoring": "sigmoid", "correction": True, "correction_rate": 0.02}  # the biases are part of the state
 CHAINS = {
     "untied": (recipe_for(shape={"tied": False}), UNTIED),
     "tied": (recipe_for(shape={"tied": True}), TIED),
-    "mixture": (recipe_for("tiny-moe"), MIXTURE),
+    "mixture": (recipe_for("tiny-moe", shape={"experts": {"router": CORRECTED}}), MIXTURE),
     "bf16-states": (
         recipe_for(optimizer={"states": "bf16"}),
         (pipeline("1f1b"), {"dp_shard": 3, "offload": "optimizer"}),

@@ -353,3 +353,17 @@ def test_compression_that_hurts_is_reported() -> None:
     falling = [each | {"loss": 3.0 - each["step"] / 50} for each in lines]
     for quiet in (small, falling, lines[:50]):
         assert not [each for rule in RULES for each in rule(evidence(plan=compressed, steps=tuple(quiet)))]
+
+
+def test_routers_that_use_few_experts_are_reported() -> None:
+    def lines(idle: float, entropy: float, number: int = 110) -> tuple[dict[str, Any], ...]:
+        router = {"idle": idle, "entropy": entropy, "imbalance": 4.0}
+        return tuple(step(each + 1, loss=3.0 - each / 100, router=router) for each in range(number))
+
+    recipe = recipe_with("model.preset=tiny-moe")
+    for collapsed in (lines(0.6, 0.7), lines(0.0, 0.3)):
+        found = only("F076", recipe=recipe, steps=collapsed)
+        assert found.patch == {"model.shape.experts.balance": 0.1}
+    assert "60% of the experts got no token" in only("F076", recipe=recipe, steps=lines(0.6, 0.7)).verdict
+    for quiet in (lines(0.1, 0.9), lines(0.6, 0.3, number=90)):
+        assert not [each for rule in RULES for each in rule(evidence(recipe=recipe, steps=quiet))]

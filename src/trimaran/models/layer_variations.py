@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from trimaran.models.expert_variations import LatentSpec
 from trimaran.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureSpec:
+    """Queries of layers without rotary positions grow: by `scale` times the log of 1 + position / `interval`."""
+
+    interval: int = 8192
+    scale: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +23,9 @@ class AttentionSpec:
     layer a window. `rope_layers` say in the same way which layers have rotary positions; empty is all. `local_rope` is
     the rope of the layers with a window, if it is another one. `scale` 0 is 1 / sqrt(head_dim); `softcap` 0 is none.
     `wide_qk_norm`: one norm over all heads together instead of one for each head. `sinks`: each head has a learned
-    score that no key has.
+    score that no key has. `latent`: keys and values are made from one narrow vector (DeepSeek). Llama-4: layers with
+    rotary positions attend inside chunks of `chunk` tokens of a document (0 is none) and, with `unit_qk_norm`, norm
+    queries and keys without a weight; `temperature` is that of the other layers.
     """
 
     out_bias: bool = False
@@ -25,6 +36,10 @@ class AttentionSpec:
     windows: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None
+    latent: LatentSpec | None = None
+    chunk: int = 0
+    unit_qk_norm: bool = False
+    temperature: TemperatureSpec | None = None
 
     def window_of(self, number: int) -> int | None:
         """Return the window of layer `number`; None if it has none."""

@@ -5,13 +5,15 @@ from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.models.any_spec import Spec
+from trimaran.models.expert_variations import LatentSpec
 from trimaran.models.layer_variations import norm_names
 from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
-from trimaran.models.spec import ModelSpec
+from trimaran.models.spec import LayerSpec, ModelSpec
 from trimaran.models.vlm_spec import VlmSpec
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-LINEAR = (*FEED_FORWARD, "q_proj", "k_proj", "v_proj", "o_proj", "linear_1", "linear_2", "lm_head")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEAR = (*FEED_FORWARD, "q_proj", "k_proj", "v_proj", "o_proj", *LATENT, "linear_1", "linear_2", "lm_head")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 
@@ -41,8 +43,8 @@ def _decoder(spec: ModelSpec) -> list[str]:
     for number in range(spec.layers):
         layer = f"layers.{number}"
         names += [layer, *(f"{layer}.{norm}" for norm in norm_names(spec.block.norm)), f"{layer}.self_attn"]
-        names += [f"{layer}.self_attn.{part}" for part in ATTENTION]
-        names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in _feed_forward(spec))]
+        names += [f"{layer}.self_attn.{part}" for part in _attention(spec)]
+        names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in _feed_forward(spec.layer(number)))]
     return names
 
 
@@ -83,9 +85,24 @@ def _sizes(spec: Spec, name: str) -> tuple[int, int]:
     assert isinstance(spec, ModelSpec), "a perception model has no adapter"
     if part == "lm_head":
         return spec.hidden, spec.vocab
-    experts = spec.block.experts
+    if (latent := spec.block.attention.latent) is not None and ".self_attn." in name:
+        return _latent_sizes(part, latent, spec)
+    experts = spec.layer(int(name.split(".")[1])).experts
     widths = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     return _block_sizes(part, spec.hidden, widths, experts.shared_ffn if experts else spec.ffn)
+
+
+def _latent_sizes(part: str, latent: LatentSpec, spec: ModelSpec) -> tuple[int, int]:
+    """Return inputs and outputs of a linear layer of latent attention."""
+    queries, wide = spec.heads * latent.head_dim, spec.heads * (latent.nope_dim + latent.value_dim)
+    return {
+        "q_proj": (spec.hidden, queries),
+        "q_a_proj": (spec.hidden, latent.query_rank),
+        "q_b_proj": (latent.query_rank, queries),
+        "kv_a_proj_with_mqa": (spec.hidden, latent.kv_rank + latent.rope_dim),
+        "kv_b_proj": (latent.kv_rank, wide),
+        "o_proj": (spec.heads * latent.value_dim, spec.hidden),
+    }[part]
 
 
 def _block_sizes(part: str, hidden: int, widths: tuple[int, int], ffn: int) -> tuple[int, int]:
@@ -104,8 +121,16 @@ def refuse_unmatched(patterns: Iterable[str], names: Sequence[str]) -> None:
                             f"{next(iter(names))}; a star stands for one part of it: layers.*.mlp")  # fmt: skip
 
 
-def _feed_forward(spec: ModelSpec) -> list[str]:
-    experts = spec.block.experts
+def _attention(spec: ModelSpec) -> tuple[str, ...]:
+    latent = spec.block.attention.latent
+    if latent is None:
+        return ATTENTION
+    queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if latent.query_rank else ("q_proj",)
+    return (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+
+
+def _feed_forward(layer: LayerSpec) -> list[str]:
+    experts = layer.experts
     if experts is None:
         return list(FEED_FORWARD)
     names = ["gate", "experts"]

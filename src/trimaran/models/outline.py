@@ -425,7 +425,10 @@ def outline_of(spec: ModelSpec) -> Outline:
 
 def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
     block, layer = spec.block, spec.layer(number)
-    biases = (spec.heads + 2 * spec.kv_heads) * spec.head_dim * block.qkv_bias
+    latent = block.attention.latent
+    extras = block.norm.per_layer * spec.hidden + (layer.experts.biases(spec.hidden) if layer.experts else 0)
+    if latent is None:
+        extras += (spec.heads + 2 * spec.kv_heads) * spec.head_dim * block.qkv_bias
     return OutlineLayer(
         hidden=spec.hidden,
         heads=spec.heads,
@@ -433,7 +436,15 @@ def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
         head_dim=spec.head_dim,
         ffn=layer.ffn,
         experts=layer.experts,
-        window=layer.window or 0,
+        window=layer.window or layer.chunk or 0,  # the mean of a chunk is less, by up to a half
         qk_norm=block.qk_norm,
-        extras=block.norm.per_layer * spec.hidden + biases + spec.attention_extras,
+        latent=None
+        if latent is None
+        else Latent(
+            query_rank=latent.query_rank,
+            kv_rank=latent.kv_rank,
+            rope_dim=latent.rope_dim,
+            value_dim=latent.value_dim,
+        ),
+        extras=extras + spec.attention_extras,
     )

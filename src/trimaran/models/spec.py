@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trimaran.models.expert_variations import PLAIN_ROUTER, PLAIN_UNIT, ExpertUnit, RouterSpec
 from trimaran.models.layer_variations import PLAIN_ATTENTION, PLAIN_ENDS, PLAIN_NORMS, AttentionSpec, Ends, NormSpec
 from trimaran.models.rope import PLAIN_ROPE, Rope
 
@@ -10,6 +11,8 @@ from trimaran.models.rope import PLAIN_ROPE, Rope
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
     """The experts that replace each layer's feed-forward block. `shared_ffn` 0 is no shared expert.
+
+    Layers in `dense_layers` keep a feed-forward block of width `ModelSpec.ffn`.
 
     `balance` weights the load-balancing loss, computed per sequence so that it never depends on the plan; `z_loss`
     weights the squared logsumexp of each token's router logits. `capacity` limits an expert in training to that
@@ -25,6 +28,19 @@ class ExpertSpec:
     balance: float = 0.01
     z_loss: float = 0.0
     capacity: float = 0.0
+    router: RouterSpec = PLAIN_ROUTER
+    unit: ExpertUnit = PLAIN_UNIT
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are the experts of Qwen: no variation of the router or an expert, and no dense layers."""
+        return (self.router, self.unit, self.dense_layers) == (PLAIN_ROUTER, PLAIN_UNIT, ())
+
+    def biases(self, hidden: int) -> int:
+        """Return how many biases a layer's router and experts have."""
+        of_expert = (2 * self.ffn + hidden) * self.unit.bias
+        return self.num_experts * (of_expert + self.router.bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +62,15 @@ class Block:
 class LayerSpec:
     """What one layer has that others of the same decoder may not have.
 
-    `window` None is attention to all earlier keys, `rope` None no rotary positions, `experts` None a dense layer.
+    `window` None is attention to all earlier keys, `rope` None no rotary positions, `experts` None a dense layer. With
+    a `chunk` a query attends to its own chunk of the document only.
     """
 
     window: int | None
     rope: Rope | None
     experts: ExpertSpec | None
     ffn: int
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +95,15 @@ class ModelSpec:
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` has."""
-        attention = self.block.attention
+        attention, experts = self.block.attention, self.block.experts
         window = attention.window_of(number)
         rope = self.block.rope if window is None or attention.local_rope is None else attention.local_rope
         return LayerSpec(
             window=window,
             rope=rope if attention.has_rope(number) else None,
-            experts=self.block.experts,
+            experts=None if experts is not None and number in experts.dense_layers else experts,
             ffn=self.ffn,
+            chunk=(attention.chunk or None) if attention.has_rope(number) else None,
         )
 
     @property
@@ -95,24 +114,29 @@ class ModelSpec:
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention, biases and head norms included."""
+        if (latent := self.block.attention.latent) is not None:
+            return latent.parameters(self.hidden, self.heads)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * width + 2 * kv_width)
         return weights + (width + 2 * kv_width) * self.block.qkv_bias + self.attention_extras
 
     @property
     def attention_extras(self) -> int:
-        """Weights of one layer's attention outside the three projections of its input: norms, out bias and sinks."""
+        """Weights of one layer's attention outside the matmuls and the biases of its input: norms, out bias, sinks."""
+        if (latent := self.block.attention.latent) is not None:
+            return latent.extras(self.hidden)
         attention, width = self.block.attention, self.heads * self.head_dim
         norms = width + self.kv_heads * self.head_dim if attention.wide_qk_norm else 2 * self.head_dim
         return norms * self.block.qk_norm + self.hidden * attention.out_bias + self.heads * attention.sinks
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Weights of one layer's feed-forward block, all experts counted."""
+        """Weights of one layer's feed-forward block, all experts counted; of a mixture, of a layer with experts."""
         if (experts := self.block.experts) is None:
             return 3 * self.hidden * self.ffn
         shared = 3 * self.hidden * experts.shared_ffn + self.hidden * experts.shared_gate
-        return self.hidden * experts.num_experts + 3 * self.hidden * experts.ffn * experts.num_experts + shared
+        routed = (3 * self.hidden * experts.ffn + self.hidden) * experts.num_experts
+        return routed + shared + experts.biases(self.hidden)
 
     @property
     def active_feed_forward_parameters(self) -> int:
@@ -130,4 +154,6 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
         ends = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + self.hidden + ends
+        dense = len(self.block.experts.dense_layers) if self.block.experts else 0
+        fewer = dense * (self.feed_forward_parameters - 3 * self.hidden * self.ffn)
+        return self.layers * self.layer_parameters - fewer + self.hidden + ends

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from trimaran.models.expert_variations import LatentSpec
 from trimaran.models.rope import Rope
 from trimaran.models.spec import ExpertSpec, ModelSpec
 
@@ -31,6 +32,13 @@ def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
     yield from _rope_flaws(spec.block.rope)
     if experts:
         yield from _expert_flaws(experts, spec.hidden)
+        yield from _router_flaws(experts)
+        for number in experts.dense_layers:
+            yield from out_of_bounds(("experts.dense_layers", number, 0, spec.layers - 1))
+        if experts.dense_layers:
+            yield from out_of_bounds(("ffn", spec.ffn, 1, MOST))
+    if (latent := spec.block.attention.latent) is not None:
+        yield from _latent_flaws(latent, spec)
 
 
 def _rope_flaws(rope: Rope) -> Iterator[InvalidField]:
@@ -57,6 +65,40 @@ def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[InvalidField]:
         yield "experts.ffn", f"{experts.ffn} is not a multiple of 8"
     if hidden % 8:
         yield "hidden", f"{hidden} is not a multiple of 8, which experts need"
+
+
+def _router_flaws(experts: ExpertSpec) -> Iterator[InvalidField]:
+    router, unit = experts.router, experts.unit
+    yield from out_of_bounds(
+        ("experts.router.groups", router.groups, 1, experts.num_experts),
+        ("experts.router.top_groups", router.top_groups, 1, router.groups),
+        ("experts.router.scale", router.scale, 1e-6, 1e6),
+        ("experts.router.correction_rate", router.correction_rate, 0, 1e6),
+        ("experts.unit.limit", unit.limit, 0, 1e6),
+        ("experts.unit.alpha", unit.alpha, 1e-6, 1e6),
+    )
+    size = experts.num_experts // router.groups
+    if experts.num_experts % router.groups:
+        yield "experts.router.groups", f"{router.groups} groups do not divide {experts.num_experts} experts"
+    elif experts.top_k > size * router.top_groups:
+        yield "experts.top_k", f"{router.top_groups} groups have only {size * router.top_groups} experts"
+    yield from out_of_bounds(("experts.router.group_top", router.group_top, 1, size))
+    if router.correction_rate and not router.correction:
+        yield "experts.router.correction_rate", "there is no correction bias to update"
+
+
+def _latent_flaws(latent: LatentSpec, spec: ModelSpec) -> Iterator[InvalidField]:
+    for field in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+        yield from out_of_bounds((f"attention.latent.{field}", getattr(latent, field), 1, MOST))
+    yield from out_of_bounds(("attention.latent.query_rank", latent.query_rank, 0, MOST))
+    if latent.rope_dim % 2:
+        yield "attention.latent.rope_dim", f"{latent.rope_dim} is odd, and rotary positions need pairs"
+    if spec.head_dim != latent.head_dim:
+        yield "head_dim", f"{spec.head_dim} is not nope_dim + rope_dim of the latent attention, {latent.head_dim}"
+    if spec.kv_heads != spec.heads:
+        yield "kv_heads", "latent attention has a key for each head"
+    if spec.block.rope.rotary_dim != latent.rope_dim:
+        yield "rope.rotary_dim", f"{spec.block.rope.rotary_dim} is not rope_dim of the latent attention"
 
 
 def out_of_bounds(*bounds: tuple[str, float, float, float]) -> Iterator[InvalidField]:

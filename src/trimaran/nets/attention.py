@@ -83,6 +83,20 @@ def norm_of(spec: NormSpec, width: int, eps: float) -> Norm:
     return (OffsetRMSNorm if spec.unit_offset else RMSNorm)(width, eps=eps)
 
 
+class UnitNorm(nn.Module):
+    """RMSNorm without a weight (Llama-4's queries and keys), in fp32. It returns the input's dtype.
+
+    Rotary positions keep the norm of a head, so it is the same before and after them.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
+
+
 def _head_norm(spec: ModelSpec, heads: int) -> nn.Module:
     """Return the norm of so many heads: of each of them, of all together, or none."""
     block = spec.block
@@ -107,7 +121,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (_head_norm(spec, heads) for heads in (spec.heads, spec.kv_heads))
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if varied.sinks else None
         self.rope, self._wide_norm = layer.rope, varied.wide_qk_norm
-        self._options = AttentionOptions(varied.scale or None, layer.window, varied.softcap or None)
+        if varied.unit_qk_norm and layer.rope is not None:
+            self.q_norm = self.k_norm = UnitNorm(block.norm_eps)
+        self.chunk = layer.chunk
+        self.temperature = varied.temperature if layer.rope is None else None
+        self._options = AttentionOptions(varied.scale or None, layer.window, varied.softcap or None, chunk=layer.chunk)
         self.context, self.joint = Context(), False
 
     @property
@@ -129,7 +147,10 @@ class Attention(nn.Module):
         return self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
 
     def forward(self, x: Tensor, rotation: Rotation | None, scope: AttentionScope) -> Tensor:
-        """Return the attention output for `x` [B, T, hidden]. Without a rotation queries and keys are not rotated."""
+        """Return the attention output for `x` [B, T, hidden]. Without a rotation queries and keys are not rotated.
+
+        A layer without rotary positions multiplies its queries by the first part of a rotation.
+        """
         if self.joint:
             assert rotation is not None, "only layers with rotary positions have joint projections"
             query, key, value = self._joint_heads(x, rotation)
@@ -150,7 +171,9 @@ class Attention(nn.Module):
             query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
             key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         value = self.v_proj(x).view(heads).transpose(1, 2)
-        if rotation is not None:
+        if rotation is not None and self.rope is None:
+            query = (query * rotation[0]).to(value.dtype)
+        elif rotation is not None:
             assert self.rope is not None
             query, key = (rotate(each, rotation, self.rope).to(value.dtype) for each in (query, key))
         return query, key, value

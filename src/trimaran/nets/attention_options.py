@@ -12,13 +12,15 @@ from trimaran.nets.varlen_attention import attention
 class AttentionOptions:
     """What the attention of some architectures adds: a window of the last keys, a soft cap of scores, sinks [heads].
 
-    A `window` counts the query's own key: 1 is attention to oneself only. `scale` None is 1 / sqrt(head_dim).
+    A `window` counts the query's own key: 1 is attention to oneself only. `scale` None is 1 / sqrt(head_dim). `chunk`
+    concerns cached and paged keys only: otherwise the scope splits documents into chunks.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
 
     @property
     def changes_scores(self) -> bool:
@@ -29,8 +31,20 @@ class AttentionOptions:
         """Return whether the window hides some of so many keys from the last query."""
         return self.window is not None and self.window < num_keys
 
+    def hides_cached(self, num_keys: int) -> bool:
+        """Return whether the window or the chunk hides some of so many cached keys from the last query."""
+        return self.limits(num_keys) or (self.chunk is not None and self.chunk < num_keys)
+
 
 PLAIN = AttentionOptions()
+
+
+def cached_mask(queries: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
+    """Return which cached keys each query attends to, as `causal_window` does, and inside its chunk."""
+    mask = causal_window(queries, keys, options.window)
+    if options.chunk is None:
+        return mask
+    return mask & (keys[..., None, :] >= (queries // options.chunk * options.chunk)[..., :, None])
 
 
 def causal_window(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

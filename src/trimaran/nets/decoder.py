@@ -6,14 +6,16 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, NormSpec, Rope
-from trimaran.models.layer_variations import norm_names
+from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
+from trimaran.models.layer_variations import TemperatureSpec, norm_names
 from trimaran.nets import cpu_kernels
 from trimaran.nets.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
+from trimaran.nets.attention_chunks import query_factors, split_documents
 from trimaran.nets.attention_context import AttentionScope, Context, document_lengths, document_positions
 from trimaran.nets.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.key_value_cache import CacheExtension
+from trimaran.nets.latent_attention import LatentAttention
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 from trimaran.nets.paged_cache import PagedExtension
@@ -31,7 +33,7 @@ class DecoderLayer(nn.Module):
         before, *others = norm_names(self.norms) if self.norms.placement != "after" else ("", *norm_names(self.norms))
         if before:
             self.add_module(before, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
-        self.self_attn = Attention(spec, layer)
+        self.self_attn = attention_of(spec, layer)
         for name in others:
             self.add_module(name, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
         experts, activation = layer.experts, spec.block.activation
@@ -93,6 +95,7 @@ class DecoderLayer(nn.Module):
 
     def _forward_on_cpu(self, x: Tensor, rotation: Rotation, scope: AttentionScope, mlp: FeedForward) -> Tensor:
         attention = self.self_attn
+        assert isinstance(attention, Attention), "latent attention is not fused"
         x, query, key, value = normed_heads(
             x, self.input_layernorm, attention.projections, rotation, attention.num_heads
         )
@@ -102,6 +105,12 @@ class DecoderLayer(nn.Module):
 
     def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))
+
+
+def attention_of(spec: ModelSpec, layer: LayerSpec) -> Attention | LatentAttention:
+    """Return the attention of a layer, of the kind that the spec has."""
+    latent = spec.block.attention.latent
+    return Attention(spec, layer) if latent is None else LatentAttention(spec, layer, latent)
 
 
 # The norms before and after the feed-forward, by the placement of norms.
@@ -175,14 +184,16 @@ class Decoder(nn.Module):
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
         rotations = self._rotations(positions, documents, extension) if rotation is None else {}
+        scopes = {} if extension is not None else self._scopes(tokens, positions, documents, lengths, scope)
         x = stream[0] if stream else self._embed(tokens)
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
         balance = torch.zeros((), device=tokens.device)
         for number, layer in enumerate(self.blocks):
-            rope = layer.self_attn.rope
-            turned = None if rope is None else rotations[rope] if rotation is None else rotation
-            x, of_layer = layer(x, turned, scope if extension is None else extension.layer(number))
+            attention = layer.self_attn
+            turned = rotations.get(attention.rope or attention.temperature) if rotation is None else rotation
+            seen = scopes[attention.chunk] if extension is None else extension.layer(number)
+            x, of_layer = layer(x, turned, seen)
             balance = balance if of_layer is None else balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance
@@ -191,8 +202,11 @@ class Decoder(nn.Module):
 
     def _rotations(
         self, positions: Tensor, documents: Tensor | None, extension: CacheExtension | PagedExtension | None
-    ) -> dict[Rope, Rotation]:
-        """Return the rotation of each rope that a layer of this stage has; most models have one."""
+    ) -> dict[Rope | TemperatureSpec | None, Rotation]:
+        """Return the rotation of each rope that a layer of this stage has; most models have one.
+
+        Of layers without a rope it returns the factors of their queries, if they have a temperature.
+        """
         ropes = dict.fromkeys(each.self_attn.rope for each in self.blocks)
         local, lengths = self.context.shard(positions), None
         if any(rope is not None and rope.longrope is not None for rope in ropes):
@@ -201,7 +215,31 @@ class Decoder(nn.Module):
             elif isinstance(extension, CacheExtension):  # sequences in pages never become so long
                 lengths = positions.new_tensor(extension.cache.lengths)[:, None].expand_as(positions)
         head_dim = self.spec.head_dim
-        return {rope: rotation_at(local, rope, head_dim, lengths) for rope in ropes if rope is not None}
+        rotations: dict[Rope | TemperatureSpec | None, Rotation] = {
+            rope: rotation_at(local, rope, head_dim, lengths) for rope in ropes if rope is not None
+        }
+        for each in dict.fromkeys(layer.self_attn.temperature for layer in self.blocks):
+            if each is not None:
+                rotations[each] = (query_factors(local, each),) * 2
+        return rotations
+
+    def _scopes(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        lengths: Sequence[int] | None,
+        scope: AttentionScope,
+    ) -> dict[int | None, AttentionScope]:
+        """Return what the queries of layers attend to, by the layers' chunk; None is that of layers without one."""
+        scopes: dict[int | None, AttentionScope] = {None: scope}
+        for chunk in dict.fromkeys(layer.self_attn.chunk for layer in self.blocks):
+            if chunk is not None:
+                scopes[chunk] = scope
+                if tokens.shape[1] > chunk:
+                    inside = split_documents(positions.expand_as(tokens), documents, lengths, chunk)
+                    scopes[chunk] = self.context.scope(*inside)
+        return scopes
 
     def _ended(self, logits: Tensor) -> Tensor:
         """Return the logits, scaled and capped as the spec says."""

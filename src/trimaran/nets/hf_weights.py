@@ -32,7 +32,7 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
-        parameters = loadable_weights(module)
+        parameters = loadable_weights(module) | correction_biases(module)
         parts = {name: _parts(disk_layout(module.spec), name, each, module.spec) for name, each in parameters.items()}
         _refuse_mismatch(parts, sources, folder, module.spec)
         if is_on_meta(module):
@@ -58,7 +58,8 @@ def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor
 
 def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPart, Tensor]]:
     layout = disk_layout(spec)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    named = [*module.named_parameters(remove_duplicate=False), *correction_biases(module).items()]
+    for name, parameter in named:
         if spec.tied and (name == HEAD or (name == EMBEDDING and not module.is_first)):
             continue
         value = full_tensor(parameter)
@@ -67,6 +68,11 @@ def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPa
             yield parts[0], value
         else:
             yield from ((each, expert.clone()) for each, expert in zip(parts, value, strict=True))
+
+
+def correction_biases(module: nn.Module) -> dict[str, Tensor]:
+    """Return the correction biases of the routers by name: buffers that belong to the weights."""
+    return {name: each for name, each in module.named_buffers() if name.endswith(".correction_bias")}
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -103,7 +109,8 @@ def _parts(layout: PartsOf, name: str, parameter: Tensor, spec: ModelSpec) -> Se
 def _names_of_all(spec: ModelSpec) -> set[str]:
     """Return the names of all tensors on disk of the complete model."""
     with torch.device("meta"):
-        named = dict(Decoder(spec).named_parameters())
+        decoder = Decoder(spec)
+    named = dict(decoder.named_parameters()) | correction_biases(decoder)
     layout = disk_layout(spec)
     return {part.name for name, each in named.items() for part in _parts(layout, name, each, spec)}
 

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
+from trimaran.nets.attention_options import PLAIN, AttentionOptions, cached_mask, masked_attention
 from trimaran.nets.varlen_attention import attention
 
 MIN_CAPACITY = 64
@@ -107,9 +107,9 @@ class CachedLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
         """Store the new keys and values, and return the attention output, all [rows, heads, T, head_dim]."""
         keys, values = self._stored(key, value)
-        if options.changes_scores or options.limits(self.extension.stop):
+        if options.changes_scores or options.hides_cached(self.extension.stop):
             positions = torch.arange(self.extension.stop, device=query.device)
-            mask = causal_window(self.extension.positions, positions, options.window)[:, None]
+            mask = cached_mask(self.extension.positions, positions, options)[:, None]
             return masked_attention(query, keys, values, mask, options)
         if self.extension.start == 0:
             return attention(query, key, value, None, scale=options.scale)

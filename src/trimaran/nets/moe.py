@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import ExpertSpec
+from trimaran.models.expert_variations import PLAIN_UNIT, ExpertUnit
 from trimaran.nets.attention_context import Context
 from trimaran.nets.joint_projections import joint_swiglu
 from trimaran.nets.local_shards import local_for_compute
@@ -41,13 +42,21 @@ class FeedForward(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The experts of a layer, stacked along the first dimension; sharded: this rank's experts, or a slice of each."""
+    """The experts of a layer, stacked along the first dimension; sharded: this rank's experts, or a slice of each.
 
-    def __init__(self, num_experts: int, hidden: int, width: int) -> None:
+    With `tp` above 1 every rank has a slice of each expert: its output is a partial sum.
+    """
+
+    def __init__(self, num_experts: int, hidden: int, width: int, unit: ExpertUnit = PLAIN_UNIT) -> None:
         super().__init__()
+        self.unit, self.tp = unit, 1
         self.gate_proj = nn.Parameter(torch.empty(num_experts, width, hidden))
         self.up_proj = nn.Parameter(torch.empty(num_experts, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, width))
+        if unit.bias:
+            self.gate_proj_bias = nn.Parameter(torch.empty(num_experts, width))
+            self.up_proj_bias = nn.Parameter(torch.empty(num_experts, width))
+            self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden))
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the expert outputs of `rows`, sorted by local expert; the rows of expert e end before row `ends[e]`.
@@ -58,8 +67,22 @@ class ExpertWeights(nn.Module):
         rows = as_autocast(rows)
         weights = (local_for_compute(each) for each in (self.gate_proj, self.up_proj, self.down_proj))
         gate, up, down = (each.to(rows.dtype) for each in weights)
-        inner = F.silu(_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
-        return _grouped(inner, down, ends)
+        if not self.unit.bias:
+            return _grouped(self.gated(_grouped(rows, gate, ends), _grouped(rows, up, ends)), down, ends)
+        owners = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True, out_int32=True)
+        owners = owners.clamp(max=len(gate) - 1)
+        biases = (local_for_compute(each) for each in (self.gate_proj_bias, self.up_proj_bias, self.down_proj_bias))
+        of_gate, of_up, of_down = (each.to(rows.dtype).index_select(0, owners) for each in biases)
+        inner = self.gated(_grouped(rows, gate, ends) + of_gate, _grouped(rows, up, ends) + of_up)
+        return _grouped(inner, down, ends) + of_down / self.tp
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the inner activations of an expert from its two projections."""
+        limit = self.unit.limit
+        if not limit:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.unit.alpha)
 
 
 def as_autocast(rows: Tensor) -> Tensor:
@@ -68,16 +91,32 @@ def as_autocast(rows: Tensor) -> Tensor:
     return rows.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else rows
 
 
-# Takes the experts, rows sorted by expert, and the number of rows of each expert; returns the outputs in that order.
-# There may be rows after those of the last expert: their outputs are not used, but must not be NaN or Inf.
-ExpertDispatch = Callable[[ExpertWeights, Tensor, Tensor], Tensor]
+class ExpertDispatch(Protocol):
+    """Brings rows to their experts and the results back. Between its two calls the caller may compute something else.
+
+    There may be rows after those of the last expert: their outputs are not used, but must not be NaN or Inf.
+    """
+
+    def send(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Any:
+        """Start to bring `rows`, sorted by expert, to their experts; `counts` are the rows of each."""
+        ...
+
+    def compute(self, experts: ExpertWeights, sent: Any) -> Tensor:
+        """Return the outputs of the rows that `send` has sent, in their order."""
+        ...
 
 
-def run_local_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the outputs of `rows` if all experts are on this rank. The last one also processes the unused rows."""
-    ends = counts.cumsum(0, dtype=torch.int32)
-    ends[-1:].fill_(len(rows))  # an assignment would synchronise with the device
-    return experts(rows, ends)
+class LocalDispatch:
+    """The dispatch if all experts are on this rank. The last expert also processes the unused rows."""
+
+    def send(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return rows, counts
+
+    def compute(self, experts: ExpertWeights, sent: tuple[Tensor, Tensor]) -> Tensor:
+        rows, counts = sent
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ends[-1:].fill_(len(rows))  # an assignment would synchronise with the device
+        return experts(rows, ends)
 
 
 class MoeLayer(nn.Module):
@@ -90,12 +129,15 @@ class MoeLayer(nn.Module):
     def __init__(self, experts: ExpertSpec, hidden: int) -> None:
         super().__init__()
         self.spec = experts
-        self.gate = nn.Linear(hidden, experts.num_experts, bias=False)
-        self.experts = ExpertWeights(experts.num_experts, hidden, experts.ffn)
+        self.gate = nn.Linear(hidden, experts.num_experts, bias=experts.router.bias)
+        self.experts = ExpertWeights(experts.num_experts, hidden, experts.ffn, experts.unit)
         self.shared_expert = FeedForward(hidden, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_expert_gate = nn.Linear(hidden, 1, bias=False) if experts.shared_gate else None
+        # A buffer: no gradient changes it, and checkpoints hold it.
+        self.correction_bias: Tensor | None
+        self.register_buffer("correction_bias", torch.zeros(experts.num_experts) if experts.router.correction else None)
         self.context, self.tp = Context(), 1
-        self.dispatch: ExpertDispatch = run_local_experts
+        self.dispatch: ExpertDispatch = LocalDispatch()
         self._reset_routing_stats()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,14 +145,27 @@ class MoeLayer(nn.Module):
 
         The capacity applies in training only.
         """
-        routing = route(self._logits(x), self.spec, self.context, limited=self.training)
+        # With offloaded weights it is on the host.
+        correction = None if self.correction_bias is None else self.correction_bias.to(x.device)
+        routing = route(self._logits(x), self.spec, self.context, limited=self.training, correction=correction)
         if self.training and torch.is_grad_enabled():
-            # With offloaded weights it is on the host.
             self.routing_stats = self.routing_stats.to(x.device).add_(routing.stats)
-        out = self._routed(x, routing)
-        if self.shared_expert is not None:
-            out = out + self._shared(x)
-        return out, routing.loss / self.tp
+        places = sorted_places(routing.choices.flatten()).view(-1, self.spec.top_k)
+        sent = self.dispatch.send(self.experts, self._rows(x, routing, places), routing.counts)
+        shared = None if self.shared_expert is None else self._shared(x)  # while rows travel
+        out = self._joined(self.dispatch.compute(self.experts, sent), routing, places).unflatten(0, x.shape[:2])
+        return (out if shared is None else out + shared), routing.loss / self.tp
+
+    @torch.no_grad()
+    def update_correction(self, loads: Tensor, applied: Tensor) -> None:
+        """Move the correction bias towards equal loads, unless `applied` is 0: the step was refused.
+
+        `loads` are the choices of each expert in the global batch, or a multiple of them. Whole numbers in fp64 are
+        exact, so that every plan makes the same update.
+        """
+        assert self.correction_bias is not None
+        directions = torch.sign(loads.sum() - loads * len(loads)) * applied
+        self.correction_bias.add_(directions.to(self.correction_bias), alpha=self.spec.router.correction_rate)
 
     def take_routing_stats(self) -> Tensor:
         """Return the statistics of all tokens since the last call, a tensor on the device, and reset them."""
@@ -121,13 +176,24 @@ class MoeLayer(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         # In fp32: the plan's precision must not change which of two experts with almost equal scores is chosen.
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), local_for_compute(self.gate.weight).float())
+            bias = None if self.gate.bias is None else local_for_compute(self.gate.bias).float()
+            return F.linear(x.float(), local_for_compute(self.gate.weight).float(), bias)
 
-    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
-        places = sorted_places(routing.choices.flatten()).view(-1, self.spec.top_k)
-        rows = self.dispatch(self.experts, scatter_rows(x.flatten(0, 1), places), routing.counts)
-        weights = routing.weights.flatten(0, 1).to(rows.dtype)
-        return gather_rows(rows, places, weights).unflatten(0, x.shape[:2])
+    def _rows(self, x: Tensor, routing: Routing, places: Tensor) -> Tensor:
+        """Return the rows of `x` in the order of their experts, one for each choice."""
+        rows = scatter_rows(x.flatten(0, 1), places)
+        if not self.spec.router.weights_input:
+            return rows
+        weights = routing.weights.flatten(0, 1)
+        return rows * weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1)).to(
+            rows.dtype
+        )
+
+    def _joined(self, rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
+        """Return the weighted sum of each token's expert outputs."""
+        if self.spec.router.weights_input:
+            return gather_rows(rows, places)
+        return gather_rows(rows, places, routing.weights.flatten(0, 1).to(rows.dtype))
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -140,7 +206,10 @@ class MoeLayer(nn.Module):
         self.routing_stats = torch.zeros(columns, dtype=torch.float64, device=self.gate.weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.correction_bias is not None and self.correction_bias.is_meta
         super()._apply(fn, recurse)
+        if was_meta and self.correction_bias is not None and not self.correction_bias.is_meta:
+            self.correction_bias.zero_()  # `to_empty` gives it memory, but no value
         self._reset_routing_stats()  # on the new device
         return self
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trimaran.models import ExpertSpec
+from trimaran.models.expert_variations import RouterSpec
 from trimaran.nets.attention_context import Context
 
 
@@ -23,18 +24,20 @@ class Routing:
 
 # Statistics after the number of choices of each expert: dropped choices, and the squared logsumexp summed over tokens.
 NUM_EXTRA_STATS = 2
+MIN_SUM = 1e-20  # of the scores that sum to one after a division: the sigmoids of one token may all be 0
 
 
-def route(logits: Tensor, experts: ExpertSpec, context: Context, *, limited: bool) -> Routing:
+def route(
+    logits: Tensor, experts: ExpertSpec, context: Context, *, limited: bool, correction: Tensor | None = None
+) -> Routing:
     """Return the routing for `logits` [B, T, num_experts]. The capacity applies only if `limited`.
 
+    `correction` [num_experts] is added to the scores when experts are chosen, but not to their weights.
     The result does not depend on the plan: the balance loss covers full sequences, even if this rank holds a part.
     """
-    probabilities = logits.softmax(-1)
-    weights, choices = probabilities.topk(experts.top_k)
-    if experts.normalize_top_k:
-        weights = weights / weights.sum(-1, keepdim=True)
-    chosen = torch.zeros_like(probabilities).scatter_(-1, choices, 1.0)
+    choices, weights, scores = choose_experts(logits, experts, correction)
+    probabilities = scores if experts.router.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + MIN_SUM)
+    chosen = torch.zeros_like(scores).scatter_(-1, choices, 1.0)
     loads = context.all_reduce(chosen.sum(1))  # [B, num_experts]
     fractions = loads / loads.sum(-1, keepdim=True)
     squares = logits.logsumexp(-1).square()
@@ -49,6 +52,30 @@ def route(logits: Tensor, experts: ExpertSpec, context: Context, *, limited: boo
     dropped = (requested - counts).sum()
     stats = torch.cat([requested, dropped.reshape(1), squares.detach().sum().reshape(1)])
     return Routing(weights, choices, counts.int(), loss, stats)
+
+
+def choose_experts(
+    logits: Tensor, experts: ExpertSpec, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's experts and their weights, both [..., top_k], and the scores of all, [..., num_experts]."""
+    router = experts.router
+    scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
+    ranked = scores.detach() if correction is None else scores.detach() + correction
+    if router.groups > router.top_groups:
+        ranked = ranked.masked_fill(~in_best_groups(ranked, router), -math.inf)
+    choices = ranked.topk(experts.top_k).indices
+    weights = scores.gather(-1, choices)
+    if experts.normalize_top_k:
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
+    return choices, weights if router.scale == 1 else weights * router.scale, scores
+
+
+def in_best_groups(scores: Tensor, router: RouterSpec) -> Tensor:
+    """Return which experts are in one of the token's best groups, in the shape of `scores` [..., num_experts]."""
+    by_group = scores.unflatten(-1, (router.groups, -1))
+    best = by_group.topk(router.group_top).values.sum(-1).topk(router.top_groups).indices
+    kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+    return kept.unsqueeze(-1).expand_as(by_group).flatten(-2)
 
 
 def within_capacity(choices: Tensor, experts: ExpertSpec, context: Context) -> Tensor:

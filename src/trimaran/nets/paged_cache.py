@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
+from trimaran.nets.attention_options import AttentionOptions, cached_mask, masked_attention
 from trimaran.nets.varlen_attention import attention
 
 MAX_KERNEL_HEAD_DIM = 256
@@ -97,7 +97,7 @@ class PagedLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, and return the attention output, all [1, heads, N, head_dim]."""
         memory = self.extension.cache.memory(self.number, key, value)
-        if has_paged_kernel(query, value):
+        if has_paged_kernel(query, value) and options.chunk is None:
             from trimaran.nets.kernels.paged_attention import store_and_attend  # noqa: PLC0415 - only a GPU has Triton
 
             return store_and_attend(query, key, value, memory, self.extension, options)
@@ -148,7 +148,7 @@ def _attend_decodes(
 ) -> Tensor:
     """Return the output of the sequences with one new token, [1, heads, S, head_dim]."""
     page_size, heads = memory[0].shape[1:3]
-    index, mask = _decode_index(extension), _decode_mask(extension, options.window, page_size)
+    index, mask = _decode_index(extension), _decode_mask(extension, options, page_size)
     sequences = query.shape[2]
     gathered = (each.index_select(0, index).view(sequences, -1, *each.shape[2:]).transpose(1, 2) for each in memory)
     # The query heads of one key head become queries of it, so that keys are not repeated.
@@ -169,18 +169,16 @@ def _decode_index(extension: PagedExtension) -> Tensor:
     return extension.shared["decode_index"]
 
 
-def _decode_mask(extension: PagedExtension, window: int | None, page_size: int) -> Tensor | None:
+def _decode_mask(extension: PagedExtension, options: AttentionOptions, page_size: int) -> Tensor | None:
     """Return which of the gathered keys each decode attends to, [S, 1, 1, keys]."""
-    if ("decode_mask", window) not in extension.shared:
+    kind = ("decode_mask", options.window, options.chunk)
+    if kind not in extension.shared:
         decodes = extension.num_decodes
         count = len(_decode_index(extension)) // decodes * page_size
         lengths = extension.context_lengths[:decodes, None]
         keys = torch.arange(count, device=lengths.device)
-        mask = keys < lengths
-        if window is not None:
-            mask &= keys >= lengths - window
-        extension.shared["decode_mask", window] = mask[:, None, None]
-    return extension.shared["decode_mask", window]
+        extension.shared[kind] = cached_mask(lengths - 1, keys, options)[:, None]
+    return extension.shared[kind]
 
 
 def _keys_of_one(number: int, memory: tuple[Tensor, Tensor], extension: PagedExtension) -> list[Tensor]:
@@ -193,8 +191,8 @@ def _keys_of_one(number: int, memory: tuple[Tensor, Tensor], extension: PagedExt
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Return the output of the last positions of one sequence, [1, heads, T, head_dim], given all its keys."""
     new, length = query.shape[2], key.shape[2]
-    if new == length and not options.limits(length) and not options.changes_scores:
+    if new == length and not options.hides_cached(length) and not options.changes_scores:
         return attention(query, key, value, None, scale=options.scale)
     positions = torch.arange(length, device=query.device)
-    mask = causal_window(positions[length - new :], positions, options.window)
+    mask = cached_mask(positions[length - new :], positions, options)
     return masked_attention(query, key, value, mask[None, None], options)

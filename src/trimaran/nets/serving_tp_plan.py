@@ -8,6 +8,7 @@ tensor.
 from trimaran.models.spec import ModelSpec
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.network import Network
+from trimaran.nets.tp_plan import feed_forward_plan
 from trimaran.nets.vlm_model import Vlm
 
 ENDS = {"embed_tokens": "embedding", "lm_head": "colwise-logits"}
@@ -15,6 +16,8 @@ ATTENTION = {
     "layers.*.self_attn.q_proj": "partial-colwise",
     "layers.*.self_attn.k_proj": "partial-colwise",
     "layers.*.self_attn.v_proj": "partial-colwise",
+    "layers.*.self_attn.q_b_proj": "partial-colwise",
+    "layers.*.self_attn.kv_b_proj": "partial-colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
 FEED_FORWARD = {
@@ -50,4 +53,4 @@ def _decoder_plan(spec: ModelSpec) -> dict[str, str]:
         attention |= {"layers.*.self_attn.q_norm": "head-norm", "layers.*.self_attn.k_norm": "head-norm"}
     if varied.sinks:
         attention |= {"layers.*.self_attn": "sinks"}
-    return ENDS | attention | (MOE if spec.block.experts else FEED_FORWARD)
+    return ENDS | attention | feed_forward_plan(spec, MOE, FEED_FORWARD)

@@ -4,6 +4,8 @@ Between the sharded matmuls the stream is sharded along the sequence (sequence p
 its part of the norms and residuals.
 """
 
+from collections.abc import Mapping
+
 from trimaran.models import ModelSpec
 from trimaran.models.vlm_spec import VlmSpec
 
@@ -43,9 +45,32 @@ MOE = {
 }
 
 
+# Latent attention: every rank has the narrow projections and their norms, and some of the heads.
+LATENT = {
+    "layers.*.self_attn.q_a_proj": "partial-replicated",
+    "layers.*.self_attn.q_a_layernorm": "parameters",
+    "layers.*.self_attn.q_b_proj": "partial-colwise",
+    "layers.*.self_attn.kv_a_proj_with_mqa": "partial-replicated",
+    "layers.*.self_attn.kv_a_layernorm": "parameters",
+    "layers.*.self_attn.kv_b_proj": "partial-colwise",
+}
+
+
 def tensor_plan(spec: ModelSpec) -> dict[str, str]:
     """Return the style of every module of a decoder that has parameters or moves the stream."""
-    return ENDS | ATTENTION | (MOE if spec.block.experts else FEED_FORWARD)
+    return ENDS | ATTENTION | LATENT | feed_forward_plan(spec, MOE, FEED_FORWARD)
+
+
+def feed_forward_plan(spec: ModelSpec, moe: Mapping[str, str], dense: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of the feed-forward blocks, given those of layers with experts and of dense layers."""
+    experts = spec.block.experts
+    if experts is None or not experts.dense_layers:
+        return {**(dense if experts is None else moe)}
+    return {
+        name.replace("*", str(number), 1): style
+        for number in range(spec.layers)
+        for name, style in (dense if spec.layer(number).experts is None else moe).items()
+    }
 
 
 # The stream of a vision tower is replicated. Modules outside the language model that are not listed here run on every

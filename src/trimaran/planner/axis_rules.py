@@ -31,6 +31,7 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     if (language := language_of(spec)) is not None:
         check_context(plan, language)
         check_experts(plan, language)
+        check_correction(plan, language)
     if not isinstance(spec, PerceptionSpec):
         check_positions(plan, recipe, known=spec is not None)
 
@@ -117,6 +118,7 @@ def tensor_sizes(spec: Spec, plan: Plan) -> dict[str, int]:
     else:
         sizes["features of an expert"] = experts.ffn
         sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
+        sizes |= {"features of the dense layers": spec.ffn} if experts.dense_layers else {}
     return sizes
 
 
@@ -175,6 +177,18 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
         if size % mesh.ep:
             raise UserError("P010", f"ep {mesh.ep} does not divide the {size} {name}", where="plan.mesh.ep",
                             fix=f"use ep of {works}")  # fmt: skip
+
+
+def check_correction(plan: Plan, spec: ModelSpec) -> None:
+    """Raise if replicas that train alone would update the correction biases of their routers differently."""
+    experts = spec.block.experts
+    if experts is None or not experts.router.correction_rate:
+        return
+    if plan.comm.local.is_on or plan.engine == "async":
+        raise UserError("P102", f"the routers of {spec.name} follow the loads of the global batch in every step, and "
+                        "these replicas train alone", where="plan.comm.local_steps" if plan.comm.local.is_on else
+                        "plan.engine", fix="set model.shape.experts.router.correction_rate to 0, which keeps the "
+                        "biases as they are, or train in step")  # fmt: skip
 
 
 def check_stages(plan: Plan, spec: Spec) -> None:

@@ -3,11 +3,11 @@
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.nets import Network
 from trimaran.nets.moe import MoeLayer
+from trimaran.nets.moe_router import choose_experts
 
 
 class LogitsModule(nn.Module):
@@ -32,21 +32,31 @@ class DenseMoeLayer(nn.Module):
         super().__init__()
         self.spec, self.gate, self.experts = layer.spec, layer.gate, layer.experts
         self.shared_expert, self.shared_expert_gate = layer.shared_expert, layer.shared_expert_gate
+        self.register_buffer("correction_bias", layer.correction_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        probabilities = self.gate(x).softmax(-1)
-        weights, choices = probabilities.topk(self.spec.top_k)
-        if self.spec.normalize_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
-        mixture = torch.zeros_like(probabilities).scatter(-1, choices, weights)
-        gate = torch.einsum("bth,efh->btef", x, self.experts.gate_proj)
-        up = torch.einsum("bth,efh->btef", x, self.experts.up_proj)
-        inner = F.silu(gate) * up * mixture.unsqueeze(-1)
-        out = torch.einsum("btef,ehf->bth", inner, self.experts.down_proj)
+        mixture = self._mixture(x).unsqueeze(-1)
+        experts, given = self.experts, x.unsqueeze(-2)
+        if self.spec.router.weights_input:
+            given, mixture = given * mixture, (mixture > 0).to(x.dtype)
+            gate, up = (torch.einsum("bteh,efh->btef", given, each) for each in (experts.gate_proj, experts.up_proj))
+        else:
+            gate, up = (torch.einsum("bth,efh->btef", x, each) for each in (experts.gate_proj, experts.up_proj))
+        if self.spec.unit.bias:
+            gate, up = gate + experts.gate_proj_bias, up + experts.up_proj_bias
+        inner = experts.gated(gate, up) * mixture
+        out = torch.einsum("btef,ehf->bth", inner, experts.down_proj)
+        if self.spec.unit.bias:
+            out = out + mixture.squeeze(-1) @ experts.down_proj_bias
         if self.shared_expert is None:
             return out
         shared = self.shared_expert(x)
         return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
+
+    def _mixture(self, x: Tensor) -> Tensor:
+        """Return the weight of every expert for each token, 0 for those that were not chosen."""
+        choices, weights = choose_experts(self.gate(x), self.spec, self.correction_bias)[:2]
+        return torch.zeros(*weights.shape[:-1], self.spec.num_experts, dtype=x.dtype).scatter(-1, choices, weights)
 
 
 def portable_module(network: Network) -> LogitsModule:

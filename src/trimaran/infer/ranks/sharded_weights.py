@@ -111,7 +111,8 @@ def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
     experts = language.block.experts
     sizes = {"heads": language.heads, "KV heads": language.kv_heads}
     sizes |= {"features of the feed-forward": language.ffn} if experts is None else {
-        "features of an expert": experts.ffn, "features of the shared expert": experts.shared_ffn}  # fmt: skip
+        "features of an expert": experts.ffn, "features of the shared expert": experts.shared_ffn,
+        "features of the dense layers": language.ffn if experts.dense_layers else 0}  # fmt: skip
     for name, size in sizes.items():
         if size % mesh.tp:
             raise UserError("S050", f"tp {mesh.tp} does not divide the {size:,} {name} of {language.name}",

@@ -1,7 +1,7 @@
 """Where the parameters of our decoder are in the tensors of a Hugging Face folder."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from trimaran.models.spec import ModelSpec
 
@@ -37,6 +37,17 @@ def plain_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
         return [DiskPart(f"model.{name}", shape)]
     names = (f"model.{layer}.experts.{expert}.{projection}.weight" for expert in range(shape[0]))
     return [DiskPart(each, shape[1:]) for each in names]
+
+
+def renamed(parts: Sequence[DiskPart], names: Mapping[str, str]) -> list[DiskPart]:
+    """Return the parts under other names on disk: each key of `names` in a name is replaced by its value."""
+    found = []
+    for part in parts:
+        name = part.name
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        found.append(replace(part, name=name))
+    return found
 
 
 def packed_heads(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:

@@ -2,9 +2,14 @@
 
 from trimaran.models.families.architecture import Family
 from trimaran.models.families.cohere import COHERE, COHERE2
+from trimaran.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from trimaran.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from trimaran.models.families.glm import GLM, GLM4
+from trimaran.models.families.glm4_moe import GLM4_MOE
+from trimaran.models.families.gpt_oss import GPT_OSS
 from trimaran.models.families.llama import LLAMA, MISTRAL
+from trimaran.models.families.llama4 import LLAMA4_TEXT
+from trimaran.models.families.mixtral import MIXTRAL
 from trimaran.models.families.olmo2 import OLMO2
 from trimaran.models.families.phi3 import PHI3
 from trimaran.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -16,6 +21,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v2": DEEPSEEK_V2,
+    "kimi_k2": KIMI_K2,
+    "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
+    "llama4_text": LLAMA4_TEXT,
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "gemma2": GEMMA2,

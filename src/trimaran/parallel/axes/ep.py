@@ -1,10 +1,12 @@
 """Expert parallelism: each rank holds some experts, and tokens are sent to the ranks of their experts."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
@@ -21,6 +23,9 @@ DIMS = {
     "gate_proj": {"ep": 0, "tp": 1},
     "up_proj": {"ep": 0, "tp": 1},
     "down_proj": {"ep": 0, "tp": 2},
+    "gate_proj_bias": {"ep": 0, "tp": 1},
+    "up_proj_bias": {"ep": 0, "tp": 1},
+    "down_proj_bias": {"ep": 0},  # every slice of an expert adds its part of it
 }
 
 
@@ -34,35 +39,48 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
     if not axes:
         return
     for mixture in [each for each in network.module.modules() if isinstance(each, MoeLayer)]:
-        mixture.tp = ranks.degrees.tp
+        mixture.tp = mixture.experts.tp = ranks.degrees.tp
         _shard_experts(mixture.experts, ranks, axes)
         if "ep" in axes:
             mixture.dispatch = TokenDispatcher(ranks.experts.get_group("ep"))
 
 
 def _shard_experts(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:
+    mesh = ranks.experts[tuple(axes)] if len(axes) > 1 else ranks.experts[axes[0]]
     for name, parameter in list(experts.named_parameters()):
-        dims = [DIMS[name][axis] for axis in axes]
-        for axis, dim in zip(axes, dims, strict=True):
-            assert parameter.shape[dim] % getattr(ranks.degrees, axis) == 0, f"{name} cannot be sharded over {axis}"
-        mesh = ranks.experts[tuple(axes)] if len(axes) > 1 else ranks.experts[axes[0]]
+        for axis in axes:
+            dim = DIMS[name].get(axis)
+            is_even = dim is None or parameter.shape[dim] % getattr(ranks.degrees, axis) == 0
+            assert is_even, f"{name} cannot be sharded over {axis}"
+        placements = [Shard(DIMS[name][axis]) if axis in DIMS[name] else Replicate() for axis in axes]
         # All ranks have equal values, or meta tensors: each takes its shard without communication.
-        shard = distribute_tensor(parameter, mesh, [Shard(dim) for dim in dims], src_data_rank=None)
+        shard = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
+class SentRows(NamedTuple):
+    """Rows on their way to the ranks of their experts, and what is needed to bring the results back."""
+
+    pending: Tensor
+    received: Tensor  # the number of rows from each rank for each local expert
+    places: Tensor  # of the received rows in the order of experts
+    sends: list[int]
+    receives: list[int]
+    num_rows: int
+
+
 class TokenDispatcher:
-    """Sends rows to the ranks of their experts and the results back. Every rank of the group must call it."""
+    """Sends rows to the ranks of their experts and the results back. Every rank of the group must call it.
+
+    Rows after those of the last expert are not sent; their output is zero.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()
 
     @torch.compiler.disable  # the sizes depend on the data
-    def __call__(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the expert outputs of `rows`, in order. The first `counts[0]` rows are for expert 0, and so on.
-
-        Rows after those of the last expert are not sent; their output is zero.
-        """
+    def send(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> SentRows:
+        """Start to send `rows`. The first `counts[0]` rows are for expert 0, and so on."""
         if own_dtype(experts) is None:
             rows = as_autocast(rows)  # halves the bytes to send
         sent, received = counts.view(self._size, -1), self._exchange_counts(counts)
@@ -70,9 +88,14 @@ class TokenDispatcher:
         sends, receives = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         pending = start_exchange(rows[: sum(sends)], sends, receives, self._group, axis=EP)
         places = _places_by_expert(received, num_rows=sum(receives))  # while rows arrive
-        results = _apply_experts(experts, await_rows(pending, axis=EP), received, places)
-        back = exchange_rows(results, receives, sends, self._group, axis=EP)
-        return F.pad(back, (0, 0, 0, len(rows) - len(back)))
+        return SentRows(pending, received, places, sends, receives, len(rows))
+
+    @torch.compiler.disable
+    def compute(self, experts: ExpertWeights, sent: SentRows) -> Tensor:
+        """Return the expert outputs of the rows that were sent, in their order."""
+        results = _apply_experts(experts, await_rows(sent.pending, axis=EP), sent.received, sent.places)
+        back = exchange_rows(results, sent.receives, sent.sends, self._group, axis=EP)
+        return F.pad(back, (0, 0, 0, sent.num_rows - len(back)))
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
         """Return the number of rows from each rank for each local expert, [ranks, experts]."""

@@ -20,6 +20,7 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.nets.joint_projections import separate_modules
 from trimaran.nets.local_shards import local_part
+from trimaran.nets.moe import MoeLayer
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.gradient_norm import gradient_of
 from trimaran.train.agreement import FlagAllReduce
@@ -181,12 +182,18 @@ def _is_finite(tree: Any) -> bool:
 
 @contextmanager
 def unchanged_buffers(networks: Sequence[Network]) -> Iterator[None]:
-    """Restore the networks' buffers (such as running statistics) after the `with` block."""
+    """Restore the networks' buffers (such as running statistics) after the `with` block.
+
+    The choices that routers made in it are not counted. It must be between two steps.
+    """
     saved = [(buffer, buffer.clone()) for network in networks for buffer in network.module.buffers()]
     yield
     with torch.no_grad():
         for buffer, before in saved:
             buffer.copy_(before)
+    for each in (module for network in networks for module in network.module.modules()):
+        if isinstance(each, MoeLayer):
+            each.take_routing_stats()
 
 
 def _first_over_ranks(mine: NonfiniteOrigin | None) -> dict[str, Any]:

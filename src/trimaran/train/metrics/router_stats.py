@@ -40,6 +40,20 @@ def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callab
     return lambda: {"router": _router_metrics(copy().view(spec.layers, -1), _experts(spec))}
 
 
+def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused: Tensor) -> None:
+    """Update the correction biases of trained routers from `routing_counts` of the global batch, once for each step.
+
+    A refused step changes nothing. Every rank has the same counts, so the ranks that hold a layer stay equal.
+    """
+    spec = _moe_spec(networks)
+    if spec is None or counts is None or not _experts(spec).router.correction_rate:
+        return
+    table, applied = counts.view(spec.layers, -1)[:, :-NUM_EXTRA_STATS], 1.0 - refused
+    for layer, moe_layer in _moe_layers(networks):
+        if moe_layer.correction_bias is not None and moe_layer.gate.weight.requires_grad:
+            moe_layer.update_correction(table[layer], applied)
+
+
 def _moe_spec(networks: Sequence[Network]) -> ModelSpec | None:
     """Return the shape of a decoder with MoE layers; None for any other network."""
     module = networks[0].module

@@ -25,6 +25,7 @@ from trimaran.optim import LR_FACTOR, decay_groups
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
+from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.deepspeed_state import deepspeed_state
 from trimaran.train.steppers.loss_parts import LossPartSums
@@ -106,7 +107,10 @@ class DeepSpeedStepper:
             self._norm = None
             self._engine.step()
             self._norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
-        return self._norm, self._guard.refuses(self._mean_loss, self._norm)
+        refused = self._guard.refuses(self._mean_loss, self._norm)
+        assert self._reduced is not None
+        balance_routers([self._network], self._reduced.routing, refused)
+        return self._norm, refused
 
     @property
     def _mean_loss(self) -> Tensor:

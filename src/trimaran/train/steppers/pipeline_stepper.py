@@ -31,6 +31,7 @@ from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.lap_waits import LapWaits
+from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import COMM, StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_totals import ReducedStep
@@ -103,7 +104,9 @@ class PipelineStepper:
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         assert self._reduced is not None, "an update follows a step"
         assert self._reduced.squares is not None
-        return self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        norm, refused = self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        balance_routers(self._networks, self._reduced.routing, refused)
+        return norm, refused
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
         assert self._reduced is not None

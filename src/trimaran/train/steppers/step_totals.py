@@ -24,13 +24,15 @@ class ReducedStep:
     """The sums of a step over all ranks.
 
     `numbers` is the result of `Stepper.step`. `squares` are the squared gradient norms, if the ranks contributed to
-    them. `details` returns the metrics of the loss parts and the routers; call it one step later. Replicas that train
-    alone have numbers and squares of their own; `read_all` returns those of all of them, and what the update returned.
+    them. `routing` are the choices of the routers, see `routing_counts`. `details` returns the metrics of the loss
+    parts and the routers; call it one step later. Replicas that train alone have numbers and squares of their own;
+    `read_all` returns those of all of them, and what the update returned.
     """
 
     numbers: Tensor
     squares: Tensor | None
     details: Callable[[], dict[str, Any]]
+    routing: Tensor | None = None
     read_all: Callable[[], list[float]] | None = None
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
@@ -89,7 +91,7 @@ class StepTotals:
             mean = torch.where(is_valid, mean, math.nan)
         part_details, routing_details = parts.details(part_sums, self._batch), router_details(counts, networks)
         numbers = torch.cat([mean, self._counts, flags])
-        return ReducedStep(numbers=numbers, squares=squares,
+        return ReducedStep(numbers=numbers, squares=squares, routing=counts,
                            details=lambda: routing_details() | part_details())  # fmt: skip
 
     def _sum(self, here: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -24,6 +24,7 @@ from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.lap_waits import LapWaits
+from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs, has_known_code
@@ -185,7 +186,9 @@ class PlainStepper:
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         assert self._reduced is not None, "an update follows a step"
         assert self._reduced.squares is not None
-        return self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        norm, refused = self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        balance_routers([self._network], self._reduced.routing, refused)
+        return norm, refused
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
         assert self._reduced is not None

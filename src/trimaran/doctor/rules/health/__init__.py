@@ -5,6 +5,7 @@ from trimaran.doctor.rules.health.bad_samples import bad_samples
 from trimaran.doctor.rules.health.compression_harm import compression_harm
 from trimaran.doctor.rules.health.crash import crash
 from trimaran.doctor.rules.health.disk import disk
+from trimaran.doctor.rules.health.expert_collapse import expert_collapse
 from trimaran.doctor.rules.health.fragmentation import fragmentation
 from trimaran.doctor.rules.health.gpu_memory_errors import gpu_memory_errors
 from trimaran.doctor.rules.health.gpu_throttled import gpu_throttled
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_low,
     warm_up,
     compression_harm,
+    expert_collapse,
     fragmentation,
     memory_tight,
     out_of_memory,

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from trimaran.models.model_presets import PRESETS
-from trimaran.models.spec import Block, ModelSpec, Rope
+from trimaran.models.rope import Rope
+from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

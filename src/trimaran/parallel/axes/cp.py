@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
 from trimaran.nets.attention_context import AttentionScope, attend
+from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.parallel.axes.block_attention import Scores
 from trimaran.parallel.axes.ring_attention import ring_attention
@@ -53,11 +55,18 @@ class AllGatherContext(Context):
         return self.mask(documents)  # a document may span several ranks
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
+        if options.changes_scores or options.limits(key.shape[2]):
+            return self._attend_with_options(query, key, value, scope, options)
         if scope is not None:
-            return attend(query, key, value, scope, scale=scale)
+            return attend(query, key, value, scope, options)
         repeats = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         length = query.shape[2] // 2
@@ -66,8 +75,19 @@ class AllGatherContext(Context):
             num_keys = (chunk + 1) * length
             keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
             bias = _lower_right(length, num_keys)
-            outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=scale))
+            outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=options.scale))
         return torch.cat(outs, dim=2)
+
+    def _attend_with_options(
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions
+    ) -> Tensor:
+        """Return attention with a window, a soft cap or sinks. The scope, if any, is this context's own mask."""
+        positions = torch.arange(key.shape[2], device=query.device)
+        mask = causal_window(self.shard(positions[None])[0], positions, options.window)
+        if scope is not None:
+            assert isinstance(scope, Tensor), "this context has masks only"
+            mask = mask & scope
+        return masked_attention(query, key, value, mask, options)
 
     def all_reduce(self, local: Tensor) -> Tensor:
         return _all_reduced(local, self._group)
@@ -104,13 +124,20 @@ class RingContext(AllGatherContext):
         return found
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         if isinstance(scope, Tensor) and scope.ndim > 1:
-            return super().attend(query, key, value, scope, scale)
+            return super().attend(query, key, value, scope, options)
         assert scope is None or isinstance(scope, Tensor), "a cache is not sharded"
-        scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
-        return ring_attention(query, key, value, scope, self._group.group_name, scores, None)
+        scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+        window = options.window if options.limits(self._size * query.shape[2]) else None
+        scores = Scores(scale, window, options.softcap or None)
+        return ring_attention(query, key, value, scope, self._group.group_name, scores, options.sinks)
 
 
 class UlyssesContext(Context):
@@ -126,13 +153,20 @@ class UlyssesContext(Context):
         return full.chunk(self._size, dim=1)[self._rank]
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         repeats = -(-self._size // key.shape[1])
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         query, key, value = (self._exchange(each, split=1, join=2) for each in (query, key, value))
-        return self._exchange(attend(query, key, value, scope, scale=scale), split=2, join=1)
+        if options.sinks is not None:  # this rank now has the heads of its own number
+            options = replace(options, sinks=options.sinks.chunk(self._size)[self._rank])
+        return self._exchange(attend(query, key, value, scope, options), split=2, join=1)
 
     def all_reduce(self, local: Tensor) -> Tensor:
         return _all_reduced(local, self._group)

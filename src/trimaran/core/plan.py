@@ -21,6 +21,8 @@ MicroBatches = Annotated[tuple[BatchSize, ...], Field(max_length=65536)] | Liter
 Recompute = Literal["none", "elementwise", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]
 RECOMPUTED_BY_OPERATOR = ("elementwise", "selective")  # the outputs of some operators are saved
 Loss = Literal["logits", "fused", "chunked"]
+ContextMethod = Literal["gather", "exchange", "ring"]
+CONTEXTS: tuple[ContextMethod, ...] = ("gather", "exchange", "ring")  # the simplest first
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
@@ -102,7 +104,7 @@ class Comm(BaseModel):
     local_steps: LocalStepsField = 1
     prefetch: Annotated[int, Field(ge=1, le=64)] = 1
     reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2, le=65536)] = "auto"
-    context: Literal["gather", "exchange", "ring"] = "gather"
+    context: ContextMethod = "gather"
     overlap: bool = True
     regather: bool = False
     async_sgd: AsyncSgd = AsyncSgd()

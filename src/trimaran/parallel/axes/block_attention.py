@@ -207,16 +207,19 @@ class PackedAttention:
     def forward(self, total: Outputs, query: Tensor, key: Tensor, value: Tensor, block: KeyBlock) -> None:
         if not block.rectangles:
             return
-        pack, width = _pack(block.rectangles, query.shape[0], query.shape[2], key.shape[2], query.device), value.shape[-1]
+        pack, width = (
+            _pack(block.rectangles, query.shape[0], query.shape[2], key.shape[2], query.device),
+            value.shape[-1],
+        )
         keys = _packed(key, pack.keys)
         out, lse, *_ = aten._flash_attention_forward(
             _packed(query, pack.queries), keys, _as_wide(_packed(value, pack.keys), keys), pack.query_starts,
             pack.key_starts, pack.most[0], pack.most[1], 0.0, block.is_causal, False, scale=self.scores.scale,
         )  # fmt: skip
         everywhere = [_rows(each) for each in (total.out, total.lse)]
-        merged = [each.index_select(0, pack.queries) for each in everywhere]
-        merge_into(*merged, out[..., :width], lse.transpose(0, 1))
-        for each, new in zip(everywhere, merged, strict=True):
+        old_out, old_lse = (each.index_select(0, pack.queries) for each in everywhere)
+        merge_into(old_out, old_lse, out[..., :width], lse.transpose(0, 1))
+        for each, new in zip(everywhere, (old_out, old_lse), strict=True):
             each.index_copy_(0, pack.queries, new)
 
     def backward(self, total: Gradients, given: QueryState, key: Tensor, value: Tensor, block: KeyBlock) -> None:
@@ -225,7 +228,11 @@ class PackedAttention:
         query, width = given.query, value.shape[-1]
         pack = _pack(block.rectangles, query.shape[0], query.shape[2], key.shape[2], query.device)
         queries, keys = _packed(query, pack.queries), _packed(key, pack.keys)
-        values, out, grad = _packed(value, pack.keys), _packed(given.out, pack.queries), _packed(given.grad, pack.queries)
+        values, out, grad = (
+            _packed(value, pack.keys),
+            _packed(given.out, pack.queries),
+            _packed(given.grad, pack.queries),
+        )
         lse = given.lse.transpose(1, 2).flatten(0, 1)[pack.queries].transpose(0, 1).contiguous()
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of dropout
         found = aten._flash_attention_backward(
@@ -252,7 +259,9 @@ class Pack:
 @lru_cache(maxsize=128)  # all layers use it
 def _pack(rectangles: tuple[Rectangle, ...], rows: int, num_queries: int, num_keys: int, device: torch.device) -> Pack:
     each_row = [(row, each) for each in rectangles for row in (range(rows) if each.row is None else (each.row,))]
-    queries = [range(row * num_queries + each.queries[0], row * num_queries + each.queries[1]) for row, each in each_row]
+    queries = [
+        range(row * num_queries + each.queries[0], row * num_queries + each.queries[1]) for row, each in each_row
+    ]
     keys = [range(row * num_keys + each.keys[0], row * num_keys + each.keys[1]) for row, each in each_row]
     tensors = []
     for spans in (queries, keys):

@@ -137,7 +137,7 @@ class RingContext(AllGatherContext):
         scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
         window = options.window if options.limits(self._size * query.shape[2]) else None
         scores = Scores(scale, window, options.softcap or None)
-        return ring_attention(query, key, value, scope, self._group.group_name, scores, options.sinks)
+        return ring_attention((query, key, value), scope, self._group.group_name, scores, options.sinks)
 
 
 class UlyssesContext(Context):

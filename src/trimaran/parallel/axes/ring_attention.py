@@ -21,63 +21,46 @@ from trimaran.parallel.axes.ring_layout import RingChunks, RingLayout, RingStep,
 from trimaran.parallel.comm.tensor_collectives import start_all_to_all, wait_for
 
 CP = "cp"
+Heads = tuple[Tensor, Tensor, Tensor]
 NO_LENGTHS = torch.empty(0, dtype=torch.int64)
 
 
-def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, group: str, scores: Scores, sinks: Tensor | None
-) -> Tensor:
-    """Return the attention output of this rank's queries to the full sequence, all [B, heads, T / ranks, head_dim].
+def ring_attention(heads: Heads, lengths: Tensor | None, group: str, scores: Scores, sinks: Tensor | None) -> Tensor:
+    """Return the attention output of this rank's queries to the full sequence, [B, heads, T / ranks, head_dim].
 
-    `lengths` are those of the documents of all rows of full sequences, on the host; None if each row is one document.
+    `heads` are queries, keys and values. `lengths` are those of the documents of all rows of full sequences, on the
+    host; None if each row is one document.
     """
-    return _RingAttention.apply(query, key, value, sinks, NO_LENGTHS if lengths is None else lengths, group, scores)
+    lengths = NO_LENGTHS if lengths is None else lengths
+    settings = [scores.scale, float(scores.window or 0), scores.softcap or 0.0]
+    return _RingAttention.apply(*heads, sinks, lengths, group, settings)
 
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        lengths: Tensor,
-        group: str,
-        scores: Scores,
-    ) -> Tensor:
-        settings = group, scores.scale, scores.window or 0, scores.softcap or 0.0
-        out, lse = torch.ops.trimaran.ring_attention(query, key, value, sinks, lengths, *settings)
-        ctx.save_for_backward(query, key, value, sinks, lengths, out, lse)
-        ctx.settings = settings
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *heads, sinks, lengths, ctx.group, ctx.settings = arguments
+        out, lse = torch.ops.trimaran.ring_attention(heads, sinks, lengths, ctx.group, ctx.settings)
+        ctx.save_for_backward(*heads, sinks, lengths, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, lengths, out, lse = ctx.saved_tensors
-        found = torch.ops.trimaran.ring_attention_backward(
-            gradients[0], query, key, value, lengths, out, lse, *ctx.settings
-        )
+        *heads, sinks, lengths, out, lse = ctx.saved_tensors
+        given = [out, lse, gradients[0]]
+        found = torch.ops.trimaran.ring_attention_backward(heads, given, lengths, ctx.group, ctx.settings)
         of_sinks = None
         if sinks is not None:  # the share of the probability that it takes from all values
             product = (gradients[0].float() * out.float()).sum(-1)
             shares = (sinks.float()[None, :, None] - lse).exp()
             of_sinks = -(shares * product).sum((0, 2)).to(sinks.dtype)
-        return found[0], found[1], found[2], of_sinks, None, None, None
+        return *found, of_sinks, None, None, None
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    lengths: Tensor,
-    group: str,
-    scale: float,
-    window: int,
-    softcap: float,
+    heads: Sequence[Tensor], sinks: Tensor | None, lengths: Tensor, group: str, settings: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    scores = Scores(scale, window or None, softcap or None)
+    (query, key, value), scores = heads, _scores(settings)
     with torch.autocast(query.device.type, enabled=False):
         layout, attention = _layout(query, lengths, group, scores.window), attention_for(query, value, scores)
         total, blocks = Outputs(query, value), _KeyExchange((key, value), layout, group)
@@ -90,31 +73,27 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    group: str,
-    scale: float,
-    window: int,
-    softcap: float,
+    heads: Sequence[Tensor], given: Sequence[Tensor], lengths: Tensor, group: str, settings: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scores, given = Scores(scale, window or None, softcap or None), QueryState(query, out, lse, grad)
+    """Return the gradients of `heads`; `given` are output, log-sum-exp and the gradient of the output."""
+    (query, key, value), scores, state = heads, _scores(settings), QueryState(heads[0], *given)
     with torch.autocast(query.device.type, enabled=False):
         layout, attention = _layout(query, lengths, group, scores.window), attention_for(query, value, scores)
-        own = Gradients(*(_zeros(each) for each in (query, key, value)))
+        own = Gradients(*(_zeros(each) for each in heads))
         blocks, returned = _KeyExchange((key, value), layout, group), _GradientReturn(own, layout, group)
         for step in (None, *layout.steps):
             block, keys, values = blocks.next(step)
             found = own if step is None else Gradients(own.query, _zeros(keys), _zeros(values))
-            attention.backward(found, given, keys, values, block)
+            attention.backward(found, state, keys, values, block)
             if step is not None:
                 returned.send(step, found, dtype=key.dtype)
         returned.finish()
     return own.query.to(query.dtype), own.key.to(key.dtype), own.value.to(value.dtype)
+
+
+def _scores(settings: Sequence[float]) -> Scores:
+    scale, window, softcap = settings
+    return Scores(scale, int(window) or None, softcap or None)
 
 
 class _KeyExchange:
@@ -172,7 +151,7 @@ class _GradientReturn:
 
 
 def _layout(query: Tensor, lengths: Tensor, group: str, window: int | None) -> RingLayout:
-    ranks = dist.distributed_c10d._resolve_process_group(group)
+    ranks = dist.distributed_c10d._resolve_process_group(group)  # pyrefly: ignore[bad-argument-type]
     ring = RingChunks(ranks.size(), query.shape[2] // 2)
     return ring_layout(tuple(lengths.tolist()), (query.shape[0], query.shape[2]), ring, ranks.rank(), window)
 
@@ -209,26 +188,25 @@ def _zeros(x: Tensor) -> Tensor:
     return x.new_zeros(batch, length, heads, width, dtype=torch.float32).transpose(1, 2)
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _width = query.shape
-    lse = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
-    return value.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2), lse
+def _fake_forward(heads: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    query, _key, value = heads
+    batch, num, length, _width = query.shape
+    lse = query.new_empty((batch, length, num), dtype=torch.float32).transpose(1, 2)
+    return value.new_empty(batch, length, num, value.shape[-1]).transpose(1, 2), lse
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(_zeros(each).to(each.dtype) for each in (query, key, value))
+def _fake_backward(heads: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(_zeros(each).to(each.dtype) for each in heads)
 
 
-_SETTINGS = "str group, float scale, SymInt window, float softcap"
 define_operator(
-    f"ring_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor lengths, {_SETTINGS}) "
-    "-> (Tensor, Tensor)",
+    "ring_attention(Tensor[] heads, Tensor? sinks, Tensor lengths, str group, float[] settings) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 define_operator(
-    "ring_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor out, "
-    f"Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    "ring_attention_backward(Tensor[] heads, Tensor[] given, Tensor lengths, str group, float[] settings) "
+    "-> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from tests.ranks import run_ranks
 from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
@@ -106,3 +107,37 @@ def test_attention_over_parts_of_a_sequence_is_exact(
                 torch.testing.assert_close(
                     torch.from_numpy(ours), theirs, rtol=1e-5, atol=3e-6, msg=lambda text: f"{case}, {name}: {text}"
                 )
+
+
+def compiled_ring(tensors: list[Tensor]) -> int:
+    """Return how often a compiled layer's attention was compiled, for three batches with other documents."""
+    join_process_group(read_rank_info(os.environ))
+    assert dist.group.WORLD is not None
+    context = CONTEXTS["ring"](dist.group.WORLD)
+    query, key, value = (context.shard(each.transpose(1, 2)).transpose(1, 2) for each in tensors[:3])
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def attend(query: Tensor, scope: Any) -> Tensor:
+        return 2.0 * context.attend(query, key, value, scope)
+
+    run = torch.compile(attend, backend=count, fullgraph=True)
+    for documents in (DOCUMENTS, SHORT, torch.zeros_like(SHORT)):
+        found = []
+        for function in (attend, run):
+            given = query.detach().requires_grad_()
+            out = function(given, context.scope(documents))
+            out.square().sum().backward()
+            assert given.grad is not None
+            found.append((out.detach(), given.grad))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    return len(graphs)
+
+
+@pytest.mark.slow
+def test_a_compiled_ring_is_one_graph_for_all_documents() -> None:
+    assert max(run_ranks(2, compiled_ring, tensors_of(4, 8))) <= 2

@@ -266,6 +266,7 @@ def _block_split(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockSpl
         ep=mesh.ep,
         gathers_keys=is_ours and inputs.context == "gather",
         ring=mesh.cp if is_ours and inputs.context == "ring" else 1,
+        is_masked=is_ours and inputs.context == "gather" and job.isolates_documents,
     )
 
 

@@ -56,7 +56,7 @@ def cases() -> list[Case]:
     """Return every axis alone with each of its settings, then every combination at degree 2 on up to 8 ranks.
 
     Replicas that reduce gradients after backward, the plans of REGATHER, whose ranks gather inputs again in backward,
-    and the plans of ADAPTERS, which train adapters, follow.
+    the plans of ADAPTERS, which train adapters, and the plans of RING, with ring attention, follow.
 
     The combinations cycle through the settings, so that each setting occurs in many of them.
     """
@@ -73,7 +73,7 @@ def cases() -> list[Case]:
     found += [
         _case(axes, model, **{"grad_accum": 2, "regather": True} | settings) for axes, model, settings in REGATHER
     ]
-    return found + [_case(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in ADAPTERS]
+    return found + [_case(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in (*ADAPTERS, *RING)]
 
 
 # The plans under which inputs are gathered again in backward.
@@ -116,6 +116,26 @@ ADAPTERS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
 )
 
 
+# The plans with ring attention: alone at degrees 2 and 4, and with every other axis.
+RING: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = tuple(
+    (axes, model, {"context": "ring"} | settings)
+    for axes, model, settings in (
+        (("cp",), "dense-untied", {}),
+        (("cp",), "lora-untied", {"recompute": "full"}),
+        (("cp",), "dense-tied", {"cp": 4, "recompute": "selective"}),
+        (("cp",), "mixture-tied", {"cp": 4}),
+        (("dp_replicate", "cp"), "dense-tied", {"recompute": 2}),
+        (("dp_shard", "cp"), "mixture-untied", {"sharding": "parameters", "recompute": "selective"}),
+        (("tp", "cp"), "dense-untied", {"recompute": "full"}),
+        (("pp", "cp"), "dense-tied", {"schedule": "zero-bubble"}),
+        (("cp", "ep"), "mixture-tied", {}),
+        (("dp_shard", "tp", "cp"), "dense-tied", {"sharding": "parameters"}),
+        (("tp", "pp", "cp"), "mixture-untied", {"schedule": "interleaved"}),
+        (("dp_shard", "pp", "cp"), "dense-untied", {"sharding": "optimizer"}),
+    )
+)
+
+
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "sharding": SHARDINGS,
     "schedule": SCHEDULES,
@@ -139,6 +159,10 @@ def has_adapter(case: Case) -> bool:
     return case.model.startswith(("lora", "dora"))
 
 
+def has_ring(case: Case) -> bool:
+    return case.plan.comm.context == "ring"
+
+
 def is_quick(case: Case) -> bool:
     """Return whether `make test` runs this case.
 
@@ -147,6 +171,8 @@ def is_quick(case: Case) -> bool:
     mesh, plan = case.plan.mesh, case.plan
     if has_adapter(case) or plan.comm.regather:
         return False
+    if has_ring(case):
+        return mesh.world_size == 2 and mesh.ep == 1
     if mesh.world_size > 2:
         return mesh in PAIRS
     # The sharding and the context exchange do not affect experts.
@@ -176,7 +202,9 @@ def _every_setting(axes: tuple[str, ...], models: Iterator[str]) -> Iterator[Cas
 
 
 def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
-    mesh = Mesh.model_validate(dict.fromkeys(axes, DEGREE))
+    mesh = Mesh.model_validate(
+        dict.fromkeys(axes, DEGREE) | {axis: settings[axis] for axis in axes if axis in settings}
+    )
     schedule = settings.get("schedule", "1f1b")
     grad_accum = 4 if mesh.pp > 1 else settings.get("grad_accum", 1)  # a pipeline of four stages needs four
     plan = Plan.model_validate(

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.unit.test_models_outline_hf import CAUSAL, LLAMA, MIXED, VISION, VLMS, WIDE_HEADS
 from trimaran.core import AXES, Mesh, Plan, Recipe, UserError
+from trimaran.core.plan import CONTEXTS
 from trimaran.hardware import parse_cluster
 from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS, outline_if_known, spec_of
 from trimaran.models.hf_facts import HfFacts
@@ -127,7 +128,7 @@ def _fields(chance: Random, mesh: Mesh, family: str) -> dict[str, Any]:
         "offload": chance.choice(("none", "none", "optimizer", "parameters", "activations")),
         "compile": chance.random() < 0.3,
         "loss": chance.choice(("logits", "fused", "chunked")) if mesh.tp == mesh.pp == 1 else "logits",
-        "comm": {"context": chance.choice(("gather", "exchange")), "regather": chance.random() < 0.2},
+        "comm": {"context": chance.choice(CONTEXTS), "regather": chance.random() < 0.2},
         "towers": towers,
     }
 

@@ -21,17 +21,15 @@ from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.attention_context import attention, document_mask
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel import apply_plan, autocast, build_mesh, gradient_norm, vocab_parallel_cross_entropy
-from trimaran.parallel.axes.cp import CONTEXTS, AllGatherContext
+from trimaran.parallel.axes.cp import AllGatherContext
 from trimaran.parallel.comm.tensor_collectives import gather_sequence, reduce_gradient, reduce_sum, reduce_to_sequence
 from trimaran.parallel.memory.activation_offload import _is_cast_weight
 from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
-DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 4, [0] * 16])
 
 
 def network_under(plan: Plan) -> Network:
@@ -183,43 +181,6 @@ def test_a_collective_between_sharded_modules_has_the_collective_of_its_gradient
         for name, (out, gradient) in expected.items():
             torch.testing.assert_close(torch.from_numpy(answer[name][0]), out)
             torch.testing.assert_close(torch.from_numpy(answer[name][1]), 2.0 * gradient)
-
-
-def attend_in_shards(kind: str, documents: torch.Tensor | None, tensors: list[torch.Tensor]) -> list[np.ndarray]:
-    join_process_group(read_rank_info(os.environ))
-    assert dist.group.WORLD is not None
-    context = CONTEXTS[kind](dist.group.WORLD)
-
-    def mine(x: torch.Tensor) -> torch.Tensor:  # contexts split dim 1, these have their positions in dim 2
-        return context.shard(x.transpose(1, 2)).transpose(1, 2)
-
-    query, key, value, weight = tensors
-    parts = [mine(each).detach().requires_grad_() for each in (query, key, value)]
-    scope = None if documents is None else context.scope(documents)
-    out = context.attend(parts[0], parts[1], parts[2], scope)
-    (out * mine(weight)).sum().backward()
-    # The full tensors, in order, equal on every rank.
-    shown = [out]
-    for each in parts:
-        assert each.grad is not None
-        shown.append(each.grad)
-    return [context.gather(each.transpose(1, 2)).transpose(1, 2).detach().numpy() for each in shown]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("kind", CONTEXTS)
-def test_attention_over_sequence_shards_is_exact(kind: str, packed: bool) -> None:
-    torch.manual_seed(0)
-    query, weight = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 8)
-    key, value = torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
-    documents = DOCUMENTS if packed else None
-    inputs = [each.clone().requires_grad_() for each in (query, key, value)]
-    out = attention(inputs[0], inputs[1], inputs[2], None if documents is None else document_mask(documents))
-    (out * weight).sum().backward()
-    expected = [out.detach(), *(each.grad for each in inputs)]
-    for answers in run_ranks(2, attend_in_shards, kind, documents, [query, key, value, weight]):
-        for ours, theirs in zip(answers, expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=1e-5, atol=1e-6)
 
 
 def num_attended_keys() -> int:

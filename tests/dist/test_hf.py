@@ -167,6 +167,8 @@ CASES = [
     *[(name, CP, {}) for name in ("gpt2", "qwen3-moe")],
     slow(("llama", TP | {"dp_replicate": 2}, {})),
     ("qwen3", CP, {"comm": {"context": "exchange"}}),
+    ("qwen3", CP, {"comm": {"context": "ring"}}),
+    *[slow((name, {"cp": 4}, {"comm": {"context": "ring"}})) for name in ("gpt2", "qwen3-moe")],
     ("llama", CP, {"recompute": "full"}),
     ("gemma3", TP, {"recompute": "selective"}),
 ]

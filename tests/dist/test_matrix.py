@@ -13,7 +13,18 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import quick_or_slow
-from tests.matrix import THREE_AXES, Case, cases, has_adapter, is_quick, recipe_for, reference, run, write_documents
+from tests.matrix import (
+    THREE_AXES,
+    Case,
+    cases,
+    has_adapter,
+    has_ring,
+    is_quick,
+    recipe_for,
+    reference,
+    run,
+    write_documents,
+)
 from tests.parity import assert_same_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -29,7 +40,7 @@ from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 def is_variant(case: Case) -> bool:
     """Return whether another case has the same mesh, and the same parameters on each rank."""
-    return has_adapter(case) or case.plan.comm.regather
+    return has_adapter(case) or case.plan.comm.regather or has_ring(case)
 
 
 # `test_pipeline.py` trains under these two schedules, and evaluates and generates, too.

@@ -30,6 +30,7 @@ PLANS = {
     "ddp": "{mesh: {dp_replicate: 2}, grad_accum: 2}",
     "tp": "{mesh: {tp: 2}}",
     "cp": "{mesh: {cp: 2}}",
+    "cp-ring": "{mesh: {cp: 4}, comm: {context: ring}}",
     "ep": "{mesh: {dp_shard: 2, ep: 2}, sharding: parameters}",
     "tp-zero-3": "{mesh: {dp_shard: 2, tp: 2}, sharding: parameters, recompute: full}",
     "tp-pp": "{mesh: {tp: 2, pp: 2}, grad_accum: 4, recompute: full}",

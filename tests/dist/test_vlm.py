@@ -74,6 +74,8 @@ SLOW: dict[str, dict[str, Any]] = {
         "pipeline": {"stages": [1, 4]},
     },
     "exchange": {"mesh": {"cp": 2}, "comm": {"context": "exchange"}},
+    "ring": {"mesh": {"cp": 2}, "comm": {"context": "ring"}},
+    "ring and tp": {"mesh": {"cp": 2, "tp": 2}, "comm": {"context": "ring"}, "recompute": "full"},
     "zero-3 over cp": {"mesh": {"cp": 2}, "sharding": "parameters"},
     "cp and tp": {"mesh": {"cp": 2, "tp": 2}},
     "cp and tp, vision replicated": {"mesh": {"cp": 2, "tp": 2}, "towers": REPLICATED},

@@ -96,15 +96,19 @@ def test_gathering_keys_needs_two_chunks_per_rank_and_exchanging_one() -> None:
     assert error.fix == "set it to 248 or 256, or use cp of 1 or 2"
     check({"cp": 2}, seq_len=254, comm={"context": "exchange"})
     assert refusal({"cp": 2}, seq_len=254).code == "P009"
+    assert refusal({"cp": 2}, seq_len=254, comm={"context": "ring"}).code == "P009"
     assert refusal({"cp": 2}, seq_len=255).fix == "set it to 252 or 256, or use cp of 1"
 
 
 def test_cp_must_divide_the_heads_that_tp_leaves() -> None:
-    error = refusal({"cp": 4}, comm={"context": "exchange"})
+    error = refusal({"cp": 8}, comm={"context": "exchange"})
     assert (error.code, error.where) == ("P009", "plan.mesh.cp")
-    assert error.fix == "use cp of 1 or 2, or set comm.context to gather"
-    check({"cp": 2}, comm={"context": "exchange"})
-    assert "1 KV heads" in refusal({"cp": 2, "tp": 2}, comm={"context": "exchange"}).what
+    assert error.fix == "use cp of 1, 2 or 4, or set comm.context to ring or gather"
+    assert "2 heads" in refusal({"cp": 4, "tp": 2}, comm={"context": "exchange"}).what
+    check({"cp": 4}, comm={"context": "exchange"})  # each of the 2 KV heads goes to two ranks
+    three = replace(TINY, heads=12, kv_heads=3)
+    assert "3 KV heads" in refusal({"cp": 2}, spec=three, comm={"context": "exchange"}).what
+    check({"cp": 8}, comm={"context": "ring"})
 
 
 def test_experts_are_spread_over_ranks_with_different_tokens() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Pipeline, Plan, Recipe, UserError, show_bytes
+from trimaran.core.plan import CONTEXTS
 from trimaran.cost import predict
 from trimaran.hardware import DEVICES, Cluster, parse_cluster
 from trimaran.models import (
@@ -86,7 +87,7 @@ def pipelines(question: Question, pp: int) -> Iterator[Pipeline]:
 def plans_with(mesh: Mesh, pipeline: Pipeline, size: int, count: int) -> Iterator[Plan]:
     cut = mesh.pp > 1 and pipeline.schedule == "zero-bubble"
     losses = ("fused", "chunked") if mesh.tp == mesh.pp == 1 else ("logits",)
-    comms = [{"context": each} for each in (("gather", "exchange") if mesh.cp > 1 else ("gather",))]
+    comms = [{"context": each} for each in (CONTEXTS if mesh.cp > 1 else ("gather",))]
     comms += [{"overlap": False}] if mesh.world_size == mesh.dp_replicate > 1 else []
     for sharding, recompute, offload, comm, loss in product(
         ("none", "optimizer", "gradients", "parameters"), ("none", "selective", 2, "full"),

@@ -21,6 +21,8 @@ MicroBatches = Annotated[tuple[BatchSize, ...], Field(max_length=65536)] | Liter
 Recompute = Literal["none", "elementwise", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]
 RECOMPUTED_BY_OPERATOR = ("elementwise", "selective")  # the outputs of some operators are saved
 Loss = Literal["logits", "fused", "chunked"]
+ContextMethod = Literal["gather", "exchange", "ring"]
+CONTEXTS: tuple[ContextMethod, ...] = ("gather", "exchange", "ring")  # the simplest first
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
@@ -87,7 +89,8 @@ class Comm(BaseModel):
     weights are sharded. `prefetch` is how many blocks ahead sharded weights are gathered. `reshard` says what happens
     to a block's gathered weights after its forward: `auto` frees them if parameters are sharded, a number keeps them
     sharded over that many ranks. `context` is how context parallel attention reaches the keys of other ranks: by
-    gathering keys and values on every rank, or by exchanging heads for positions (Ulysses). With `overlap`, replicas
+    gathering keys and values on every rank, by exchanging heads for positions (Ulysses), or block by block while the
+    last block is computed (ring attention). With `overlap`, replicas
     sum their gradients during backward, bucket by bucket. Without it they do so after backward, which can then be a
     CUDA graph. The planner chooses, unless it is pinned. Tensor-parallel ranks gather the input of attention, of the
     feed-forward and of the head. With `regather` each saves only its own part of it, and gathers it again in backward.
@@ -101,7 +104,7 @@ class Comm(BaseModel):
     local_steps: LocalStepsField = 1
     prefetch: Annotated[int, Field(ge=1, le=64)] = 1
     reshard: Literal["auto", "always", "never"] | Annotated[int, Field(ge=2, le=65536)] = "auto"
-    context: Literal["gather", "exchange"] = "gather"
+    context: ContextMethod = "gather"
     overlap: bool = True
     regather: bool = False
     async_sgd: AsyncSgd = AsyncSgd()

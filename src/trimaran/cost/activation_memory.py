@@ -65,12 +65,25 @@ class RecomputeMode(NamedTuple):
     tp: int
 
 
+class ContextMemory(NamedTuple):
+    """How context parallelism reaches keys.
+
+    parts: how many sequence parts gather their keys and values on this rank.
+    mask_bytes: of a mask for documents, per token and layer.
+    is_ring: whether keys arrive from one rank after the other.
+    """
+
+    parts: int = 1
+    mask_bytes: float = 0.0
+    is_ring: bool = False
+
+
 class LayerView(NamedTuple):
     """All that activation memory depends on besides the rank's layers. Hashable, so that results can be cached."""
 
     saved: Saved
     element_bytes: int
-    context_parts: int
+    context: ContextMemory
     cpu: bool
     gathered_bytes: float
     exchanged_bytes: float
@@ -203,7 +216,6 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
 
     `gathered` is how many bytes per feature a tensor-parallel rank saves of inputs that it gathered.
     A tower without anything to train saves nothing unless a trained tower precedes it.
-    Only our own context parallelism gathers keys; other stacks pass them around a ring.
     """
     job, plan, modes = inputs.job, inputs.plan, {}
     for holding in part.holdings:
@@ -211,16 +223,29 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
         cast_bytes = _cast_bytes(inputs, tower) if job.sharding_of(tower, plan) == "none" else 0
         positions, recompute = job.positions(tower, plan), job.recompute_of(tower, plan)
         modes[tower.name] = RecomputeMode(positions, recompute, cast_bytes, job.tp_of(tower, plan))
-    parts = plan.mesh.cp if job.stack.name == "trimaran" and plan.comm.context == "gather" else 1
     is_joint = inputs.saved is JOINT_PROJECTIONS
     view = LayerView(
-        inputs.saved, inputs.element_bytes, parts, inputs.cpu and not is_joint, gathered,
+        inputs.saved, inputs.element_bytes, _context_memory(inputs), inputs.cpu and not is_joint, gathered,
         inputs.profile.gathered_input_bytes[1] if inputs.tp > 1 else 0, plan.micro_batch, plan.mesh.ep,
         tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if job.stack.name == "trimaran" else 0,
         # All micro-batches in flight share one copy of a weight. Compiled blocks cast for each of them.
         job.stack.name == "trimaran" and not plan.compile,
     )  # fmt: skip
     return _saved_by_part(part, view)
+
+
+def _context_memory(inputs: MemoryInputs) -> ContextMemory:
+    """Return how keys are reached. Only our own context parallelism gathers them; other stacks pass them around a ring.
+
+    Gathered keys of documents need a mask. torch turns it into one number for each query and key, and saves it with
+    every layer.
+    """
+    job, plan = inputs.job, inputs.plan
+    if job.stack.name != "trimaran" or plan.mesh.cp == 1:
+        return ContextMemory()
+    if plan.comm.context == "gather":
+        return ContextMemory(plan.mesh.cp, float(inputs.element_bytes * job.seq_len * job.isolates_documents))
+    return ContextMemory(is_ring=plan.comm.context == "ring")
 
 
 @lru_cache(maxsize=1 << 14)  # a search needs the same result for each sharding and offload
@@ -246,10 +271,22 @@ def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivat
     )
 
 
+def _ring_bytes(layer: OutlineLayer, element_bytes: int, tp: int) -> float:
+    """Return the bytes per token that ring attention needs in backward, besides what it saved.
+
+    Gradients are added up in fp32, those of queries also by the kernel. Keys and values of two ranks are here or on
+    their way, and those of this rank are sent; so are gradients of theirs. The kernel gets packed copies of its inputs.
+    """
+    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * (layer.head_dim + layer.value_dim)
+    return (queries * (8 + 4 * element_bytes) + keys * (8 + 5 * element_bytes)) / tp
+
+
 def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
     layer, count, tp, positions, recompute = group.block, group.count, mode.tp, mode.positions, mode.recompute
     assert isinstance(layer, OutlineLayer), "the only block whose operators are known"
-    one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context_parts, view.cpu)
+    one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context.parts, view.cpu)
+    one = one._replace(none=one.none + view.context.mask_bytes) if layer.heads else one
+    ring = _ring_bytes(layer, view.element_bytes, tp) if view.context.is_ring else 0.0
     recomputed = num_recomputed(recompute, count)
     matrices = layer.dense_weights // tp + layer.router_weights + layer.expert_weights // (tp * view.ep)
     if group.tower.compact:  # only adapters are fp32
@@ -264,7 +301,7 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
         recomputed=positions * one.none if recomputed else 0,
         casts=mode.cast_bytes * (count - recomputed) * matrices,
         exchanged=positions * layer.hidden * exchanged_bytes,
-        backward=positions * view.element_bytes * (gradients / tp + again) if view.backward_tensors else 0,
+        backward=positions * max(ring, view.element_bytes * (gradients / tp + again)) if view.backward_tensors else 0,
         deferred=positions * view.element_bytes * count * (outputs / tp + 4 * layer.hidden),
     )
 

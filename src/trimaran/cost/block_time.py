@@ -22,6 +22,12 @@ FUSED_LOGIT_BYTES = 6
 # A chunked loss adds each chunk's weight gradient to an fp32 sum. This fraction of that traffic is not hidden by the
 # matmul: 5.0 ms per step more than with all logits at once, for 16 chunks of 1B's head on one H200.
 EXPOSED_SUM_FRACTION = 0.4
+# Ring attention: the fraction of a rank's queries that attend to the keys of another rank, on average, and the bytes
+# moved per element of their outputs to merge them, and to add up their gradients: 17.8 and 44.7 ms against 15.0 and
+# 39.5 with gathered keys, for 65,536 positions of 32 heads on 8 ranks (one H200, without communication).
+RING_QUERIES, MERGED_BYTES, ADDED_BYTES = 0.75, 60, 110
+# Gathered keys of documents need a mask, with which every pair is computed: 26.7 and 75.0 ms for the same shapes.
+MASKED_FORWARD, MASKED_BACKWARD = 1.8, 1.9
 
 
 class BlockSplit(NamedTuple):
@@ -29,6 +35,8 @@ class BlockSplit(NamedTuple):
 
     gathers_keys: queries are only some of the sequence's positions, and attend to gathered keys. cuDNN has no kernel
         for a causal mask that starts later, so torch takes FlashAttention 2.
+    ring: ranks whose keys are attended to one after the other, each time with FlashAttention 2; 1 if all at once.
+    is_masked: gathered keys are those of several documents.
     """
 
     positions: int
@@ -36,6 +44,8 @@ class BlockSplit(NamedTuple):
     tp: int
     ep: int
     gathers_keys: bool = False
+    ring: int = 1
+    is_masked: bool = False
 
 
 class BlockKind(NamedTuple):
@@ -90,7 +100,7 @@ def layer_passes(
             casts += groups * (inputs * rows + weights * columns) * depth / rates.bandwidth
             grad_casts += gradients * groups * rows * columns / rates.bandwidth
     elementwise = elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
-    attention, attention_backward = _attention(layer, split, rates, profile)
+    attention, attention_backward = layer_attention(layer, split, rates, profile)
     others = (1 + BACKWARD_TRAFFIC_FACTOR) * elementwise + attention + attention_backward + casts + grad_casts
     slower = power_factor(forward + input_grad + weight_grad, others, rates)
     forward, input_grad, weight_grad = slower * forward + casts, slower * input_grad + grad_casts, slower * weight_grad
@@ -220,7 +230,10 @@ def _attention_matmuls(layer: OutlineLayer, split: BlockSplit) -> Iterator[Matmu
     yield Matmul(rows, hidden, output, is_saved=True)
 
 
-def _attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile) -> tuple[float, float]:
+def layer_attention(
+    layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile
+) -> tuple[float, float]:
+    """Return the times of a layer's attention without its projections, forward and backward."""
     if not layer.heads:
         return 0.0, 0.0
     flops = (
@@ -231,8 +244,13 @@ def _attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profi
         * (layer.head_dim + layer.value_dim)
         * layer.mean_attended_keys(split.length)
     )
-    kernel = "flash-2" if split.gathers_keys and profile.attention == "torch" else profile.attention
-    return attention_seconds(flops, split.length, layer.head_dim, kernel=kernel, rates=rates)
+    is_partial = split.gathers_keys or split.ring > 1
+    kernel = "flash-2" if is_partial and profile.attention == "torch" else profile.attention
+    forward, backward = attention_seconds(flops, split.length, layer.head_dim, kernel=kernel, rates=rates)
+    if split.is_masked:
+        forward, backward = MASKED_FORWARD * forward, MASKED_BACKWARD * backward
+    merged = (split.ring - 1) * RING_QUERIES * split.positions * layer.heads / split.tp * layer.value_dim
+    return forward + merged * MERGED_BYTES / rates.bandwidth, backward + merged * ADDED_BYTES / rates.bandwidth
 
 
 def elementwise_bytes(

@@ -19,6 +19,7 @@ class Job:
 
     can_capture: every batch has tensors of the same shapes, and the host need not know what is in them, so that steps
         can be CUDA graphs. Packed documents and images differ from batch to batch.
+    isolates_documents: rows hold several documents that do not attend to each other.
     """
 
     outline: Outline
@@ -26,6 +27,7 @@ class Job:
     stack: Stack = STACKS["trimaran"]
     state_bytes: float = STATE_BYTES["fp32"]
     can_capture: bool = True
+    isolates_documents: bool = False
 
     def positions(self, tower: Tower, plan: Plan) -> int:
         """Return how many positions of a micro-batch one rank processes in `tower`: its part of every sample.

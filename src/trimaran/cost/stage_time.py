@@ -14,6 +14,7 @@ from trimaran.cost.block_time import (
     Passes,
     fused_passes,
     head_passes,
+    layer_attention,
     layer_passes,
     opaque_passes,
 )
@@ -231,9 +232,7 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
     if isinstance(block, Opaque):
         passes, dense, experts = opaque_passes(block, inputs.micro_batch, inputs.rates), float(block.parameters), 0.0
     else:
-        gathers_keys = plan.mesh.cp > 1 and inputs.context == "gather" and job.stack.name == "trimaran"
-        length = group.tower.sample_positions(job.seq_len)[1]
-        split = BlockSplit(job.positions(group.tower, plan), length, tp, ep, gathers_keys)
+        split = _block_split(inputs, plan, group)
         kind = BlockKind(inputs.kind.is_compiled, inputs.kind.is_fp8, inputs.kind.joins)
         passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
         dense = block.dense_weights / tp + block.router_weights + block.extras
@@ -255,6 +254,20 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
     forward = passes.forward + FORWARD_HOST_FRACTION * gaps
     splits_images = bool(plan.towers) and job.splits_images(group.tower, plan)
     return TimeUnit(group.count, dense, experts, *trained, sharding, forward, backward, splits_images), fraction
+
+
+def _block_split(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockSplit:
+    job, mesh = inputs.job, plan.mesh
+    is_ours = mesh.cp > 1 and job.stack.name == "trimaran"
+    return BlockSplit(
+        positions=job.positions(group.tower, plan),
+        length=group.tower.sample_positions(job.seq_len)[1],
+        tp=job.tp_of(group.tower, plan),
+        ep=mesh.ep,
+        gathers_keys=is_ours and inputs.context == "gather",
+        ring=mesh.cp if is_ours and inputs.context == "ring" else 1,
+        is_masked=is_ours and inputs.context == "gather" and job.isolates_documents,
+    )
 
 
 def _num_launches(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
@@ -280,8 +293,8 @@ def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator
     """Yield the communication of one forward of a block, by what is sent and on which link. Backward has the same.
 
     Tensor parallelism gathers the sequence and scatters the sum, once for attention and once for the feed-forward.
-    Context parallelism gathers keys and values, or exchanges heads for positions and back. Expert parallelism sends
-    each token to its experts and back.
+    Context parallelism gathers keys and values, receives them one rank after the other, or exchanges heads for
+    positions and back. Expert parallelism sends each token to its experts and back.
     """
     layer, (tp, _, cp, ep) = group.block, inputs.degrees
     if not isinstance(layer, OutlineLayer):
@@ -298,11 +311,13 @@ def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator
     if cp > 1 and layer.heads:
         ring = ring_of(inputs.levels, cp, tp)
         keys = layer.kv_heads * (layer.head_dim + layer.value_dim)
-        if inputs.context == "gather":
-            seconds = all_gather_seconds(element_bytes * positions * cp * keys / tp, ring)
-        else:
-            heads = keys + layer.heads * (layer.head_dim + layer.value_dim)
+        if inputs.context == "exchange":  # a key head goes to several ranks if there are fewer than ranks
+            heads = (layer.heads + max(layer.kv_heads, cp * tp)) * (layer.head_dim + layer.value_dim)
             seconds = all_to_all_seconds(element_bytes * positions * heads / tp, ring)
+        elif inputs.context == "ring" and inputs.job.stack.name == "trimaran":
+            seconds = _ring_wait(inputs, plan, group, element_bytes * positions * keys / tp)
+        else:
+            seconds = all_gather_seconds(element_bytes * positions * cp * keys / tp, ring)
         yield f"parts of the sequence on {ring.link}", seconds
     if ep > 1 and layer.experts is not None:
         ring = ring_of(inputs.levels, ep, tp)
@@ -310,6 +325,23 @@ def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator
         sent = profile.comm.expert_imbalance * element_bytes * positions * layer.experts.top_k * layer.hidden / tp
         crossing = _crossing(ring, layer.experts.top_k) if profile.comm.sends_once_per_node else 1.0
         yield f"experts on {ring.link}", 2 * all_to_all_seconds(sent, ring, crossing=crossing)
+
+
+def _ring_wait(inputs: StageInputs, plan: Plan, group: LayerGroup, block_bytes: float) -> float:
+    """Return the exposed time to receive the keys of all other ranks one by one, as the mean of forward and backward.
+
+    The first or the last rank receives all keys of every other. They arrive beside the attention to those of the rank
+    before; gradients of them are sent in backward, too. On a CPU nothing hides: the same cores send and compute.
+    """
+    layer, ring = group.block, ring_of(inputs.levels, inputs.degrees[2], inputs.degrees[0])
+    assert isinstance(layer, OutlineLayer), "only its communication is known"
+    moved = (ring.num_ranks - 1) * (ring.latency + block_bytes / ring.exchange_bandwidth)
+    if inputs.rates.generation == "cpu":
+        return 1.5 * moved
+    beside = layer_attention(layer, _block_split(inputs, plan, group), inputs.rates, inputs.job.stack.time)
+    exposed = [max(EXPOSED_GATHER_FRACTION * seconds, seconds - hidden)
+               for seconds, hidden in zip((moved, 2 * moved), beside, strict=True)]  # fmt: skip
+    return sum(exposed) / 2
 
 
 def _gathers_again(inputs: StageInputs, plan: Plan, group: LayerGroup) -> bool:

@@ -129,27 +129,34 @@ def tower_degree(tower: str, plan: Plan) -> int:
 
 
 def check_context(plan: Plan, spec: ModelSpec) -> None:
-    """Raise unless cp divides the heads that ranks exchange."""
+    """Raise unless cp divides the heads that ranks exchange. With fewer KV heads, it is a multiple of them."""
     mesh = plan.mesh
-    if plan.comm.context == "gather" or mesh.cp == 1:
+    if plan.comm.context != "exchange" or mesh.cp == 1:
         return
-    works = degrees(math.gcd(spec.heads, spec.kv_heads) // mesh.tp, world_size=mesh.world_size)
-    for name, heads in (("heads", spec.heads // mesh.tp), ("KV heads", spec.kv_heads // mesh.tp)):
-        if heads % mesh.cp:
-            raise UserError("P009", f"cp {mesh.cp} does not divide the {heads} {name} of {spec.name} that a rank "
-                            "exchanges", where="plan.mesh.cp",
-                            fix=f"use cp of {works}, or set comm.context to gather")  # fmt: skip
+    heads, kv_heads = spec.heads // mesh.tp, spec.kv_heads // mesh.tp
+    if exchanges_heads(mesh.cp, heads, kv_heads):
+        return
+    works = [each for each in divisors(heads, most=mesh.world_size) if exchanges_heads(each, heads, kv_heads)]
+    name, num = ("heads", heads) if heads % mesh.cp else ("KV heads", kv_heads)
+    raise UserError("P009", f"cp {mesh.cp} does not divide the {num} {name} of {spec.name} that a rank exchanges",
+                    where="plan.mesh.cp",
+                    fix=f"use cp of {either(works)}, or set comm.context to ring or gather")  # fmt: skip
+
+
+def exchanges_heads(cp: int, heads: int, kv_heads: int) -> bool:
+    """Return whether a rank with so many heads can exchange them for positions with `cp` ranks."""
+    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
 
 
 def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
     """Raise unless a sequence can be split into the chunks that cp and tp need.
 
-    To gather keys, a rank holds one chunk from the front and one from the back, so there are 2 x cp chunks. A decoder's
+    Unless ranks exchange heads, each holds one chunk from the front and one from the back: 2 x cp chunks. A decoder's
     tensor-parallel ranks also split the positions of their chunk (sequence parallelism); those of a Hugging Face model
     do not.
     """
     mesh, seq_len = plan.mesh, recipe.data.seq_len
-    chunks = mesh.cp * (2 if mesh.cp > 1 and plan.comm.context == "gather" else 1)
+    chunks = mesh.cp * (2 if mesh.cp > 1 and plan.comm.context != "exchange" else 1)
     if seq_len % chunks:
         per_rank = chunks // mesh.cp  # a sequence that this does not divide cannot be split at all
         works = degrees(1 if seq_len % per_rank else seq_len // per_rank, world_size=mesh.world_size)

@@ -8,6 +8,7 @@ from itertools import count
 from typing import NamedTuple
 
 from trimaran.core import Plan, UserError
+from trimaran.core.plan import CONTEXTS
 from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.generic_rules import check_question
 from trimaran.planner.loss_choices import CHUNKED
@@ -93,7 +94,7 @@ def complexity(found: FoundPlan) -> tuple[float, ...]:
         len(plan.towers), recompute, plan.comm.regather, plan.loss == CHUNKED,
         SHARDINGS.index(plan.sharding),
         mesh.dp_replicate > 1 and mesh.dp_shard > 1, mesh.pp, plan.num_stages // mesh.pp, mesh.tp, mesh.cp, mesh.ep,
-        mesh.dp_shard, plan.comm.context != "gather", not plan.comm.overlap,
+        mesh.dp_shard, CONTEXTS.index(plan.comm.context), not plan.comm.overlap,
     )  # fmt: skip
 
 

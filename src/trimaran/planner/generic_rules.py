@@ -112,13 +112,16 @@ def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterat
 
     The vocabulary is left out, because systems pad it. A tower without experts does not restrict `ep`.
     """
-    mesh, gather = plan.mesh, plan.comm.context == "gather"
+    mesh, exchange = plan.mesh, plan.comm.context == "exchange"
     if axis == "ep":
         yield "ranks that experts may be spread over", mesh.expert_ranks
     for tower in outline.towers:
         if axis == "cp":
             positions, _ = tower.sample_positions(seq_len)
-            yield f"positions of tower {tower.name}" + " in halves" * gather, positions // 2 if gather else positions
+            yield (
+                f"positions of tower {tower.name}" + " in halves" * (not exchange),
+                positions if exchange else positions // 2,
+            )
         own = plan.towers.get(tower.name)
         tp = mesh.tp if own is None or own.tp is None else own.tp
         if axis == "tp" and tp == 1:  # every rank holds the tower
@@ -126,13 +129,15 @@ def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterat
         for block, _ in tower.runs:
             if isinstance(block, OutlineLayer):
                 yield from (
-                    (f"{name} of tower {tower.name}", size) for name, size in _layer_sizes(block, tp, axis, gather)
+                    (f"{name} of tower {tower.name}", size)
+                    for name, size in _layer_sizes(block, tp, axis, mesh.cp if exchange else 1)
                 )
     if axis == "ep" and not any(block.experts for block in _layers(outline)):
         yield f"experts of {outline.name}", 1
 
 
-def _layer_sizes(layer: OutlineLayer, tp: int, axis: str, gather: bool) -> Iterator[tuple[str, int]]:
+def _layer_sizes(layer: OutlineLayer, tp: int, axis: str, exchanged: int) -> Iterator[tuple[str, int]]:
+    """Yield what the axis splits of a layer; `exchanged` is how many context-parallel ranks exchange heads, or 1."""
     experts = layer.experts
     if axis == "ep" and experts:
         yield "experts", experts.num_experts
@@ -141,10 +146,13 @@ def _layer_sizes(layer: OutlineLayer, tp: int, axis: str, gather: bool) -> Itera
         yield "features of the shared expert", experts.shared_ffn
     elif axis == "tp":
         yield "features of the feed-forward", layer.ffn
-    if (axis == "tp" or (axis == "cp" and not gather)) and layer.heads:
-        each = tp if axis == "cp" else 1
-        yield "heads", layer.heads // each
-        yield "KV heads", layer.kv_heads // each
+    if axis == "tp" and layer.heads:
+        yield "heads", layer.heads
+        yield "KV heads", layer.kv_heads
+    if axis == "cp" and exchanged > 1 and layer.heads:
+        yield "heads", layer.heads // tp
+        if exchanged % max(1, layer.kv_heads // tp):  # else each KV head goes to several ranks
+            yield "KV heads", layer.kv_heads // tp
 
 
 def _layers(outline: Outline) -> Iterator[OutlineLayer]:

@@ -192,6 +192,8 @@ def _others(plan: Plan) -> Iterator[Patch]:
         yield {"plan.loss": "chunked"}
     if plan.mesh.tp > 1 and not plan.comm.regather:
         yield {"plan.comm.regather": True}
+    if plan.mesh.cp > 1 and plan.comm.context == "gather":
+        yield {"plan.comm.context": "ring"}
     if plan.offload == "none":
         yield {"plan.offload": "activations"}
         yield {"plan.offload": "optimizer"}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 
 from trimaran.core import Plan, UserError
+from trimaran.core.plan import CONTEXTS
 from trimaran.models import split_outline
 from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE, UNIT_SIZES_MB
 from trimaran.planner.degrees import divisors
@@ -231,7 +232,7 @@ def _schedules(plan: Plan, question: Question) -> Iterator[Patch]:
 
 def _contexts(plan: Plan, question: Question) -> Iterator[Patch]:
     if plan.mesh.cp > 1:
-        yield {"plan.comm.context": "exchange" if plan.comm.context == "gather" else "gather"}
+        yield from ({"plan.comm.context": each} for each in CONTEXTS if each != plan.comm.context)
 
 
 def _regathers(plan: Plan, question: Question) -> Iterator[Patch]:

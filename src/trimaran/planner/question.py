@@ -53,6 +53,7 @@ class Question:
             stack=HF_MODELS if is_hf else self.stack,
             state_bytes=STATE_BYTES[self.recipe.train.optimizer.states],
             can_capture=self.can_capture,
+            isolates_documents=self.isolates_documents,
         )
 
     @property
@@ -61,6 +62,12 @@ class Question:
         data, model = self.recipe.data, self.recipe.model
         is_text = data.source in SEQUENCE_SOURCES and not data.mixture and not data.isolate_documents
         return is_text and model.family in ("decoder", "hf") and not model.trust_remote_code
+
+    @property
+    def isolates_documents(self) -> bool:
+        """Whether rows hold several documents or samples that do not attend to each other."""
+        data = self.recipe.data
+        return data.isolate_documents if data.source in SEQUENCE_SOURCES else data.samples.batching == "pack"
 
     @property
     def positions(self) -> int:

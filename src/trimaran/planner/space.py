@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
-from trimaran.core.plan import TowerPlan
+from trimaran.core.plan import CONTEXTS, TowerPlan
 from trimaran.cost.host_time import positions_to_hide_launches
 from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import rates_of
@@ -371,7 +371,7 @@ class Space:
     def _contexts(self, tp: int, cp: int) -> tuple[str, ...]:
         if cp == 1 or "context" in self.pins.comm.model_fields_set:
             return (self.pins.comm.context,)
-        return ("gather", "exchange")
+        return CONTEXTS
 
     def _divides(self, tp: int, cp: int, ep: int, context: str, replicated: tuple[str, ...] = ()) -> bool:
         """Return whether the degrees divide what they split, pinned ones too. Errors are raised elsewhere."""

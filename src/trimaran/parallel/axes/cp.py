@@ -1,5 +1,6 @@
 """Context parallelism: each rank holds a shard of every sequence, and attention covers the full sequence."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,9 @@ from trimaran.core import Plan
 from trimaran.nets import Context, Network
 from trimaran.nets.attention_context import AttentionScope, attend
 from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
+from trimaran.nets.varlen_attention import run_lengths
+from trimaran.parallel.axes.block_attention import Scores
+from trimaran.parallel.axes.ring_attention import ring_attention
 from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.comm.tensor_collectives import exchange_rows, gather_dim
 from trimaran.parallel.mesh import RankMesh
@@ -105,8 +109,42 @@ def _lower_right(queries: int, keys: int) -> Tensor:
         return causal_lower_right(queries, keys)
 
 
+class RingContext(AllGatherContext):
+    """Ring attention: keys and values of one other rank at a time, while those of the last are computed.
+
+    Ranks hold the same positions as with `AllGatherContext`. Blocks without a common document are neither computed nor
+    sent. A mask, which only models of Hugging Face without our attention scope need, takes gathered keys.
+    """
+
+    def scope(self, documents: Tensor, lengths: Sequence[int] | None = None) -> AttentionScope:
+        """Return the lengths of the documents, row after row, on the host."""
+        found = torch.tensor(run_lengths(documents.cpu()) if lengths is None else lengths, dtype=torch.int64)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.maybe_mark_dynamic(found, 0)  # another number of documents must not compile again
+        return found
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
+    ) -> Tensor:
+        if isinstance(scope, Tensor) and scope.ndim > 1:
+            return super().attend(query, key, value, scope, options)
+        assert scope is None or isinstance(scope, Tensor), "a cache is not sharded"
+        scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+        window = options.window if options.limits(self._size * query.shape[2]) else None
+        scores = Scores(scale, window, options.softcap or None)
+        return ring_attention((query, key, value), scope, self._group.group_name, scores, options.sinks)
+
+
 class UlyssesContext(Context):
-    """Ulysses: all-to-all swaps positions for heads, so attention sees all positions of some heads."""
+    """Ulysses: all-to-all swaps positions for heads, so attention sees all positions of some heads.
+
+    With fewer key heads than ranks, each is sent to several ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -122,6 +160,9 @@ class UlyssesContext(Context):
         scope: AttentionScope,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
+        repeats = -(-self._size // key.shape[1])
+        if repeats > 1:
+            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         query, key, value = (self._exchange(each, split=1, join=2) for each in (query, key, value))
         if options.sinks is not None:  # this rank now has the heads of its own number
             options = replace(options, sinks=options.sinks.chunk(self._size)[self._rank])
@@ -140,7 +181,7 @@ class UlyssesContext(Context):
         return torch.cat(exchange_rows(chunks, even, even, self._group, axis=CP).unbind(0), join)
 
 
-CONTEXTS = {"gather": AllGatherContext, "exchange": UlyssesContext}
+CONTEXTS = {"gather": AllGatherContext, "exchange": UlyssesContext, "ring": RingContext}
 
 
 def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -69,6 +69,16 @@ def await_rows(pending: Tensor, *, axis: str) -> Tensor:
     return _Await.apply(pending, axis)
 
 
+def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: str) -> Tensor:
+    """Start `exchange_rows`, without a gradient. Only `wait_for` may read what it returns."""
+    return _start(collective.all_to_all_single, x, [*receives], [*sends], group)
+
+
+def wait_for(pending: Tensor, *, axis: str) -> Tensor:
+    """Return the result of `start_all_to_all`, in the order of the current stream."""
+    return _timed_wait(pending, axis)
+
+
 def group_name(mesh: DeviceMesh) -> str:
     """Return the name of a one-dimensional mesh's process group."""
     return mesh.get_group().group_name

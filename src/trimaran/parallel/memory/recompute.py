@@ -22,6 +22,7 @@ from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, Recompute
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear
+from trimaran.parallel.axes import ring_attention as _registers_operator  # noqa: F401
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
@@ -39,6 +40,7 @@ SAVED_OPS: frozenset[Any] = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
         torch.ops.higher_order.flex_attention,
         torch.ops.torch_attn._varlen_attn.default,
+        torch.ops.trimaran.ring_attention.default,
         collective.reduce_scatter_tensor.default,
         collective.all_reduce.default,
         collective.all_to_all_single.default,

@@ -89,7 +89,7 @@ def ranks(plan: Plan) -> Iterator[str]:
     yield f"--tensor-model-parallel-size {mesh.tp}" + (" --sequence-parallel" if mesh.tp > 1 else "")
     yield f"--pipeline-model-parallel-size {mesh.pp}"
     if mesh.cp > 1:
-        how = {"gather": "allgather", "exchange": "a2a"}[plan.comm.context]
+        how = {"gather": "allgather", "exchange": "a2a", "ring": "p2p"}[plan.comm.context]
         yield f"--context-parallel-size {mesh.cp} --cp-comm-type {how}"
     if mesh.ep > 1:
         yield f"--expert-model-parallel-size {mesh.ep} --expert-tensor-parallel-size {mesh.tp}"

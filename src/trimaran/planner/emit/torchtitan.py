@@ -149,7 +149,7 @@ def degrees(plan: Plan) -> dict[str, Any]:
         "tensor_parallel_degree": mesh.tp,
         "pipeline_parallel_degree": mesh.pp,
         "context_parallel_degree": mesh.cp,
-        "context_parallel_rotate_method": "allgather",
+        "context_parallel_rotate_method": "alltoall" if plan.comm.context == "ring" else "allgather",
         "expert_parallel_degree": mesh.ep,
     }
     return fields | ({"expert_tensor_parallel_degree": mesh.tp} if mesh.ep > 1 else {})

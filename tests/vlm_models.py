@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig
+from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig
 
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
 from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm_spec import CLIP_MEAN, CLIP_STD, VisionBlock
+from trimaran.models.vlm_spec import VisionBlock, VisionEnds
 from trimaran.nets import Vlm, initialise
 
 IMAGE = 300
@@ -60,7 +60,25 @@ CONFIGS: dict[str, Any] = {
         image_token_index=IMAGE,
     ),
 }
-SHAPES = {"llava": ((4, 4), (4, 4), (4, 4))}  # rows and columns of patches; one for each image
+INTERN_VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+INTERN_VIT |= {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
+INTERN_TOKENS = {"image_token_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
+CONFIGS |= {
+    "internvl": InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=INTERN_VIT | {"attention_bias": True},
+        tie_word_embeddings=False,
+        **INTERN_TOKENS,
+    ),
+    "internvl-6b": InternVLConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=INTERN_VIT | {"use_qk_norm": True, "norm_type": "rms_norm"},
+        tie_word_embeddings=True,
+        **INTERN_TOKENS,
+    ),
+}
+SQUARES = ((4, 4), (4, 4), (4, 4))
+SHAPES = dict.fromkeys(("llava", "internvl", "internvl-6b"), SQUARES)  # rows and columns of patches; one for each image
 VARIOUS = ((4, 6), (10, 2), (6, 6))
 _LANGUAGE = replace(VLM_PRESETS["tiny"].language, layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8)
 NATIVE = replace(
@@ -142,9 +160,9 @@ def inputs_of(spec: VlmSpec, images: Sequence[Tensor], rows: Sequence[Sequence[i
     }
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """Return pixels [..., 3, n] normalised as CLIP's image processor does it."""
-    mean, std = (torch.tensor(each)[:, None] for each in (CLIP_MEAN, CLIP_STD))
+def normalised(pixels: Tensor, ends: VisionEnds) -> Tensor:
+    """Return pixels [..., 3, n] normalised as the model's image processor does it."""
+    mean, std = (torch.tensor(each)[:, None] for each in (ends.mean, ends.std))
     return (pixels / 255 - mean) / std
 
 
@@ -153,9 +171,11 @@ def hf_inputs(spec: VlmSpec, inputs: dict[str, Tensor], images: Sequence[Tensor]
     if spec.vision.variant == "tiled":
         return {
             "input_ids": tokens,
-            "pixel_values": normalised(torch.stack(list(images)).flatten(2)).view(-1, *images[0].shape),
+            "pixel_values": normalised(torch.stack(list(images)).flatten(2), spec.vision.ends).view(
+                -1, *images[0].shape
+            ),
         }
-    pixels = normalised(patches.view(len(patches), 3, -1))
+    pixels = normalised(patches.view(len(patches), 3, -1), spec.vision.ends)
     video = pixels[:, :, None].expand(-1, -1, spec.vision.frames, -1).flatten(1)
     grids = torch.cat([torch.ones(len(inputs["grids"]), 1, dtype=torch.int64), inputs["grids"].long()], 1)
     kinds = (tokens == spec.image_token).int()

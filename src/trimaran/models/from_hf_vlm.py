@@ -1,4 +1,4 @@
-"""Converts the config.json of a vision-language model to a VlmSpec: Qwen2-VL, Qwen2.5-VL, LLaVA, and our own."""
+"""Converts the config.json of a vision-language model to a VlmSpec."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -6,6 +6,7 @@ from typing import Any, Literal
 from trimaran.core import UserError
 from trimaran.models.config_fields import Fields, bad_field, show
 from trimaran.models.from_hf import spec_from_hf
+from trimaran.models.from_hf_internvl import CHAT, OWN_LAYOUT, internvl_spec
 from trimaran.models.hf_vision import USUAL
 from trimaran.models.shape_fields import changed
 from trimaran.models.spec import ModelSpec
@@ -13,7 +14,7 @@ from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
 
 OWN = "trimaran_vlm"
-FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava")  # transformers has classes for these
+FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava", OWN_LAYOUT)  # transformers has classes for these
 ACTIVATIONS: dict[str, Literal["gelu", "quick-gelu", "silu"]] = {
     "gelu": "gelu",
     "quick_gelu": "quick-gelu",
@@ -178,12 +179,14 @@ def _tied(fields: Fields, text: Fields) -> bool:
 
 def _cannot(what: str, where: str) -> UserError:
     return UserError("M034", f"the vlm family does not support this model: {what}", where=where,
-                     fix="use a Qwen2-VL, Qwen2.5-VL or LLaVA 1.5 model, or a preset")  # fmt: skip
+                     fix="use one of the models in docs/guides/vlm.md, or a preset")  # fmt: skip
 
 
 READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "llava": _llava,
+    OWN_LAYOUT: lambda fields: internvl_spec(fields, _cannot),
+    CHAT: lambda fields: internvl_spec(fields, _cannot),
     OWN: _own,
 }

@@ -13,6 +13,7 @@ from trimaran.models.any_spec import Spec
 from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
+from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, outline_of
@@ -55,6 +56,7 @@ def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
     It can still be planned; training it raises the reason.
     """
     try:
+        config = with_image_tokens(config, folder)
         return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
     except UserError:
         return None
@@ -195,7 +197,8 @@ def _vlm(section: ModelSection) -> VlmSpec:
     else:
         folder = model_folder(section.path)
         file = folder / "config.json"
-        spec = vlm_from_disk(read_json(file, limit_bytes=MAX_CONFIG_BYTES), where=str(file))
+        config = with_image_tokens(read_json(file, limit_bytes=MAX_CONFIG_BYTES), folder)
+        spec = vlm_from_disk(config, where=str(file))
         spec = replace(spec, name=repo_name(folder))
     shape = dict(section.shape)
     if (language := shape.pop("language", None)) is not None:

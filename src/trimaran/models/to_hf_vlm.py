@@ -4,17 +4,24 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
+from trimaran.models.config_fields import Fields
 from trimaran.models.from_hf import spec_to_hf
+from trimaran.models.from_hf_internvl import CHAT, OWN_LAYOUT, chat_layout
 from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN
+from trimaran.models.to_hf_internvl import chat_config, fits_transformers, internvl_config, is_internvl
 from trimaran.models.vlm_spec import VisionBlock, VisionEnds, VlmSpec
 
-Form = Literal["qwen2_vl", "qwen2_5_vl", "llava", "trimaran_vlm"]
+Form = Literal["qwen2_vl", "qwen2_5_vl", "llava", "internvl", "internvl_chat", "internvl_internlm2", "trimaran_vlm"]
 ARCHITECTURES: Mapping[Form, str] = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "internvl_chat": "InternVLChatModel",
+    "internvl_internlm2": "InternVLChatModel",
     OWN: "TrimaranVlm",
 }
+CHAT_FORMS: tuple[Form, ...] = ("internvl_chat", "internvl_internlm2")
 _ON_DISK = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
@@ -24,7 +31,9 @@ def vlm_to_disk(spec: VlmSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [ARCHITECTURES[form]], "model_type": form}
     if form == OWN:
         return config | {"shape": {field: value for field, value in asdict(spec).items() if field != "name"}}
-    return config | (_llava(spec) if form == "llava" else _qwen(spec))
+    if form in CHAT_FORMS:
+        return config | {"model_type": CHAT} | chat_config(spec)
+    return config | {"llava": _llava, OWN_LAYOUT: internvl_config}.get(form, _qwen)(spec)
 
 
 def disk_form(spec: VlmSpec) -> Form:
@@ -40,7 +49,16 @@ def disk_form(spec: VlmSpec) -> Form:
             return "qwen2_vl"
         if block.gated and block.rms_norm and spec.vision.window:
             return "qwen2_5_vl"
+    if is_internvl(spec) and (spec.layout or fits_transformers(spec)):
+        return spec.layout or OWN_LAYOUT
     return "llava" if _is_llava(spec) else OWN
+
+
+def form_of_config(config: Mapping[str, Any]) -> Form:
+    """Return the format of the weights beside this config.json."""
+    if config["model_type"] != CHAT:
+        return config["model_type"]
+    return chat_layout(Fields(config, "config.json"))
 
 
 def _is_qwen(spec: VlmSpec) -> bool:

@@ -4,9 +4,15 @@ from dataclasses import replace
 
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.spec import Block, ModelSpec, Rope
-from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+from trimaran.models.vlm_spec import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ProjectorSpec,
+    VisionBlock,
+    VisionEnds,
+    VisionSpec,
+    VlmSpec,
+)
 
 _QWEN_TEXT = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))
 _QWEN_2_VISION = VisionSpec(
@@ -45,7 +51,7 @@ _INTERN_VIT_6B = VisionSpec(
     variant="tiled",
     tile=448,
     block=VisionBlock(rms_norm=True, qkv_bias=False, qk_norm=True, scaled=True),
-    ends=VisionEnds(class_token=True, stem_bias=True, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    ends=VisionEnds(class_token=True, stem_bias=True, thumbnail="last", mean=IMAGENET_MEAN, std=IMAGENET_STD),
 )
 _INTERNLM_20B = ModelSpec(
     name="internlm2-20b",

@@ -7,6 +7,7 @@ from trimaran.core import ImageRules
 from trimaran.models.spec import ModelSpec
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CHANNELS = 3
 
 
@@ -33,13 +34,15 @@ class VisionEnds:
     """What precedes the vision layers, and how pixels are normalised: (value / 255 - mean) / std.
 
     `table` is the number of patches per side of a tiled tower's learned positions, 0 for a tile's own number; they are
-    interpolated for other tile sizes. A tiled tower may have a `class_token` before each tile.
+    interpolated for other tile sizes. A tiled tower may have a `class_token` before each tile. If an image has several
+    tiles, a `thumbnail` of it precedes or follows them.
     """
 
     class_token: bool = False
     first_norm: bool = False
     stem_bias: bool = False
     table: int = 0
+    thumbnail: Literal["none", "first", "last"] = "first"
     mean: tuple[float, float, float] = CLIP_MEAN
     std: tuple[float, float, float] = CLIP_STD
 
@@ -129,7 +132,8 @@ class VlmSpec:
     """The shape of a vision-language model. Blocks in forward order: vision layers, projector, decoder layers.
 
     `sections` are the M-RoPE sections (Qwen2-VL): pairs of a head's features for time, row and column; without it
-    positions are plain indices. The other fields describe image preprocessing: see `ImageRules`.
+    positions are plain indices. `layout` is the folder layout that weights are written in, where the shape alone does
+    not decide it. The other fields describe image preprocessing: see `ImageRules`.
     """
 
     name: str
@@ -143,6 +147,7 @@ class VlmSpec:
     min_pixels: int = 56 * 56
     max_pixels: int = 1280 * 28 * 28
     max_tiles: int = 12
+    layout: Literal["", "internvl_chat", "internvl_internlm2"] = ""
 
     @property
     def layers(self) -> int:
@@ -200,6 +205,7 @@ class VlmSpec:
             variant=vision.variant,
             tile=vision.tile or 448,
             max_tiles=self.max_tiles,
+            thumbnail=vision.ends.thumbnail,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
             before=self.before,

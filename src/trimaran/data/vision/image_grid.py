@@ -23,7 +23,7 @@ def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
         patches = rows * columns
         return ImageSizes(patches // rules.merge**2, patches, patches**2)
     tiles = rows * columns
-    tiles += tiles > 1
+    tiles += (tiles > 1) & (rules.thumbnail != "none")
     per_tile = tile_side(rules) ** 2
     return ImageSizes(tiles * per_tile // rules.merge**2, tiles * per_tile, tiles * per_tile**2)
 
@@ -31,13 +31,14 @@ def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
 def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
     """Return the grids [number of parts, 2] (rows, columns of patches) of one image of `size` (width, height).
 
-    A native image is one part. A tiled image is its tiles; if there are several, a thumbnail comes first.
+    A native image is one part. A tiled image is its tiles and, if there are several, a thumbnail.
     """
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
         return np.array([[rows, columns]], dtype=np.int32)
     tiles = rows * columns
-    return np.full((tiles + (tiles > 1), 2), tile_side(rules), dtype=np.int32)
+    tiles += tiles > 1 and rules.thumbnail != "none"
+    return np.full((tiles, 2), tile_side(rules), dtype=np.int32)
 
 
 def canvas_of(size: tuple[int, int], rules: ImageRules) -> tuple[int, int]:

@@ -19,9 +19,11 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
     side = tile_side(rules)
     pixels, per_tile = side * rules.patch, side * side
     full_size = (columns * pixels, rows * pixels)
-    canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if rows * columns > 1 else [full_size])
+    has_thumbnail = rows * columns > 1 and rules.thumbnail != "none"
+    canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if has_thumbnail else [full_size])
     tiles = canvas.reshape(rows, pixels, columns, pixels, 3).swapaxes(1, 2).reshape(-1, pixels, pixels, 3)
-    for number, tile in enumerate([*thumbnail, *tiles]):
+    ordered = [*tiles, *thumbnail] if rules.thumbnail == "last" else [*thumbnail, *tiles]
+    for number, tile in enumerate(ordered):
         cut_patches(tile, rules, out[number * per_tile : (number + 1) * per_tile])
 
 

@@ -62,7 +62,7 @@ CONFIGS: dict[str, Any] = {
 }
 INTERN_VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 INTERN_VIT |= {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
-INTERN_TOKENS = {"image_token_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
+INTERN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
 CONFIGS |= {
     "internvl": InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2"},

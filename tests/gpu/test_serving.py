@@ -25,7 +25,8 @@ from trimaran.infer.weight_quantisation import (
 )
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.paged_cache import AttentionOptions, PagedCache, PagedExtension, attend_gathered_pages
+from trimaran.nets.attention_options import AttentionOptions
+from trimaran.nets.paged_cache import PagedCache, PagedExtension, attend_gathered_pages
 
 pytestmark = pytest.mark.gpu
 

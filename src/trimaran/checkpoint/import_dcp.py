@@ -19,10 +19,10 @@ from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorIndex, TensorM
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, UserError
+from trimaran.models.from_hf import disk_layout
 from trimaran.nets import Decoder, Network
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.lora_linear import adapter_parameters
-from trimaran.nets.hf_weights import disk_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -166,7 +166,10 @@ def _key_mapping(network: Network, wanted: Mapping[str, tuple[int, ...]], source
     """Return the mapping under which `source` has all weights. Raises UserError with what the best one lacks."""
     namings: list[dict[str, tuple[str, ...]]] = [{name: (name,) for name in wanted}]
     if isinstance(network.module, Decoder):
-        namings.append({name: tuple(disk_names(name, torch.Size(shape))) for name, shape in wanted.items()})
+        spec = network.module.spec
+        parts = {name: disk_layout(spec)(name, shape, spec) for name, shape in wanted.items()}
+        if not any(each.region or each.transposed for some in parts.values() for each in some):
+            namings.append({name: tuple(each.name for each in some) for name, some in parts.items()})
     tried = [
         KeyMapping(each, names) for names in namings for each in _prefixes(source.index, next(iter(names.values()))[0])
     ]

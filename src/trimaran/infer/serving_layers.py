@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimaran.nets import Network
-from trimaran.nets.attention import Attention
+from trimaran.nets.attention import Attention, RMSNorm
 from trimaran.nets.decoder import Decoder, DecoderLayer
 from trimaran.nets.joint_projections import Rotation, joint_slices
 from trimaran.nets.moe import FeedForward
@@ -24,11 +24,11 @@ def join_projections(network: Network) -> None:
     Layers whose projections are not plain linear layers on a GPU, such as those with adapters, stay as they are.
     """
     for decoder in (each for each in network.module.modules() if isinstance(each, Decoder)):
-        if decoder.norm is not None and _are_plain([decoder.norm]):
+        if type(decoder.norm) is RMSNorm and _are_plain([decoder.norm]):
             decoder.norm.fused = True
         for layer in decoder.blocks:
-            norms = (layer.input_layernorm, layer.post_attention_layernorm)
-            layer.joint = _are_plain(norms)
+            norms = layer.plain_norms
+            layer.joint = bool(norms) and _are_plain(norms)
             for part in _joinable_parts(layer):
                 parameters = [each.weight for each in part.projections]
                 for parameter, piece in joint_slices(part.projections, parameters[0].dtype):
@@ -50,8 +50,8 @@ def replace_projections(layer: DecoderLayer) -> None:
             part.joined_heads = heads
         else:
             part.__class__ = JoinedFeedForward
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    layer.joint = _are_plain(norms)
+    norms = layer.plain_norms
+    layer.joint = bool(norms) and _are_plain(norms)
 
 
 @torch.no_grad()
@@ -80,11 +80,12 @@ class JoinedAttention(Attention):
     def num_heads(self) -> tuple[int, int]:
         return self.joined_heads
 
-    def _heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         from trimaran.nets.kernels.rotary_projection import rotate_in_place  # noqa: PLC0415 - only a GPU has Triton
 
         heads, kv_heads = self.joined_heads
         packed = self.joined(x)
+        assert rotation is not None, "only layers with rotary positions have joint projections"
         rotate_in_place(packed, *rotation, heads=heads + kv_heads)
         query, key, value = (
             packed.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)

@@ -6,13 +6,15 @@ from trimaran.models.from_hf import spec_from_hf, spec_to_hf
 from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
 from trimaran.models.layer_adapter import LayerAdapter, LinearShape
+from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.module_names import matches_module, module_names, refuse_unmatched
 from trimaran.models.outline import Latent, Opaque, Outline, OutlineLayer, Step, Tower, outline_of
 from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec
 from trimaran.models.resolve import model_folder, outline_for, outline_if_known, outline_named, refuse_freezing, spec_of
-from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
+from trimaran.models.rope import Rope
+from trimaran.models.spec import Block, ExpertSpec, LayerSpec, ModelSpec
 from trimaran.models.stages import split_by_cost, split_outline, stage_ranges, stages_of_rank
 from trimaran.models.vlm_outline import vlm_outline
 from trimaran.models.vlm_presets import VLM_PRESETS
@@ -23,13 +25,17 @@ __all__ = [
     "PERCEPTION_PRESETS",
     "PRESETS",
     "VLM_PRESETS",
+    "AttentionSpec",
     "Block",
+    "Ends",
     "ExpertSpec",
     "ImageLimits",
     "Latent",
     "LayerAdapter",
+    "LayerSpec",
     "LinearShape",
     "ModelSpec",
+    "NormSpec",
     "Opaque",
     "Outline",
     "OutlineLayer",

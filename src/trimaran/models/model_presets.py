@@ -1,6 +1,7 @@
 """Decoder presets by name, from tiny to 405B, as published."""
 
-from trimaran.models.spec import Block, ExpertSpec, ModelSpec, Rope
+from trimaran.models.rope import Rope
+from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
 _LLAMA_2 = Block()
 _LLAMA_3 = Block(rope=Rope(theta=500_000.0))

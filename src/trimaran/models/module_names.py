@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.models.any_spec import Spec
+from trimaran.models.layer_variations import norm_names
 from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
 from trimaran.models.spec import ModelSpec
 from trimaran.models.vlm_spec import VlmSpec
@@ -39,7 +40,7 @@ def _decoder(spec: ModelSpec) -> list[str]:
     names = ["embed_tokens", "layers", "norm", "lm_head"]
     for number in range(spec.layers):
         layer = f"layers.{number}"
-        names += [layer, f"{layer}.input_layernorm", f"{layer}.self_attn", f"{layer}.post_attention_layernorm"]
+        names += [layer, *(f"{layer}.{norm}" for norm in norm_names(spec.block.norm)), f"{layer}.self_attn"]
         names += [f"{layer}.self_attn.{part}" for part in ATTENTION]
         names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in _feed_forward(spec))]
     return names

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from trimaran.core import Bytes, Flops
@@ -409,25 +410,30 @@ class Outline:
 
 def outline_of(spec: ModelSpec) -> Outline:
     """Return the outline of our decoder with the shape `spec`."""
-    block = spec.block
-    biases = (spec.heads + 2 * spec.kv_heads) * spec.head_dim * block.qkv_bias
-    layer = OutlineLayer(
-        hidden=spec.hidden,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        ffn=spec.ffn,
-        experts=block.experts,
-        qk_norm=block.qk_norm,
-        extras=2 * spec.hidden + biases + 2 * spec.head_dim * block.qk_norm,
-    )
     tower = Tower(
         name="language",
-        runs=((layer, spec.layers),),
+        runs=tuple((layer, len(list(run))) for layer, run in groupby(_layer_of(spec, n) for n in range(spec.layers))),
         hidden=spec.hidden,
         vocab=spec.vocab,
         outputs=spec.vocab,
+        bare_head=spec.block.ends.bare_head,
         tied=spec.tied,
         extras=spec.hidden,
     )
     return Outline(name=spec.name, towers=(tower,), max_seq_len=spec.max_seq_len)
+
+
+def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
+    block, layer = spec.block, spec.layer(number)
+    biases = (spec.heads + 2 * spec.kv_heads) * spec.head_dim * block.qkv_bias
+    return OutlineLayer(
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        ffn=layer.ffn,
+        experts=layer.experts,
+        window=layer.window or 0,
+        qk_norm=block.qk_norm,
+        extras=block.norm.per_layer * spec.hidden + biases + spec.attention_extras,
+    )

@@ -223,7 +223,7 @@ def _sections(pairs: int) -> tuple[int, int, int]:
 def _reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
     """Return `spec` with the fields in `shape`; fields of its block are named without `block`."""
     inner = {field.name for field in fields(Block)}
-    known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block")] + sorted(inner)
+    known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block", "family")] + sorted(inner)
     refuse_unknown(shape, known, "model.shape")
     inside = {key: shape[key] for key in shape if key in inner}
     out_of_bounds = {key: shape[key] for key in shape if key not in inner}

@@ -1,19 +1,10 @@
-"""The shape of a decoder, its parameter count and its FLOPs."""
+"""The shape of a decoder, and its parameter count."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
-from trimaran.core import Flops
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary positions. `factor` above 1 scales the low frequencies as in Llama 3.1."""
-
-    theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+from trimaran.models.layer_variations import PLAIN_ATTENTION, PLAIN_ENDS, PLAIN_NORMS, AttentionSpec, Ends, NormSpec
+from trimaran.models.rope import PLAIN_ROPE, Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +29,38 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The options of a layer in which Llama and Qwen differ."""
+    """The options of a layer in which families differ."""
 
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
-    rope: Rope = Rope()
+    rope: Rope = PLAIN_ROPE
     experts: ExpertSpec | None = None
+    attention: AttentionSpec = PLAIN_ATTENTION
+    norm: NormSpec = PLAIN_NORMS
+    ends: Ends = PLAIN_ENDS
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What one layer has that others of the same decoder may not have.
+
+    `window` None is attention to all earlier keys, `rope` None no rotary positions, `experts` None a dense layer.
+    """
+
+    window: int | None
+    rope: Rope | None
+    experts: ExpertSpec | None
+    ffn: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder. `ffn` is the width of the dense SwiGLU; with experts it is unused."""
+    """The shape of a decoder. `ffn` is the width of the dense feed-forward; with experts it is unused.
+
+    `family` is the Hugging Face architecture that the model is written as; empty is the first one that can express it.
+    """
 
     name: str
     layers: int
@@ -62,13 +73,33 @@ class ModelSpec:
     max_seq_len: int
     tied: bool = False
     block: Block = Block()
+    family: str = field(default="", compare=False)
+
+    def layer(self, number: int) -> LayerSpec:
+        """Return what layer `number` has."""
+        attention = self.block.attention
+        window = attention.window_of(number)
+        rope = self.block.rope if window is None or attention.local_rope is None else attention.local_rope
+        return LayerSpec(
+            window=window,
+            rope=rope if attention.has_rope(number) else None,
+            experts=self.block.experts,
+            ffn=self.ffn,
+        )
 
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention, biases and head norms included."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * width + 2 * kv_width)
-        return weights + (width + 2 * kv_width) * self.block.qkv_bias + 2 * self.head_dim * self.block.qk_norm
+        return weights + (width + 2 * kv_width) * self.block.qkv_bias + self.attention_extras
+
+    @property
+    def attention_extras(self) -> int:
+        """Weights of one layer's attention outside the three projections of its input: norms, out bias and sinks."""
+        attention, width = self.block.attention, self.heads * self.head_dim
+        norms = width + self.kv_heads * self.head_dim if attention.wide_qk_norm else 2 * self.head_dim
+        return norms * self.block.qk_norm + self.hidden * attention.out_bias + self.heads * attention.sinks
 
     @property
     def feed_forward_parameters(self) -> int:
@@ -88,20 +119,10 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        return self.attention_parameters + self.feed_forward_parameters + 2 * self.hidden
+        return self.attention_parameters + self.feed_forward_parameters + self.block.norm.per_layer * self.hidden
 
     @property
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
         ends = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + self.hidden + ends
-
-    def flops_per_token(self, seq_len: int) -> Flops:
-        """Return the forward and backward FLOPs of a token: 6 per matmul weight, and causal attention.
-
-        The embedding is a lookup and costs nothing; the head is a matmul even if it is tied.
-        """
-        weights = self.layers * (self.attention_parameters + self.active_feed_forward_parameters)
-        weights += self.vocab * self.hidden
-        attention = self.layers * self.heads * self.head_dim * seq_len
-        return Flops(6.0 * (weights + attention))

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from trimaran.models.spec import ExpertSpec, ModelSpec, Rope
+from trimaran.models.rope import Rope
+from trimaran.models.spec import ExpertSpec, ModelSpec
 
 MOST_LAYERS = 4096
 MOST = 2**24  # wider than any published network; larger sizes overflow the integers of a device

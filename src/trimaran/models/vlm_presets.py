@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from trimaran.models.model_presets import PRESETS
-from trimaran.models.spec import Block, ModelSpec, Rope
+from trimaran.models.rope import Rope
+from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.vlm_spec import (
     IMAGENET_MEAN,
     IMAGENET_STD,

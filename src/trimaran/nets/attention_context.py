@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
 from trimaran.nets.key_value_cache import CachedLayer
-from trimaran.nets.paged_cache import AttentionOptions, PagedLayer
+from trimaran.nets.paged_cache import PagedLayer
 from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention
 
 AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
@@ -29,10 +30,15 @@ class Context:
         return Segments.of_documents(documents, lengths)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Return the attention output, all [B, heads, T, head_dim]."""
-        return attend(query, key, value, scope, scale=scale)
+        return attend(query, key, value, scope, options)
 
     def all_reduce(self, local: Tensor) -> Tensor:
         """Return the sum of `local` over the context-parallel ranks, without gradient."""
@@ -43,15 +49,28 @@ class Context:
         return local
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, *, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions = PLAIN
+) -> Tensor:
     """Return the attention output of a full sequence, all [B, heads, T, head_dim]."""
-    if isinstance(scope, CachedLayer):
-        return scope.attend(query, key, value, scale=scale)
-    if isinstance(scope, PagedLayer):
-        return scope.attend(query, key, value, AttentionOptions(scale=scale))
+    if isinstance(scope, CachedLayer | PagedLayer):
+        return scope.attend(query, key, value, options)
+    if options.changes_scores or options.limits(query.shape[2]):
+        return _attend_with_options(query, key, value, scope, options)
     if isinstance(scope, Segments):
-        return segment_attention(query, key, value, scope, causal=True, scale=scale)
-    return attention(query, key, value, scope, scale=scale)
+        return segment_attention(query, key, value, scope, causal=True, scale=options.scale)
+    return attention(query, key, value, scope, scale=options.scale)
+
+
+def _attend_with_options(
+    query: Tensor, key: Tensor, value: Tensor, scope: Tensor | Segments | None, options: AttentionOptions
+) -> Tensor:
+    """Return attention that is more than the scope: with a window, a soft cap or sinks."""
+    positions = torch.arange(query.shape[2], device=query.device)
+    mask = causal_window(positions, positions, options.window)
+    if scope is not None:
+        mask = mask & (scope.mask(causal=True) if isinstance(scope, Segments) else scope)
+    return masked_attention(query, key, value, mask, options)
 
 
 def document_positions(documents: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from trimaran.core import ModelSection
-from trimaran.models import VlmSpec, model_folder, spec_of, weight_files
+from trimaran.models import ModelSpec, Spec, VlmSpec, model_folder, spec_of, weight_files
+from trimaran.models.from_hf import disk_layout
 from trimaran.models.to_hf_vlm import disk_form
 from trimaran.nets.family import network_of
-from trimaran.nets.hf_weights import STACKED_NDIM, disk_names, open_weights
+from trimaran.nets.hf_weights import is_stacked, open_weights, read_part
 from trimaran.nets.initialise import initialise
 from trimaran.nets.network import Network
 from trimaran.nets.vlm_names import canonical, on_disk
@@ -51,17 +52,21 @@ def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> Bas
         drawn = network_of(spec)
         initialise(drawn.module, seed=seed, spec=spec)
         return BaseWeights(network, lambda name: drawn.module.get_parameter(name).detach(), dtype)
-    read = _vlm_reader(network, spec, files) if isinstance(spec, VlmSpec) else _reader(network, files)
+    read = _vlm_reader(network, spec, files) if isinstance(spec, VlmSpec) else _reader(network, spec, files)
     return BaseWeights(network, read, dtype)
 
 
-def _reader(network: Network, files: dict[str, Any]) -> Callable[[str], Tensor]:
+def _reader(network: Network, spec: Spec, files: dict[str, Any]) -> Callable[[str], Tensor]:
     """Return the function that reads a parameter of our decoder."""
+    assert isinstance(spec, ModelSpec), "the others have readers of their own"
+    layout = disk_layout(spec)
 
     def read(name: str) -> Tensor:
-        shape = network.module.get_parameter(name).shape
-        values = [files[each].get_tensor(each) for each in disk_names(name, shape)]
-        return values[0] if len(shape) < STACKED_NDIM else torch.stack(values)
+        shape = tuple(network.module.get_parameter(name).shape)
+        parts, whole = layout(name, shape, spec), tuple(slice(0, size) for size in shape)
+        if not is_stacked(parts, len(shape)):
+            return read_part(parts[0], whole, files)
+        return torch.stack([read_part(each, whole[1:], files) for each in parts])
 
     return read
 

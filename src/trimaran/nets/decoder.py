@@ -6,9 +6,10 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec
+from trimaran.models import ModelSpec, NormSpec, Rope
+from trimaran.models.layer_variations import norm_names
 from trimaran.nets import cpu_kernels
-from trimaran.nets.attention import Attention, RMSNorm, Rotation, rotation_at
+from trimaran.nets.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
 from trimaran.nets.attention_context import AttentionScope, Context, document_positions
 from trimaran.nets.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.joint_projections import norm_and_residual
@@ -21,40 +22,93 @@ from trimaran.nets.paged_cache import PagedExtension
 class DecoderLayer(nn.Module):
     """One block: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+
+    def __init__(self, spec: ModelSpec, number: int = 0) -> None:
         super().__init__()
-        experts = spec.block.experts
-        self.input_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
-        self.self_attn = Attention(spec)
-        self.post_attention_layernorm = RMSNorm(spec.hidden, eps=spec.block.norm_eps)
-        self.mlp = MoeLayer(experts, spec.hidden) if experts else FeedForward(spec.hidden, spec.ffn)
+        layer, self.norms = spec.layer(number), spec.block.norm
+        before, *others = norm_names(self.norms) if self.norms.placement != "after" else ("", *norm_names(self.norms))
+        if before:
+            self.add_module(before, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
+        self.self_attn = Attention(spec, layer)
+        for name in others:
+            self.add_module(name, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
+        experts, activation = layer.experts, spec.block.activation
+        self.mlp = MoeLayer(experts, spec.hidden) if experts else FeedForward(spec.hidden, layer.ffn, activation)
+        self.has_plain_norms = self.norms == NormSpec()
         self.joint = self.fused = False
 
-    def forward(self, x: Tensor, rotation: Rotation, scope: AttentionScope) -> tuple[Tensor, Tensor | None]:
+    @property
+    def plain_norms(self) -> tuple[RMSNorm, ...]:
+        """The norms if they are those of Llama, which have fast kernels; else none."""
+        return (self.input_layernorm, self.post_attention_layernorm) if self.has_plain_norms else ()
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether the CPU's fused functions compute this layer, if all its projections are joint."""
+        plain = isinstance(self.mlp, FeedForward) and self.mlp.activation == "silu"
+        return plain and bool(self.plain_norms and self.self_attn.projections) and self.self_attn.o_proj.bias is None
+
+    def forward(self, x: Tensor, rotation: Rotation | None, scope: AttentionScope) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this layer, and the layer's balance loss, None without experts.
 
         The stream keeps its dtype, even if a module inside has its own precision. A `fused` layer does not call the
         modules inside it; it is one whose projections are all joint.
         """
+        if not self.has_plain_norms:
+            return self._forward_with_other_norms(x, rotation, scope)
         if self.fused and isinstance(self.mlp, FeedForward) and cpu_kernels.is_supported(x):
+            assert rotation is not None, "a fused layer has rotary positions"
             return self._forward_on_cpu(x, rotation, scope, self.mlp), None
         x, inner = self._norm_and_residual(x, self.input_layernorm)
         x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
         x, inner = self._norm_and_residual(x, self.post_attention_layernorm)
-        out, balance = self.mlp(inner) if isinstance(self.mlp, MoeLayer) else (self.mlp(inner), None)
+        out, balance = self._feed_forward(inner)
         return x + out.to(x.dtype), balance
+
+    def _feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.mlp(x) if isinstance(self.mlp, MoeLayer) else (self.mlp(x), None)
+
+    def _forward_with_other_norms(
+        self, x: Tensor, rotation: Rotation | None, scope: AttentionScope
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `forward` does, of a layer whose norms are not where Llama has them, or are others."""
+        attended = self.self_attn(self._norm("input_layernorm", x), rotation, scope)
+        if self.norms.parallel:
+            out, balance = self._feed_forward(self._norm("input_layernorm", x))
+            return x + attended.to(x.dtype) + out.to(x.dtype), balance
+        names = FEED_FORWARD_NORMS[self.norms.placement]
+        if self.norms.placement != "before":
+            attended = self._norm("post_attention_layernorm", attended)
+        x = x + attended.to(x.dtype)
+        out, balance = self._feed_forward(self._norm(names[0], x))
+        return x + self._norm(names[1], out).to(x.dtype), balance
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        """Return the norm of `x`, or `x` itself if this layer has no such norm."""
+        norm = getattr(self, name, None)
+        return x if norm is None else norm(x)
 
     def _forward_on_cpu(self, x: Tensor, rotation: Rotation, scope: AttentionScope, mlp: FeedForward) -> Tensor:
         attention = self.self_attn
         x, query, key, value = normed_heads(
             x, self.input_layernorm, attention.projections, rotation, attention.num_heads
         )
-        attended = attention.context.attend(query, key, value, scope).transpose(1, 2).flatten(2)
+        attended = attention.context.attend(query, key, value, scope, attention.options).transpose(1, 2).flatten(2)
         parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return attended_feed_forward(attended, x, attention.o_proj, self.post_attention_layernorm, parts)
 
     def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))
+
+
+# The norms before and after the feed-forward, by the placement of norms.
+FEED_FORWARD_NORMS = {
+    "before": ("post_attention_layernorm", ""),
+    "after": ("", "post_feedforward_layernorm"),
+    "both": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
 
 
 class Decoder(nn.Module):
@@ -75,8 +129,8 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()
         for number in range(spec.layers):  # layers of other stages are None, so that names do not change
-            self.layers.add_module(str(number), DecoderLayer(spec) if number in held else None)
-        self.norm = RMSNorm(spec.hidden, eps=spec.block.norm_eps) if self.is_last else None
+            self.layers.add_module(str(number), DecoderLayer(spec, number) if number in held else None)
+        self.norm: Norm | None = norm_of(spec.block.norm, spec.hidden, spec.block.norm_eps) if self.is_last else None
         self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
         self._tie()
 
@@ -119,22 +173,38 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
-        if rotation is None:
-            rotation = rotation_at(self.context.shard(positions), self.spec.block.rope, self.spec.head_dim)
+        rotations = self._rotations(positions) if rotation is None else {}
         x = stream[0] if stream else self._embed(tokens)
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
         balance = torch.zeros((), device=tokens.device)
         for number, layer in enumerate(self.blocks):
-            x, of_layer = layer(x, rotation, scope if extension is None else extension.layer(number))
+            rope = layer.self_attn.rope
+            turned = None if rope is None else rotations[rope] if rotation is None else rotation
+            x, of_layer = layer(x, turned, scope if extension is None else extension.layer(number))
             balance = balance if of_layer is None else balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance
-        return self.lm_head(self.norm(x if extension is None else extension.last_of(x))), balance
+        logits = self.lm_head(self.norm(x if extension is None else extension.last_of(x)))
+        return self._ended(logits), balance
+
+    def _rotations(self, positions: Tensor) -> dict[Rope, Rotation]:
+        """Return the rotation of each rope that a layer of this stage has; most models have one."""
+        local, ropes = self.context.shard(positions), dict.fromkeys(each.self_attn.rope for each in self.blocks)
+        return {rope: rotation_at(local, rope, self.spec.head_dim) for rope in ropes if rope is not None}
+
+    def _ended(self, logits: Tensor) -> Tensor:
+        """Return the logits, scaled and capped as the spec says."""
+        ends = self.spec.block.ends
+        if ends.logit_scale != 1:
+            logits = logits * ends.logit_scale
+        return logits if not ends.logit_softcap else torch.tanh(logits / ends.logit_softcap) * ends.logit_softcap
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "a later stage takes a stream"
         stream = self.embed_tokens(self.context.shard(tokens))
+        if (scale := self.spec.block.ends.embedding_scale) != 1:
+            stream = stream * scale
         # From here on the stream has the matmul dtype, on every plan: it dominates the memory traffic.
         return stream if own_dtype(self.embed_tokens) == torch.float32 else as_autocast(stream)
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.attention_context import Context
+from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.key_value_cache import CacheExtension
-from trimaran.nets.paged_cache import AttentionOptions, PagedExtension
+from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import Segments, attention, segment_attention
 
 try:
@@ -113,7 +114,7 @@ def _attend(
     elif is_noncausal(module, options):
         out = attention(query, key, value, attention_mask, causal=False, scale=scale)
     else:
-        out = context.attend(query, key, value, attention_mask if scope is None else scope, scale=scale)
+        out = context.attend(query, key, value, attention_mask if scope is None else scope, AttentionOptions(scale))
     return out.transpose(1, 2).contiguous(), None
 
 

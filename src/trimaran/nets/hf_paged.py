@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.hf_attention import ISOLATING_LAYERS, takes_scope, use_paged_attention
 from trimaran.nets.network import Network
-from trimaran.nets.paged_cache import AttentionOptions, PagedCache, PagedExtension, PagedLayer
+from trimaran.nets.paged_cache import PagedCache, PagedExtension, PagedLayer
 
 PROBE_TOKENS = 6
 PAGE_SIZE = 4

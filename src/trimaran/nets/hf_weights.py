@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
+from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
+from trimaran.models.from_hf import disk_layout
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.decoder import Decoder
+from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
 from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_slices
 
 EMBEDDING = "embed_tokens.weight"
-HEAD = "lm_head.weight"
-STACKED_NDIM = 3  # of the stacked experts' weights; every other weight is a matrix or a vector
 
 
 def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
@@ -32,13 +33,14 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
         parameters = loadable_weights(module)
-        _refuse_mismatch(parameters, sources, folder, others=_shapes_of_all(module.spec))
+        parts = {name: _parts(disk_layout(module.spec), name, each, module.spec) for name, each in parameters.items()}
+        _refuse_mismatch(parts, sources, folder, module.spec)
         if is_on_meta(module):
             return
         try:
             for name, parameter in parameters.items():
                 with weight_to_fill(module, name, parameter) as target:
-                    _copy(target, name, sources)
+                    _copy(target, parts[name], sources)
                 report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None
@@ -51,15 +53,20 @@ def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor
     sharded weights: every rank must take every item.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
+    return joined_tensors(_parts_and_values(module, spec))
+
+
+def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPart, Tensor]]:
+    layout = disk_layout(spec)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if spec.tied and (name == HEAD or (name == EMBEDDING and not module.is_first)):
             continue
         value = full_tensor(parameter)
-        names = disk_names(name, value.shape)
-        if value.ndim < STACKED_NDIM:
-            yield names[0], value
+        parts = _parts(layout, name, value, spec)
+        if not is_stacked(parts, value.ndim):
+            yield parts[0], value
         else:
-            yield from ((each, expert.clone()) for each, expert in zip(names, value, strict=True))
+            yield from ((each, expert.clone()) for each, expert in zip(parts, value, strict=True))
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -89,26 +96,30 @@ def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return sources
 
 
-def _shapes_of_all(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return the shape of every parameter of the complete model, by name."""
+def _parts(layout: PartsOf, name: str, parameter: Tensor, spec: ModelSpec) -> Sequence[DiskPart]:
+    return layout(name, tuple(parameter.shape), spec)
+
+
+def _names_of_all(spec: ModelSpec) -> set[str]:
+    """Return the names of all tensors on disk of the complete model."""
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+        named = dict(Decoder(spec).named_parameters())
+    layout = disk_layout(spec)
+    return {part.name for name, each in named.items() for part in _parts(layout, name, each, spec)}
 
 
 def _refuse_mismatch(
-    parameters: Mapping[str, Tensor], sources: Mapping[str, Any], folder: Path, *, others: Mapping[str, torch.Size]
+    parts: Mapping[str, Sequence[DiskPart]], sources: Mapping[str, Any], folder: Path, spec: ModelSpec
 ) -> None:
     missing, misshapen = [], []
-    expected = {each for name, shape in others.items() for each in disk_names(name, shape)}
-    for name, parameter in parameters.items():
-        names = disk_names(name, parameter.shape)
-        shape = list(parameter.shape if parameter.ndim < STACKED_NDIM else parameter.shape[1:])
-        for each in names:
-            if each not in sources:
-                missing.append(each)
-            elif (found := sources[each].get_slice(each).get_shape()) != shape:
-                misshapen.append(f"{each} {found} (the model has {shape})")
+    for part in dict.fromkeys((each.name, each.shape) for some in parts.values() for each in some):
+        name, shape = part[0], list(part[1])
+        if name not in sources:
+            missing.append(name)
+        elif (found := sources[name].get_slice(name).get_shape()) != shape:
+            misshapen.append(f"{name} {found} (the model has {shape})")
     # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
+    expected = _names_of_all(spec)
     unexpected = [each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each]
     lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
@@ -116,26 +127,25 @@ def _refuse_mismatch(
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
 
 
-def _copy(parameter: Tensor, name: str, sources: Mapping[str, Any]) -> None:
+def _copy(parameter: Tensor, parts: Sequence[DiskPart], sources: Mapping[str, Any]) -> None:
     local, here = local_part(parameter), local_slices(parameter)
-    names = disk_names(name, parameter.shape)
     if not local.numel():
         return
-    if local.ndim < STACKED_NDIM:
-        local.copy_(sources[names[0]].get_slice(names[0])[here])
+    if not is_stacked(parts, local.ndim):
+        local.copy_(read_part(parts[0], here, sources))
     else:
-        for expert, each in zip(local, names[here[0]], strict=True):
-            expert.copy_(sources[each].get_slice(each)[here[1:]])
+        for expert, each in zip(local, parts[here[0]], strict=True):
+            expert.copy_(read_part(each, here[1:], sources))
 
 
-def disk_names(name: str, shape: torch.Size) -> list[str]:
-    """Return the parameter's Hugging Face name, or one name for each expert of a stacked weight."""
-    if name == HEAD:
-        return [name]
-    layer, experts, projection = name.rpartition(".experts.")
-    if not experts:
-        return [f"model.{name}"]
-    return [f"model.{layer}.experts.{expert}.{projection}.weight" for expert in range(shape[0])]
+def is_stacked(parts: Sequence[DiskPart], ndim: int) -> bool:
+    """Return whether the parts of a parameter with so many dims are its experts."""
+    return len(parameter_shape(parts[0])) < ndim
+
+
+def read_part(part: DiskPart, here: tuple[slice, ...], sources: Mapping[str, Any]) -> Tensor:
+    """Return the values `here` of the parameter, or of its expert, that `part` holds."""
+    return read_region(sources[part.name].get_slice(part.name), part, here)
 
 
 def first_few(names: Sequence[str]) -> str:

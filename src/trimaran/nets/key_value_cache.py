@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
 from trimaran.nets.varlen_attention import attention
 
 MIN_CAPACITY = 64
@@ -103,17 +104,21 @@ class CachedLayer:
     extension: CacheExtension
     number: int
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
         """Store the new keys and values, and return the attention output, all [rows, heads, T, head_dim]."""
         keys, values = self._stored(key, value)
+        if options.changes_scores or options.limits(self.extension.stop):
+            positions = torch.arange(self.extension.stop, device=query.device)
+            mask = causal_window(self.extension.positions, positions, options.window)[:, None]
+            return masked_attention(query, keys, values, mask, options)
         if self.extension.start == 0:
-            return attention(query, key, value, None, scale=scale)
+            return attention(query, key, value, None, scale=options.scale)
         mask = self.extension.mask
         if query.shape[2] > 1:
-            return attention(query, keys, values, mask, causal=False, scale=scale)
+            return attention(query, keys, values, mask, causal=False, scale=options.scale)
         # The query heads of one key head become queries of it: repeated keys would copy the whole cache for each token.
         grouped = query.view(len(query), keys.shape[1], -1, query.shape[3])
-        return attention(grouped, keys, values, mask, causal=False, scale=scale).view(*query.shape[:3], -1)
+        return attention(grouped, keys, values, mask, causal=False, scale=options.scale).view(*query.shape[:3], -1)
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values up to the last new one, after the new ones were stored."""

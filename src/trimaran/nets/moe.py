@@ -1,6 +1,7 @@
 """Feed-forward blocks: SwiGLU, or a mixture of experts (MoE)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -14,12 +15,15 @@ from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.moe_router import NUM_EXTRA_STATS, Routing, route
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
 
 class FeedForward(nn.Module):
-    """A SwiGLU feed-forward."""
+    """A gated feed-forward: SwiGLU, or with another activation."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(hidden, width, bias=False)
         self.up_proj = nn.Linear(hidden, width, bias=False)
         self.down_proj = nn.Linear(width, hidden, bias=False)
@@ -28,12 +32,12 @@ class FeedForward(nn.Module):
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
         """The projections that may be one matmul; they are if `joint` is set (see `nets/joint_projections.py`)."""
-        return (self.gate_proj, self.up_proj)
+        return (self.gate_proj, self.up_proj) if self.activation == "silu" else ()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.joint:
             return joint_swiglu(x, self.gate_proj, self.up_proj, self.down_proj)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 class ExpertWeights(nn.Module):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
 from trimaran.nets.varlen_attention import attention
 
 MAX_KERNEL_HEAD_DIM = 256
@@ -51,16 +52,6 @@ class PagedCache:
             keys, values = (each.new_zeros(*shape, each.shape[1], each.shape[3]) for each in (key, value))
             self._layers[layer] = keys, values
         return self._layers[layer]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What the attention of some architectures adds: a window of the last keys, a soft cap of scores, sinks [heads]."""
-
-    scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,7 +155,7 @@ def _attend_decodes(
     grouped = query[0].transpose(0, 1).reshape(sequences, heads, -1, query.shape[3])
     sinks = None if options.sinks is None else options.sinks.view(heads, -1)
     key, value = gathered
-    out = _masked_attention(grouped, key, value, mask, options, sinks)
+    out = masked_attention(grouped, key, value, mask, options, sinks)
     return out.reshape(sequences, query.shape[1], -1).transpose(0, 1)[None]
 
 
@@ -202,34 +193,8 @@ def _keys_of_one(number: int, memory: tuple[Tensor, Tensor], extension: PagedExt
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Return the output of the last positions of one sequence, [1, heads, T, head_dim], given all its keys."""
     new, length = query.shape[2], key.shape[2]
-    has_window = options.window is not None and options.window < length
-    if new == length and not has_window and not options.softcap and options.sinks is None:
+    if new == length and not options.limits(length) and not options.changes_scores:
         return attention(query, key, value, None, scale=options.scale)
     positions = torch.arange(length, device=query.device)
-    distances = positions[length - new :, None] - positions
-    mask = distances >= 0
-    if options.window is not None:
-        mask &= distances < options.window
-    return _masked_attention(query, key, value, mask[None, None], options, options.sinks)
-
-
-def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions, sinks: Tensor | None
-) -> Tensor:
-    """Return attention under a mask. `sinks` are one for each query head: [heads], or [key heads, queries]."""
-    if not options.softcap and sinks is None:
-        return attention(query, key, value, mask, causal=False, scale=options.scale)
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    scores = (query @ key.transpose(-2, -1)).float() * scale
-    if options.softcap:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:  # a score that takes its part of the probability, and has no value
-        column = sinks.float().reshape(1, scores.shape[1], -1, 1).expand(len(scores), -1, scores.shape[2], 1)
-        scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
-    return weights.to(value.dtype) @ value
+    mask = causal_window(positions[length - new :], positions, options.window)
+    return masked_attention(query, key, value, mask[None, None], options)

@@ -22,6 +22,8 @@ ATTENTION = {
     "layers.*.self_attn.k_norm": "parameters",
     "layers.*.self_attn.o_proj": "rowwise-to-sequence",
     "layers.*.post_attention_layernorm": "parameters",
+    "layers.*.pre_feedforward_layernorm": "parameters",
+    "layers.*.post_feedforward_layernorm": "parameters",
 }
 FEED_FORWARD = {
     "layers.*.mlp": "gather-sequence",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.nets import Network
-from trimaran.nets.attention import Attention
+from trimaran.nets.attention import Attention, RMSNorm
 from trimaran.nets.decoder import Decoder, DecoderLayer
 from trimaran.nets.joint_projections import joint_slices
 from trimaran.nets.moe import ExpertWeights, FeedForward, MoeLayer
@@ -176,16 +176,16 @@ def join_projections(networks: Sequence[Network], plan: Plan, matrices: Collecti
     dtype = torch.bfloat16 if plan.splits_weights else torch.float32
     slices: dict[Tensor, Tensor] = {}
     for decoder in (each for network in networks for each in network.module.modules() if isinstance(each, Decoder)):
-        if decoder.norm is not None:
+        if type(decoder.norm) is RMSNorm:
             decoder.norm.fused = own_dtype(decoder.norm) is None and not has_hooks([decoder.norm])
     for layer in _decoder_layers(networks, plan):
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        layer.joint = all(own_dtype(each) is None for each in layer.modules()) and not has_hooks(norms)
+        norms = layer.plain_norms
+        layer.joint = bool(norms) and all(own_dtype(each) is None for each in layer.modules()) and not has_hooks(norms)
         for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):
             if layer.joint and part.projections and _may_be_joined(part, matrices):
                 slices.update(joint_slices(part.projections, dtype))
                 part.joint = True
-        layer.fused = on_cpu and all_joint(layer) and layer.self_attn.o_proj.weight in matrices
+        layer.fused = on_cpu and layer.is_fusible and all_joint(layer) and layer.self_attn.o_proj.weight in matrices
     return slices
 
 

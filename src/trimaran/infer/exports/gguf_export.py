@@ -17,7 +17,7 @@ from trimaran.infer.exports.export_packages import cannot_hold, require_package
 from trimaran.infer.exports.gguf_tokenizer import gguf_tokenizer
 from trimaran.models import ModelSpec, spec_to_hf
 from trimaran.models.from_hf import spec_from_hf, unsupported
-from trimaran.models.spec import Rope
+from trimaran.models.rope import Rope
 from trimaran.nets import Decoder, Network, network_of
 
 FILE = "model.gguf"

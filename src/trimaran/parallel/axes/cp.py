@@ -1,6 +1,7 @@
 """Context parallelism: each rank holds a shard of every sequence, and attention covers the full sequence."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
 from trimaran.nets.attention_context import AttentionScope, attend
+from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
 from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.comm.tensor_collectives import exchange_rows, gather_dim
 from trimaran.parallel.mesh import RankMesh
@@ -49,11 +51,18 @@ class AllGatherContext(Context):
         return self.mask(documents)  # a document may span several ranks
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
+        if options.changes_scores or options.limits(key.shape[2]):
+            return self._attend_with_options(query, key, value, scope, options)
         if scope is not None:
-            return attend(query, key, value, scope, scale=scale)
+            return attend(query, key, value, scope, options)
         repeats = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
         length = query.shape[2] // 2
@@ -62,8 +71,19 @@ class AllGatherContext(Context):
             num_keys = (chunk + 1) * length
             keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
             bias = _lower_right(length, num_keys)
-            outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=scale))
+            outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=options.scale))
         return torch.cat(outs, dim=2)
+
+    def _attend_with_options(
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions
+    ) -> Tensor:
+        """Return attention with a window, a soft cap or sinks. The scope, if any, is this context's own mask."""
+        positions = torch.arange(key.shape[2], device=query.device)
+        mask = causal_window(self.shard(positions[None])[0], positions, options.window)
+        if scope is not None:
+            assert isinstance(scope, Tensor), "this context has masks only"
+            mask = mask & scope
+        return masked_attention(query, key, value, mask, options)
 
     def all_reduce(self, local: Tensor) -> Tensor:
         return _all_reduced(local, self._group)
@@ -95,10 +115,17 @@ class UlyssesContext(Context):
         return full.chunk(self._size, dim=1)[self._rank]
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: AttentionScope,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         query, key, value = (self._exchange(each, split=1, join=2) for each in (query, key, value))
-        return self._exchange(attend(query, key, value, scope, scale=scale), split=2, join=1)
+        if options.sinks is not None:  # this rank now has the heads of its own number
+            options = replace(options, sinks=options.sinks.chunk(self._size)[self._rank])
+        return self._exchange(attend(query, key, value, scope, options), split=2, join=1)
 
     def all_reduce(self, local: Tensor) -> Tensor:
         return _all_reduced(local, self._group)

@@ -1,0 +1,1 @@
+"""The Hugging Face architectures that our decoder is read from and written as, one small module for each kind."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig
+from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
 from trimaran.models.to_hf_vlm import vlm_to_disk
@@ -64,6 +64,15 @@ INTERN_VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3
 INTERN_VIT |= {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
 INTERN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
 CONFIGS |= {
+    "qwen3-vl": Qwen3VLConfig(
+        text_config=TEXT
+        | {"num_hidden_layers": 3, "head_dim": 12}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}},
+        vision_config=VISION
+        | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 25}
+        | {"deepstack_visual_indexes": [0, 1]},
+        **TOKENS,
+    ),
     "internvl": InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2"},
         vision_config=INTERN_VIT | {"attention_bias": True},
@@ -77,6 +86,7 @@ CONFIGS |= {
         **INTERN_TOKENS,
     ),
 }
+HF_CONFIGS = [name for name in CONFIGS if name != "qwen3-vl"]  # those that family hf trains with images
 SQUARES = ((4, 4), (4, 4), (4, 4))
 SHAPES = dict.fromkeys(("llava", "internvl", "internvl-6b"), SQUARES)  # rows and columns of patches; one for each image
 VARIOUS = ((4, 6), (10, 2), (6, 6))
@@ -103,10 +113,18 @@ TILED = replace(
     language=replace(_LANGUAGE, block=VLM_PRESETS["tiny-tiled"].language.block),
 )
 WINDOWED = replace(NATIVE, vision=replace(NATIVE.vision, window=16, full_layers=(2,)))
+DEEP = replace(
+    NATIVE,
+    vision=replace(NATIVE.vision, ends=VisionEnds(stem_bias=True, table=5, mean=(0.5,) * 3, std=(0.5,) * 3)),
+    projector=replace(NATIVE.projector, deepstack=(0, 1)),
+    language=replace(_LANGUAGE, block=replace(_LANGUAGE.block, qkv_bias=False, qk_norm=True)),
+    sections=(1, 1, 1, 1),
+)
 SPECS = {
     "native": NATIVE,
     "tiled": TILED,
     "windowed": WINDOWED,
+    "deepstack": DEEP,
     "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
 }
 STAGE_SPLITS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))

@@ -1,5 +1,6 @@
 """Converts the config.json of a vision-language model to a VlmSpec."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -13,12 +14,14 @@ from trimaran.models.spec import ModelSpec
 from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
 
+Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "silu"]
 OWN = "trimaran_vlm"
 FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava", OWN_LAYOUT)  # transformers has classes for these
-ACTIVATIONS: dict[str, Literal["gelu", "quick-gelu", "silu"]] = {
+ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "quick_gelu": "quick-gelu",
     "silu": "silu",
+    "gelu_pytorch_tanh": "gelu-tanh",
 }
 # Defaults of transformers' configuration classes.
 _LLAMA = {
@@ -28,6 +31,7 @@ _LLAMA = {
 _QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
 _QWEN_SECTIONS = (16, 24, 24)
 _QWEN_THETA = 1_000_000.0
+_QWEN_3_SECTIONS, _QWEN_3_THETA = (24, 20, 20), 500_000.0
 
 
 def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
@@ -84,6 +88,71 @@ def _qwen_language(fields: Fields, text: Fields) -> tuple[ModelSpec, tuple[int, 
     plain = {"model_type": "qwen2", "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
     plain |= {"tie_word_embeddings": _tied(fields, text)}
     return spec_from_hf({**text.config, **plain}, where=text.where), sections
+
+
+def _qwen_3(fields: Fields) -> VlmSpec:
+    """Return the shape of Qwen3-VL: learned and rotary positions, features of several layers, interleaved M-RoPE."""
+    below = fields.below("vision_config").assuming(USUAL["qwen3_vl"])
+    text = fields.below("text_config")
+    rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise bad_field("rope_parameters", f"{show(rope)} is not a mapping", text.where)
+    kinds = {rope.get(name) for name in ("type", "rope_type")} - {None, "mrope", "default"}
+    if kinds:
+        raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
+    theta = rope.get("rope_theta") or text.config.get("rope_theta") or _QWEN_3_THETA
+    plain = {"model_type": "qwen3", "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    language = spec_from_hf({**text.config, **plain, "tie_word_embeddings": _tied(fields, text)}, where=text.where)
+    if (out := below.size("out_hidden_size", default=language.hidden)) != language.hidden:
+        raise bad_field("vision_config.out_hidden_size", f"{out} is not the language's {language.hidden}", fields.where)
+    vision, merge = _qwen_3_vision(below), below.size("spatial_merge_size", default=2)
+    image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
+    parts = Fields(rope, text.where).numbers("mrope_section") or _QWEN_3_SECTIONS
+    if len(parts) != 3:
+        raise bad_field("mrope_section", f"{list(parts)} are not those of time, row and column", text.where)
+    return VlmSpec(
+        name="qwen3_vl",
+        vision=vision,
+        projector=ProjectorSpec(
+            merge=merge, hidden=vision.hidden * merge * merge, deepstack=below.numbers("deepstack_visual_indexes")
+        ),
+        language=language,
+        image_token=image,
+        before=(start,),
+        after=(end,),
+        sections=interleaved_sections(parts, language.head_dim // 2),
+        min_pixels=256 * 256,
+        max_pixels=4096 * 4096,
+    )
+
+
+def interleaved_sections(parts: tuple[int, ...], pairs: int) -> tuple[int, ...]:
+    """Return Qwen3-VL's sections: time, row and column take turns, `parts` of each; time also has the rest."""
+    axes = [number % 3 if number < 3 * parts[number % 3] else 0 for number in range(pairs)]
+    sections: list[int] = []
+    number = 0
+    while number < pairs:
+        first = number
+        while number < pairs and axes[number] == len(sections) % 3:
+            number += 1
+        sections.append(number - first)
+    return tuple(sections)
+
+
+def _qwen_3_vision(below: Fields) -> VisionSpec:
+    places = below.size("num_position_embeddings")
+    if (side := math.isqrt(places)) ** 2 != places:
+        raise bad_field("num_position_embeddings", f"{places} positions are not a square", below.where)
+    return VisionSpec(
+        layers=below.size("depth"),
+        hidden=below.size("hidden_size"),
+        heads=below.size("num_heads", "num_attention_heads"),
+        ffn=below.size("intermediate_size"),
+        patch=_patch(below),
+        frames=below.size("temporal_patch_size"),
+        block=VisionBlock(activation=_activation(below, "gelu_pytorch_tanh")),
+        ends=VisionEnds(stem_bias=True, table=side, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+    )
 
 
 def _qwen_2_vision(below: Fields) -> VisionSpec:
@@ -165,7 +234,7 @@ def _patch(below: Fields) -> int:
     return below.sides("patch_size")[0]
 
 
-def _activation(below: Fields, usual: str) -> Literal["gelu", "quick-gelu", "silu"]:
+def _activation(below: Fields, usual: str) -> Activation:
     word = below.word("hidden_act", default=usual)
     if word not in ACTIVATIONS:
         raise _cannot(f"hidden_act of its vision is {show(word)}", below.where)
@@ -185,6 +254,7 @@ def _cannot(what: str, where: str) -> UserError:
 READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen_3,
     "llava": _llava,
     OWN_LAYOUT: lambda fields: internvl_spec(fields, _cannot),
     CHAT: lambda fields: internvl_spec(fields, _cannot),

@@ -11,7 +11,7 @@ from trimaran.hub import near_folder, repo_name
 from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import Spec
 from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported
-from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
+from trimaran.models.from_hf_vlm import FOREIGN, interleaved_sections, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
@@ -206,7 +206,9 @@ def _vlm(section: ModelSection) -> VlmSpec:
             raise wrong_value(f"{language!r} is not a mapping of fields", "model.shape.language")
         before, spec = spec.language.head_dim, replace(spec, language=_reshaped(spec.language, language))
         if spec.sections and spec.language.head_dim != before:
-            spec = replace(spec, sections=_sections(spec.language.head_dim // 2))
+            sections, pairs = _sections(spec.language.head_dim // 2), spec.language.head_dim // 2
+            is_interleaved = len(spec.sections) > len(sections)
+            spec = replace(spec, sections=interleaved_sections(sections, pairs) if is_interleaved else sections)
     refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
     spec = changed(VlmSpec, spec, shape, "model.shape")
     if problem := first_invalid_vlm_field(spec):

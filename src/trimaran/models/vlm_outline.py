@@ -85,7 +85,7 @@ def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
 
 def _projector(spec: VlmSpec, patches: int) -> Tower:
     """Return the projector: two matmuls, modelled as one feed-forward of its own width."""
-    width, weights = spec.feature_width, spec.projector_middle * (spec.feature_width + spec.hidden)
+    width, weights = spec.feature_width, spec.projector_weights
     ffn = weights // (2 * width)
     block = OutlineLayer(
         hidden=width,

@@ -149,6 +149,26 @@ def _qwen(name: str, spec: VlmSpec) -> DiskTensor:
     return DiskTensor(_renamed(layer_name, names))
 
 
+def _qwen_3(name: str, spec: VlmSpec) -> DiskTensor:
+    tower, _, rest = name.partition(".")
+    if tower == "language":
+        return DiskTensor(rest if rest.startswith("lm_head") else f"model.language_model.{rest}")
+    linears = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+    if tower == "projector":
+        where = rest.replace("deep.", "deepstack_merger_list.") if rest.startswith("deep.") else f"merger.{rest}"
+        return DiskTensor(f"model.visual.{_renamed(where, linears)}")
+    if rest == "stem.positions":
+        return DiskTensor("model.visual.pos_embed.weight")
+    names = {"stem.patch_embed": "patch_embed.proj", "mlp.up_proj": "mlp.linear_fc1", "mlp.down_proj": "mlp.linear_fc2"}
+    if rest in ("stem.patch_embed.bias", "stem.patch_embed.weight") or ".mlp." in rest:
+        vision = spec.vision
+        shape = (vision.hidden, CHANNELS, vision.frames, vision.patch, vision.patch)
+        where = _renamed(rest, names).replace("layers.", "blocks.")
+        return DiskTensor(f"model.visual.{where}", shape=shape if rest == "stem.patch_embed.weight" else None)
+    stored = _qwen(name, spec)
+    return replace(stored, name=f"model.{stored.name}")
+
+
 def _llava(name: str, spec: VlmSpec) -> DiskTensor:
     tower, _, rest = name.partition(".")
     if tower == "language":
@@ -282,6 +302,7 @@ def _intern_stem(rest: str, spec: VlmSpec, names: Mapping[str, str]) -> DiskTens
 FORMS: Mapping[Form, Callable[[str, VlmSpec], DiskTensor]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen_3,
     "llava": _llava,
     "internvl": _internvl,
     "internvl_chat": _internvl_chat,

@@ -15,8 +15,8 @@ from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "silu"]
-OWN = "trimaran_vlm"
-FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava", OWN_LAYOUT)  # transformers has classes for these
+OWN, ONEVISION = "trimaran_vlm", "llava_onevision"
+FOREIGN = ("qwen2_vl", "qwen2_5_vl", "llava", ONEVISION, OWN_LAYOUT)  # transformers has classes for these
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "quick_gelu": "quick-gelu",
@@ -28,6 +28,9 @@ _LLAMA = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "vocab_size": 32000, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_ONEVISION_SIDE = 6  # tiles per side of the largest grid
+_ONEVISION_TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26, "num_attention_heads": 16,
+                    "image_size": 384, "patch_size": 14}  # fmt: skip
 _QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
 _QWEN_SECTIONS = (16, 24, 24)
 _QWEN_THETA = 1_000_000.0
@@ -209,6 +212,58 @@ def _llava(fields: Fields) -> VlmSpec:
     )
 
 
+def _llava_onevision(fields: Fields) -> VlmSpec:
+    """Return the shape of LLaVA-OneVision: SigLIP, two matmuls, a newline after each row of tokens, a decoder."""
+    below = fields.below("vision_config").assuming(USUAL["siglip_vision_model"] | _ONEVISION_TOWER)
+    if (kind := below.word("model_type", default="siglip_vision_model")) != "siglip_vision_model":
+        raise _cannot(f"its vision is {show(kind)}, and not siglip_vision_model", fields.where)
+    text = fields.below("text_config")
+    for name, value, plain in (
+        ("projector_hidden_act", fields.word("projector_hidden_act", default="gelu"), "gelu"),
+        ("multimodal_projector_bias", fields.boolean("multimodal_projector_bias", default=True), True),
+        ("vision_feature_select_strategy", fields.word("vision_feature_select_strategy", default="full"), "full"),
+        ("vision_feature_layer", fields.config.get("vision_feature_layer", -1), -1),
+        ("vision_aspect_ratio", fields.word("vision_aspect_ratio", default="anyres_max_9"), "anyres_max_9"),
+    ):
+        if value != plain:
+            raise _cannot(f"{name} is {show(value)}", fields.where)
+    tile = below.sides("image_size")[0]
+    given = {"model_type": "qwen2", **text.config, "tie_word_embeddings": _tied(fields, text)}
+    return VlmSpec(
+        name="llava_onevision",
+        vision=VisionSpec(
+            layers=below.size("num_hidden_layers"),
+            hidden=below.size("hidden_size"),
+            heads=below.size("num_attention_heads"),
+            ffn=below.size("intermediate_size"),
+            patch=_patch(below),
+            variant="anyres",
+            tile=tile,
+            block=VisionBlock(
+                activation=_activation(below, "gelu_pytorch_tanh"),
+                norm_eps=below.number("layer_norm_eps", default=1e-6),
+            ),
+            ends=VisionEnds(stem_bias=True, table=tile // _patch(below), mean=(0.5,) * 3, std=(0.5,) * 3),
+        ),
+        projector=ProjectorSpec(merge=1, normed=False),
+        language=spec_from_hf(given, where=text.where),
+        image_token=fields.integer("image_token_index", "image_token_id", default=151646),
+        max_tiles=_tile_grid(fields, tile),
+    )
+
+
+def _tile_grid(fields: Fields, tile: int) -> int:
+    """Return the most tiles of an image: those of a square grid, any part of which an image may take."""
+    points = fields.config.get("image_grid_pinpoints")
+    if points is None:
+        return _ONEVISION_SIDE**2
+    side = math.isqrt(len(points)) if isinstance(points, list) else 0
+    every = [[row * tile, column * tile] for row in range(1, side + 1) for column in range(1, side + 1)]
+    if not side or [list(each) for each in points] != every:
+        raise _cannot("its image_grid_pinpoints are not all grids up to a square one", fields.where)
+    return side**2
+
+
 def _clip_vision(fields: Fields, below: Fields) -> VisionSpec:
     layers, tapped = below.size("num_hidden_layers"), fields.config.get("vision_feature_layer", -2)
     if not isinstance(tapped, int) or isinstance(tapped, bool) or not -layers <= tapped <= layers or tapped == 0:
@@ -256,6 +311,7 @@ READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen_3,
     "llava": _llava,
+    ONEVISION: _llava_onevision,
     OWN_LAYOUT: lambda fields: internvl_spec(fields, _cannot),
     CHAT: lambda fields: internvl_spec(fields, _cannot),
     OWN: _own,

@@ -200,6 +200,9 @@ def _vlm(section: ModelSection) -> VlmSpec:
         config = with_image_tokens(read_json(file, limit_bytes=MAX_CONFIG_BYTES), folder)
         spec = vlm_from_disk(config, where=str(file))
         spec = replace(spec, name=repo_name(folder))
+    if spec.vision.variant == "anyres":
+        raise UserError("M076", "our network does not arrange tiles as LLaVA-OneVision does", where="model.family",
+                        fix="use model.family hf, which trains it on data-parallel plans")  # fmt: skip
     shape = dict(section.shape)
     if (language := shape.pop("language", None)) is not None:
         if not isinstance(language, Mapping):

@@ -58,6 +58,8 @@ def _vision_flaws(vision: VisionSpec, merge: int) -> Iterator[InvalidField]:
 
 def _invalid_variant_fields(vision: VisionSpec, cell: int) -> Iterator[InvalidField]:
     """Yield problems with native or tiled images; `cell` is the pixels per side that become a token."""
+    if vision.variant == "anyres" and (vision.tile < cell or cell != vision.patch):
+        yield "vision.tile", f"{vision.tile} pixels are less than a patch, or patches are merged"
     if vision.variant == "tiled" and (vision.tile < cell or vision.tile % cell):
         yield "vision.tile", f"{vision.tile} pixels are not a multiple of patch x merge, {cell}"
     if vision.variant == "tiled" and vision.window:

@@ -52,8 +52,9 @@ class VisionSpec:
     """A vision transformer.
 
     `native` takes images of any shape, packed as patches, with rotary positions by row and column; `tiled` takes
-    squares of `tile` pixels, with a table of learned positions. `window` is in pixels per side; 0 is full attention in
-    every layer; with windows, only the `full_layers` have it. A patch spans `frames` of a video; an image repeats.
+    squares of `tile` pixels, with a table of learned positions, and so does `anyres` (see `ImageRules`). `window` is in
+    pixels per side; 0 is full attention in every layer; with windows, only the `full_layers` have it. A patch spans
+    `frames` of a video; an image repeats.
     """
 
     layers: int
@@ -61,7 +62,7 @@ class VisionSpec:
     heads: int
     ffn: int
     patch: int
-    variant: Literal["native", "tiled"] = "native"
+    variant: Literal["native", "tiled", "anyres"] = "native"
     tile: int = 0
     window: int = 0
     full_layers: tuple[int, ...] = ()
@@ -81,7 +82,7 @@ class VisionSpec:
     @property
     def table_side(self) -> int:
         """Patches per side of the learned positions; 0 without a table."""
-        return (self.ends.table or self.tile_side) if self.variant == "tiled" else self.ends.table
+        return self.ends.table if self.variant == "native" else self.ends.table or self.tile_side
 
     @property
     def norm_parameters(self) -> int:

@@ -64,7 +64,8 @@ class VisionAdapter(ABC):
         if patches is None or grids is None or self._is_black:
             self._images = self._black_image(inputs["tokens"])
         else:
-            self._images = ImagePatches(patches, grids, host_grids)
+            arranged = (inputs.get(name) for name in ("token_sources", "token_weights"))
+            self._images = ImagePatches(patches, grids, host_grids, *arranged)
         try:
             yield
         finally:
@@ -191,6 +192,34 @@ class InternVisionAdapter(LlavaVisionAdapter):
         return self.projector(self._model.pixel_shuffle(squares).flatten(1, 2)).flatten(0, 1)
 
 
+class OneVisionAdapter(LlavaVisionAdapter):
+    """Adapter of LLaVA-OneVision: tiles of one size, whose tokens are put together to rows that end with a newline."""
+
+    @property
+    def unused(self) -> Sequence[nn.Module]:
+        return (self._model.vision_tower.post_layernorm,)
+
+    def encode(self, images: ImagePatches) -> Tensor:
+        tower = self._model.vision_tower
+        x = tower.embeddings(_cropped_tiles(images.patches, self.spec))
+        for layer in tower.encoder.layers:
+            x = layer(x, None)
+        rows, newline = self.projector(x).flatten(0, 1), self._model.image_newline[None]
+        if images.token_sources is None or images.token_weights is None:  # the black image
+            return rows + 0 * newline.to(rows.dtype)
+        rows = torch.cat([rows, newline.to(rows.dtype)])
+        sources = images.token_sources.long()
+        sources = sources.where(sources >= 0, len(rows) - 1)
+        return F.embedding_bag(sources, rows, per_sample_weights=images.token_weights.to(rows.dtype), mode="sum")
+
+
+def _cropped_tiles(patches: Tensor, spec: VlmSpec) -> Tensor:
+    """Return tiles [tiles, channel, row, column] of complete patches."""
+    vision, side = spec.vision, spec.vision.tile_side
+    tiles = normalise_patches(patches, vision.ends).view(-1, side, side, CHANNELS, vision.patch, vision.patch)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, CHANNELS, side * vision.patch, side * vision.patch)
+
+
 def squares_of(patches: Tensor, spec: VlmSpec) -> Tensor:
     """Return the normalised tiles [tiles, channel, row, column] of `patches`, which are in groups of one token each."""
     vision, merge = spec.vision, spec.projector.merge
@@ -205,4 +234,5 @@ VISION_ADAPTERS = {
     "qwen2_5_vl": QwenVisionAdapter,
     "llava": LlavaVisionAdapter,
     "internvl": InternVisionAdapter,
+    "llava_onevision": OneVisionAdapter,
 }

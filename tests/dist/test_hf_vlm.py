@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaOnevisio
 
 from tests import vlm_models
 from tests.cases import slow
-from tests.parity import assert_same_trajectory, plan_for, train_trajectory
+from tests.parity import plan_for, train_trajectory
 from tests.ranks import run_ranks
 from tests.vlm_training import SEQ_LEN, SPEC, STEPS, TRAIN, TrainingTrace, assert_traces_match, batch_of, plan_of
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection
@@ -171,4 +171,6 @@ def test_images_of_any_resolution_train_alike_on_every_data_parallel_plan(tmp_pa
     assert expected.losses[-1] < expected.losses[0]
     for mesh in ({"dp_replicate": 2}, {"dp_shard": 2}):
         plan = plan_for(recipe, grad_accum=2, **mesh)
-        assert_same_trajectory(train_trajectory(recipe, plan, tmp_path / "runs"), expected)
+        trajectory = train_trajectory(recipe, plan, tmp_path / "runs")
+        assert trajectory.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trajectory.norms == pytest.approx(expected.norms, rel=1e-5)

@@ -94,7 +94,8 @@ def their_inputs(numbers: list[int], tokens: Tensor) -> dict[str, Tensor]:
     processor = LlavaOnevisionImageProcessorPil(
         size={"height": TILE, "width": TILE}, image_grid_pinpoints=PINPOINTS, image_mean=mean, image_std=mean
     )
-    values = processor(images=[[image_of(SIZES[each])] for each in numbers], return_tensors="pt")
+    nested: Any = [[image_of(SIZES[each])] for each in numbers]
+    values = processor(images=nested, return_tensors="pt")
     return {"input_ids": tokens, "pixel_values": values["pixel_values"], "image_sizes": values["image_sizes"]}
 
 

@@ -13,7 +13,7 @@ from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_V
 
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
 from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm_spec import VisionBlock, VisionEnds
+from trimaran.models.vlm_spec import IMAGENET_MEAN, IMAGENET_STD, VisionBlock, VisionEnds
 from trimaran.nets import Vlm, initialise
 
 IMAGE = 300
@@ -120,11 +120,22 @@ DEEP = replace(
     language=replace(_LANGUAGE, block=replace(_LANGUAGE.block, qkv_bias=False, qk_norm=True)),
     sections=(1, 1, 1, 1),
 )
+INTERNLM = replace(
+    TILED,
+    vision=replace(
+        TILED.vision,
+        block=VisionBlock(rms_norm=True, qk_norm=True, scaled=True, qkv_bias=False),
+        ends=VisionEnds(class_token=True, stem_bias=True, thumbnail="last", mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    ),
+    language=replace(TILED.language, tied=False),
+    layout="internvl_internlm2",
+)
 SPECS = {
     "native": NATIVE,
     "tiled": TILED,
     "windowed": WINDOWED,
     "deepstack": DEEP,
+    "internlm2": INTERNLM,
     "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
 }
 STAGE_SPLITS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))

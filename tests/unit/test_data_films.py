@@ -67,7 +67,7 @@ def test_markers_times_and_lists_of_frames(frames: Path) -> None:
     listed = [f"film/{number:03d}.png" for number in range(3)]
     film = {"frames": listed, "times": [10.0, 10.5, 12.25]}
     question = [{"role": "user", "content": "in <video> and <video>?"}, QUESTION[1]]
-    parts, images = parse({"messages": question, "videos": [film, film]}, frames, FrameChoice(per_second=0.4, most=2))
+    parts, images = parse({"messages": question, "videos": [film, film]}, frames, FrameChoice(per_second=0.5, most=2))
     assert images == ["000.png", "002.png"] * 2
     one = ["<0.0 seconds>", None, "<2.2 seconds>", None]
     assert parts == ["in ", *one, " and ", *one, "?"]
@@ -113,12 +113,12 @@ def test_films_are_prepared_counted_and_estimated_as_their_frames(frames: Path) 
     file.write_text("".join(json.dumps(each) + "\n" for each in [*rows, broken, unreadable]))
     samples = SamplesSection(max_frames=4, max_bad=0.5)
     section = DataSection(source="chat", path=str(file), seq_len=512, samples=samples)
-    index = SampleIndex.open(prepare_samples(section, frames / "cache", rules=RULES))
+    index = SampleIndex.open(prepare_samples(section, cache=frames / "cache", rules=RULES))
     assert index.num_samples == 9
     assert index.parts[0].meta.num_bad == 2
     assert index.image_counts.tolist() == [4] * 9
     more = section.model_copy(update={"samples": samples.model_copy(update={"max_frames": 2})})
-    again = SampleIndex.open(prepare_samples(more, frames / "cache", rules=RULES))
+    again = SampleIndex.open(prepare_samples(more, cache=frames / "cache", rules=RULES))
     assert again.image_counts.tolist() == [2] * 9
     sizes = estimate_rows(section, RULES)
     assert sizes is not None

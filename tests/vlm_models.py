@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig
+from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
 from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm_spec import CLIP_MEAN, CLIP_STD, VisionBlock
+from trimaran.models.vlm_spec import IMAGENET_MEAN, IMAGENET_STD, VisionBlock, VisionEnds
 from trimaran.nets import Vlm, initialise
 
 IMAGE = 300
@@ -60,7 +60,35 @@ CONFIGS: dict[str, Any] = {
         image_token_index=IMAGE,
     ),
 }
-SHAPES = {"llava": ((4, 4), (4, 4), (4, 4))}  # rows and columns of patches; one for each image
+INTERN_VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+INTERN_VIT |= {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
+INTERN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
+CONFIGS |= {
+    "qwen3-vl": Qwen3VLConfig(
+        text_config=TEXT
+        | {"num_hidden_layers": 3, "head_dim": 12}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}},
+        vision_config=VISION
+        | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 25}
+        | {"deepstack_visual_indexes": [0, 1]},
+        **TOKENS,
+    ),
+    "internvl": InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=INTERN_VIT | {"attention_bias": True},
+        tie_word_embeddings=False,
+        **INTERN_TOKENS,
+    ),
+    "internvl-6b": InternVLConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=INTERN_VIT | {"use_qk_norm": True, "norm_type": "rms_norm"},
+        tie_word_embeddings=True,
+        **INTERN_TOKENS,
+    ),
+}
+HF_CONFIGS = [name for name in CONFIGS if name != "qwen3-vl"]  # those that family hf trains with images
+SQUARES = ((4, 4), (4, 4), (4, 4))
+SHAPES = dict.fromkeys(("llava", "internvl", "internvl-6b"), SQUARES)  # rows and columns of patches; one for each image
 VARIOUS = ((4, 6), (10, 2), (6, 6))
 _LANGUAGE = replace(VLM_PRESETS["tiny"].language, layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8)
 NATIVE = replace(
@@ -85,10 +113,29 @@ TILED = replace(
     language=replace(_LANGUAGE, block=VLM_PRESETS["tiny-tiled"].language.block),
 )
 WINDOWED = replace(NATIVE, vision=replace(NATIVE.vision, window=16, full_layers=(2,)))
+DEEP = replace(
+    NATIVE,
+    vision=replace(NATIVE.vision, ends=VisionEnds(stem_bias=True, table=5, mean=(0.5,) * 3, std=(0.5,) * 3)),
+    projector=replace(NATIVE.projector, deepstack=(0, 1)),
+    language=replace(_LANGUAGE, block=replace(_LANGUAGE.block, qkv_bias=False, qk_norm=True)),
+    sections=(1, 1, 1, 1),
+)
+INTERNLM = replace(
+    TILED,
+    vision=replace(
+        TILED.vision,
+        block=VisionBlock(rms_norm=True, qk_norm=True, scaled=True, qkv_bias=False),
+        ends=VisionEnds(class_token=True, stem_bias=True, thumbnail="last", mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    ),
+    language=replace(TILED.language, tied=False),
+    layout="internvl_internlm2",
+)
 SPECS = {
     "native": NATIVE,
     "tiled": TILED,
     "windowed": WINDOWED,
+    "deepstack": DEEP,
+    "internlm2": INTERNLM,
     "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
 }
 STAGE_SPLITS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))
@@ -142,9 +189,9 @@ def inputs_of(spec: VlmSpec, images: Sequence[Tensor], rows: Sequence[Sequence[i
     }
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """Return pixels [..., 3, n] normalised as CLIP's image processor does it."""
-    mean, std = (torch.tensor(each)[:, None] for each in (CLIP_MEAN, CLIP_STD))
+def normalised(pixels: Tensor, ends: VisionEnds) -> Tensor:
+    """Return pixels [..., 3, n] normalised as the model's image processor does it."""
+    mean, std = (torch.tensor(each)[:, None] for each in (ends.mean, ends.std))
     return (pixels / 255 - mean) / std
 
 
@@ -153,9 +200,11 @@ def hf_inputs(spec: VlmSpec, inputs: dict[str, Tensor], images: Sequence[Tensor]
     if spec.vision.variant == "tiled":
         return {
             "input_ids": tokens,
-            "pixel_values": normalised(torch.stack(list(images)).flatten(2)).view(-1, *images[0].shape),
+            "pixel_values": normalised(torch.stack(list(images)).flatten(2), spec.vision.ends).view(
+                -1, *images[0].shape
+            ),
         }
-    pixels = normalised(patches.view(len(patches), 3, -1))
+    pixels = normalised(patches.view(len(patches), 3, -1), spec.vision.ends)
     video = pixels[:, :, None].expand(-1, -1, spec.vision.frames, -1).flatten(1)
     grids = torch.cat([torch.ones(len(inputs["grids"]), 1, dtype=torch.int64), inputs["grids"].long()], 1)
     kinds = (tokens == spec.image_token).int()

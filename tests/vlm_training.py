@@ -40,6 +40,13 @@ SPEC = replace(
     sections=(2, 1, 1),
 )
 TIED = replace(SPEC, language=replace(SPEC.language, tied=True))
+DEEP = replace(
+    SPEC,
+    vision=replace(SPEC.vision, ends=replace(SPEC.vision.ends, stem_bias=True, table=3)),
+    projector=replace(SPEC.projector, deepstack=(0, 1)),
+    language=replace(SPEC.language, layers=3, block=replace(SPEC.language.block, qk_norm=True)),
+    sections=(1, 1, 1, 1),
+)
 # A large eps: otherwise the first AdamW updates have the same size for any gradient, even for rounding noise.
 TRAIN: dict[str, Any] = {"lr": 3e-3, "steps": STEPS, "global_batch": GLOBAL_BATCH, "optimizer": {"eps": 1e-3}}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, LlavaConfig, Qwen2VLConfig
+from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaOnevisionConfig, Qwen2VLConfig
 
 from tests import vlm_models
 from tests.cases import slow
@@ -42,6 +42,15 @@ def llava() -> LlavaConfig:
     text = {name: value for name, value in TEXT.items() if name != "rope_scaling"} | {"model_type": "llama"}
     adapter = vlm_models.CLIP | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
     return LlavaConfig(text_config=text, vision_config=adapter, image_token_index=SPEC.image_token)
+
+
+def onevision() -> LlavaOnevisionConfig:
+    text = {name: value for name, value in TEXT.items() if name != "rope_scaling"} | {"model_type": "qwen2"}
+    tower = vlm_models.CLIP | {"model_type": "siglip_vision_model", "image_size": 20, "patch_size": 6}
+    grids = [[row * 20, column * 20] for row in (1, 2) for column in (1, 2)]
+    tokens = {"image_token_index": SPEC.image_token, "video_token_index": 261}
+    tower["vision_use_head"] = False
+    return LlavaOnevisionConfig(text_config=text, vision_config=tower, image_grid_pinpoints=grids, **tokens)
 
 
 def built(folder: Path, plan: Plan, freeze: tuple[str, ...]) -> HfVlmNetwork:
@@ -146,3 +155,22 @@ def test_a_run_on_images_writes_files_that_transformers_reads(config: Any, tmp_p
     names = dict(read.named_parameters())
     assert len(names) >= len(trajectory.weights)
     assert all(torch.isfinite(each).all() for each in names.values())
+
+
+@pytest.mark.slow
+def test_images_of_any_resolution_train_alike_on_every_data_parallel_plan(tmp_path: Path) -> None:
+    for name in ("runs", "images"):
+        (tmp_path / name).mkdir()
+    write_images(tmp_path / "images")
+    onevision().save_pretrained(tmp_path / "model")
+    data = {"source": "image-folder", "path": str(tmp_path / "images"), "seq_len": 256, "holdout": 0}
+    train = {"steps": 3, "global_batch": 4, "lr": 3e-3, "sample": {"tokens": 0}, "optimizer": {"eps": 1e-3}}
+    model = ModelSection(family="hf", path=str(tmp_path / "model"))
+    recipe = Recipe.model_validate({"model": model, "data": data, "train": train})
+    expected = train_trajectory(recipe, plan_for(recipe, grad_accum=1), tmp_path / "runs")
+    assert expected.losses[-1] < expected.losses[0]
+    for mesh in ({"dp_replicate": 2}, {"dp_shard": 2}):
+        plan = plan_for(recipe, grad_accum=2, **mesh)
+        trajectory = train_trajectory(recipe, plan, tmp_path / "runs")
+        assert trajectory.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trajectory.norms == pytest.approx(expected.norms, rel=1e-5)

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory
+from tests.unit.test_nets_internvl import add_tokenizer, chat_folder
 from trimaran.core import Plan, Recipe, parse_recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import VlmSpec, outline_for, spec_of
@@ -39,6 +40,34 @@ def test_the_shrunk_model_has_what_is_awkward_to_split_and_the_plan_of_the_large
     assert plan.mesh.dp_shard == 4
     settings = [{name: (own.tp, own.recompute) for name, own in each.towers.items()} for each in (plan, shrunk.plan)]
     assert settings[0] == settings[1]
+
+
+@pytest.mark.slow
+def test_a_published_folder_trains_alike_on_every_axis_and_is_written_in_its_own_layout(tmp_path: Path) -> None:
+    folder, runs, images = (tmp_path / name for name in ("model", "runs", "images"))
+    for each in (folder, runs, images):
+        each.mkdir()
+    _, tensors = chat_folder(folder, "internlm2")
+    add_tokenizer(folder, "added_tokens.json")
+    random = np.random.default_rng(0)
+    for number in range(12):
+        size = (*random.integers(10, 50, 2).tolist(), 3)
+        Image.fromarray(random.integers(0, 256, size, dtype=np.uint8)).save(images / f"{number:02d}.png")
+        (images / f"{number:02d}.txt").write_text(f"image {number}")
+    recipe = Recipe.model_validate({
+        "model": {"family": "vlm", "path": str(folder)},
+        "data": {"source": "image-folder", "path": str(images), "seq_len": 128, "holdout": 0, "tokenizer": "bytes"},
+        "train": {"steps": 3, "global_batch": 4, "lr": 1e-3, "sample": {"tokens": 0}, "optimizer": {"eps": 1e-3}},
+    })  # fmt: skip
+    expected = train_trajectory(recipe, plan_for(recipe, grad_accum=1), runs)
+    assert expected.weights.keys() == tensors.keys()
+    for mesh in ({"dp_shard": 2}, {"tp": 2}, {"pp": 2}):
+        towers = {"vision": {"tp": 1}} if "tp" in mesh else {}  # its heads are normalised together
+        plan = plan_for(recipe, grad_accum=2, towers=towers, **mesh)
+        assert_same_trajectory(train_trajectory(recipe, plan, runs), expected)
+    written = json.loads((runs / "0" / "model" / "config.json").read_text())
+    assert (written["model_type"], written["template"]) == ("internvl_chat", "internvl2_5")
+    assert (runs / "0" / "model" / "configuration_internvl_chat.py").is_file()
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import pytest
 from tests.cases import quick_or_slow
 from tests.parity import Trajectory, assert_same_trajectory, differences, plan_for, train_trajectory
 from trimaran.core import ModelSection, Recipe
+from trimaran.data.recorded_scenes import write_scenes
+from trimaran.data.simulated_scenes import make_scene
 from trimaran.models import spec_of
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.nets import initialise
@@ -78,3 +80,17 @@ def test_a_frozen_tower_does_not_change(folder: Path, reference: Trajectory) -> 
     initialise(first, seed=frozen.train.seed, spec=spec)
     for name, value in first.named_parameters():
         assert alone.weights[name].equal(value) == name.startswith("camera."), name
+
+
+@pytest.mark.slow
+def test_recorded_scenes_train_like_one_process(tmp_path: Path) -> None:
+    spec = spec_of(RECIPE.model)
+    assert isinstance(spec, PerceptionSpec)
+    rules = spec.scenes()
+    write_scenes([make_scene(0, number, rules) for number in range(20)], rules, tmp_path / "scenes")
+    (tmp_path / "runs").mkdir()
+    data = RECIPE.data.model_copy(update={"path": str(tmp_path / "scenes"), "holdout": 0.2})
+    recipe = RECIPE.model_copy(update={"data": data})
+    expected = train_trajectory(recipe, plan_for(recipe, grad_accum=1), tmp_path / "runs")
+    for name in ("ddp", "zero-3", "pp"):
+        assert_same_trajectory(train_trajectory(recipe, plan_for(recipe, **PLANS[name]), tmp_path / "runs"), expected)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.vlm_training import (
+    DEEP,
     GLOBAL_BATCH,
     SPEC,
     STEPS,
@@ -94,6 +95,23 @@ SLOW: dict[str, dict[str, Any]] = {
         "offload": "activations",
     },
 }
+# Qwen3-VL: features of two vision layers are added after the first two of three decoder layers; six blocks in all.
+DEEP_PLANS: dict[str, dict[str, Any]] = {
+    "zero-3, recomputed": {"mesh": {"dp_shard": 2}, "sharding": "parameters", "recompute": "full"},
+    "tp": {"mesh": {"tp": 2}},
+    "pp inside the vision": {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 5]}},
+    "pp after the first decoder layer": {"mesh": {"pp": 2}, "pipeline": {"stages": [4, 2]}},
+}
+SLOW_DEEP_PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"mesh": {"dp_replicate": 2}},
+    "cp": {"mesh": {"cp": 2}},
+    "tp, vision and projector sharded over its ranks": {"mesh": {"tp": 2}, "towers": SHARDED},
+    "pp after the projector": {"mesh": {"pp": 2}, "pipeline": {"stages": [3, 3], "schedule": "gpipe"}},
+    "pp and tp": {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"stages": [4, 2]}},
+    "interleaved pp": {"mesh": {"pp": 2}, "grad_accum": 4,
+                       "pipeline": {"schedule": "interleaved", "stages": [1, 2, 2, 1]}},
+    "pp and zero-3": {"mesh": {"pp": 2, "dp_shard": 2}, "sharding": "parameters", "pipeline": {"stages": [4, 2]}},
+}  # fmt: skip
 STAGES = {"gpipe": [1, 4], "1f1b": [2, 3], "interleaved": [1, 1, 1, 2], "zero-bubble": [1, 1, 1, 2]}
 
 
@@ -126,6 +144,22 @@ def test_every_plan_trains_the_trajectory_of_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_combined_axes_train_the_trajectory_of_one_process(name: str) -> None:
     assert_traces_match(train_all_ranks(SPEC, plan_of(**SLOW[name])), alone())
+
+
+@cache
+def alone_with_deepstack() -> TrainingTrace:
+    return train_all_ranks(DEEP, plan_of(grad_accum=1))[0]
+
+
+@pytest.mark.parametrize("name", DEEP_PLANS)
+def test_deepstack_trains_the_trajectory_of_one_process(name: str) -> None:
+    assert_traces_match(train_all_ranks(DEEP, plan_of(**DEEP_PLANS[name])), alone_with_deepstack())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_DEEP_PLANS)
+def test_deepstack_trains_it_under_combined_axes(name: str) -> None:
+    assert_traces_match(train_all_ranks(DEEP, plan_of(**SLOW_DEEP_PLANS[name])), alone_with_deepstack())
 
 
 @pytest.mark.parametrize("schedule", STAGES)

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.vlm_models import CONFIGS, SHAPES, VARIOUS, hf_inputs, hf_positions, inputs_of, perturb, random_images
+from tests.vlm_models import (
+    CONFIGS,
+    HF_CONFIGS,
+    SHAPES,
+    VARIOUS,
+    hf_inputs,
+    hf_positions,
+    inputs_of,
+    perturb,
+    random_images,
+)
 from trimaran.models import VlmSpec
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
@@ -42,7 +52,7 @@ def gradients_of(model: Any, logits: Tensor) -> Tensor:
     return gradients
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_results_equal_the_models_own_forward_and_the_host_never_synchronises(name: str) -> None:
     model, spec = model_of(name)
     images = random_images(SHAPES.get(name, VARIOUS))

@@ -72,7 +72,7 @@ def alone(network: Network, request: EngineRequest) -> list[int]:
     return list(generation)
 
 
-@pytest.mark.parametrize("name", ["native", "llava", pytest.param("tiled", marks=pytest.mark.slow),
+@pytest.mark.parametrize("name", ["native", "llava", "deepstack", pytest.param("tiled", marks=pytest.mark.slow),
                                   pytest.param("qwen2-vl", marks=pytest.mark.slow),
                                   pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])  # fmt: skip
 def test_images_and_texts_in_one_batch_get_the_tokens_that_they_get_alone(name: str, tmp_path: Path) -> None:

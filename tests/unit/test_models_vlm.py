@@ -34,6 +34,8 @@ PUBLISHED = {  # parameters, from the published safetensors
     # Without the last layer of CLIP and its last norm, which LLaVA has on disk but does not use.
     "llava-1.5-7b": 7_063_427_072 - 12_596_224 - 2_048,
     "internvl-26b": 25_514_186_112,
+    "qwen3-vl-4b": 4_437_815_808,
+    "qwen3-vl-8b": 8_767_123_696,
 }
 FORMS = {
     "tiny": "qwen2_vl",
@@ -43,7 +45,9 @@ FORMS = {
     "qwen2.5-vl-3b": "qwen2_5_vl",
     "qwen2.5-vl-7b": "qwen2_5_vl",
     "llava-1.5-7b": "llava",
-    "internvl-26b": "trimaran_vlm",
+    "qwen3-vl-4b": "qwen3_vl",
+    "qwen3-vl-8b": "qwen3_vl",
+    "internvl-26b": "internvl",
 }
 
 
@@ -74,7 +78,7 @@ def test_a_spec_survives_a_round_trip_through_its_config(name: str) -> None:
     spec = VLM_PRESETS[name]
     assert disk_form(spec) == FORMS[name]
     again = vlm_from_disk(json.loads(json.dumps(vlm_to_disk(spec))), where="config.json")
-    table = spec.vision.ends.table if FORMS[name] != "llava" else spec.vision.tile_side
+    table = spec.vision.tile_side if FORMS[name] in ("llava", "internvl") else spec.vision.ends.table
     wanted = replace(
         spec,
         name=again.name,
@@ -86,7 +90,7 @@ def test_a_spec_survives_a_round_trip_through_its_config(name: str) -> None:
     assert again == wanted
 
 
-@pytest.mark.parametrize("name", ["qwen2-vl-7b", "qwen2.5-vl-7b", "llava-1.5-7b"])
+@pytest.mark.parametrize("name", ["qwen2-vl-7b", "qwen2.5-vl-7b", "llava-1.5-7b", "internvl-26b", "qwen3-vl-4b"])
 def test_transformers_builds_a_model_of_the_same_size_from_our_config(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(vlm_to_disk(VLM_PRESETS[name])))
     with torch.device("meta"):
@@ -95,7 +99,9 @@ def test_transformers_builds_a_model_of_the_same_size_from_our_config(name: str,
     assert sum(each.numel() for each in model.parameters()) == VLM_PRESETS[name].num_parameters + last_norm
 
 
-@pytest.mark.parametrize("name", ["qwen2-vl-2b", "qwen2-vl-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "llava-1.5-7b"])
+@pytest.mark.parametrize(
+    "name", ["qwen2-vl-2b", "qwen2-vl-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "llava-1.5-7b", "internvl-26b"]
+)
 def test_our_model_has_the_same_outline_as_the_one_of_transformers(name: str) -> None:
     spec, images = VLM_PRESETS[name], ImageLimits(count=3, size=None if name.startswith("llava") else 700)
     ours = vlm_outline(spec, images)
@@ -170,8 +176,8 @@ def test_impossible_shapes_are_refused(shape: dict[str, Any], code: str, what: s
 
 
 def test_an_unknown_preset_gets_the_nearest_as_a_suggestion() -> None:
-    with pytest.raises(UserError, match=r"there is no preset 'qwen2-vl-8b' \(did you mean 'qwen2-vl-") as caught:
-        spec_of(ModelSection(family="vlm", preset="qwen2-vl-8b"))
+    with pytest.raises(UserError, match=r"there is no preset 'qwen2-vl-3b' \(did you mean 'qwen2") as caught:
+        spec_of(ModelSection(family="vlm", preset="qwen2-vl-3b"))
     assert caught.value.code == "M001"
 
 
@@ -182,7 +188,7 @@ LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"model_type": "gemma3"}, "model_type is 'gemma3'; it supports qwen2_vl, qwen2_5_vl, llava, trimaran_vlm"),
+        ({"model_type": "gemma3"}, "model_type is 'gemma3'; it supports qwen2_vl, qwen2_5_vl, qwen3_vl, llava, "),
         ({}, "model_type is None"),
         (LLAVA | {"vision_config": {"model_type": "siglip_vision_model"}}, "its vision is 'siglip_vision_model'"),
         (LLAVA | {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.vlm_models import (
     CONFIGS,
+    HF_CONFIGS,
     SHAPES,
     VARIOUS,
     hf_inputs,
@@ -59,7 +60,7 @@ def take_gradients(model: Any, logits: Tensor) -> dict[str, Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_logits_and_gradients_equal_those_of_the_models_own_forward(name: str) -> None:
     model, spec = model_of(name)
     images = random_images(SHAPES.get(name, VARIOUS))
@@ -101,7 +102,7 @@ def test_logits_equal_those_of_the_model_with_its_own_image_processor() -> None:
         torch.testing.assert_close(vlm_network_of(model, spec).forward(inputs)[0], wanted, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_documents_do_not_attend_to_each_other(name: str) -> None:
     model, spec = model_of(name)
     network, images = vlm_network_of(model, spec), random_images(SHAPES.get(name, VARIOUS))
@@ -120,7 +121,7 @@ def test_documents_do_not_attend_to_each_other(name: str) -> None:
             torch.testing.assert_close(together[:, tokens], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_without_images_every_parameter_has_a_gradient_and_the_vision_tower_has_no_effect(name: str) -> None:
     model, spec = model_of(name)
     inputs = inputs_of(spec, [], TEXT)
@@ -134,7 +135,7 @@ def test_without_images_every_parameter_has_a_gradient_and_the_vision_tower_has_
     assert all(not each.any() for name, each in gradients.items() if "visual" in name or "vision" in name)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_towers_have_every_parameter_and_blocks_are_in_the_order_of_the_forward(name: str) -> None:
     model, spec = model_of(name)
     network = vlm_network_of(model, spec)

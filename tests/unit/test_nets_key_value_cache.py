@@ -133,7 +133,7 @@ def test_a_truncated_cache_continues_with_other_tokens(name: str, tmp_path: Path
     torch.testing.assert_close(logits[0, 0], expected, atol=TOLERANCE * float(expected.abs().max()), rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["native", "tiled", "qwen2-vl", "llava"])
+@pytest.mark.parametrize("name", ["native", "tiled", "deepstack", "qwen2-vl", "llava", "internvl"])
 @torch.no_grad()
 def test_a_model_that_sees_keeps_its_images_in_the_cache(name: str, tmp_path: Path) -> None:
     if name in vlm_models.SPECS:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trimaran.checkpoint.remote_code import copy_remote_code, with_origin_fields
 from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
@@ -92,12 +93,14 @@ def write_hf_folder(  # noqa: PLR0913 - what to write, where, and its progress
     """
 
     def fill(draft: Path) -> None:
-        merged = config | (_token_ids(origin) if origin else {})
+        merged = with_origin_fields(config, origin) if origin else config
+        merged |= _token_ids(origin) if origin else {}
         _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
         _write_weights(tensors, draft, report_progress)
         add_files(draft)
         if origin:
             copy_tokenizer_files(origin, draft)
+            copy_remote_code(merged, origin, draft)
 
     write_folder(folder, fill, replace=replace, report_progress=report_progress)
 

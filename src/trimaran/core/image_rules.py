@@ -11,16 +11,19 @@ class ImageRules:
     An image is resized to a grid of patches of `patch` pixels a side; rows and columns are multiples of `merge`.
     `merge` x `merge` patches become one language token, written as `image_token` in the text. `native` keeps the aspect
     ratio of an image between `min_pixels` and `max_pixels`. `tiled` splits it into 1 to `max_tiles` squares of `tile`
-    pixels, preceded by a thumbnail if there are several. The tokens `before` and `after` surround each image.
+    pixels; if there are several, a `thumbnail` precedes or follows them. `anyres` (LLaVA-OneVision) is a thumbnail and
+    a grid of tiles with padding, at most `max_tiles` in a square; the tokens of the padding are left out, and each row
+    of the others ends with a newline. The tokens `before` and `after` surround each image.
     `positions` is the position encoding: the token's index, or time, row and column (Qwen2-VL).
     """
 
     patch: int
     merge: int
     image_token: int
-    variant: Literal["native", "tiled"] = "native"
+    variant: Literal["native", "tiled", "anyres"] = "native"
     tile: int = 448
     max_tiles: int = 12
+    thumbnail: Literal["none", "first", "last"] = "first"
     min_pixels: int = 56 * 56
     max_pixels: int = 1280 * 28 * 28
     before: tuple[int, ...] = ()

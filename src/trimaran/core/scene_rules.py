@@ -10,6 +10,7 @@ GROUND = ("terrain", "road", "object")
 """Classes of the cells of the bird's-eye view, by index."""
 
 CAMERA_METRES = 1.6  # above the ground
+RIG_NUMBERS = 5  # of a recorded camera: heading, focal length, centre column and row, metres above the ground
 BOX_NUMBERS = 8  # x, y, z of the centre, length, width, height, yaw, class
 
 

@@ -8,8 +8,9 @@ from trimaran.core import ImageRules
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.sample_costs import IndexedSample
 from trimaran.data.sequences import IGNORED
+from trimaran.data.vision.anyres import TokenLayout
 from trimaran.data.vision.grid_positions import grid_positions
-from trimaran.data.vision.image_grid import grids_of
+from trimaran.data.vision.image_grid import grids_of, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,14 @@ class PackedSample:
     """One sample with its images expanded. `labels` are the next tokens, IGNORED where there is no target.
 
     `image_starts` are the positions of its images. `grids` has one array [parts, 2] per image: the rows and columns of
-    patches of each part.
+    patches of each part. `layouts` say how the tokens of each image follow from its patches, if not one by one.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     image_starts: tuple[int, ...] = ()
     grids: tuple[np.ndarray, ...] = ()
+    layouts: tuple[TokenLayout, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -47,7 +49,7 @@ class SamplePacker:
         """
         tokens, targets = np.asarray(sample.tokens, dtype=np.int64), np.asarray(sample.targets, dtype=bool)
         self._check(tokens, targets, len(sizes))
-        grids, image_tokens = self._grids(sizes)
+        grids, image_tokens, layouts = self._grids(sizes)
         is_image = np.zeros_like(targets) if self.rules is None else tokens == self.rules.image_token
         repeats = np.ones(len(tokens), dtype=np.int64)
         repeats[is_image] = image_tokens
@@ -55,24 +57,27 @@ class SamplePacker:
         tokens, targets = np.repeat(tokens, repeats), np.repeat(targets & ~is_image, repeats)
         labels = np.full_like(tokens, IGNORED)
         labels[:-1][targets[1:]] = tokens[1:][targets[1:]]
-        return PackedSample(tokens[: self.limit], labels[: self.limit], tuple(image_starts.tolist()), grids)
+        return PackedSample(tokens[: self.limit], labels[: self.limit], tuple(image_starts.tolist()), grids, layouts)
 
     def blank(self, length: int, sizes: np.ndarray) -> PackedSample:
         """Return a stand-in for an unused sample: image tokens first, then zeros, and no targets."""
-        grids, image_tokens = self._grids(sizes)
+        grids, image_tokens, layouts = self._grids(sizes)
         tokens = np.zeros(min(length, self.limit), dtype=np.int64)
         if self.rules is not None:
             tokens[: image_tokens.sum()] = self.rules.image_token
         image_starts = np.cumsum(image_tokens) - image_tokens
-        return PackedSample(tokens, np.full_like(tokens, IGNORED), tuple(image_starts.tolist()), grids)
+        return PackedSample(tokens, np.full_like(tokens, IGNORED), tuple(image_starts.tolist()), grids, layouts)
 
-    def _grids(self, sizes: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        """Return the grids of the images and the number of tokens of each image."""
+    def _grids(self, sizes: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray, tuple[TokenLayout, ...]]:
+        """Return the grids of the images, the number of tokens of each image, and the layouts that they have."""
         if self.rules is None:
-            return (), np.zeros(0, dtype=np.int64)
+            return (), np.zeros(0, dtype=np.int64), ()
         grids = tuple(grids_of((width, height), self.rules) for width, height in sizes.tolist())
+        laid_out = (layout_of((width, height), self.rules) for width, height in sizes.tolist())
+        if layouts := tuple(each for each in laid_out if each is not None):
+            return grids, np.array([len(each.sources) for each in layouts], dtype=np.int64), layouts
         patches = np.array([int(each.prod(1).sum()) for each in grids], dtype=np.int64)
-        return grids, patches // self.rules.merge**2
+        return grids, patches // self.rules.merge**2, ()
 
     def _check(self, tokens: np.ndarray, targets: np.ndarray, num_images: int) -> None:
         if tokens.shape != targets.shape or tokens.ndim != 1:

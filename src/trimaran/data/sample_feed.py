@@ -190,7 +190,7 @@ class SampleFeed:
                 bad.append(BadSample(sample_id, reason[:MAX_REASON_CHARACTERS]))
         blank = self._packer.blank(int(self._sample_sizes.lengths[sample_id]), sizes)
         if images is not None:
-            images.append_blank(blank.grids)
+            images.append_blank(blank.grids, blank.layouts)
         return blank
 
     def _read(self, sample_id: int, numbers: range, sizes: np.ndarray, images: ImageArrays | None) -> PackedSample:
@@ -201,7 +201,7 @@ class SampleFeed:
                 if len(packed) != min(self._sample_sizes.lengths[sample_id], self._packing.seq_len):
                     raise BadSampleError(f"it has {len(packed)} tokens, but its index says otherwise")
                 if images is not None:
-                    images.append(numbers, packed.grids)
+                    images.append(numbers, packed.grids, packed.layouts)
                 return packed
             except Exception:
                 if not attempts_left:

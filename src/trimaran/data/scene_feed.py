@@ -1,4 +1,4 @@
-"""Batches of simulated scenes, in the order of the seed. Runs in loader processes: does not import torch."""
+"""Batches of simulated or recorded scenes, in the order of the seed. Does not import torch: loader processes use it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 from trimaran.core import DataSection
 from trimaran.core.scene_rules import BOX_NUMBERS, SceneRules
 from trimaran.data.feed import DataShare, LoadedArrays
+from trimaran.data.recorded_scenes import RecordedScenes, open_scenes
 from trimaran.data.sample_order import positions
 from trimaran.data.simulated_scenes import SimulatedScene, make_scene
 
@@ -18,14 +19,19 @@ VERSION = 1  # of the simulation; increase it when the content of a scene change
 
 @dataclass(frozen=True, slots=True)
 class SceneRange:
-    """Scenes `first` to `last` (exclusive). A scene's number is its sample id."""
+    """Scenes `first` to `last` (exclusive), simulated unless they are `recorded`. A scene's number is its sample id."""
 
     rules: SceneRules
     first: int
     last: int
+    recorded: RecordedScenes | None = None
 
     def __len__(self) -> int:
         return self.last - self.first
+
+    def scene(self, number: int) -> SimulatedScene:
+        """Return the scene of this number."""
+        return make_scene(SCENES_SEED, number, self.rules) if self.recorded is None else self.recorded.scene(number)
 
 
 class SceneFeed:
@@ -46,7 +52,7 @@ class SceneFeed:
         for number in self.samples(step, [self.share.rank]):
             at(number)
             valid.append(number not in self._quarantined)
-            scenes.append(make_scene(SCENES_SEED, number, self._scenes.rules) if valid[-1] else self._blank_scene())
+            scenes.append(self._scenes.scene(number) if valid[-1] else self._blank_scene())
         shape, size = (self.share.grad_accum, self.share.micro_batch), self.share.micro_batch
         cameras, grounds = (np.stack([getattr(each, name) for each in scenes]) for name in ("cameras", "segmentation"))
         arrays = {
@@ -54,6 +60,8 @@ class SceneFeed:
             "segmentation": grounds.reshape(*shape, *grounds.shape[1:]),
             "valid": np.array(valid).reshape(shape),
         }
+        if (recorded := self._scenes.recorded) is not None:
+            arrays["rig"] = np.broadcast_to(recorded.rig, (self.share.grad_accum, *recorded.rig.shape)).copy()
         offsets: dict[str, tuple[int, ...]] = {}
         for name, rows in (("points", "point_rows"), ("boxes", "box_rows")):
             ragged = [getattr(each, name) for each in scenes]
@@ -98,13 +106,17 @@ def scene_feeds(
     quarantined: frozenset[int] = frozenset(),
 ) -> tuple[SceneFeed, SceneFeed | None]:
     """Return the training feed and the holdout feed (the last `holdout` fraction of the scenes), if any."""
-    num_held_out = min(max(1, round(NUM_SCENES * section.holdout)), NUM_SCENES - 1) if section.holdout > 0 else 0
-    training = SceneRange(rules, 0, NUM_SCENES - num_held_out)
-    holdout = SceneRange(rules, NUM_SCENES - num_held_out, NUM_SCENES)
+    recorded = open_scenes(section.path, rules) if section.path is not None else None
+    count = NUM_SCENES if recorded is None else len(recorded)
+    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
+    training = SceneRange(rules, 0, count - num_held_out, recorded)
+    holdout = SceneRange(rules, count - num_held_out, count, recorded)
     feed = SceneFeed(training, seed=seed, share=share, quarantined=quarantined)
     return feed, SceneFeed(holdout, seed=seed, share=share) if num_held_out else None
 
 
-def scenes_digest(rules: SceneRules) -> str:
-    """Return a string that identifies the content of these scenes."""
+def scenes_digest(section: DataSection, rules: SceneRules) -> str:
+    """Return a string that identifies the content of these scenes. Of recorded ones, only the index is read."""
+    if section.path is not None:
+        return f"recorded-{open_scenes(section.path, rules).digest}-{rules}"
     return f"scenes-{VERSION}-{SCENES_SEED}-{NUM_SCENES}-{rules}"

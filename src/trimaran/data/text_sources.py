@@ -23,7 +23,7 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json")
 # The file suffixes that belong to a source. Other sources take all files of a folder.
 SUFFIXES = {"jsonl": JSONL_SUFFIXES, "chat": JSON_SUFFIXES, "webdataset": (".tar",), "parquet": (".parquet",)}
-GENERATED_SOURCES = ("python-stdlib", "shapes", "scenes")
+GENERATED_SOURCES = ("python-stdlib", "shapes")
 # Not part of the standard library's own source: other packages, caches, and tests with deliberately broken files.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 

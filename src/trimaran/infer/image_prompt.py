@@ -76,6 +76,9 @@ def place_images(
         return ids.tolist(), []
     sizes = np.array([each.size for each in images], dtype=np.int64).reshape(-1, 2)
     sample = SamplePacker(rules, limit=1 << 30).pack(UnplacedTokens(ids), sizes)
+    if sample.layouts:
+        raise UserError("M077", "generation does not arrange the tiles of LLaVA-OneVision yet", where="--image",
+                        fix="write the model with `trimaran export`, and use transformers")  # fmt: skip
     placed = [
         PlacedImage(image.patches, grids, first, rules.merge)
         for image, grids, first in zip(images, sample.grids, sample.image_starts, strict=True)

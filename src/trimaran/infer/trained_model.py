@@ -15,6 +15,7 @@ from trimaran.infer.next_token import CachedLogits, NextTokenModel, whole_sequen
 from trimaran.models import VlmSpec, read_json, spec_of
 from trimaran.models.from_hf import unsupported
 from trimaran.models.from_hf_vlm import vlm_from_disk
+from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.nets import Network
 from trimaran.nets.moe import MoeLayer
 
@@ -84,7 +85,7 @@ def section_of_folder(folder: Path) -> ModelSection:
     if unsupported(config) is None:
         return ModelSection(family="decoder", path=str(folder))
     try:
-        vlm_from_disk(config, where=str(file))
+        vlm_from_disk(with_image_tokens(config, folder), where=str(file))
     except UserError:
         return ModelSection(family="hf", path=str(folder))
     return ModelSection(family="vlm", path=str(folder))

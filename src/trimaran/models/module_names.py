@@ -35,6 +35,10 @@ def _vlm(spec: VlmSpec) -> list[str]:
         names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in mlp)]
     names += ["projector.norm"] * (spec.projector.normed or spec.projector.kind == "pixel-shuffle")
     names += ["projector.linear_1", "projector.linear_2"]
+    names += ["projector.deep"] * bool(spec.projector.deepstack)
+    for number in range(len(spec.projector.deepstack)):
+        deep = f"projector.deep.{number}"
+        names += [deep, *(f"{deep}.{part}" for part in ("norm", "linear_1", "linear_2"))]
     return [*names, *(f"language.{name}" for name in [*_decoder(spec.language), "place"])]
 
 

@@ -11,8 +11,9 @@ from trimaran.hub import near_folder, repo_name
 from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import Spec
 from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported
-from trimaran.models.from_hf_vlm import FOREIGN, vlm_from_disk
+from trimaran.models.from_hf_vlm import FOREIGN, interleaved_sections, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
+from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, outline_of
@@ -55,6 +56,7 @@ def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
     It can still be planned; training it raises the reason.
     """
     try:
+        config = with_image_tokens(config, folder)
         return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
     except UserError:
         return None
@@ -195,15 +197,21 @@ def _vlm(section: ModelSection) -> VlmSpec:
     else:
         folder = model_folder(section.path)
         file = folder / "config.json"
-        spec = vlm_from_disk(read_json(file, limit_bytes=MAX_CONFIG_BYTES), where=str(file))
+        config = with_image_tokens(read_json(file, limit_bytes=MAX_CONFIG_BYTES), folder)
+        spec = vlm_from_disk(config, where=str(file))
         spec = replace(spec, name=repo_name(folder))
+    if spec.vision.variant == "anyres":
+        raise UserError("M076", "our network does not arrange tiles as LLaVA-OneVision does", where="model.family",
+                        fix="use model.family hf, which trains it on data-parallel plans")  # fmt: skip
     shape = dict(section.shape)
     if (language := shape.pop("language", None)) is not None:
         if not isinstance(language, Mapping):
             raise wrong_value(f"{language!r} is not a mapping of fields", "model.shape.language")
         before, spec = spec.language.head_dim, replace(spec, language=_reshaped(spec.language, language))
         if spec.sections and spec.language.head_dim != before:
-            spec = replace(spec, sections=_sections(spec.language.head_dim // 2))
+            sections, pairs = _sections(spec.language.head_dim // 2), spec.language.head_dim // 2
+            is_interleaved = len(spec.sections) > len(sections)
+            spec = replace(spec, sections=interleaved_sections(sections, pairs) if is_interleaved else sections)
     refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
     spec = changed(VlmSpec, spec, shape, "model.shape")
     if problem := first_invalid_vlm_field(spec):

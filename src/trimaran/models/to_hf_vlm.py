@@ -4,17 +4,27 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
+from trimaran.models.config_fields import Fields
 from trimaran.models.from_hf import spec_to_hf
-from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN
+from trimaran.models.from_hf_internvl import CHAT, OWN_LAYOUT, chat_layout
+from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN, interleaved_sections
+from trimaran.models.to_hf_internvl import chat_config, fits_transformers, internvl_config, is_internvl
 from trimaran.models.vlm_spec import VisionBlock, VisionEnds, VlmSpec
 
-Form = Literal["qwen2_vl", "qwen2_5_vl", "llava", "trimaran_vlm"]
+Form = Literal[
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "internvl_chat", "internvl_internlm2", "trimaran_vlm"
+]
 ARCHITECTURES: Mapping[Form, str] = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "internvl_chat": "InternVLChatModel",
+    "internvl_internlm2": "InternVLChatModel",
     OWN: "TrimaranVlm",
 }
+CHAT_FORMS: tuple[Form, ...] = ("internvl_chat", "internvl_internlm2")
 _ON_DISK = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
@@ -24,7 +34,10 @@ def vlm_to_disk(spec: VlmSpec) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [ARCHITECTURES[form]], "model_type": form}
     if form == OWN:
         return config | {"shape": {field: value for field, value in asdict(spec).items() if field != "name"}}
-    return config | (_llava(spec) if form == "llava" else _qwen(spec))
+    if form in CHAT_FORMS:
+        return config | {"model_type": CHAT} | chat_config(spec)
+    writers = {"llava": _llava, "qwen3_vl": _qwen_3, OWN_LAYOUT: internvl_config}
+    return config | writers.get(form, _qwen)(spec)
 
 
 def disk_form(spec: VlmSpec) -> Form:
@@ -40,7 +53,18 @@ def disk_form(spec: VlmSpec) -> Form:
             return "qwen2_vl"
         if block.gated and block.rms_norm and spec.vision.window:
             return "qwen2_5_vl"
+    if _is_qwen_3(spec):
+        return "qwen3_vl"
+    if is_internvl(spec) and (spec.layout or fits_transformers(spec)):
+        return spec.layout or OWN_LAYOUT
     return "llava" if _is_llava(spec) else OWN
+
+
+def form_of_config(config: Mapping[str, Any]) -> Form:
+    """Return the format of the weights beside this config.json."""
+    if config["model_type"] != CHAT:
+        return config["model_type"]
+    return chat_layout(Fields(config, "config.json"))
 
 
 def _is_qwen(spec: VlmSpec) -> bool:
@@ -56,6 +80,61 @@ def _is_qwen(spec: VlmSpec) -> bool:
         and (block.qkv_bias, block.qk_norm, block.experts, block.rope.factor) == (True, False, None, 1)
         and language.heads * language.head_dim == language.hidden
     )
+
+
+def _is_qwen_3(spec: VlmSpec) -> bool:
+    vision, block, merged = spec.vision, spec.language.block, spec.projector_middle == spec.feature_width
+    ends = VisionEnds(stem_bias=True, table=vision.ends.table, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    return (
+        (vision.variant, vision.block, vision.ends) == ("native", VisionBlock(activation=vision.block.activation), ends)
+        and bool(vision.ends.table and spec.projector.normed and merged)
+        and (spec.projector.kind, vision.window) == ("mlp", 0)
+        and len(spec.sections) > 3
+        and interleaved_sections(axis_pairs(spec.sections), spec.language.head_dim // 2) == spec.sections
+        and (len(spec.before), len(spec.after)) == (1, 1)
+        and (block.qkv_bias, block.qk_norm, block.experts, block.rope.factor) == (False, True, None, 1)
+    )
+
+
+def axis_pairs(sections: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return how many pairs of features follow time, row and column."""
+    time, row, column = (sum(sections[axis::3]) for axis in range(3))
+    return time, row, column
+
+
+def _qwen_3(spec: VlmSpec) -> dict[str, Any]:
+    vision, text = spec.vision, spec_to_hf(spec.language)
+    del text["architectures"]
+    sections = list(axis_pairs(spec.sections))
+    text |= {"model_type": "qwen3_vl_text", "attention_bias": False}
+    text["rope_scaling"] = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
+    vision_config = {
+        "model_type": "qwen3_vl",
+        "depth": vision.layers,
+        "hidden_size": vision.hidden,
+        "num_heads": vision.heads,
+        "intermediate_size": vision.ffn,
+        "out_hidden_size": spec.hidden,
+        "hidden_act": _ON_DISK[vision.block.activation],
+        "in_channels": 3,
+        "patch_size": vision.patch,
+        "spatial_merge_size": spec.projector.merge,
+        "temporal_patch_size": vision.frames,
+        "num_position_embeddings": vision.ends.table**2,
+        "deepstack_visual_indexes": list(spec.projector.deepstack),
+    }
+    return {"text_config": text, "vision_config": vision_config, **_qwen_tokens(spec)}
+
+
+def _qwen_tokens(spec: VlmSpec) -> dict[str, Any]:
+    taken = {spec.image_token, *spec.before, *spec.after}
+    return {
+        "image_token_id": spec.image_token,
+        "vision_start_token_id": spec.before[0],
+        "vision_end_token_id": spec.after[0],
+        "video_token_id": next(each for each in range(spec.image_token + 1, spec.vocab + 4) if each not in taken),
+        "tie_word_embeddings": spec.tied,
+    }
 
 
 def _is_llava(spec: VlmSpec) -> bool:
@@ -100,16 +179,7 @@ def _qwen(spec: VlmSpec) -> dict[str, Any]:
     else:
         vision_config |= {"model_type": "qwen2_vl_vision", "embed_dim": vision.hidden, "hidden_size": spec.hidden}
         vision_config |= {"mlp_ratio": vision.ffn // vision.hidden}
-    taken = {spec.image_token, *spec.before, *spec.after}
-    return {
-        "text_config": text,
-        "vision_config": vision_config,
-        "image_token_id": spec.image_token,
-        "vision_start_token_id": spec.before[0],
-        "vision_end_token_id": spec.after[0],
-        "video_token_id": next(each for each in range(spec.image_token + 1, spec.vocab + 4) if each not in taken),
-        "tie_word_embeddings": spec.tied,
-    }
+    return {"text_config": text, "vision_config": vision_config, **_qwen_tokens(spec)}
 
 
 def _llava(spec: VlmSpec) -> dict[str, Any]:

@@ -22,11 +22,23 @@ def _invalid_fields(spec: VlmSpec) -> Iterator[InvalidField]:
         ("min_pixels", spec.min_pixels, 1, spec.max_pixels),
         ("max_tiles", spec.max_tiles, 1, 4096),
     )
+    yield from _deepstack_flaws(spec)
     pairs = spec.language.head_dim // 2
     if spec.sections and (sum(spec.sections) != pairs or min(spec.sections) < 0):
         yield "sections", f"{list(spec.sections)} do not add up to the {pairs} pairs of a head's features"
     for name in ("before", "after"):
         yield from out_of_bounds(*((name, token, 0, spec.vocab - 1) for token in getattr(spec, name)))
+
+
+def _deepstack_flaws(spec: VlmSpec) -> Iterator[InvalidField]:
+    taps = spec.projector.deepstack
+    if taps != tuple(sorted(set(taps))):
+        yield "projector.deepstack", f"{list(taps)} are not in ascending order"
+    yield from out_of_bounds(*(("projector.deepstack", each, 0, spec.vision.layers - 1) for each in taps))
+    if len(taps) > spec.language.layers:
+        yield "projector.deepstack", f"{len(taps)} layers are more than the {spec.language.layers} of the decoder"
+    if taps and spec.vision.variant == "tiled":
+        yield "projector.deepstack", "only a native tower has it"
 
 
 def _vision_flaws(vision: VisionSpec, merge: int) -> Iterator[InvalidField]:
@@ -46,12 +58,14 @@ def _vision_flaws(vision: VisionSpec, merge: int) -> Iterator[InvalidField]:
 
 def _invalid_variant_fields(vision: VisionSpec, cell: int) -> Iterator[InvalidField]:
     """Yield problems with native or tiled images; `cell` is the pixels per side that become a token."""
+    if vision.variant == "anyres" and (vision.tile < cell or cell != vision.patch):
+        yield "vision.tile", f"{vision.tile} pixels are less than a patch, or patches are merged"
     if vision.variant == "tiled" and (vision.tile < cell or vision.tile % cell):
         yield "vision.tile", f"{vision.tile} pixels are not a multiple of patch x merge, {cell}"
     if vision.variant == "tiled" and vision.window:
         yield "vision.window", "tiles have no windows"
-    if vision.variant == "native" and (vision.ends.class_token or vision.tile or vision.ends.table):
-        yield "vision.variant", "only a tiled tower has a class token, a tile and a table of positions"
+    if vision.variant == "native" and (vision.ends.class_token or vision.tile):
+        yield "vision.variant", "only a tiled tower has a class token and a tile"
     if vision.window and vision.window < cell:
         yield "vision.window", f"{vision.window} pixels are less than patch x merge, {cell}"
     for layer in vision.full_layers:

@@ -53,7 +53,8 @@ def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:
         across = max(
             (k for k in range(1, math.isqrt(spec.max_tiles) + 1) if 2 * side * side > k * k * vision.tile**2), default=1
         )
-        return images.count * (across * across + (across > 1)), vision.tile_side**2
+        thumbnail = across > 1 and vision.ends.thumbnail != "none"
+        return images.count * (across * across + thumbnail), vision.tile_side**2
     side = images.size or min(DYNAMIC_SIZE, math.isqrt(spec.max_pixels))
     return images.count, (max(1, round(side / cell)) * spec.projector.merge) ** 2
 
@@ -84,7 +85,7 @@ def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
 
 def _projector(spec: VlmSpec, patches: int) -> Tower:
     """Return the projector: two matmuls, modelled as one feed-forward of its own width."""
-    width, weights = spec.feature_width, spec.projector_middle * (spec.feature_width + spec.hidden)
+    width, weights = spec.feature_width, spec.projector_weights
     ffn = weights // (2 * width)
     block = OutlineLayer(
         hidden=width,

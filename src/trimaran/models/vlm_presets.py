@@ -1,13 +1,21 @@
 """Vision-language presets by name, from tiny to 6B vision + 20B language, as published."""
 
 from dataclasses import replace
+from typing import Any
 
+from trimaran.models.from_hf_vlm import interleaved_sections
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.rope import Rope
 from trimaran.models.spec import Block, ModelSpec
-from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+from trimaran.models.vlm_spec import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ProjectorSpec,
+    VisionBlock,
+    VisionEnds,
+    VisionSpec,
+    VlmSpec,
+)
 
 _QWEN_TEXT = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))
 _QWEN_2_VISION = VisionSpec(
@@ -46,7 +54,7 @@ _INTERN_VIT_6B = VisionSpec(
     variant="tiled",
     tile=448,
     block=VisionBlock(rms_norm=True, qkv_bias=False, qk_norm=True, scaled=True),
-    ends=VisionEnds(class_token=True, stem_bias=True, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    ends=VisionEnds(class_token=True, stem_bias=True, thumbnail="last", mean=IMAGENET_MEAN, std=IMAGENET_STD),
 )
 _INTERNLM_20B = ModelSpec(
     name="internlm2-20b",
@@ -110,6 +118,36 @@ _TINY_TILED = replace(
     max_tiles=4,
 )
 
+
+def _qwen_3_vision(**changes: Any) -> VisionSpec:
+    spec = VisionSpec(
+        layers=27,
+        hidden=1152,
+        heads=16,
+        ffn=4304,
+        patch=16,
+        frames=2,
+        block=VisionBlock(activation="gelu-tanh"),
+        ends=VisionEnds(stem_bias=True, table=48, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+    )
+    return replace(spec, **changes)
+
+
+def _qwen_3(name: str, vision: VisionSpec, language: ModelSpec, deepstack: tuple[int, ...]) -> VlmSpec:
+    return VlmSpec(
+        name=name,
+        vision=vision,
+        projector=ProjectorSpec(merge=2, hidden=4 * vision.hidden, deepstack=deepstack),
+        language=replace(language, max_seq_len=262144, block=replace(language.block, rope=Rope(theta=5_000_000.0))),
+        image_token=151655,
+        before=(151652,),
+        after=(151653,),
+        sections=interleaved_sections((24, 20, 20), 64),
+        min_pixels=256 * 256,
+        max_pixels=4096 * 4096,
+    )
+
+
 _TABLE = (
     _TINY,
     _TINY_TILED,
@@ -117,6 +155,10 @@ _TABLE = (
     _qwen("qwen2-vl-7b", _QWEN_2_VISION, _text("qwen2.5-7b", 32768)),
     _qwen("qwen2.5-vl-3b", _QWEN_25_VISION, _text("qwen2.5-3b", 128000)),
     _qwen("qwen2.5-vl-7b", _QWEN_25_VISION, _text("qwen2.5-7b", 128000)),
+    _qwen_3(
+        "qwen3-vl-4b", _qwen_3_vision(layers=24, hidden=1024, ffn=4096), PRESETS["qwen3-4b"], deepstack=(5, 11, 17)
+    ),
+    _qwen_3("qwen3-vl-8b", _qwen_3_vision(), PRESETS["qwen3-8b"], deepstack=(8, 16, 24)),
     VlmSpec(
         name="llava-1.5-7b",
         vision=_CLIP_VISION,

@@ -7,6 +7,7 @@ from trimaran.core import ImageRules
 from trimaran.models.spec import ModelSpec
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CHANNELS = 3
 
 
@@ -20,7 +21,7 @@ class VisionBlock:
 
     gated: bool = False
     rms_norm: bool = False
-    activation: Literal["gelu", "quick-gelu", "silu"] = "gelu"
+    activation: Literal["gelu", "gelu-tanh", "quick-gelu", "silu"] = "gelu"
     norm_eps: float = 1e-6
     qkv_bias: bool = True
     bias: bool = True
@@ -32,14 +33,16 @@ class VisionBlock:
 class VisionEnds:
     """What precedes the vision layers, and how pixels are normalised: (value / 255 - mean) / std.
 
-    `table` is the number of patches per side of a tiled tower's learned positions, 0 for a tile's own number; they are
-    interpolated for other tile sizes. A tiled tower may have a `class_token` before each tile.
+    `table` is the number of patches per side of the learned positions, which are interpolated for other sizes; 0 is the
+    number of a tile, and none in a native tower. A tiled tower may have a `class_token` before each tile. If an image
+    has several tiles, a `thumbnail` of it precedes or follows them.
     """
 
     class_token: bool = False
     first_norm: bool = False
     stem_bias: bool = False
     table: int = 0
+    thumbnail: Literal["none", "first", "last"] = "first"
     mean: tuple[float, float, float] = CLIP_MEAN
     std: tuple[float, float, float] = CLIP_STD
 
@@ -49,8 +52,9 @@ class VisionSpec:
     """A vision transformer.
 
     `native` takes images of any shape, packed as patches, with rotary positions by row and column; `tiled` takes
-    squares of `tile` pixels, with a table of learned positions. `window` is in pixels per side; 0 is full attention in
-    every layer; with windows, only the `full_layers` have it. A patch spans `frames` of a video; an image repeats.
+    squares of `tile` pixels, with a table of learned positions, and so does `anyres` (see `ImageRules`). `window` is in
+    pixels per side; 0 is full attention in every layer; with windows, only the `full_layers` have it. A patch spans
+    `frames` of a video; an image repeats.
     """
 
     layers: int
@@ -58,7 +62,7 @@ class VisionSpec:
     heads: int
     ffn: int
     patch: int
-    variant: Literal["native", "tiled"] = "native"
+    variant: Literal["native", "tiled", "anyres"] = "native"
     tile: int = 0
     window: int = 0
     full_layers: tuple[int, ...] = ()
@@ -78,7 +82,7 @@ class VisionSpec:
     @property
     def table_side(self) -> int:
         """Patches per side of the learned positions; 0 without a table."""
-        return (self.ends.table or self.tile_side) if self.variant == "tiled" else 0
+        return self.ends.table if self.variant == "native" else self.ends.table or self.tile_side
 
     @property
     def norm_parameters(self) -> int:
@@ -115,21 +119,26 @@ class ProjectorSpec:
     """From `merge` x `merge` patches to one token: concatenated, then two matmuls around a GELU.
 
     `mlp` normalises each patch before, if `normed`; `pixel-shuffle` normalises the concatenation. `hidden` is the width
-    between the matmuls; 0 is the language model's.
+    between the matmuls; 0 is the language model's. The features after the vision layers in `deepstack` have projectors
+    of their own, of the kind `pixel-shuffle`: the first one's tokens are added to the stream after the first decoder
+    layer, and so on (Qwen3-VL).
     """
 
     kind: Literal["mlp", "pixel-shuffle"] = "mlp"
     merge: int = 2
     hidden: int = 0
     normed: bool = True
+    deepstack: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlmSpec:
     """The shape of a vision-language model. Blocks in forward order: vision layers, projector, decoder layers.
 
-    `sections` are the M-RoPE sections (Qwen2-VL): pairs of a head's features for time, row and column; without it
-    positions are plain indices. The other fields describe image preprocessing: see `ImageRules`.
+    `sections` are the M-RoPE sections: the numbers of adjacent pairs of a head's features that follow time, row,
+    column, and again time, and so on: three in Qwen2-VL, many in Qwen3-VL. Without them positions are plain indices.
+    `layout` is the folder layout that weights are written in, where the shape alone does not decide it. The other
+    fields describe image preprocessing: see `ImageRules`.
     """
 
     name: str
@@ -143,6 +152,7 @@ class VlmSpec:
     min_pixels: int = 56 * 56
     max_pixels: int = 1280 * 28 * 28
     max_tiles: int = 12
+    layout: Literal["", "internvl_chat", "internvl_internlm2"] = ""
 
     @property
     def layers(self) -> int:
@@ -171,6 +181,11 @@ class VlmSpec:
         return self.vision.hidden * self.projector.merge**2
 
     @property
+    def num_projections(self) -> int:
+        """How many projectors there are, with those of `deepstack`."""
+        return 1 + len(self.projector.deepstack)
+
+    @property
     def projector_middle(self) -> int:
         return self.projector.hidden or self.language.hidden
 
@@ -179,11 +194,17 @@ class VlmSpec:
         """Parameters of the projector outside matmuls."""
         kind, normed = self.projector.kind, self.projector.normed
         norm = 2 * self.feature_width if kind == "pixel-shuffle" else self.vision.norm_parameters * normed
-        return norm + self.projector_middle + self.hidden
+        biases = self.projector_middle + self.hidden
+        return norm + biases + len(self.projector.deepstack) * (2 * self.feature_width + biases)
+
+    @property
+    def projector_weights(self) -> int:
+        """Weights of the matmuls of all projectors."""
+        return self.num_projections * self.projector_middle * (self.feature_width + self.hidden)
 
     @property
     def projector_parameters(self) -> int:
-        return self.projector_middle * (self.feature_width + self.hidden) + self.projector_extras
+        return self.projector_weights + self.projector_extras
 
     @property
     def num_parameters(self) -> int:
@@ -200,6 +221,7 @@ class VlmSpec:
             variant=vision.variant,
             tile=vision.tile or 448,
             max_tiles=self.max_tiles,
+            thumbnail=vision.ends.thumbnail,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
             before=self.before,

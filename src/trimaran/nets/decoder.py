@@ -157,7 +157,7 @@ class Decoder(nn.Module):
             if isinstance(layer.mlp, MoeLayer):
                 layer.mlp.context = context
 
-    def forward(
+    def forward(  # noqa: PLR0913 - a stream, its documents, and what a vision-language model adds to it
         self,
         *stream: Tensor,
         tokens: Tensor,
@@ -165,6 +165,7 @@ class Decoder(nn.Module):
         lengths: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         placed: tuple[Tensor, Tensor] | None = None,
+        added: Sequence[Tensor] = (),
         extension: CacheExtension | PagedExtension | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
@@ -173,8 +174,9 @@ class Decoder(nn.Module):
         sequence; attention and positions stay inside each. `lengths` are their lengths, row after row, if the host has
         them: a GPU then needs no mask. A stage other than the last returns hidden states instead of logits, and the
         next takes them as `stream`. The balance loss is that of this stage's layers. `rotation` overrides that of this
-        rank's tokens; `placed` are the arguments of `place`. With an `extension` of a cache the tokens follow the
-        cached ones, and the logits are those of each row's last token, [B, 1, vocab]; with pages, of `kept` tokens.
+        rank's tokens; `placed` are the arguments of `place`; `added` are added to the stream after the first layers.
+        With an `extension` of a cache the tokens follow the cached ones, and the logits are those of each row's last
+        token, [B, 1, vocab]; with pages, of `kept` tokens.
         """
         scope: AttentionScope = None
         if extension is not None:
@@ -194,6 +196,7 @@ class Decoder(nn.Module):
             turned = rotations.get(attention.rope or attention.temperature) if rotation is None else rotation
             seen = scopes[attention.chunk] if extension is None else extension.layer(number)
             x, of_layer = layer(x, turned, seen)
+            x = x + added[number].to(x.dtype) if number < len(added) else x
             balance = balance if of_layer is None else balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance

@@ -64,7 +64,8 @@ class VisionAdapter(ABC):
         if patches is None or grids is None or self._is_black:
             self._images = self._black_image(inputs["tokens"])
         else:
-            self._images = ImagePatches(patches, grids, host_grids)
+            arranged = (inputs.get(name) for name in ("token_sources", "token_weights"))
+            self._images = ImagePatches(patches, grids, host_grids, *arranged)
         try:
             yield
         finally:
@@ -168,13 +169,70 @@ class LlavaVisionAdapter(VisionAdapter):
         return (*tower.encoder.layers[self.spec.vision.layers :], tower.post_layernorm)
 
     def encode(self, images: ImagePatches) -> Tensor:
-        vision, tower, side = self.spec.vision, self._model.vision_tower, self.spec.vision.tile_side
-        squares = normalise_patches(images.patches, vision.ends)
-        squares = squares.view(-1, side, side, CHANNELS, vision.patch, vision.patch).permute(0, 3, 1, 4, 2, 5)
-        x = tower.pre_layrnorm(tower.embeddings(squares.reshape(-1, CHANNELS, vision.tile, vision.tile)))
+        vision, tower = self.spec.vision, self._model.vision_tower
+        x = tower.pre_layrnorm(tower.embeddings(squares_of(images.patches, self.spec)))
         for layer in tower.encoder.layers[: vision.layers]:
             x = layer(x, None)
         return self.projector(x[:, 1:]).flatten(0, 1)  # without the class token
 
 
-VISION_ADAPTERS = {"qwen2_vl": QwenVisionAdapter, "qwen2_5_vl": QwenVisionAdapter, "llava": LlavaVisionAdapter}
+class InternVisionAdapter(LlavaVisionAdapter):
+    """Adapter of InternVL: square tiles of one size."""
+
+    @property
+    def unused(self) -> Sequence[nn.Module]:
+        return self._model.vision_tower.encoder.layer[self.spec.vision.layers :]
+
+    def encode(self, images: ImagePatches) -> Tensor:
+        vision, tower = self.spec.vision, self._model.vision_tower
+        x = tower.embeddings(squares_of(images.patches, self.spec))
+        for layer in tower.encoder.layer[: vision.layers]:
+            x = layer(x)
+        squares = x[:, 1:].unflatten(1, (vision.tile_side, vision.tile_side))  # without the class token
+        return self.projector(self._model.pixel_shuffle(squares).flatten(1, 2)).flatten(0, 1)
+
+
+class OneVisionAdapter(LlavaVisionAdapter):
+    """Adapter of LLaVA-OneVision: tiles of one size, whose tokens are put together to rows that end with a newline."""
+
+    @property
+    def unused(self) -> Sequence[nn.Module]:
+        return (self._model.vision_tower.post_layernorm,)
+
+    def encode(self, images: ImagePatches) -> Tensor:
+        tower = self._model.vision_tower
+        x = tower.embeddings(_cropped_tiles(images.patches, self.spec))
+        for layer in tower.encoder.layers:
+            x = layer(x, None)
+        rows, newline = self.projector(x).flatten(0, 1), self._model.image_newline[None]
+        if images.token_sources is None or images.token_weights is None:  # the black image
+            return rows + 0 * newline.to(rows.dtype)
+        rows = torch.cat([rows, newline.to(rows.dtype)])
+        sources = images.token_sources.long()
+        sources = sources.where(sources >= 0, len(rows) - 1)
+        return F.embedding_bag(sources, rows, per_sample_weights=images.token_weights.to(rows.dtype), mode="sum")
+
+
+def _cropped_tiles(patches: Tensor, spec: VlmSpec) -> Tensor:
+    """Return tiles [tiles, channel, row, column] of complete patches."""
+    vision, side = spec.vision, spec.vision.tile_side
+    tiles = normalise_patches(patches, vision.ends).view(-1, side, side, CHANNELS, vision.patch, vision.patch)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, CHANNELS, side * vision.patch, side * vision.patch)
+
+
+def squares_of(patches: Tensor, spec: VlmSpec) -> Tensor:
+    """Return the normalised tiles [tiles, channel, row, column] of `patches`, which are in groups of one token each."""
+    vision, merge = spec.vision, spec.projector.merge
+    groups = vision.tile_side // merge
+    squares = normalise_patches(patches, vision.ends)
+    squares = squares.view(-1, groups, groups, merge, merge, CHANNELS, vision.patch, vision.patch)
+    return squares.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, CHANNELS, vision.tile, vision.tile)
+
+
+VISION_ADAPTERS = {
+    "qwen2_vl": QwenVisionAdapter,
+    "qwen2_5_vl": QwenVisionAdapter,
+    "llava": LlavaVisionAdapter,
+    "internvl": InternVisionAdapter,
+    "llava_onevision": OneVisionAdapter,
+}

@@ -7,11 +7,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ImagePatches:
-    """The patches of all images, concatenated, and the images' grids [N, 2]; `host_grids` is a copy on the host."""
+    """The patches of all images, concatenated, and the images' grids [N, 2]; `host_grids` is a copy on the host.
+
+    `token_sources` [M, 4] are the rows of the projector's output that a token is the sum of, with `token_weights`; -1
+    is the newline. Without them each row is a token.
+    """
 
     patches: Tensor
     grids: Tensor
     host_grids: Tensor | None = None
+    token_sources: Tensor | None = None
+    token_weights: Tensor | None = None
 
 
 class ImageAssignment:

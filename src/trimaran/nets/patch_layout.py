@@ -17,7 +17,8 @@ class PatchLayout:
     """The stream of a vision tower: `length` positions, of which the first of each tile may be a class token.
 
     Attention stays inside `image_segments`, or inside `window_segments` in layers with windows. With windows, the
-    patches are permuted by `order`, so that those of a window are neighbours; `inverse_order` undoes that.
+    patches are permuted by `order`, so that those of a window are neighbours; `inverse_order` undoes that. `table` has
+    the four rows [P, 4] of the table of positions that are nearest to each patch, and their weights.
     """
 
     length: int
@@ -29,13 +30,19 @@ class PatchLayout:
     rotation: Rotation | None = None
     order: Tensor | None = None
     inverse_order: Tensor | None = None
+    table: tuple[Tensor, Tensor] | None = None
 
     def permuted(self, patches: Tensor) -> Tensor:
         """Return rows, one for each patch, in the order of the stream."""
         return patches if self.order is None else patches[self.order]
 
-    def merged_patches(self, stream: Tensor, merge: int) -> Tensor:
-        """Return the input of the projector [tokens, width]: the patches that become one token, concatenated."""
+    def merged_patches(self, stream: Tensor, merge: int, parts: int = 1) -> Tensor:
+        """Return the input of the projector [tokens, width]: the patches that become one token, concatenated.
+
+        Each of the `parts` of the stream's features is concatenated by itself.
+        """
+        if parts > 1:
+            return torch.cat([self.merged_patches(each, merge) for each in stream.chunk(parts, -1)], -1)
         x = stream[0]
         if self.class_tokens:
             x = x.unflatten(0, (self.num_tiles, -1))[:, self.class_tokens :].flatten(0, 1)
@@ -76,6 +83,7 @@ def layout_patches(
         rotation=_rotation(row, column, spec.head_dim),
         order=order,
         inverse_order=inverse_order,
+        table=positions.nearest_in_table(spec.table_side) if spec.table_side else None,
     )
 
 
@@ -105,10 +113,11 @@ def _tiled_layout(spec: VisionSpec, patches: Tensor) -> PatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class _PatchPositions:
-    """For each patch, all [P]: its row and column, the columns of its image, and the first patch of its image."""
+    """For each patch, all [P]: its row and column, the rows, columns and first patch of its image."""
 
     row: Tensor
     column: Tensor
+    rows: Tensor
     columns: Tensor
     start: Tensor
 
@@ -122,7 +131,19 @@ class _PatchPositions:
         group, corner = inside // (merge * merge), inside % (merge * merge)
         row = group // across * merge + corner // merge
         column = group % across * merge + corner % merge
-        return cls(row, column, columns, start)
+        return cls(row, column, grids[image, 0], columns, start)
+
+    def nearest_in_table(self, side: int) -> tuple[Tensor, Tensor]:
+        """Return the four nearest rows [P, 4] of a table of `side` x `side` positions, and their weights.
+
+        The corners of an image are those of the table (bilinear interpolation with aligned corners, as in Qwen3-VL).
+        """
+        top, down = _between(self.row, self.rows, side)
+        left, right = _between(self.column, self.columns, side)
+        bottom, far = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
+        rows = torch.stack([top * side + left, top * side + far, bottom * side + left, bottom * side + far], 1)
+        weights = [(1 - down) * (1 - right), (1 - down) * right, down * (1 - right), down * right]
+        return rows, torch.stack(weights, 1)
 
     def window_numbers(self, side: int) -> Tensor:
         """Return the number of each patch's window, [P], row by row through an image; windows are `side` patches wide.
@@ -131,6 +152,13 @@ class _PatchPositions:
         """
         across = (self.columns + side - 1) // side
         return self.start + self.row // side * across + self.column // side
+
+
+def _between(position: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Return where `position` of `length` lies in a table of `side`: the last entry before it, and the rest."""
+    at = position * ((side - 1) / (length - 1).clamp(min=1).float())
+    first = at.floor()
+    return first.long(), at - first
 
 
 def _window_segments(number: Tensor, side: int, shapes: list[list[int]] | None) -> Segments:

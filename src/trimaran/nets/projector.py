@@ -8,6 +8,20 @@ from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.vision import VisionLayerNorm, norm_of
 
 
+class DeepProjector(nn.Module):
+    """Maps the features of an early vision layer to what is added to the image tokens after a decoder layer."""
+
+    def __init__(self, spec: VlmSpec) -> None:
+        super().__init__()
+        self.norm = VisionLayerNorm(spec.feature_width, eps=spec.vision.block.norm_eps)
+        self.linear_1 = nn.Linear(spec.feature_width, spec.projector_middle)
+        self.linear_2 = nn.Linear(spec.projector_middle, spec.hidden)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return [M, hidden] of `features` [M, width]."""
+        return self.linear_2(F.gelu(self.linear_1(self.norm(features))))
+
+
 class Projector(nn.Module):
     """Maps patch features to image tokens of the language model."""
 
@@ -20,9 +34,21 @@ class Projector(nn.Module):
             self.norm = norm_of(spec.vision, self.patch_width)
         self.linear_1 = nn.Linear(spec.feature_width, spec.projector_middle)
         self.linear_2 = nn.Linear(spec.projector_middle, spec.hidden)
+        taps = spec.projector.deepstack
+        self.deep = nn.ModuleList(DeepProjector(spec) for _ in taps) if taps else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the tokens [M, hidden] of `features` [M, width]: the merged patches of each token, concatenated."""
+        """Return the tokens [M, hidden] of `features` [M, width]: the merged patches of each token, concatenated.
+
+        With deepstack, the features of its layers follow in the last dimension, and so do their tokens.
+        """
+        if self.deep is not None:
+            own, *others = features.chunk(1 + len(self.deep), -1)
+            deep = [module(each) for module, each in zip(self.deep, others, strict=True)]
+            return torch.cat([self._tokens(own), *deep], -1)
+        return self._tokens(features)
+
+    def _tokens(self, features: Tensor) -> Tensor:
         if self.norm is not None:
             features = self.norm(features.unflatten(1, (-1, self.patch_width))).flatten(1)
         return self.linear_2(F.gelu(self.linear_1(features)))

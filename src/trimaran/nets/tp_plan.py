@@ -85,9 +85,11 @@ VISION = {
     "vision.layers.*.mlp.down_proj": "rowwise",
 }
 PROJECTOR = {"projector.linear_1": "colwise", "projector.linear_2": "rowwise"}
+DEEPSTACK = {"projector.deep.*.linear_1": "colwise", "projector.deep.*.linear_2": "rowwise"}
 
 
 def vlm_tensor_plan(spec: VlmSpec) -> dict[str, str]:
     """Return the style of every module of a vision-language model that is sharded or moves the stream."""
     language = {f"language.{name}": style for name, style in tensor_plan(spec.language).items()}
-    return VISION | PROJECTOR | language | {"language.place": "scatter-rows"}
+    projector = PROJECTOR | (DEEPSTACK if spec.projector.deepstack else {})
+    return VISION | projector | language | {"language.place": "scatter-rows"}

@@ -1,5 +1,7 @@
 """A vision transformer for concatenated images of any shape, or for square tiles."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +31,8 @@ def activate(x: Tensor, kind: str) -> Tensor:
     """Return `x` after the activation that a spec calls `kind`."""
     if kind == "quick-gelu":
         return F.silu(1.702 * x) / 1.702  # x * sigmoid(1.702 x), which saves less for backward
+    if kind == "gelu-tanh":
+        return F.gelu(x, approximate="tanh")
     return F.silu(x) if kind == "silu" else F.gelu(x)
 
 
@@ -108,7 +112,7 @@ def normalise_patches(patches: Tensor, ends: VisionEnds) -> Tensor:
 
 
 class Stem(nn.Module):
-    """Embeds patches; a tiled tower also adds the class token and learnt positions."""
+    """Embeds patches and adds learnt positions, if there are any; a tiled tower also has a class token."""
 
     def __init__(self, spec: VisionSpec, merge: int) -> None:
         super().__init__()
@@ -124,13 +128,20 @@ class Stem(nn.Module):
         """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order."""
         weight = self._weight()
         x = F.linear(normalise_patches(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
-        if self.class_token is None and self.positions is None:
-            x = layout.permuted(x)
+        if self.spec.variant == "native":
+            x = layout.permuted(x if self.positions is None else x + self._table_values(layout, x.dtype))
         else:
             x = self._tiled(x.unflatten(0, (layout.num_tiles, -1)), layout.patches_per_tile)
         if self.norm is not None:
             x = self.norm(x)
         return x.unsqueeze(0)
+
+    def _table_values(self, layout: PatchLayout, dtype: torch.dtype) -> Tensor:
+        """Return the learnt position of each patch: a weighted mean of the four nearest rows of the table."""
+        assert self.positions is not None
+        assert layout.table is not None, "the layout of a tower with a table has the neighbours of each patch"
+        rows, weights = layout.table
+        return (self.positions[rows] * weights.unsqueeze(-1)).sum(1).to(dtype)
 
     def _weight(self) -> Tensor:
         """Return the weight for an image: a video of equal frames, so the weights of the frames add up."""
@@ -164,11 +175,15 @@ class Stem(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Maps patches to the vision stream; or some of its layers, which take the stream of the previous stage."""
+    """Maps patches to the vision stream; or some of its layers, which take the stream of the previous stage.
 
-    def __init__(self, spec: VisionSpec, merge: int, held: range) -> None:
+    The stream after the layers in `taps` is kept beside it: its last dimension then has the parts (stream, first tap,
+    second tap and so on), zeros for those to come.
+    """
+
+    def __init__(self, spec: VisionSpec, merge: int, held: range, taps: Sequence[int] = ()) -> None:
         super().__init__()
-        self.spec, self.is_complete = spec, held == range(spec.layers)
+        self.spec, self.is_complete, self.taps = spec, held == range(spec.layers), tuple(taps)
         self.stem = Stem(spec, merge) if held.start == 0 else None
         self.layers = nn.ModuleList()
         for number in range(spec.layers):  # layers of other stages are None, so that names do not change
@@ -181,9 +196,15 @@ class VisionTower(nn.Module):
 
     def forward(self, *stream: Tensor, patches: Tensor, layout: PatchLayout) -> Tensor:
         """Return the stream [1, T, hidden] after the layers of this stage. Attention stays inside each image."""
-        x = stream[0] if self.stem is None else self.stem(patches, layout)
+        if self.stem is not None:
+            x = self.stem(patches, layout)
+            kept = [torch.zeros_like(x)] * len(self.taps)
+        else:
+            x, *kept = stream[0].split(self.spec.hidden, -1) if self.taps else (stream[0],)
         for number, layer in self.layers.named_children():
             if isinstance(layer, VisionLayer):
                 full = layout.window_segments is None or int(number) in self.spec.full_layers
                 x = layer(x, layout.rotation, layout.image_segments if full else layout.window_segments)
-        return x
+                if int(number) in self.taps:
+                    kept[self.taps.index(int(number))] = x
+        return torch.cat([x, *kept], -1) if kept else x

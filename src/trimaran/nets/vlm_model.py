@@ -1,7 +1,8 @@
 """The reference vision-language model: a vision tower, a projector and our decoder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,8 @@ class Vlm(nn.Module):
         self.image_assignment = ImageAssignment()
         vision, joins = range(held.start, min(held.stop, projector)), projector in held
         language = range(max(held.start - projector - 1, 0), max(held.stop - projector - 1, 0))
-        self.vision = VisionTower(spec.vision, spec.projector.merge, vision) if len(vision) else None
+        taps = spec.projector.deepstack
+        self.vision = VisionTower(spec.vision, spec.projector.merge, vision, taps) if len(vision) else None
         self.projector = Projector(spec) if joins else None
         self.language = Decoder(spec.language, language, embeds=joins) if joins or len(language) else None
         if self.language is not None and joins:
@@ -71,17 +73,19 @@ class Vlm(nn.Module):
         row and column. A stage that ends before the projector returns the vision stream, padded. The vision tower does
         not run for an `extension` of a cache without images.
         """
-        placed = None
+        placed: tuple[Tensor, Tensor] | None = None
+        deep: Sequence[Tensor] = ()
         is_text = extension is not None and images.get("patches") is None and images.get("features") is None
         if not is_text and (self.vision is not None or self.projector is not None):
             features = self._vision_features(stream, tokens, images)
             if self.projector is None:
                 return features, torch.zeros((), device=tokens.device)
-            placed, stream = (self._project(features, tokens, images), self._token_index(tokens)), ()
+            rows, *deep = self._project(features, tokens, images).chunk(self.spec.num_projections, -1)
+            placed, stream = (rows, self._token_index(tokens)), ()
         assert self.language is not None, "a stage after the projector has decoder layers"
         rotation = None if positions is None else self._rotation(positions)
-        return self.language(
-            *stream,
+        run = partial(
+            self.language,
             tokens=tokens,
             documents=documents,
             lengths=lengths,
@@ -89,13 +93,48 @@ class Vlm(nn.Module):
             placed=placed,
             extension=extension,
         )
+        if not self.spec.projector.deepstack or is_text:
+            return run(*stream)
+        return self._run_with_deepstack(run, stream, deep, placed)
+
+    @property
+    def num_pending(self) -> tuple[int, int]:
+        """How many tensors of deepstack accompany the language stream into this stage, and out of it."""
+        taps, first = len(self.spec.projector.deepstack), self.spec.vision.layers + 1
+        into, out = (max(0, taps - max(each - first, 0)) for each in (self.held.start, self.held.stop))
+        return into, out
+
+    def _run_with_deepstack(
+        self,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        stream: tuple[Tensor, ...],
+        deep: Sequence[Tensor],
+        placed: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the language model returns. The tokens of deepstack are added after its first layers.
+
+        Those of layers on later stages accompany the stream, in its last dimension.
+        """
+        assert self.language is not None
+        num_in, num_out = self.num_pending
+        num_added = (num_in if not deep else len(deep)) - num_out
+        if placed is not None:
+            assert self.language.place is not None
+            zero = deep[0].new_zeros(1)  # at text positions
+            pending = [self.language.place(zero, each, placed[1]) for each in deep]
+        else:
+            first, *pending = stream[0].chunk(1 + num_in, -1)
+            stream = (first,)
+        out, balance = run(*stream, added=pending[:num_added])
+        return torch.cat([out, *pending[num_added:]], -1) if num_out else out, balance
 
     def encode(self, patches: Tensor, grids: Tensor) -> Tensor:
         """Return the projector's input for each image token, [M, width], in order. Needs the complete vision tower."""
         assert self.vision is not None
         assert self.vision.is_complete
         layout = layout_patches(self.spec.vision, self.spec.projector.merge, patches, grids)
-        return layout.merged_patches(self.vision(patches=patches, layout=layout), self.spec.projector.merge)
+        stream = self.vision(patches=patches, layout=layout)
+        return layout.merged_patches(stream, self.spec.projector.merge, self.spec.num_projections)
 
     def max_vision_length(self, tokens: Tensor) -> int:
         """Return the maximum length of the vision stream of a micro-batch: all its tokens may be image tokens."""
@@ -117,7 +156,7 @@ class Vlm(nn.Module):
         x = stream[0] if self.vision is None else self._run_vision(*stream, patches=local.patches, layout=layout)
         if self.projector is None:
             return F.pad(x, (0, 0, 0, self.max_vision_length(tokens) - layout.length))
-        return layout.merged_patches(x, merge)
+        return layout.merged_patches(x, merge, self.spec.num_projections)
 
     def _project(self, features: Tensor, tokens: Tensor, images: Mapping[str, Tensor | None]) -> Tensor:
         """Return the image tokens of all images, [M, hidden], in order."""
@@ -158,10 +197,12 @@ class Vlm(nn.Module):
     def _cached_features(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Return cached features as the projector takes them; one unused row of zeros if there are none."""
         if self.projector is None:  # the vision layers have nothing to do
-            return torch.zeros(1, self.max_vision_length(tokens), self.spec.vision.hidden, device=tokens.device)
+            width = self.spec.vision.hidden * self.spec.num_projections
+            return torch.zeros(1, self.max_vision_length(tokens), width, device=tokens.device)
         if features.dtype == torch.uint16:
             features = features.view(torch.bfloat16)  # they come from numpy, which has no bf16
-        return features.float() if len(features) else torch.zeros(1, self.spec.feature_width, device=tokens.device)
+        width = self.spec.feature_width * self.spec.num_projections
+        return features.float() if len(features) else torch.zeros(1, width, device=tokens.device)
 
     def _token_index(self, tokens: Tensor) -> Tensor:
         return self.context.shard(image_token_index(tokens, self.spec.image_token))

@@ -1,8 +1,11 @@
 """The names of our vision-language model's parameters on disk, in each format that we read and write."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from trimaran.models.to_hf_vlm import Form
 from trimaran.models.vlm_spec import CHANNELS, VlmSpec
@@ -10,15 +13,46 @@ from trimaran.models.vlm_spec import CHANNELS, VlmSpec
 
 @dataclass(frozen=True, slots=True)
 class DiskTensor:
-    """The tensor on disk that holds a parameter: part number `part` of `parts` equal ones, split along the rows.
+    """The tensor on disk that holds a parameter: part number `part` of `parts` ones, split along the rows.
 
-    `shape` is the shape on disk, if the parameter's is different.
+    `shape` is the shape on disk, if the parameter's is different. The parts are equally long, unless `shares` has their
+    lengths relative to each other. In InternLM2 they alternate: the rows are `groups` of all parts.
     """
 
     name: str
     part: int = 0
     parts: int = 1
     shape: tuple[int, ...] | None = None
+    groups: int = 1
+    shares: tuple[int, ...] = ()
+
+    def num_rows(self, rows: int) -> int:
+        """Return the number of rows on disk, if the parameter has `rows`."""
+        return rows * sum(self._shares) // self._shares[self.part]
+
+    def row_slices(self, rows: int, wanted: slice) -> Iterator[slice]:
+        """Yield the rows on disk that hold the `wanted` rows of a parameter with `rows`, in order."""
+        count = rows // self.groups
+        first = count * sum(self._shares[: self.part]) // self._shares[self.part]
+        stride = self.num_rows(rows) // self.groups
+        for group in range(wanted.start // count, -(-wanted.stop // count)):
+            start, stop = max(wanted.start - group * count, 0), min(wanted.stop - group * count, count)
+            yield slice(group * stride + first + start, group * stride + first + stop)
+
+    def joined(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the tensor on disk of all its parts, in order."""
+        if self.groups == 1:
+            return torch.cat(list(values))
+        return torch.cat([each.unflatten(0, (self.groups, -1)) for each in values], 1).flatten(0, 1)
+
+    def taken_from(self, whole: Tensor) -> Tensor:
+        """Return the part of `whole`, the tensor on disk, that is this parameter."""
+        rows = len(whole) * self._shares[self.part] // sum(self._shares)
+        return torch.cat([whole[each] for each in self.row_slices(rows, slice(0, rows))])
+
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        return self.shares or (1,) * self.parts
 
 
 def on_disk(name: str, spec: VlmSpec, form: Form) -> DiskTensor:
@@ -51,8 +85,16 @@ def canonical(name: str, form: Form) -> str:
 def may_be_ignored(name: str, form: Form) -> bool:
     """Return whether a tensor may be on disk without being read: a tied head, or one that LLaVA does not use."""
     return "rotary" in name or name.endswith(("lm_head.weight", "position_ids")) or (
-        form == "llava" and bool(re.match(r"vision_tower\.(post_layernorm|encoder\.layers)\.", name))
+        form in IGNORED and bool(re.match(IGNORED[form], name))
     )  # fmt: skip
+
+
+IGNORED: Mapping[str, str] = {  # layers after the one that features are taken from
+    "llava": r"vision_tower\.(post_layernorm|encoder\.layers)\.",
+    "internvl": r"vision_tower\.encoder\.layer\.",
+    "internvl_chat": r"vision_model\.encoder\.layers\.",
+    "internvl_internlm2": r"(vision_model\.encoder\.layers|language_model\.output)\.",
+}
 
 
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -61,6 +103,11 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "llava": {
         r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
         r"^vision_tower\.vision_model\.": "vision_tower.",
+        r"^model\.language_model\.": "language_model.model.",
+        r"^lm_head\.": "language_model.lm_head.",
+    },
+    "internvl": {
+        r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
         r"^model\.language_model\.": "language_model.model.",
         r"^lm_head\.": "language_model.lm_head.",
     },
@@ -76,6 +123,7 @@ MEMORY_NAMES: Mapping[str, Mapping[str, str]] = {  # the first pattern that matc
         r"^language_model\.model\.": "model.language_model.",
     },
 }
+MEMORY_NAMES = {**MEMORY_NAMES, "internvl": MEMORY_NAMES["llava"]}
 
 
 def _own(name: str, spec: VlmSpec) -> DiskTensor:
@@ -99,6 +147,26 @@ def _qwen(name: str, spec: VlmSpec) -> DiskTensor:
     if not spec.vision.block.gated:
         names |= {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
     return DiskTensor(_renamed(layer_name, names))
+
+
+def _qwen_3(name: str, spec: VlmSpec) -> DiskTensor:
+    tower, _, rest = name.partition(".")
+    if tower == "language":
+        return DiskTensor(rest if rest.startswith("lm_head") else f"model.language_model.{rest}")
+    linears = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+    if tower == "projector":
+        where = rest.replace("deep.", "deepstack_merger_list.") if rest.startswith("deep.") else f"merger.{rest}"
+        return DiskTensor(f"model.visual.{_renamed(where, linears)}")
+    if rest == "stem.positions":
+        return DiskTensor("model.visual.pos_embed.weight")
+    names = {"stem.patch_embed": "patch_embed.proj", "mlp.up_proj": "mlp.linear_fc1", "mlp.down_proj": "mlp.linear_fc2"}
+    if rest in ("stem.patch_embed.bias", "stem.patch_embed.weight") or ".mlp." in rest:
+        vision = spec.vision
+        shape = (vision.hidden, CHANNELS, vision.frames, vision.patch, vision.patch)
+        where = _renamed(rest, names).replace("layers.", "blocks.")
+        return DiskTensor(f"model.visual.{where}", shape=shape if rest == "stem.patch_embed.weight" else None)
+    stored = _qwen(name, spec)
+    return replace(stored, name=f"model.{stored.name}")
 
 
 def _llava(name: str, spec: VlmSpec) -> DiskTensor:
@@ -134,9 +202,110 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
+def _internvl(name: str, spec: VlmSpec) -> DiskTensor:
+    """Return the tensor in transformers' InternVL."""
+    tower, _, rest = name.partition(".")
+    if tower == "language":
+        return _llava(name, spec)
+    if tower == "projector":
+        return DiskTensor("multi_modal_projector." + rest.replace("norm", "layer_norm"))
+    if rest.startswith("stem."):
+        names = {
+            "patch_embed": "patch_embeddings.projection",
+            "class_token": "cls_token",
+            "positions": "position_embeddings",
+        }
+        stored = _intern_stem(rest, spec, names)
+        return replace(stored, name=f"vision_tower.embeddings.{stored.name}")
+    names = {
+        "layers.": "encoder.layer.",
+        "input_layernorm": "layernorm_before",
+        "post_attention_layernorm": "layernorm_after",
+        "self_attn.o_proj": "attention.projection_layer",
+        "self_attn": "attention",
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "attn_scale": "lambda_1",
+        "mlp_scale": "lambda_2",
+    }
+    return DiskTensor(f"vision_tower.{_renamed(rest, names)}")
+
+
+def _internvl_chat(name: str, spec: VlmSpec) -> DiskTensor:
+    """Return the tensor in OpenGVLab's own layout."""
+    tower, _, rest = name.partition(".")
+    if tower == "language":
+        return _llava(name, spec)
+    if tower == "projector":
+        return DiskTensor("mlp1." + _renamed(rest, {"norm": "0", "linear_1": "1", "linear_2": "3"}))
+    if rest.startswith("stem."):
+        names = {
+            "patch_embed": "patch_embedding",
+            "class_token": "class_embedding",
+            "positions": "position_embedding",
+        }
+        stored = _intern_stem(rest, spec, names)
+        return replace(stored, name=f"vision_model.embeddings.{stored.name}")
+    layer_name = f"vision_model.encoder.{rest}"
+    if found := re.search(r"\.self_attn\.([qkv])_proj\.", layer_name):
+        return DiskTensor(layer_name.replace(found[0], ".attn.qkv."), part="qkv".index(found[1]), parts=3)
+    names = {
+        "input_layernorm": "norm1",
+        "post_attention_layernorm": "norm2",
+        "self_attn.o_proj": "attn.proj",
+        "self_attn": "attn",
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "attn_scale": "ls1",
+        "mlp_scale": "ls2",
+    }
+    return DiskTensor(_renamed(layer_name, names))
+
+
+def _internvl_internlm2(name: str, spec: VlmSpec) -> DiskTensor:
+    """Return the tensor in OpenGVLab's own layout with an InternLM2.
+
+    Its `wqkv` has, for each key-value head, the query heads of its group, the key and the value.
+    """
+    tower, _, rest = name.partition(".")
+    if tower != "language":
+        return _internvl_chat(name, spec)
+    language = spec.language
+    if rest.startswith("lm_head."):
+        return DiskTensor("language_model.output.weight")
+    if found := re.search(r"self_attn\.([qkv])_proj\.", rest):
+        shares = (language.heads // language.kv_heads, 1, 1)
+        packed = f"language_model.model.{rest.replace(found[0], 'attention.wqkv.')}"
+        return DiskTensor(packed, part="qkv".index(found[1]), parts=3, groups=language.kv_heads, shares=shares)
+    names = {
+        "embed_tokens": "tok_embeddings",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    return DiskTensor(f"language_model.model.{_renamed(rest, names)}")
+
+
+def _intern_stem(rest: str, spec: VlmSpec, names: Mapping[str, str]) -> DiskTensor:
+    vision = spec.vision
+    shapes = {
+        "stem.patch_embed.weight": (vision.hidden, CHANNELS, vision.patch, vision.patch),
+        "stem.class_token": (1, 1, vision.hidden),
+        "stem.positions": (1, vision.table_side**2 + 1, vision.hidden),
+    }
+    return DiskTensor(_renamed(rest.removeprefix("stem."), names), shape=shapes.get(rest))
+
+
 FORMS: Mapping[Form, Callable[[str, VlmSpec], DiskTensor]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen_3,
     "llava": _llava,
+    "internvl": _internvl,
+    "internvl_chat": _internvl_chat,
+    "internvl_internlm2": _internvl_internlm2,
     "trimaran_vlm": _own,
 }

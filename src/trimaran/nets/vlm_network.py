@@ -67,11 +67,15 @@ class VlmNetwork(Network):
         return {"vision": "vision.", "projector": "projector.", "language": "language."}
 
     def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See `Network`. Up to the projector it is the vision stream, padded to its maximum length."""
+        """See `Network`. Up to the projector it is the vision stream, padded to its maximum length.
+
+        The tensors of deepstack accompany both.
+        """
         tokens, held, projector = inputs["tokens"], self.module.held, self.spec.vision.layers
-        vision = (1, self.module.max_vision_length(tokens), self.spec.vision.hidden)
-        language = (len(tokens), self.context.shard(tokens).shape[1] // tp, self.spec.hidden)
-        return vision if held.start <= projector else language, vision if held.stop <= projector else language
+        vision = (1, self.module.max_vision_length(tokens), self.spec.vision.hidden * self.spec.num_projections)
+        rows, length = len(tokens), self.context.shard(tokens).shape[1] // tp
+        into, out = ((rows, length, self.spec.hidden * (1 + each)) for each in self.module.num_pending)
+        return vision if held.start <= projector else into, vision if held.stop <= projector else out
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return vlm_tensor_plan(self.spec)

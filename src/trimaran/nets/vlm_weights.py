@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimaran.core import UserError
 from trimaran.models import read_json
-from trimaran.models.to_hf_vlm import Form, disk_form
+from trimaran.models.to_hf_vlm import Form, disk_form, form_of_config
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.hf_weights import damaged, first_few, full_tensor, open_weights
@@ -37,6 +37,7 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
         sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
         parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, module.spec, form, folder)
+        _refuse_untied_head(sources, module.spec, form, folder)
         if is_on_meta(module):
             return
         try:
@@ -64,13 +65,13 @@ def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
         parts = waiting.setdefault(stored.name, [])
         parts.append(value)
         if len(parts) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
-            tensor = torch.cat(waiting.pop(stored.name)) if stored.parts > 1 else value
+            tensor = stored.joined(waiting.pop(stored.name)) if stored.parts > 1 else value
             yield stored.name, tensor.view(stored.shape) if stored.shape else tensor
 
 
 def _form_in(folder: Path) -> Form:
     """Return the format of the weights, as given by config.json."""
-    return read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)["model_type"]
+    return form_of_config(read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES))
 
 
 def _refuse_mismatch(
@@ -80,7 +81,7 @@ def _refuse_mismatch(
     for name, parameter in parameters.items():
         stored = on_disk(name, spec, form)
         rows, *rest = parameter.shape
-        wanted = list(stored.shape or (rows * stored.parts, *rest))
+        wanted = list(stored.shape or (stored.num_rows(rows), *rest))
         if stored.name not in sources:
             missing.append(stored.name)
         elif (found := _shape(sources, stored.name)) != wanted:
@@ -92,6 +93,16 @@ def _refuse_mismatch(
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
         raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+
+
+def _refuse_untied_head(sources: Sources, spec: VlmSpec, form: Form, folder: Path) -> None:
+    """Raise if the head is tied by config.json, and has values of its own on disk."""
+    head, embedding = (sources.get(on_disk(name, spec, form).name) for name in (HEAD, EMBEDDING))
+    if spec.tied and head is not None and embedding is not None:
+        first, other = (file.get_slice(name)[:1] for file, name in (head, embedding))
+        if not torch.equal(first, other):
+            raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
+                            where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
 
 
 def _shape(sources: Sources, name: str) -> list[int]:
@@ -107,6 +118,8 @@ def _copy(parameter: Tensor, stored: DiskTensor, sources: Sources) -> None:
     if stored.shape is not None:  # a small one, read completely
         local.copy_(file.get_tensor(name_in_file).view(parameter.shape)[here])
         return
-    first = stored.part * parameter.shape[0]
-    rows = slice(here[0].start + first, here[0].stop + first)
-    local.copy_(file.get_slice(name_in_file)[(rows, *here[1:])])
+    on_file, done = file.get_slice(name_in_file), 0
+    for rows in stored.row_slices(parameter.shape[0], here[0]):
+        count = rows.stop - rows.start
+        local[done : done + count].copy_(on_file[(rows, *here[1:])])
+        done += count

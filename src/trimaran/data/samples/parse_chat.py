@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
+from trimaran.data.samples.films import DEFAULT_CHOICE, FILM_SUFFIXES, Film, FrameChoice, read_film
 from trimaran.data.samples.raw_sample import ImageLocation, ImageSource, Role, Turn
 
 MARKER = "<image>"
@@ -29,14 +30,17 @@ QUESTIONS = (("prompt", "response"), ("prompt", "completion"), ("question", "ans
 CAPTIONS = ("caption", "text")
 IMAGES = ("images", "image", "image_path", "file_name")
 
-TurnPart = str | ImageSource | None  # None: the next image of the row
+FILMS, FILM_MARKER = ("video", "videos"), "<video>"
+
+TurnPart = str | ImageSource | Film | None  # None: the next image of the row
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFinder:
-    """Resolves image references. Paths are relative to `root` and may not leave it."""
+    """Resolves image references. Paths are relative to `root` and may not leave it. `frames` of a film are chosen."""
 
     root: str
+    frames: FrameChoice = DEFAULT_CHOICE
 
     def find(self, value: Any) -> ImageSource:
         """Return the image of a reference: a path, a data URI, bytes, or a mapping with one of them."""
@@ -63,7 +67,9 @@ def read_row(
     if not isinstance(row, Mapping):
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
     row_images = [finder.find(value) for value in _image_references(row)]
+    films = list(_film_references(row, finder))
     turns = list(_turns(row, finder, text_field, split=bool(row_images)))
+    turns = [_with_frames(turn) for turn in _with_films(turns, films)]
     if not any(_has_target(turn) for turn in turns):
         raise BadSampleError("it has no text" if turns[0].role == "text" else "it has no answer")
     num_markers = sum(part is None for turn in turns for part in turn.parts)
@@ -125,6 +131,53 @@ class _ParsedTurn:
     parts: Sequence[TurnPart]
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_content: bool = True
+
+
+def _film_references(row: Mapping[str, Any], finder: ImageFinder) -> Iterator[Film]:
+    """Yield the films in the row's own fields, in order. `fps` and `times` of one film may be beside it."""
+    for field in FILMS:
+        value = row.get(field)
+        for each in value if isinstance(value, list) else [] if value in (None, "") else [value]:
+            beside = {name: row[name] for name in ("fps", "times") if row.get(name) is not None}
+            is_folder = isinstance(each, str) and not each.lower().endswith(FILM_SUFFIXES)
+            yield read_film({"frames": each, **beside} if is_folder else each, finder.find, finder.frames)
+
+
+def _with_films(turns: list[_ParsedTurn], films: list[Film]) -> list[_ParsedTurn]:
+    """Return the turns with the row's films where `<video>` marks them, or at the start of the first question."""
+    if not films:
+        return turns
+    rest, marked = iter(films), []
+    texts = (part for turn in turns for part in turn.parts if isinstance(part, str))
+    if num_markers := sum(text.count(FILM_MARKER) for text in texts):
+        if num_markers != len(films):
+            raise BadSampleError(f"{num_markers} film markers, but {len(films)} films")
+        for turn in turns:
+            parts: list[TurnPart] = []
+            for part in turn.parts:
+                first, *others = part.split(FILM_MARKER) if isinstance(part, str) else (part,)
+                parts += [first, *(each for text in others for each in (next(rest), text))]
+            marked.append(replace(turn, parts=parts))
+        return marked
+    first = next(number for number, turn in enumerate(turns) if turn.role != "system")
+    return [
+        replace(turn, parts=(*films, *turn.parts)) if number == first else turn for number, turn in enumerate(turns)
+    ]
+
+
+def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
+    """Return the turn with the frames of its films as images, each after its time.
+
+    A caption is learnt completely, so the times are left out there.
+    """
+    parts: list[TurnPart] = []
+    for part in turn.parts:
+        if not isinstance(part, Film):
+            parts.append(part)
+            continue
+        for frame, seconds in zip(part.frames, part.times, strict=True):
+            parts += [frame] if turn.role in ("assistant", "text") else [f"<{seconds:.1f} seconds>", frame]
+    return replace(turn, parts=parts)
 
 
 def _has_target(turn: _ParsedTurn) -> bool:
@@ -220,6 +273,8 @@ def _content_part(part: Any, finder: ImageFinder) -> TurnPart:
     if kind in ("image", "image_url"):
         value = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
         return None if value is None else finder.find(value)
+    if kind == "video":
+        return read_film(part.get("video"), finder.find, finder.frames)
     raise BadSampleError(f"a message part has an unknown type: {kind!r}"[:120])
 
 

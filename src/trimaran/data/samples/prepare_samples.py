@@ -31,6 +31,7 @@ from trimaran.data.tokenizer import load_tokenizer
 
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
+DEFAULT_FRAMES = (1.0, 16)  # of SamplesSection: frames of a film per second, and at most
 MAX_SHOWN_BAD = 5
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -100,7 +101,9 @@ def find_source_files(section: DataSection, source: MixtureSource, rules: ImageR
             raise
         where = f"{_where(section, source)}, {error.where}"
         raise UserError(error.code, error.what, where=where, fix=error.fix) from None
-    return SourceFiles(source, files, source.images or section.samples.images)
+    samples = section.samples
+    frames = (samples.frames_per_second, samples.max_frames)
+    return SourceFiles(source, files, source.images or samples.images, frames)
 
 
 def _is_compressed(path: Path) -> bool:
@@ -217,6 +220,8 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
         "made": {"python-stdlib": sys.version, "shapes": drawn_shapes.VERSION}.get(source.source),
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
+    if files.frames != DEFAULT_FRAMES:
+        parts["frames"] = files.frames  # data without films has the fingerprint of earlier versions
     if source.source == "text" and any_byte_order_mark(files.files):
         parts["byte_order_mark"] = "skipped"  # earlier versions kept it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -59,11 +59,15 @@ class RawSample:
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """A source and its files, in order. `images` is the folder that image paths are relative to."""
+    """A source and its files, in order. `images` is the folder that image paths are relative to.
+
+    `frames` says how many frames of a film are used: per second, and at most.
+    """
 
     source: MixtureSource
     files: Sequence[Path]
     images: str | None = None
+    frames: tuple[float, int] = (1.0, 16)
 
 
 def origin(file: str, row: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trimaran.data import drawn_shapes, lazy_import
 from trimaran.data.quarantine import BadSampleError
+from trimaran.data.samples.films import FrameChoice
 from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
 from trimaran.data.samples.read_rows import files_with_progress, json_rows, parse_json, sample_of, text_of
@@ -24,9 +25,14 @@ def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
     return READERS[source_files.source.source](source_files)
 
 
+def _finder(source_files: SourceFiles, folder: Path) -> ImageFinder:
+    """Return how images and films are found that a file in `folder` names."""
+    return ImageFinder(os.path.abspath(source_files.images or folder), FrameChoice(*source_files.frames))
+
+
 def _read_chat(source_files: SourceFiles) -> Iterator[RawSample]:
     for file, fraction_at in files_with_progress(source_files.files):
-        finder = ImageFinder(os.path.abspath(source_files.images or file.parent))
+        finder = _finder(source_files, file.parent)
         for number, row, fraction_read in json_rows(file, fraction_at):
             yield sample_of(file, number, row, finder, source_files.source.text_field, fraction_read)
 
@@ -49,7 +55,7 @@ def _read_image_folder(source_files: SourceFiles) -> Iterator[RawSample]:
     listed: set[str] = set()
     for file in source_files.files:
         if file.name in CAPTION_FILES:
-            finder = ImageFinder(os.path.abspath(file.parent))
+            finder = ImageFinder(os.path.abspath(file.parent), FrameChoice(*source_files.frames))
             for number, row, _ in json_rows(file, lambda position: 0.0):
                 raw = sample_of(file, number, row, finder, source_files.source.text_field)
                 listed.update(image.file for image in raw.images if isinstance(image, ImageLocation))
@@ -81,7 +87,7 @@ def _caption(file: Path, image: ImageLocation) -> Any:
 def _read_parquet(source_files: SourceFiles) -> Iterator[RawSample]:
     parquet = lazy_import.load("samples.parquet", "pyarrow", where="data.source")
     for file, fraction_at in files_with_progress(source_files.files):
-        finder = ImageFinder(os.path.abspath(source_files.images or file.parent))
+        finder = _finder(source_files, file.parent)
         for number, row, fraction_read in parquet.read_parquet(file, fraction_at):
             row = without_arrow_nulls(row)
             yield sample_of(file, number, row, finder, source_files.source.text_field, fraction_read)
@@ -91,7 +97,7 @@ def _read_datasets(source_files: SourceFiles) -> Iterator[RawSample]:
     """Yield the rows of a `save_to_disk` folder, or of the parquet and JSON files in a folder."""
     folder = Path(source_files.source.path or "")
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        finder = ImageFinder(os.path.abspath(source_files.images or folder))
+        finder = _finder(source_files, folder)
         module = lazy_import.load("hf_datasets", "datasets", where="data.source")
         for number, row, fraction_read in module.read_saved(folder):
             row = without_arrow_nulls(row)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimaran.core import ImageRules
+from trimaran.data.vision.anyres import TokenLayout, anyres_canvases, anyres_layout, num_anyres_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,26 +19,40 @@ class ImageSizes:
 
 def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
     """Return tokens and patches of images of `sizes` [number of images, 2] (width, height)."""
-    rows, columns = _canvases(sizes, rules).T
+    sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
+    canvases = _canvases(sizes, rules)
+    rows, columns = canvases.T
     if rules.variant == "native":
         patches = rows * columns
         return ImageSizes(patches // rules.merge**2, patches, patches**2)
-    tiles = rows * columns
-    tiles += tiles > 1
-    per_tile = tile_side(rules) ** 2
+    tiles, side = rows * columns, tile_side(rules)
+    per_tile = side**2
+    if rules.variant == "anyres":
+        tiles = tiles + 1
+        tokens = num_anyres_tokens(sizes, canvases, side)
+        return ImageSizes(tokens, tiles * per_tile, tiles * per_tile**2)
+    tiles += (tiles > 1) & (rules.thumbnail != "none")
     return ImageSizes(tiles * per_tile // rules.merge**2, tiles * per_tile, tiles * per_tile**2)
 
 
 def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
     """Return the grids [number of parts, 2] (rows, columns of patches) of one image of `size` (width, height).
 
-    A native image is one part. A tiled image is its tiles; if there are several, a thumbnail comes first.
+    A native image is one part. A tiled image is its tiles and, if there are several, a thumbnail.
     """
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
         return np.array([[rows, columns]], dtype=np.int32)
     tiles = rows * columns
-    return np.full((tiles + (tiles > 1), 2), tile_side(rules), dtype=np.int32)
+    if rules.variant == "anyres":
+        return np.full((tiles + 1, 2), tile_side(rules), dtype=np.int32)
+    tiles += tiles > 1 and rules.thumbnail != "none"
+    return np.full((tiles, 2), tile_side(rules), dtype=np.int32)
+
+
+def layout_of(size: tuple[int, int], rules: ImageRules) -> TokenLayout | None:
+    """Return how the tokens of an image follow from its patches; None if each is its own patch, or a merged group."""
+    return anyres_layout(size, canvas_of(size, rules), tile_side(rules)) if rules.variant == "anyres" else None
 
 
 def canvas_of(size: tuple[int, int], rules: ImageRules) -> tuple[int, int]:
@@ -53,7 +68,8 @@ def tile_side(rules: ImageRules) -> int:
 
 def _canvases(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
     sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
-    return _native(sizes, rules) if rules.variant == "native" else _tiled(sizes, rules)
+    chosen = {"native": _native, "tiled": _tiled, "anyres": anyres_canvases}[rules.variant]
+    return chosen(sizes, rules)
 
 
 def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:

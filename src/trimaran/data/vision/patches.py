@@ -3,6 +3,7 @@
 import numpy as np
 
 from trimaran.core import ImageRules
+from trimaran.data.vision.anyres import anyres_tiles
 from trimaran.data.vision.decode import pixels_of
 from trimaran.data.vision.image_grid import canvas_of, tile_side
 
@@ -18,10 +19,16 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
         return
     side = tile_side(rules)
     pixels, per_tile = side * rules.patch, side * side
+    if rules.variant == "anyres":  # the last pixels of a tile make no complete patch
+        for number, tile in enumerate(anyres_tiles(data, size, (rows, columns), rules)):
+            cut_patches(tile[:pixels, :pixels], rules, out[number * per_tile : (number + 1) * per_tile])
+        return
     full_size = (columns * pixels, rows * pixels)
-    canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if rows * columns > 1 else [full_size])
+    has_thumbnail = rows * columns > 1 and rules.thumbnail != "none"
+    canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if has_thumbnail else [full_size])
     tiles = canvas.reshape(rows, pixels, columns, pixels, 3).swapaxes(1, 2).reshape(-1, pixels, pixels, 3)
-    for number, tile in enumerate([*thumbnail, *tiles]):
+    ordered = [*tiles, *thumbnail] if rules.thumbnail == "last" else [*thumbnail, *tiles]
+    for number, tile in enumerate(ordered):
         cut_patches(tile, rules, out[number * per_tile : (number + 1) * per_tile])
 
 

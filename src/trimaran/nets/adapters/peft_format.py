@@ -81,7 +81,7 @@ def _trained_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
             values = waiting.setdefault(stored.name, [])
             values.append(value)
             if len(values) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
-                whole = torch.cat(waiting.pop(stored.name)) if stored.parts > 1 else value
+                whole = stored.joined(waiting.pop(stored.name)) if stored.parts > 1 else value
                 yield PREFIX + stored.name, whole.view(stored.shape) if stored.shape else whole.clone()
 
 
@@ -98,6 +98,8 @@ def refuse_inexpressible(network: Network, section: AdapterSection) -> None:
     targets = Counter(network.hf_parameter(name + WEIGHT).name for name in layout.targets)
     for name in sorted(layout.targets):
         stored = network.hf_parameter(name + WEIGHT)
+        if stored.groups > 1:
+            raise _inexpressible(f"{name} alternates with other parts in {stored.name}", "targets")
         if section.kind == "dora" and targets[stored.name] < stored.parts:
             raise _inexpressible(f"{name} is a part of {stored.name}, whose other parts have no adapter", "targets")
 

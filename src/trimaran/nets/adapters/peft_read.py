@@ -169,7 +169,7 @@ def _own_part(down: Tensor, up: Tensor, before: int, rank: int) -> tuple[Tensor,
 def _fill_parameter(parameter: Tensor, stored: DiskTensor, opened: PeftFolder) -> None:
     value = opened.tensor(PREFIX + stored.name)
     if stored.parts > 1:
-        value = value[stored.part * parameter.shape[0] : (stored.part + 1) * parameter.shape[0]]
+        value = stored.taken_from(value)
     if value.numel() != parameter.numel():
         raise _other_shape(opened, stored.name, f"the shape {[*value.shape]}")
     _fill(parameter, value.view(parameter.shape))

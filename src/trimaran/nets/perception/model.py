@@ -62,7 +62,7 @@ class Perception(nn.Module):
                 cells = block(inputs["points"], inputs["point_rows"], len(inputs["cameras"]))
             elif name.startswith("fusion.layers."):
                 if bias is None:
-                    bias = camera_bias(self.spec.scenes(), self.spec.grid, camera.device)
+                    bias = camera_bias(self.spec.scenes(), self.spec.grid, camera.device, inputs.get("rig"))
                 cells = block(cells, camera, bias)
             else:
                 cells = block(cells)
@@ -99,28 +99,32 @@ class Perception(nn.Module):
         return camera, cells
 
 
-def camera_bias(rules: SceneRules, grid: tuple[int, int], device: torch.device) -> Tensor:
+def camera_bias(rules: SceneRules, grid: tuple[int, int], device: torch.device, rig: Tensor | None = None) -> Tensor:
     """Return the fp32 attention bias of each cell and camera token [cells * cells, cameras * rows * columns].
 
     It is a Gaussian, about one token wide, of the angle between the direction of the cell and that of the token.
-    Computed in each forward: no buffer that a meta device or a cast could corrupt.
+    Computed in each forward: no buffer that a meta device or a cast could corrupt. `rig` [cameras, RIG_NUMBERS] is the
+    calibration of recorded cameras; else they are those of the rules.
     """
     rows, columns = grid
-    right = (torch.arange(columns, device=device) + 0.5) * (rules.width / columns) - rules.width / 2
-    down = (torch.arange(rows, device=device) + 0.5) * (rules.height / rows) - rules.horizon
-    headings = torch.tensor(rules.headings, device=device)
-    azimuths = headings[:, None, None] - (right / rules.focal).atan()[None, None, :]
+    if rig is None:
+        own = [(heading, rules.focal, rules.width / 2, rules.horizon, CAMERA_METRES) for heading in rules.headings]
+        rig = torch.tensor(own, device=device)
+    headings, focals, centres_right, centres_down, metres = rig.float()[:, :, None, None].unbind(1)
+    right = (torch.arange(columns, device=device) + 0.5) * (rules.width / columns) - centres_right
+    down = ((torch.arange(rows, device=device) + 0.5) * (rules.height / rows))[:, None] - centres_down
+    azimuths = headings - (right / focals).atan()
     # Pixels of an outer column are farther from the camera than those of the middle one.
-    slopes = down[:, None] / (right**2 + rules.focal**2).sqrt()[None, :]
-    azimuths, slopes = torch.broadcast_tensors(azimuths, slopes[None])
+    slopes = down / (right**2 + focals**2).sqrt()
+    azimuths, slopes, focals, metres = torch.broadcast_tensors(azimuths, slopes, focals, metres)
     centres = (torch.arange(rules.cells, device=device) + 0.5) * rules.cell - rules.reach
     x, y = torch.meshgrid(centres, centres, indexing="ij")
     distances = torch.hypot(x, y).flatten().clamp(min=rules.cell)
     turned = torch.atan2(y, x).flatten()[:, None] - azimuths.flatten()[None]
     turned = (turned + math.pi).remainder(2 * math.pi) - math.pi
-    lower = ((CAMERA_METRES - TARGET_METRES) / distances)[:, None] - slopes.flatten()[None]
-    wide = rules.width / columns / rules.focal
-    tall = ROW_TOLERANCE * rules.height / rows / rules.focal
+    lower = (metres.flatten()[None] - TARGET_METRES) / distances[:, None] - slopes.flatten()[None]
+    wide = rules.width / columns / focals.flatten()[None]
+    tall = ROW_TOLERANCE * rules.height / rows / focals.flatten()[None]
     return (-((turned / wide) ** 2 + (lower / tall) ** 2) / 2).clamp(min=MIN_BIAS)
 
 

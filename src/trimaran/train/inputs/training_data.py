@@ -134,7 +134,7 @@ def _load_scenes(
         training=lambda quarantined: feeds(quarantined=quarantined)[0],
         holdout=feeds()[1],
         objective=PerceptionObjective(network.spec),
-        digest=scenes_digest(rules),
+        digest=scenes_digest(recipe.data, rules),
         tokenizer=None,
     )
 

@@ -138,7 +138,8 @@ def _open_cache(encoder: VisionEncoder, index: SampleIndex, cache: Path) -> Feat
         message[-1] = [*STORED_DTYPES].index(_feature_dtype(encoder, cache / "features" / message[:-1].decode()))
     dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)
     dtype, tokens = [*STORED_DTYPES.values()][message[-1]], measure_images(index.image_sizes, encoder.rules).tokens
-    return FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=spec.feature_width, dtype=dtype)
+    width = spec.feature_width * spec.num_projections
+    return FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=width, dtype=dtype)
 
 
 def _feature_dtype(encoder: VisionEncoder, folder: Path) -> torch.dtype:

@@ -1,0 +1,110 @@
+"""Films as samples: frames with their times. Some frames are chosen, and each becomes an image after its time."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trimaran.data.quarantine import BadSampleError
+from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
+
+FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+FILM_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
+MAX_FRAMES_IN_FILM = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FrameChoice:
+    """Which frames of a film are used: `per_second`, and `most` of them, evenly spaced."""
+
+    per_second: float = 1.0
+    most: int = 16
+
+
+DEFAULT_CHOICE = FrameChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class Film:
+    """The chosen frames of a film, and the time of each in seconds from its start."""
+
+    frames: tuple[ImageSource, ...]
+    times: tuple[float, ...]
+
+
+def read_film(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Film:
+    """Return the chosen frames of a film: a mapping with `frames`, a folder or a list, and `fps` or `times`.
+
+    `find` resolves the reference of a frame or a folder. Raises BadSampleError if the film cannot be used.
+    """
+    if isinstance(value, str) and value.lower().endswith(FILM_SUFFIXES):
+        raise BadSampleError(
+            f"films are not decoded: write the frames of {value[:80]!r} as images, and name their folder"
+        )
+    if not isinstance(value, Mapping):
+        raise BadSampleError("a film is not an object with 'frames' and 'fps' or 'times'")
+    frames = _frames(value.get("frames"), find)
+    times = _times(value, len(frames))
+    chosen = choose_frames(times, choice)
+    start = times[0]
+    return Film(tuple(find(frames[each]) for each in chosen), tuple(round(times[each] - start, 3) for each in chosen))
+
+
+def choose_frames(times: Sequence[float], choice: FrameChoice) -> list[int]:
+    """Return the numbers of the frames nearest to each point of time at which there should be one, in order."""
+    at = np.asarray(times, dtype=np.float64)
+    wanted = np.arange(math.floor((at[-1] - at[0]) * choice.per_second + 1e-6) + 1) / choice.per_second + at[0]
+    after = np.searchsorted(at, wanted).clip(0, len(at) - 1)
+    before = (after - 1).clip(0)
+    nearest = np.where(wanted - at[before] <= at[after] - wanted, before, after)
+    unique = np.unique(nearest)
+    if len(unique) > choice.most:
+        unique = unique[np.linspace(0, len(unique) - 1, choice.most).round().astype(np.int64)]
+    return unique.tolist()
+
+
+def _frames(value: Any, find: Callable[[Any], ImageSource]) -> Sequence[Any]:
+    """Return references of all frames: those in a list, or the images of a folder by name."""
+    if isinstance(value, list):
+        frames: Sequence[Any] = value
+    elif isinstance(value, str) and value:
+        folder = find(value)
+        if not isinstance(folder, ImageLocation):
+            raise BadSampleError("the frames of a film are neither a folder nor a list")
+        try:
+            names = sorted(os.listdir(folder.file))
+        except OSError as error:
+            raise BadSampleError(f"the frames of a film cannot be read: {error.strerror}: {value[:80]}") from None
+        frames = [os.path.join(folder.file, each) for each in names if each.lower().endswith(FRAME_SUFFIXES)]
+    else:
+        raise BadSampleError("the frames of a film are neither a folder nor a list")
+    if not frames:
+        raise BadSampleError("a film has no frames")
+    if len(frames) > MAX_FRAMES_IN_FILM:
+        raise BadSampleError(f"a film has more than {MAX_FRAMES_IN_FILM:,} frames")
+    return frames
+
+
+def _times(value: Mapping[str, Any], count: int) -> list[float]:
+    """Return the time of each frame in seconds."""
+    if (listed := value.get("times")) is not None:
+        if not isinstance(listed, list) or not all(_is_number(each) for each in listed):
+            raise BadSampleError("the times of a film are not a list of numbers")
+        if len(listed) != count:
+            raise BadSampleError(f"a film has {count} frames and {len(listed)} times")
+        for earlier, later in pairwise(listed):
+            if later < earlier:
+                raise BadSampleError(f"the times of a film go backwards: {later:g} after {earlier:g}")
+        return [float(each) for each in listed]
+    rate = value.get("fps")
+    if not _is_number(rate) or not 0 < rate <= 1e6:
+        raise BadSampleError("a film has neither 'times' nor a positive number 'fps'")
+    return [number / rate for number in range(count)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

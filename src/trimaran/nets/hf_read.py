@@ -70,19 +70,20 @@ def read_weights(
 ) -> None:
     """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded.
 
-    `report_progress` is called after each source.
+    A pipeline stage reads only what it holds. `report_progress` is called after each source.
     """
     targets = dict(module.named_buffers()) | loadable_weights(module, remove_duplicate=False)
     with ExitStack() as stack, torch.no_grad():
         files = open_weights(folder, stack)
         try:
-            for source in sources:
+            for source in [each for each in sources if each.target in targets]:
                 if source.converter is None:
                     _copy(module, source.target, targets, files[source.name].get_slice(source.name))
                 else:
                     values = {name: files[name].get_tensor(name) for name, _ in source.tensors}
                     for target, tensor in source.convert(module, values):
-                        _copy(module, target, targets, tensor)
+                        if target in targets:
+                            _copy(module, target, targets, tensor)
                 report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None

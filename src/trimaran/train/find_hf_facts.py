@@ -16,7 +16,7 @@ from trimaran.nets.hf import HfNetwork
 from trimaran.nets.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
 from trimaran.parallel.fp8 import fp8_layers
-from trimaran.train.build import open_hf_network
+from trimaran.train.build_hf import open_hf_network
 
 
 def find_hf_facts(section: ModelSection) -> HfFacts:

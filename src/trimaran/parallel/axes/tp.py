@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
+from trimaran.nets.absent_modules import AbsentModule
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
@@ -54,6 +55,8 @@ def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, st
     """Shard the modules whose names match `patterns` by the style of each. Parameter names and ties do not change."""
     tied, frozen = _tied_names(module), [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
+        if isinstance(each, AbsentModule):  # of another pipeline stage
+            continue
         for pattern, style in patterns.items():
             if matches_module(name, pattern):
                 adapter = take_adapter(each) if isinstance(each, LoraLinear) else {}

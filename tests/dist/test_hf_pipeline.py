@@ -1,0 +1,54 @@
+"""Hugging Face models that are cut into pipeline stages train the trajectory of one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cases import slow
+from tests.hf_pipeline_models import save_config
+from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory
+from trimaran.core import Recipe
+
+PP: dict[str, Any] = {"pp": 2, "grad_accum": 2}
+
+
+def recipe_for(model: Path, folder: Path, *, isolated: bool, steps: int = 3, **train: Any) -> Recipe:
+    text = folder / "uneven.jsonl"
+    with text.open("w") as file:
+        for number in range(120):
+            file.write(json.dumps({"text": f"{number} " * (1 + number * number % 23)}) + "\n")
+    return Recipe.model_validate(
+        {
+            "model": {"family": "hf", "path": str(model)},
+            "data": {"source": "jsonl", "path": str(text), "seq_len": 32, "isolate_documents": isolated},
+            "train": {"steps": steps, "global_batch": 8, "lr": 3e-3, "seed": 3, "sample": {"tokens": 0}} | train,
+        }
+    )
+
+
+def assert_parity(name: str, plans: list[dict[str, Any]], folder: Path, *, isolated: bool = True) -> list[Trajectory]:
+    recipe = recipe_for(save_config(name, folder / "model"), folder, isolated=isolated)
+    (folder / "runs").mkdir()
+    alone = train_trajectory(recipe, plan_for(recipe, grad_accum=2), folder / "runs")
+    assert alone.losses[-1] < alone.losses[0]
+    trajectories = [train_trajectory(recipe, plan_for(recipe, **plan), folder / "runs") for plan in plans]
+    for trajectory in trajectories:
+        assert_same_trajectory(trajectory, alone)
+    return trajectories
+
+
+@pytest.mark.parametrize(
+    ("name", "isolated"),
+    [
+        ("llama-tied", True),
+        ("gpt2", True),
+        ("gemma2", True),
+        *[slow((name, True)) for name in ("llama", "gpt-neox", "phi", "phi3", "qwen3", "gemma3", "cohere", "gptj")],
+        *[slow((name, True)) for name in ("mixtral", "qwen3-moe", "gpt-oss", "falcon")],
+        *[slow((name, False)) for name in ("opt", "bloom")],
+    ],
+)
+def test_a_pipeline_trains_as_one_process(name: str, isolated: bool, tmp_path: Path) -> None:
+    assert_parity(name, [PP], tmp_path, isolated=isolated)

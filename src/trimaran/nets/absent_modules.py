@@ -53,16 +53,17 @@ class AbsentLayer(nn.Module):
 class AbsentModule(nn.Module):
     """In place of an embedding, a norm or a head of another stage. Its result is not used, only its shape.
 
-    A module with a `width` (before the layers) returns zeros of that width; one without returns its input.
+    A module before the layers that changes the `width` returns zeros of that width; others return their input.
+    `is_embedding`: its input has no width yet.
     """
 
-    def __init__(self, width: int = 0) -> None:
+    def __init__(self, width: int = 0, *, is_embedding: bool = False) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.is_embedding = width, is_embedding
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         if not self.width:
             return given
-        shape = given.shape[:-1] if given.is_floating_point() else given.shape
+        shape = given.shape if self.is_embedding else given.shape[:-1]
         return torch.zeros(*shape, self.width, device=given.device)

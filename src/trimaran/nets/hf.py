@@ -93,6 +93,14 @@ class HfNetwork(Network):
         set_context(self.module, context)
 
     @property
+    def is_foreign(self) -> bool:
+        return True
+
+    @property
+    def whole_module(self) -> nn.Module:
+        return self.module if self.stage is None else self.stage.whole
+
+    @property
     def tied_embedding(self) -> nn.Parameter | None:
         if self.stage is None or not self.stage.tied_name:
             return None
@@ -111,7 +119,7 @@ class HfNetwork(Network):
         return shape, shape
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
-        return hf_tensor_plan(self.module if self.stage is None else self.stage.whole, degree)
+        return hf_tensor_plan(self.whole_module, degree)
 
     def has_cache(self, device: torch.device) -> bool:
         return takes_scope(self.module) or not cache_difference(self.module, device)

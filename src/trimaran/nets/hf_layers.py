@@ -95,7 +95,7 @@ def _checked(module: nn.Module, name: str, meta: nn.Module, trace: _Trace) -> La
             raise no_pipeline(module, f"has streams of another shape after {where}")
         if other := next((key for key, each in _tensors(call.inputs) if each.requires_grad), ""):
             raise no_pipeline(module, f"passes {other}, which depends on weights, to {where} besides the stream")
-        read = _read(call.leaving.grad_fn, call.entering_node, owners)
+        read = read_parameters(call.leaving.grad_fn, call.entering_node, owners)
         if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
             raise no_pipeline(module, f"reads {foreign[0]} in {where}: layers share weights or values")
         node = call.leaving.grad_fn
@@ -106,8 +106,8 @@ def _around(module: nn.Module, name: str, meta: Any, trace: _Trace, owners: Mapp
     first, last = trace.calls[0], trace.calls[-1]
     assert trace.logits is not None
     assert last.leaving is not None
-    before = _read(first.entering_node, None, owners)
-    after = _read(trace.logits.grad_fn, last.leaving.grad_fn, owners)
+    before = read_parameters(first.entering_node, None, owners)
+    after = read_parameters(trace.logits.grad_fn, last.leaving.grad_fn, owners)
     if inside := sorted(each for each in before | after if each.startswith(f"{name}.")):
         raise no_pipeline(module, f"reads {inside[0]} outside of its layer: it uses more than the last layer's result")
     embedding = {id(part): each for each, part in meta.named_modules()}[id(meta.get_input_embeddings())]
@@ -224,7 +224,7 @@ def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(each, name)
 
 
-def _read(node: Any, until: Any, owners: Mapping[int, str]) -> set[str]:
+def read_parameters(node: Any, until: Any, owners: Mapping[int, str]) -> set[str]:
     """Return the parameters that a result depends on, back to the node `until` of the graph."""
     found: set[str] = set()
     seen, todo = {until, None}, [node]

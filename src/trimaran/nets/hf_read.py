@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def find_weight_sources(module: Any, folder: Path) -> tuple[list[WeightSource], 
             values = {name: torch.empty(shapes[name], device="meta") for name, _ in source.tensors}
             found |= {name: tuple(each.shape) for name, each in source.convert(module, values)}
     return sources, _mismatch(module, {name: tuple(each.shape) for name, each in wanted.items()}, found)
+
+
+def keep_conversions(module: Any) -> None:
+    """Keep how transformers renames and splits the weights of a new model on saving: it asks by the name of its class.
+
+    A plan changes that name.
+    """
+    if conversion_mapping is None or core_model_loading is None or hasattr(module, "_weight_conversions"):
+        return
+    find = conversion_mapping.get_model_conversion_mapping
+    conversions = find(module, **({"add_legacy": False} if "add_legacy" in signature(find).parameters else {}))
+    prefix_change = getattr(core_model_loading, "PrefixChange", ())  # tells only how a folder was read
+    if conversions := [each for each in conversions if not isinstance(each, prefix_change)]:
+        module._weight_conversions = conversions
 
 
 def read_weights(

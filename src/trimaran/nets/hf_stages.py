@@ -9,10 +9,19 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trimaran.nets.absent_modules import AbsentLayer, AbsentModule, StageStream
-from trimaran.nets.hf_layers import LayerList
+from trimaran.nets.absent_modules import STREAM_ARGUMENT, AbsentLayer, AbsentModule, StageStream
+from trimaran.nets.hf_layers import (
+    TOKENS_SHAPE,
+    LayerList,
+    find_layers,
+    meta_copy,
+    no_pipeline,
+    read_parameters,
+    trial_arguments,
+)
 
 if TYPE_CHECKING:
     from trimaran.nets.hf import HfNetwork
@@ -65,6 +74,54 @@ def cut_stage(whole: "HfNetwork", layers: LayerList, part: range) -> "HfNetwork"
     return replace(whole, module=module, blocks=blocks, logits_head=head, stage=stage)
 
 
+def pipeline_layers(whole: "HfNetwork") -> LayerList:
+    """Return the layers between which the model can be cut. Raises UserError if it cannot be cut."""
+    layers = find_layers(whole.module)
+    check_stages(whole, layers)
+    return layers
+
+
+def check_stages(whole: "HfNetwork", layers: LayerList) -> None:
+    """Raise UserError unless a stage runs on the meta device, from the stream that enters to the one that leaves.
+
+    Three kinds are tried: the first layer, one in the middle, and the last.
+    """
+    count = layers.count
+    parts = [range(1)] + [range(1, 2)] * (count > 2) + [range(count - 1, count)]
+    for part in parts if count > 1 else ():
+        stage, problem = None, ""
+        for dtype in (torch.float32, torch.bfloat16):
+            meta = replace(whole, module=meta_copy(whole.module, dtype).train(), blocks=())
+            stage = cut_stage(meta, layers, part)
+            problem = _problem(stage.module, layers, part, dtype)
+            if not problem:
+                break
+        if problem:
+            raise no_pipeline(whole.module, f"cannot run layers {part.start} to {part.stop - 1} of {layers.name} "
+                              f"alone: {problem}")  # fmt: skip
+
+
+def _problem(module: Any, layers: LayerList, part: range, dtype: torch.dtype) -> str:
+    """Return why a stage on the meta device does not run, or does not pass its stream on; empty if it does."""
+    stream, problem = torch.zeros(*TOKENS_SHAPE, layers.width, dtype=dtype, device="meta", requires_grad=True), ""
+    entering = {} if part.start == 0 else {STREAM_ARGUMENT: stream}
+    for arguments in trial_arguments(module):
+        try:
+            out = module(use_cache=False, **arguments, **entering)
+        except Exception as error:  # any error of the model's own code
+            problem = problem or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            continue
+        result = out if isinstance(out, Tensor) else out.logits
+        if (part.stop < layers.count) != isinstance(out, Tensor):
+            return "its stream does not leave it"
+        if isinstance(out, Tensor) and out.shape != stream.shape:
+            return "its stream has another shape"
+        owners = {id(each): name for name, each in module.named_parameters()} | {id(stream): STREAM_ARGUMENT}
+        read = read_parameters(result.grad_fn, None, owners)
+        return "it does not read its stream" if entering.keys() - read else ""
+    return problem
+
+
 def _inside(blocks: list[str], stack: str, part: range) -> list[str]:
     """Return the names of the blocks that are, or are in, layers of this stage."""
     numbers = {name: name.removeprefix(f"{stack}.").partition(".")[0] for name in blocks}
@@ -81,7 +138,7 @@ def _remove(module: nn.Module, names: frozenset[str], *, keep_width: bool) -> No
     for name in names:
         owner, _, leaf = name.rpartition(".")
         part = module.get_submodule(name)
-        absent = AbsentModule(_width(part) if keep_width else 0)
+        absent = AbsentModule(_width(part) if keep_width else 0, is_embedding=hasattr(part, "embedding_dim"))
         for hook in part._forward_hooks.values() if keep_width else ():
             absent.register_forward_hook(hook)  # such as the cast to the plan's precision
         setattr(module.get_submodule(owner), leaf, absent.train(part.training))

@@ -82,6 +82,16 @@ class Network:
         return shape, shape
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether transformers built the network."""
+        return False
+
+    @property
+    def whole_module(self) -> nn.Module:
+        """The module, or that of which it is a pipeline stage, if that is known."""
+        return self.module
+
+    @property
     def tied_embedding(self) -> nn.Parameter | None:
         """This stage's copy of a tied embedding, if another stage has the other copy; else None."""
         decoder = self._stage_decoder

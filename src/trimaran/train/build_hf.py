@@ -56,10 +56,9 @@ def open_hf_stages(
     refuse_unmatched(recipe.train.precision, [name for name, _ in whole.module.named_modules() if name])
     if plan.mesh.pp == 1:
         return (whole,), None, read_weights
-    from trimaran.nets.hf_layers import find_layers  # noqa: PLC0415
-    from trimaran.nets.hf_stages import cut_stage  # noqa: PLC0415
+    from trimaran.nets.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415
 
-    layers = find_layers(whole.module)
+    layers = pipeline_layers(whole)
     ranges = hf_stage_ranges(recipe, plan, layers.count)
     here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
     return tuple(cut_stage(whole, layers, ranges[stage]) for stage in here), whole, read_weights

@@ -1,5 +1,8 @@
 """Expert parallelism: each rank holds some experts, and tokens are sent to the ranks of their experts."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -8,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.hf_experts import refuse_ep_degree, spread, spreadable_experts, stacked_experts
 from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
@@ -16,6 +20,7 @@ from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 
 EP = "ep"
+Compute = Callable[[Tensor, Tensor], Tensor]  # takes rows sorted by local expert and where those of each end
 # The dim of each stacked weight that a mesh dim shards: `ep` shards the experts, `tp` the width of each.
 DIMS = {
     "gate_proj": {"ep": 0, "tp": 1},
@@ -33,11 +38,29 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
     axes = [axis for axis in ("ep", "tp") if getattr(ranks.degrees, axis) > 1]
     if not axes:
         return
+    if "ep" in axes and network.is_foreign:
+        _spread_hf_experts(network, ranks)
     for mixture in [each for each in network.module.modules() if isinstance(each, MoeLayer)]:
         mixture.tp = ranks.degrees.tp
         _shard_experts(mixture.experts, ranks, axes)
         if "ep" in axes:
             mixture.dispatch = TokenDispatcher(ranks.experts.get_group("ep"))
+
+
+def _spread_hf_experts(network: Network, ranks: RankMesh) -> None:
+    """Shard the stacked experts of a Hugging Face model over `ep`, and dispatch tokens to them.
+
+    A pipeline stage may have no layer with experts; the whole model has.
+    """
+    degree, mesh = ranks.degrees.ep, ranks.experts["ep"]
+    whole = network.whole_module
+    refuse_ep_degree(whole, degree)
+    dispatcher = TokenDispatcher(ranks.experts.get_group("ep"))
+    for experts in spreadable_experts(network.module) if stacked_experts(network.module) else ():
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+        spread(experts, partial(dispatcher.send, own_dtype(experts) is None), degree)
 
 
 def _shard_experts(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:
@@ -63,7 +86,11 @@ class TokenDispatcher:
 
         Rows after those of the last expert are not sent; their output is zero.
         """
-        if own_dtype(experts) is None:
+        return self.send(own_dtype(experts) is None, experts, rows, counts)
+
+    def send(self, in_autocast: bool, experts: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the same for any function that computes this rank's experts; `in_autocast`: in the autocast dtype."""
+        if in_autocast:
             rows = as_autocast(rows)  # halves the bytes to send
         sent, received = counts.view(self._size, -1), self._exchange_counts(counts)
         # An uneven all-to-all needs its sizes on the host. This is the only device synchronization of a layer.
@@ -89,7 +116,7 @@ def _places_by_expert(counts: Tensor, *, num_rows: int) -> Tensor:
     return sorted_places(numbers.repeat_interleave(counts.flatten(), output_size=num_rows)).unsqueeze(1)
 
 
-def _apply_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor, places: Tensor) -> Tensor:
+def _apply_experts(experts: Compute, rows: Tensor, counts: Tensor, places: Tensor) -> Tensor:
     """Return the expert outputs of `rows`, which are ordered by rank, then by expert (`counts`)."""
     if not len(rows):  # the grouped matmul needs at least one row
         return experts(F.pad(rows, (0, 0, 0, 1)), counts.new_ones(counts.shape[1]))[:0]

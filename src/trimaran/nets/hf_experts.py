@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.nets.local_shards import local_for_compute
+from trimaran.nets.local_shards import with_local_parameters
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
 
 SPREAD_ATTRIBUTE = "trimaran_spread_experts"  # of experts that are spread over ranks
@@ -58,12 +58,8 @@ def spread(experts: Any, dispatch: HfDispatch, degree: int) -> None:
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
         numbers = torch.arange(len(rows), device=rows.device)
         chosen = torch.searchsorted(ends, numbers, right=True).clamp(max=experts.num_experts - 1)
-        sharded = dict(experts._parameters)
-        experts._parameters.update({name: local_for_compute(each) for name, each in sharded.items()})
-        try:
+        with with_local_parameters(experts):
             return own(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
-        finally:
-            experts._parameters.update(sharded)
 
     @torch.compiler.disable  # the sizes depend on the data
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Any) -> Tensor:

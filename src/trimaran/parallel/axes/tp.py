@@ -22,6 +22,7 @@ from trimaran.nets.absent_modules import AbsentModule
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
+from trimaran.parallel.axes.foreign_layers import ForeignColumns, ForeignExperts, ForeignReplica, ForeignRows
 from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
 from trimaran.parallel.comm.tensor_collectives import (
     gather_sequence,
@@ -253,4 +254,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "partial-colwise": partial(ShardedParameters, weight=Shard(0), bias=Shard(0)),
     "partial-rowwise": partial(ShardedParameters, weight=Shard(1)),
     "partial-replicated": partial(ShardedParameters, weight=Replicate()),
+    "foreign-colwise": ForeignColumns,
+    "foreign-colwise-gathered": partial(ForeignColumns, gathers=True),
+    "foreign-rowwise": ForeignRows,
+    "foreign-rowwise-taken": partial(ForeignRows, takes=True),
+    "foreign-replicated": ForeignReplica,
+    "foreign-experts": ForeignExperts,
 }

@@ -57,8 +57,13 @@ def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
     """Return the facts in a file. Raises KeyError, TypeError or ValueError if it holds something else."""
     mistakes = {name: _mistake(tree[name]) for name in MISTAKES}
     sizes = {str(name): int(size) for name, size in tree["tp_sizes"].items()}
-    numbers = {name: int(tree[name]) for name in ("num_layers", "max_seq_len")}
-    return HfFacts(**mistakes, **numbers, tp_sizes=sizes, has_fp8_layers=bool(tree["has_fp8_layers"]))
+    return HfFacts(
+        **mistakes,
+        tp_sizes=sizes,
+        num_layers=int(tree["num_layers"]),
+        max_seq_len=int(tree["max_seq_len"]),
+        has_fp8_layers=bool(tree["has_fp8_layers"]),
+    )
 
 
 def refuse_tp_degree(degree: int, sizes: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ nothing but one stream passes from layer to layer.
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.hf_attention import uses_eager_attention
+from trimaran.nets.layer_trace import LayerTrace, read_parameters, record_layer, tensors_in
 
 try:
     from transformers import AttentionInterface
@@ -47,26 +48,6 @@ class LayerList:
         return len(self.num_outputs)
 
 
-@dataclass(slots=True)
-class _LayerCall:
-    """One call of a layer: the stream before and after it, where each is in the graph, and its other inputs."""
-
-    layer: int
-    entering: Tensor
-    entering_node: Any
-    inputs: Mapping[str, Any]
-    leaving: Tensor | None = None
-    num_outputs: int = 0
-
-
-@dataclass(slots=True)
-class _Trace:
-    """A call of the whole model."""
-
-    calls: list[_LayerCall] = field(default_factory=list)
-    logits: Tensor | None = None
-
-
 def find_layers(module: Any) -> LayerList:
     """Return the layers of a transformers model. Raises UserError if it cannot be cut between them.
 
@@ -82,7 +63,7 @@ def find_layers(module: Any) -> LayerList:
     return _checked(module, name, meta, trace)
 
 
-def _checked(module: nn.Module, name: str, meta: nn.Module, trace: _Trace) -> LayerList:
+def _checked(module: nn.Module, name: str, meta: nn.Module, trace: LayerTrace) -> LayerList:
     """Return the layers, after checking in the graph that each reads the stream of the one before and own weights."""
     owners = {id(each): parameter for parameter, each in meta.named_parameters()}
     node = None
@@ -93,7 +74,7 @@ def _checked(module: nn.Module, name: str, meta: nn.Module, trace: _Trace) -> La
         assert call.leaving is not None
         if call.entering.ndim != STREAM_NDIM or call.leaving.shape != call.entering.shape:
             raise no_pipeline(module, f"has streams of another shape after {where}")
-        if other := next((key for key, each in _tensors(call.inputs) if each.requires_grad), ""):
+        if other := next((key for key, each in tensors_in(call.inputs) if each.requires_grad), ""):
             raise no_pipeline(module, f"passes {other}, which depends on weights, to {where} besides the stream")
         read = read_parameters(call.leaving.grad_fn, call.entering_node, owners)
         if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
@@ -102,7 +83,7 @@ def _checked(module: nn.Module, name: str, meta: nn.Module, trace: _Trace) -> La
     return _around(module, name, meta, trace, owners)
 
 
-def _around(module: nn.Module, name: str, meta: Any, trace: _Trace, owners: Mapping[int, str]) -> LayerList:
+def _around(module: nn.Module, name: str, meta: Any, trace: LayerTrace, owners: Mapping[int, str]) -> LayerList:
     first, last = trace.calls[0], trace.calls[-1]
     assert trace.logits is not None
     assert last.leaving is not None
@@ -144,7 +125,7 @@ def _largest_list(module: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
 
 
-def _traced(module: nn.Module, name: str) -> tuple[Any, _Trace]:
+def _traced(module: nn.Module, name: str) -> tuple[Any, LayerTrace]:
     """Return a copy of the model on the meta device, and what a call of it does.
 
     Arguments and dtypes are tried, as models differ in what they accept: some experts run in bf16 only, some rotary
@@ -154,9 +135,9 @@ def _traced(module: nn.Module, name: str) -> tuple[Any, _Trace]:
     for dtype in (torch.float32, torch.bfloat16):
         meta = meta_copy(module, dtype).train()
         for arguments in trial_arguments(meta):
-            trace = _Trace()
+            trace = LayerTrace()
             layers = enumerate(meta.get_submodule(name).children())
-            handles = [hook for number, layer in layers for hook in _recorded(layer, number, trace)]
+            handles = [hook for number, layer in layers for hook in record_layer(layer, number, trace)]
             try:
                 trace.logits = meta(use_cache=False, **arguments).logits
             except Exception as error:  # any error of the model's own code
@@ -192,52 +173,6 @@ def _attend(
     """Return a result that depends on all of its inputs, of the shape that attention returns."""
     out = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
     return out + query.sum() + key.sum() + value.sum(), None
-
-
-def _recorded(layer: nn.Module, number: int, trace: _Trace) -> Iterator[Any]:
-    """Record the calls of a layer. Yield the hooks, to remove them."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = {f"argument {place}": each for place, each in enumerate(args)} | kwargs
-        name = "argument 0" if args else "hidden_states"
-        entering = inputs.pop(name)
-        trace.calls.append(_LayerCall(number, entering, entering.grad_fn, inputs))
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call = trace.calls[-1]
-        call.leaving = output[0] if isinstance(output, tuple) else output
-        call.num_outputs = len(output) if isinstance(output, tuple) else 0
-
-    yield layer.register_forward_pre_hook(before, with_kwargs=True)
-    yield layer.register_forward_hook(after)
-
-
-def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in containers, with where they are."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, each in tree.items():
-            yield from _tensors(each, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, tuple | list):
-        for each in tree:
-            yield from _tensors(each, name)
-
-
-def read_parameters(node: Any, until: Any, owners: Mapping[int, str]) -> set[str]:
-    """Return the parameters that a result depends on, back to the node `until` of the graph."""
-    found: set[str] = set()
-    seen, todo = {until, None}, [node]
-    while todo:
-        current = todo.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        variable = getattr(current, "variable", None)
-        if variable is not None:
-            found.add(owners.get(id(variable), "a weight that is made anew"))
-        todo += [each for each, _ in current.next_functions]
-    return found
 
 
 def _owner(parameter: str) -> str:

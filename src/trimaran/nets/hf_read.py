@@ -73,7 +73,7 @@ def keep_conversions(module: Any) -> None:
     """
     if conversion_mapping is None or core_model_loading is None or hasattr(module, "_weight_conversions"):
         return
-    find = conversion_mapping.get_model_conversion_mapping
+    find: Any = conversion_mapping.get_model_conversion_mapping
     conversions = find(module, **({"add_legacy": False} if "add_legacy" in signature(find).parameters else {}))
     prefix_change = getattr(core_model_loading, "PrefixChange", ())  # tells only how a folder was read
     if conversions := [each for each in conversions if not isinstance(each, prefix_change)]:

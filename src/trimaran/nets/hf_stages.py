@@ -19,9 +19,9 @@ from trimaran.nets.hf_layers import (
     find_layers,
     meta_copy,
     no_pipeline,
-    read_parameters,
     trial_arguments,
 )
+from trimaran.nets.layer_trace import read_parameters
 
 if TYPE_CHECKING:
     from trimaran.nets.hf import HfNetwork

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimaran.app.request.live_module import plan
     from trimaran.loop.loop import Loop, prepare
+    from trimaran.loop.split_loop import SplitLoop
 
 __version__ = "0.1.0"
-__all__ = ["Loop", "plan", "prepare"]
+__all__ = ["Loop", "SplitLoop", "plan", "prepare"]
 
-_MODULES = {"Loop": "trimaran.loop.loop", "prepare": "trimaran.loop.loop", "plan": "trimaran.app.request.live_module"}
+_MODULES = {
+    "Loop": "trimaran.loop.loop",
+    "SplitLoop": "trimaran.loop.split_loop",
+    "prepare": "trimaran.loop.loop",
+    "plan": "trimaran.app.request.live_module",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Model, LlamaCon
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from tests.hf_models import CONFIGS, SMALL, save_model
+from tests.hf_pipeline_models import save_config
 from trimaran.core import UserError
 from trimaran.nets import Context
 from trimaran.nets.hf import HfNetwork, hf_network
@@ -152,17 +153,24 @@ def test_a_vocabulary_that_the_degree_does_not_divide_is_sharded_too(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "part", "style"),
     [
-        ("gpt2", "has no tensor-parallel plan"),
-        ("phi3", "qkv_proj in an unsupported style"),
-        ("mixtral", "in an unsupported style"),
-        ("qwen3-moe", "in an unsupported style"),
+        ("gpt2", "transformer.h.*.attn.c_attn", "foreign-colwise-gathered"),
+        ("gpt2", "transformer.h.*.mlp.c_proj", "foreign-rowwise"),
+        ("phi3", "model.layers.*.self_attn.o_proj", "foreign-rowwise-taken"),
+        ("qwen3-moe", "model.layers.*.mlp.experts", "foreign-experts"),
+        ("qwen3-moe", "model.layers.*.mlp.gate", "foreign-replicated"),
     ],
 )
-def test_a_model_without_a_supported_tensor_parallel_plan_is_refused(name: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"M026.*{reason}"):
-        meta_network(name, tmp_path).tensor_plan(2)
+def test_packed_projections_and_stacked_experts_have_styles(name: str, part: str, style: str, tmp_path: Path) -> None:
+    assert meta_network(name, tmp_path).tensor_plan(2)[part] == style
+
+
+def test_a_model_without_a_tensor_parallel_plan_is_refused(tmp_path: Path) -> None:
+    save_config("bloom", tmp_path)
+    module, _ = open_hf_model(tmp_path, trust_remote_code=False, seed=0)
+    with pytest.raises(UserError, match="M026.*has no tensor-parallel plan"):
+        hf_network(module.eval(), None).tensor_plan(2)
 
 
 def test_a_degree_that_does_not_divide_is_refused_with_the_size_and_valid_degrees(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import pytest
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, ModelSpec
+from trimaran.models.hf_facts import HfFacts
 from trimaran.planner import check_plan
+from trimaran.planner.hf_rules import check_hf_facts
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
 EIGHT = parse_cluster("8xH100")
@@ -184,18 +186,22 @@ def test_interleaved_rounds_must_be_equal() -> None:
     check({"pp": 4}, spec=deep, grad_accum=13)
 
 
-def test_a_hugging_face_model_cannot_be_split_into_stages() -> None:
-    error = refusal({"pp": 2}, model=ModelSection(family="hf", path="somewhere"), spec=None)
-    assert (error.code, error.where) == ("P013", "plan.mesh.pp")
+def test_only_its_code_says_whether_a_hugging_face_model_has_stages_and_experts_to_spread() -> None:
+    model, recipe = ModelSection(family="hf", path="somewhere"), Recipe()
+    check({"pp": 2}, model=model, spec=None)
+    no = {axis: UserError("M069", "no", where=axis, fix="none") for axis in ("pp", "ep")}
+    facts = HfFacts(without_pp=no["pp"], without_ep=no["ep"], num_layers=4, has_fp8_layers=True)
+    for axis in ("pp", "ep"):
+        plan = Plan.model_validate({"mesh": {"dp_replicate": 2 if axis == "ep" else 1, axis: 2}, "grad_accum": 8})
+        with pytest.raises(UserError) as error:
+            check_hf_facts(plan, recipe, facts)
+        assert error.value is no[axis]
+    check_hf_facts(Plan.model_validate({"mesh": {"pp": 4}, "grad_accum": 8}), recipe, HfFacts(num_layers=4))
+    with pytest.raises(UserError, match="P011"):
+        check_hf_facts(Plan.model_validate({"mesh": {"pp": 8}, "grad_accum": 8}), recipe, HfFacts(num_layers=4))
 
 
 @pytest.mark.parametrize("extra", [{"compile": True}, {"recompute": "full"}, {"recompute": "selective"}])
 def test_a_split_backward_is_neither_compiled_nor_recomputed(extra: dict[str, Any]) -> None:
     assert refusal({"pp": 2}, pipeline={"schedule": "zero-bubble"}, **extra).code == "P018"
     check({"pp": 2}, pipeline={"schedule": "interleaved"}, **extra)
-
-
-@pytest.mark.parametrize("spec", [None, MIXTURE])
-def test_the_experts_of_a_hugging_face_model_cannot_be_spread(spec: ModelSpec | None) -> None:
-    error = refusal({"ep": 2}, model=ModelSection(family="hf", path="somewhere"), spec=spec)
-    assert (error.code, error.where) == ("P013", "plan.mesh.ep")

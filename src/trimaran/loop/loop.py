@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,15 @@ from torch.optim import Optimizer
 
 from trimaran.core import Plan, UserError
 from trimaran.loop.batch_agreement import as_tree
+from trimaran.loop.cut_module import Forward
 from trimaran.loop.loop_checkpoint import LoopCheckpointer, LoopState
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
 from trimaran.loop.loss_reduction import Reduction, check_reduction
+from trimaran.loop.prepare_split import prepare_split
+from trimaran.loop.split_loop import SplitLoop
+from trimaran.loop.step_result import StepResult
 from trimaran.loop.uneven_data import uneven_batches
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_norm, gradient_sync
@@ -29,20 +33,6 @@ from trimaran.train.process.rank_info import TIMEOUT
 
 Scaler = torch.amp.GradScaler
 NUM_READ_COUNTS = 8  # the first counts on the device that are read, to check the loss's reduction
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The numbers of one optimizer step, over the global batch. Tensors on the device: reading one waits for it."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    num_tokens: Tensor
-
-    @property
-    def num_samples(self) -> Tensor:
-        """The same as `num_tokens`, for losses that are counted by sample."""
-        return self.num_tokens
 
 
 class Loop:
@@ -333,10 +323,25 @@ class Loop:
             self._context.calls.meet("model.state_dict() of a sharded model", fix=fix)
 
 
+@overload
 def prepare(
     model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
     scaler: Scaler | None = None,
-) -> Loop:  # fmt: skip
+) -> Loop: ...  # fmt: skip
+
+
+@overload
+def prepare(
+    model: nn.Module, optimizer: Optimizer, *, plan: Plan | Mapping[str, Any], forward: Forward, example: Any,
+    tensor: Mapping[str, str] | None = None,
+) -> SplitLoop: ...  # fmt: skip
+
+
+def prepare(  # noqa: PLR0913 - two ways to split a model
+    model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
+    scaler: Scaler | None = None, plan: Plan | Mapping[str, Any] | None = None, forward: Forward | None = None,
+    example: Any = None, tensor: Mapping[str, str] | None = None,
+) -> Loop | SplitLoop:  # fmt: skip
     """Join torchrun's process group (or start one of a single rank), split `model` in place, and return its `Loop`.
 
     `sharding` is `none` (every rank holds everything: DDP), or says what is sharded with FSDP2: the `optimizer` states
@@ -344,8 +349,22 @@ def prepare(
     BatchNorm uses: those of its rank (`local`), of all ranks (`sync`), or the running statistics without updating them
     (`frozen`). `scaler` is torch's GradScaler, for fp16. All ranks start from rank 0's weights. Parameter names do not
     change. `optimizer` gets the sharded parameters.
+
+    With `plan`, such as `{"pp": 2}` or `{"tp": 2}`, the model is cut into pipeline stages and slices instead, and a
+    `SplitLoop` is returned. `forward(rows)` returns the summed loss of the rows of a batch and their count, `example`
+    is a batch, and `tensor` says which linear layers tp splits, and how: `{"*.up": "columns", "*.down": "rows"}`.
     """
-    return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler), None, None)
+    if plan is None:
+        if forward is not None or example is not None or tensor is not None:
+            raise UserError("P103", "forward, example and tensor belong to a plan", where="prepare(plan=...)",
+                            fix="pass plan={'pp': 2} or plan={'tp': 2}, or leave them out")  # fmt: skip
+        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler), None, None)
+    if forward is None or example is None or (sharding, batch_norm, scaler) != ("none", "local", None):
+        raise UserError("P103", "a plan needs forward and example, and supports neither sharding, batch_norm nor a "
+                        "scaler", where="prepare(plan=...)",
+                        fix="prepare(model, optimizer, plan=..., forward=forward, example=batch)")  # fmt: skip
+    device = _join_process_group()
+    return prepare_split(model, optimizer, plan, device, forward=forward, example=example, tensor=tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,12 @@ class LoopState:
         """Add a model, before its first forward."""
         number = len(self._models) + 1
         named = model if number == 1 else nn.ModuleDict({f"model_{number}": model})
-        self._models.append(ModelState(named, optimizer, scaler))
+        self._models.append(self._state_of_model(named, optimizer, scaler))
+
+    def _state_of_model(
+        self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
+    ) -> "ModelState":
+        return ModelState(model, optimizer, scaler)
 
     def shards(self) -> list[TensorShard]:
         return [shard for model in self._models for shard in model.shards()]
@@ -152,6 +157,17 @@ class ModelState(TrainingState):
     def restore(self, progress: Mapping[str, Any]) -> None:
         super().restore(progress)
         self._optimizer.restore_numbers(progress.get("states", {}))
+
+
+class SplitState(LoopState):
+    """The state of a model that is split over ranks: each rank has the buffers of its part."""
+
+    def _state_of_model(
+        self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
+    ) -> "ModelState":
+        state = ModelState(model, optimizer, scaler)
+        state._shared = []
+        return state
 
 
 class ScalerState:

@@ -19,7 +19,7 @@ from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
 from trimaran.models.resolve import MAX_CONFIG_BYTES, model_folder
 
-FORMAT = 1  # of the files in the cache; a change of what they hold needs another number
+FORMAT = 2  # of the files in the cache; a change of what they hold needs another number
 MAX_FACTS_BYTES = 1_000_000
 PACKAGES = ("torch", "transformers")  # whose versions decide what a model can do
 
@@ -28,26 +28,29 @@ PACKAGES = ("torch", "transformers")  # whose versions decide what a model can d
 class HfFacts:
     """What training refuses, as the mistakes that it raises, and the sizes that it checks.
 
-    untrainable: why the model cannot be trained at all. without_tp, without_cp: why the axis is not possible.
-    tp_sizes: what tp must divide, by name.
+    untrainable: why the model cannot be trained at all. without_tp and the like: why the axis is not possible.
+    tp_sizes: what tp must divide, by name. num_layers: how many layers a pipeline splits.
     max_seq_len: the longest sequence; 0 if the model gives no limit.
     """
 
     untrainable: UserError | None = None
     without_tp: UserError | None = None
     without_cp: UserError | None = None
+    without_pp: UserError | None = None
+    without_ep: UserError | None = None
     tp_sizes: Mapping[str, int] = field(default_factory=dict)
+    num_layers: int = 0
     max_seq_len: int = 0
     has_fp8_layers: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for a file."""
         mistakes = {name: _mistake_as_dict(getattr(self, name)) for name in MISTAKES}
-        sizes = {"tp_sizes": dict(self.tp_sizes), "max_seq_len": self.max_seq_len}
+        sizes = {"tp_sizes": dict(self.tp_sizes), "num_layers": self.num_layers, "max_seq_len": self.max_seq_len}
         return {**mistakes, **sizes, "has_fp8_layers": self.has_fp8_layers}
 
 
-MISTAKES = ("untrainable", "without_tp", "without_cp")
+MISTAKES = ("untrainable", "without_tp", "without_cp", "without_pp", "without_ep")
 
 
 def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
@@ -55,7 +58,11 @@ def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
     mistakes = {name: _mistake(tree[name]) for name in MISTAKES}
     sizes = {str(name): int(size) for name, size in tree["tp_sizes"].items()}
     return HfFacts(
-        **mistakes, tp_sizes=sizes, max_seq_len=int(tree["max_seq_len"]), has_fp8_layers=bool(tree["has_fp8_layers"])
+        **mistakes,
+        tp_sizes=sizes,
+        num_layers=int(tree["num_layers"]),
+        max_seq_len=int(tree["max_seq_len"]),
+        has_fp8_layers=bool(tree["has_fp8_layers"]),
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.models import Spec, model_folder, weight_files
 from trimaran.models.from_hf_vlm import FOREIGN
+from trimaran.nets.absent_modules import STREAM_ARGUMENT
 from trimaran.nets.attention_context import Context, document_positions
 from trimaran.nets.hf_attention import (
     OPTION_ATTRIBUTE,
@@ -31,6 +32,7 @@ from trimaran.nets.hf_attention import (
 from trimaran.nets.hf_cache import HfCache, cache_difference
 from trimaran.nets.hf_paged import paged_difference
 from trimaran.nets.hf_probe import probe
+from trimaran.nets.hf_stages import HfStage
 from trimaran.nets.hf_tp_plan import hf_tensor_plan
 from trimaran.nets.hf_weights import full_tensor
 from trimaran.nets.key_value_cache import KeyValueCache
@@ -60,11 +62,13 @@ class HfNetwork(Network):
     """A Hugging Face causal language model. It has no balance loss: transformers computes its own over the whole batch.
 
     `architecture` is the class that the model was loaded as; a plan changes the Python class. `logits_head` is the
-    module whose output is the logits, unchanged; None if the model processes them afterwards.
+    module whose output is the logits, unchanged; None if the model processes them afterwards. `stage` is that of a
+    pipeline; None if this is the whole model.
     """
 
     architecture: str
     logits_head: nn.Module | None
+    stage: HfStage | None = field(default=None, kw_only=True)
 
     @property
     def head(self) -> nn.Module | None:
@@ -72,6 +76,8 @@ class HfNetwork(Network):
 
     @property
     def vocabulary(self) -> int:
+        if self.stage is not None:
+            return self.stage.vocabulary
         return self.module.get_input_embeddings().num_embeddings  # pyrefly: ignore[not-callable]
 
     @property
@@ -86,8 +92,34 @@ class HfNetwork(Network):
     def use_context(self, context: Context) -> None:
         set_context(self.module, context)
 
+    @property
+    def is_foreign(self) -> bool:
+        return True
+
+    @property
+    def whole_module(self) -> nn.Module:
+        return self.module if self.stage is None else self.stage.whole
+
+    @property
+    def tied_embedding(self) -> nn.Parameter | None:
+        if self.stage is None or not self.stage.tied_name:
+            return None
+        (weight,) = self.module.get_submodule(self.stage.tied_name).parameters()
+        return weight
+
+    @property
+    def holds_tied_copy(self) -> bool:
+        return self.stage is not None and self.stage.is_last and self.tied_embedding is not None
+
+    def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See `Network`. Tensor parallelism does not split the sequence."""
+        assert self.stage is not None, "only a stage has a stream"
+        tokens = inputs["tokens"]
+        shape = (len(tokens), self.context.shard(tokens).shape[1], self.stage.layers.width)
+        return shape, shape
+
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
-        return hf_tensor_plan(self.module, degree)
+        return hf_tensor_plan(self.whole_module, degree)
 
     def has_cache(self, device: torch.device) -> bool:
         return takes_scope(self.module) or not cache_difference(self.module, device)
@@ -120,8 +152,11 @@ class HfNetwork(Network):
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]
         arguments = self._attention_arguments(inputs)
-        logits = self.module(input_ids=self.context.shard(tokens), use_cache=False, **arguments).logits
-        return logits, torch.zeros((), device=logits.device)
+        if stream:
+            arguments[STREAM_ARGUMENT] = stream[0]
+        out = self.module(input_ids=self.context.shard(tokens), use_cache=False, **arguments)
+        result = out if isinstance(out, Tensor) else out.logits
+        return result, torch.zeros((), device=result.device)
 
     @property
     def compiled_outside_blocks(self) -> tuple[nn.Module, ...]:
@@ -160,6 +195,8 @@ class HfNetwork(Network):
         buffers = {name: each for name, each in module.state_dict().items() if name not in tied}
         by_block: dict[int, dict[str, Tensor]] = {}
         for name, tensor in [*module.named_parameters(), *buffers.items()]:
+            if self.holds_tied_copy and tensor is self.tied_embedding:
+                continue  # the first stage has it, too
             by_block.setdefault(owners.get(id(tensor), -1), {})[name] = tensor
         for block in by_block.values():
             tensors = {name: full_tensor(tensor) for name, tensor in block.items()}
@@ -225,7 +262,9 @@ def _cast_stream(module: Any) -> None:
 
 def _to_autocast_dtype(embedding: nn.Module, _: Any, out: Tensor) -> Tensor:
     device = out.device.type
-    return out.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else out
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch refuses to say it for the meta device
+        return out
+    return out.to(torch.get_autocast_dtype(device))
 
 
 def _with_fp32_input(rotary: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

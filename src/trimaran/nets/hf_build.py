@@ -16,7 +16,7 @@ from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model, refuse_unknown_class
-from trimaran.nets.hf_read import WeightSource, find_weight_sources, read_weights
+from trimaran.nets.hf_read import WeightSource, find_weight_sources, keep_conversions, read_weights
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.network import WeightsNeededError
 
@@ -53,6 +53,7 @@ def open_hf_model(
     if has_weights:
         module.eval()  # as transformers returns a loaded model
         return module, lambda sharded, device: _read(sharded, device, folder, sources, report_progress)
+    keep_conversions(module)
     unsharded = deepcopy(module)
     return module, lambda sharded, device: _initialise_all(sharded, device, unsharded, seed)
 

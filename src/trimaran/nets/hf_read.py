@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +66,39 @@ def find_weight_sources(module: Any, folder: Path) -> tuple[list[WeightSource], 
     return sources, _mismatch(module, {name: tuple(each.shape) for name, each in wanted.items()}, found)
 
 
+def keep_conversions(module: Any) -> None:
+    """Keep how transformers renames and splits the weights of a new model on saving: it asks by the name of its class.
+
+    A plan changes that name.
+    """
+    if conversion_mapping is None or core_model_loading is None or hasattr(module, "_weight_conversions"):
+        return
+    find: Any = conversion_mapping.get_model_conversion_mapping
+    conversions = find(module, **({"add_legacy": False} if "add_legacy" in signature(find).parameters else {}))
+    prefix_change = getattr(core_model_loading, "PrefixChange", ())  # tells only how a folder was read
+    if conversions := [each for each in conversions if not isinstance(each, prefix_change)]:
+        module._weight_conversions = conversions
+
+
 def read_weights(
     module: nn.Module, folder: Path, sources: list[WeightSource], report_progress: Callable[[], None] = lambda: None
 ) -> None:
     """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded.
 
-    `report_progress` is called after each source.
+    A pipeline stage reads only what it holds. `report_progress` is called after each source.
     """
     targets = dict(module.named_buffers()) | loadable_weights(module, remove_duplicate=False)
     with ExitStack() as stack, torch.no_grad():
         files = open_weights(folder, stack)
         try:
-            for source in sources:
+            for source in [each for each in sources if each.target in targets]:
                 if source.converter is None:
                     _copy(module, source.target, targets, files[source.name].get_slice(source.name))
                 else:
                     values = {name: files[name].get_tensor(name) for name, _ in source.tensors}
                     for target, tensor in source.convert(module, values):
-                        _copy(module, target, targets, tensor)
+                        if target in targets:
+                            _copy(module, target, targets, tensor)
                 report_progress()
         except SafetensorError as error:
             raise damaged(folder, error) from None

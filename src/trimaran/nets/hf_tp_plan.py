@@ -9,6 +9,7 @@ from torch import nn
 from trimaran.core import UserError
 from trimaran.models.hf_facts import refuse_tp_degree
 from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.nets.hf_experts import stacked_experts
 
 # The style of a module in transformers, and ours. Between a colwise and a rowwise module, both hold a rank's own heads
 # or columns.
@@ -17,7 +18,21 @@ STYLES = {
     "rowwise": "rowwise",
     "replicated_with_grad_allreduce": "heads",
     "replicate": "replicated",
+    "colwise_gather_output": "foreign-colwise-gathered",
+    "rowwise_split_input": "foreign-rowwise-taken",
+    "moe_tp_experts": "foreign-experts",
+    "grouped_gemm": "foreign-experts",
 }
+# Plans for models that transformers has none for, by model type and name pattern in the base model.
+OUR_PLANS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise_gather_output",
+        "h.*.attn.c_proj": "rowwise_split_input",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}
+CONV1D_STYLES = {"colwise": "foreign-colwise", "rowwise": "foreign-rowwise"}
 
 
 def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
@@ -40,20 +55,39 @@ def hf_tp_sizes(module: Any) -> dict[str, int]:
 
 
 def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
-    theirs: Mapping[str, str] = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    theirs = _plan_of(module)
     ends = _ends(module, degree)
     wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
     if not wanted:  # a style for the head alone is not enough
         raise _tp_unsupported(module, "has no tensor-parallel plan")
     owners = {_pattern(name): part for name, part in module.named_modules() if _direct_parameters(part)}
+    experts = {_pattern(name) for name, part in module.named_modules() if part in set(stacked_experts(module))}
+    wanted = {pattern: style for pattern, style in wanted.items() if pattern.rpartition(".")[0] not in experts}
     _refuse_unknown_styles(module, wanted)
     named = {pattern: STYLES[wanted[pattern]] for pattern in owners if pattern in wanted}
+    named |= {each: CONV1D_STYLES.get(style, style) for each, style in named.items() if hasattr(owners[each], "nf")}
+    _refuse_other_experts(module, owners, named)
     plan = {pattern: ends.get(pattern) or named.get(pattern) or "" for pattern in owners}
     for pattern in [pattern for pattern, style in plan.items() if not style]:
         plan[pattern] = _unnamed(module, pattern, owners[pattern], named)
-    linear = {pattern: style for pattern, style in named.items() if isinstance(owners[pattern], nn.Linear)}
-    widths = {pattern: _width(owners[pattern], style) for pattern, style in linear.items()}
+    widths = {pattern: width for pattern, style in named.items() if (width := _width(owners[pattern], style))}
     return plan, _head_counts(module) | widths
+
+
+def _plan_of(module: Any) -> Mapping[str, str]:
+    theirs = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    ours = OUR_PLANS.get(module.config.model_type, {})
+    return {f"{module.base_model_prefix}.{pattern}": style for pattern, style in ours.items()} | dict(theirs)
+
+
+def _refuse_other_experts(module: nn.Module, owners: Mapping[str, nn.Module], named: Mapping[str, str]) -> None:
+    """Raise if the plan splits experts as a whole that are not stacked in the form that transformers 5 gives them."""
+    for pattern, style in named.items():
+        part: Any = owners[pattern]
+        if style == "foreign-experts" and any(
+            each.shape[0] != getattr(part, "num_experts", 0) for each in _direct_parameters(part)
+        ):
+            raise _tp_unsupported(module, f"has experts in {pattern} that are not stacked by expert")
 
 
 def _refuse_unknown_styles(module: nn.Module, wanted: Mapping[str, str]) -> None:
@@ -84,6 +118,8 @@ def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[st
     siblings = [style for each, style in named.items() if each.rpartition(".")[0] == parent]
     if not pattern or any(True for _ in part.children()):
         raise _tp_unsupported(module, f"does not say how the parameters of {pattern or 'the model itself'} are sharded")
+    if "foreign-experts" in siblings:
+        return "foreign-replicated"  # a router, which returns more than one tensor
     if "colwise" not in siblings:
         return "replicated"
     if all(each.shape == (_head_dim(module),) for each in _direct_parameters(part)):
@@ -98,8 +134,13 @@ def _head_counts(module: Any) -> dict[str, int]:
 
 
 def _width(part: Any, style: str) -> int:
-    """Return the width of a linear layer that its style shards."""
-    return part.in_features if style == "rowwise" else part.out_features
+    """Return the width of a linear layer, or the number of experts, that its style shards; 0 if it shards none."""
+    if style == "foreign-experts":
+        return part.num_experts
+    rows = "rowwise" in style
+    if hasattr(part, "nf"):  # GPT-2's linear layer
+        return part.nx if rows else part.nf
+    return (part.in_features if rows else part.out_features) if isinstance(part, nn.Linear) else 0
 
 
 def _direct_parameters(part: nn.Module) -> list[nn.Parameter]:

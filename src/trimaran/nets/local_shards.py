@@ -45,6 +45,22 @@ def local_for_compute(parameter: Tensor, *, gradient_is_partial: bool = True) ->
     return LocalShard.apply(parameter, gradient_is_partial)
 
 
+@contextmanager
+def with_local_parameters(module: nn.Module, *, gradient_is_partial: bool = True) -> Iterator[None]:
+    """Let the module's own code read this rank's parts of its parameters, as plain tensors; see `local_for_compute`."""
+    sharded: dict[str, Any] = dict(module._parameters)
+    local = {
+        name: local_for_compute(each, gradient_is_partial=gradient_is_partial)
+        for name, each in sharded.items()
+        if each is not None
+    }
+    module._parameters.update(local)  # pyrefly: ignore[no-matching-overload]
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
+
+
 def local_matmul_weight(parameter: Tensor) -> Tensor:
     """Return `local_for_compute` of a weight that only matmuls read. Inside `kept_shard_casts` autocast's cast is kept.
 

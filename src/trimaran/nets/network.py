@@ -83,6 +83,35 @@ class Network:
         return shape, shape
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether transformers built the network."""
+        return False
+
+    @property
+    def whole_module(self) -> nn.Module:
+        """The module, or that of which it is a pipeline stage, if that is known."""
+        return self.module
+
+    @property
+    def tied_embedding(self) -> nn.Parameter | None:
+        """This stage's copy of a tied embedding, if another stage has the other copy; else None."""
+        decoder = self._stage_decoder
+        if decoder is None or not decoder.spec.tied or decoder.is_first == decoder.is_last:
+            return None
+        return None if decoder.embed_tokens is None else next(decoder.embed_tokens.parameters())
+
+    @property
+    def holds_tied_copy(self) -> bool:
+        """Whether this is the last stage, which has a copy of a tied embedding of the first one."""
+        decoder = self._stage_decoder
+        return decoder is not None and decoder.is_last and self.tied_embedding is not None
+
+    @property
+    def _stage_decoder(self) -> Decoder | None:
+        """The decoder, which may be a tower of a larger model; None if this stage has no part of it."""
+        return next((each for each in self.module.modules() if isinstance(each, Decoder)), None)
+
+    @property
     def context(self) -> Context:
         """Says which positions of each sequence this rank holds."""
         return self.module.context  # pyrefly: ignore[bad-return]

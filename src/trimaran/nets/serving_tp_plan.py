@@ -5,6 +5,7 @@ is not sharded (norms, routers, a vision tower) needs no style without gradients
 tensor.
 """
 
+from trimaran.core import UserError
 from trimaran.models.spec import ModelSpec
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.network import Network
@@ -44,6 +45,9 @@ def serving_tensor_plan(network: Network, degree: int) -> dict[str, str]:
             return {f"language.{name}": style for name, style in _decoder_plan(vlm.spec.language).items()}
         case _:
             styles = network.tensor_plan(degree)
+            if any(style.startswith("foreign-") for style in styles.values()):
+                raise UserError("M026", f"{type(network.module).__name__} has packed projections or stacked experts, "
+                                "which only training splits", where="plan.mesh.tp", fix="set tp to 1")  # fmt: skip
             return {name: style for name, style in styles.items() if style in SHARDED}
 
 

@@ -50,16 +50,12 @@ def check_perception(plan: Plan) -> None:
 
 
 def check_hf_model(plan: Plan, spec: Spec | None) -> None:
-    """Raise for axes that would need changes in the forward of a Hugging Face model."""
-    refused = {"pp": "cannot be split into stages", "ep": "cannot spread its experts"}
-    fix = "use tp or dp_shard, or family decoder for Llama and Qwen architectures"
-    if isinstance(spec, VlmSpec):
-        refused |= {"tp": "with images cannot be split by tp", "cp": "with images cannot be split by cp"}
-        fix = "use dp_shard or dp_replicate, or family vlm, which supports every axis"
-    for axis, what in refused.items():
+    """Raise for axes along which a Hugging Face model with images is not split. For others its code decides."""
+    for axis in ("pp", "ep", "tp", "cp") if isinstance(spec, VlmSpec) else ():
         if getattr(plan.mesh, axis) > 1:
-            raise UserError("P013", f"a Hugging Face model {what}: Trimaran does not change its forward",
-                            where=f"plan.mesh.{axis}", fix=fix)  # fmt: skip
+            raise UserError("P013", f"a Hugging Face model with images cannot be split by {axis}: Trimaran does not "
+                            "change its forward", where=f"plan.mesh.{axis}", fix="use dp_shard or dp_replicate, or "
+                            "family vlm, which supports every axis")  # fmt: skip
 
 
 def check_regather(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:

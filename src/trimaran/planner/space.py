@@ -348,7 +348,7 @@ class Space:
     def _may_use(self, axis: str) -> bool:
         """Return whether the planner may use an axis that is not pinned.
 
-        Our trainer does not change the forward of a Hugging Face model, and applies tp only to known shapes. Compressed
+        A Hugging Face model has the axes that its code allows, and tp only for known shapes. Compressed
         gradients, local steps, gradients that are reduced after backward and asynchronous training need full replicas.
         DeepSpeed only shards.
         """
@@ -361,8 +361,16 @@ class Space:
         if axis == "tp" and self.has_packed_weights:
             return False
         if question.for_trainer and question.recipe.model.family == "hf":
-            return axis in ("tp", "cp") and isinstance(question.spec, ModelSpec)
+            return self._may_use_hf(axis)
         return True
+
+    def _may_use_hf(self, axis: str) -> bool:
+        """Return whether the planner may split a Hugging Face model along the axis, by what its code says."""
+        facts, spec = self.question.facts, self.question.spec
+        if axis in ("pp", "ep"):
+            without = None if facts is None else facts.without_pp if axis == "pp" else facts.without_ep
+            return facts is not None and without is None and not isinstance(spec, VlmSpec)
+        return axis in ("tp", "cp") and isinstance(spec, ModelSpec)
 
     def _max_tp(self) -> int:
         cluster = self.question.cluster
@@ -389,7 +397,11 @@ class Space:
             comm=Comm.model_construct(context=context),
             towers=self.pins.towers or towers_of((), (), replicated),
         )
-        if question.for_trainer and question.facts is not None and not accepts_axes(tp, cp, question.facts):
+        if (
+            question.for_trainer
+            and question.facts is not None
+            and not accepts_axes(question.facts, tp=tp, cp=cp, ep=ep)
+        ):
             return False
         if question.for_trainer and isinstance(question.spec, VlmSpec | PerceptionSpec):
             return self._trainer_accepts(plan, question.spec)

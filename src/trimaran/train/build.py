@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
-from trimaran.core import ModelSection, Plan, Recipe, TrainSection, UserError
+from trimaran.core import Plan, Recipe, TrainSection, UserError
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare, share_of
 from trimaran.data.loader import Loader
 from trimaran.data.row_ledger import RowLedger
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.adapter_rules import refuse_adapter
-from trimaran.models.hf_facts import refuse_seq_len
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.adapters.attach import attach_adapter, linears_to_pack
@@ -44,6 +42,7 @@ from trimaran.train.agreement import RunRequests, StopRequest
 from trimaran.train.async_sgd.async_recorder import AsyncRecorder
 from trimaran.train.async_sgd.async_stepper import AsyncStepper, build_async_stepper
 from trimaran.train.async_sgd.async_trainer import AsyncTrainer
+from trimaran.train.build_hf import open_hf_network, open_hf_stages
 from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.checkpointing.training_state import TrainingState
@@ -378,18 +377,15 @@ def shard_networks(
     That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
     """
     if recipe.model.family == "hf":
-        network, read_weights = open_hf_network(
-            recipe.model, recipe.train.seed, report_progress, without_weights=ranks.without_device
-        )
-        refuse_seq_len(recipe.data.seq_len, network.max_seq_len)
-        refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
-        _shard_network(network, None, recipe, plan, ranks)
+        networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
 
-        def fill_hf(device: torch.device) -> None:
+        def fill_hf(network: Network, device: torch.device) -> None:
             read_weights(network.module, device)
-            fill_adapter(network, recipe)
+            fill_adapter(network, recipe, whole)
 
-        return [(network, fill_hf)]
+        for network in networks:
+            _shard_network(network, whole, recipe, plan, ranks)
+        return [(network, partial(fill_hf, network)) for network in networks]
     spec = spec_of(recipe.model)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
     refuse_unmatched(recipe.train.precision, module_names(spec))
@@ -454,7 +450,8 @@ def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_
         again, fill = open_hf_network(recipe.model, recipe.train.seed)
         if not all(each.is_meta for each in again.module.parameters()):
             raise RuntimeError("a frozen weight in memory is wrong, and this model cannot be read again in place")
-        fill(networks[0].module, _init_device(plan, rank_info))
+        for network in networks:
+            fill(network.module, _init_device(plan, rank_info))
         return
     spec = spec_of(recipe.model)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
@@ -475,27 +472,6 @@ def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
         return rank_info.device
     on_host = plan.engine == "deepspeed" or plan.offload == "parameters"
     return torch.device("cpu") if on_host else rank_info.device
-
-
-def open_hf_network(
-    section: ModelSection,
-    seed: int,
-    report_progress: Callable[[], None] = lambda: None,
-    *,
-    without_weights: bool = False,
-) -> tuple[Network, Callable[[nn.Module, torch.device], None]]:
-    """Return a Hugging Face model without weights, and a function that loads them once the model is sharded.
-
-    See `open_hf_model` for models that transformers cannot build without weights.
-    """
-    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
-
-    assert section.path is not None, "a section without a path has no spec to plan with"
-    path = Path(section.path)
-    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "seed": seed}
-    module, fill = open_hf_model(path, **options, report_progress=report_progress, without_weights=without_weights)
-    return network_of_hf(module.train(), spec_of(section)), fill  # what training does is refused now, such as dropout
 
 
 def _build_nonfinite_search(  # noqa: PLR0913 - the parts of a step, the clock and the supervisor

@@ -1,5 +1,7 @@
 """Expert parallelism: each rank holds some experts, and tokens are sent to the ranks of their experts."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.hf_experts import refuse_ep_degree, spread, spreadable_experts, stacked_experts
 from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
@@ -18,6 +21,7 @@ from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import own_dtype
 
 EP = "ep"
+Compute = Callable[[Tensor, Tensor], Tensor]  # takes rows sorted by local expert and where those of each end
 # The dim of each stacked weight that a mesh dim shards: `ep` shards the experts, `tp` the width of each.
 DIMS = {
     "gate_proj": {"ep": 0, "tp": 1},
@@ -38,11 +42,29 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
     axes = [axis for axis in ("ep", "tp") if getattr(ranks.degrees, axis) > 1]
     if not axes:
         return
+    if "ep" in axes and network.is_foreign:
+        _spread_hf_experts(network, ranks)
     for mixture in [each for each in network.module.modules() if isinstance(each, MoeLayer)]:
         mixture.tp = mixture.experts.tp = ranks.degrees.tp
         _shard_experts(mixture.experts, ranks, axes)
         if "ep" in axes:
             mixture.dispatch = TokenDispatcher(ranks.experts.get_group("ep"))
+
+
+def _spread_hf_experts(network: Network, ranks: RankMesh) -> None:
+    """Shard the stacked experts of a Hugging Face model over `ep`, and dispatch tokens to them.
+
+    A pipeline stage may have no layer with experts; the whole model has.
+    """
+    degree, mesh = ranks.degrees.ep, ranks.experts["ep"]
+    whole = network.whole_module
+    refuse_ep_degree(whole, degree)
+    dispatcher = TokenDispatcher(ranks.experts.get_group("ep"))
+    for experts in spreadable_experts(network.module) if stacked_experts(network.module) else ():
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+        spread(experts, partial(dispatcher.exchange, own_dtype(experts) is None), degree)
 
 
 def _shard_experts(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:
@@ -78,10 +100,17 @@ class TokenDispatcher:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()
 
-    @torch.compiler.disable  # the sizes depend on the data
     def send(self, experts: ExpertWeights, rows: Tensor, counts: Tensor) -> SentRows:
         """Start to send `rows`. The first `counts[0]` rows are for expert 0, and so on."""
-        if own_dtype(experts) is None:
+        return self._start(rows, counts, in_autocast=own_dtype(experts) is None)
+
+    def exchange(self, in_autocast: bool, experts: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send `rows`, in the autocast dtype if `in_autocast`, and return the outputs of `experts` in their order."""
+        return self.compute(experts, self._start(rows, counts, in_autocast=in_autocast))
+
+    @torch.compiler.disable  # the sizes depend on the data
+    def _start(self, rows: Tensor, counts: Tensor, *, in_autocast: bool) -> SentRows:
+        if in_autocast:
             rows = as_autocast(rows)  # halves the bytes to send
         sent, received = counts.view(self._size, -1), self._exchange_counts(counts)
         # An uneven all-to-all needs its sizes on the host. This is the only device synchronization of a layer.
@@ -91,7 +120,7 @@ class TokenDispatcher:
         return SentRows(pending, received, places, sends, receives, len(rows))
 
     @torch.compiler.disable
-    def compute(self, experts: ExpertWeights, sent: SentRows) -> Tensor:
+    def compute(self, experts: Compute, sent: SentRows) -> Tensor:
         """Return the expert outputs of the rows that were sent, in their order."""
         results = _apply_experts(experts, await_rows(sent.pending, axis=EP), sent.received, sent.places)
         back = exchange_rows(results, sent.receives, sent.sends, self._group, axis=EP)
@@ -112,7 +141,7 @@ def _places_by_expert(counts: Tensor, *, num_rows: int) -> Tensor:
     return sorted_places(numbers.repeat_interleave(counts.flatten(), output_size=num_rows)).unsqueeze(1)
 
 
-def _apply_experts(experts: ExpertWeights, rows: Tensor, counts: Tensor, places: Tensor) -> Tensor:
+def _apply_experts(experts: Compute, rows: Tensor, counts: Tensor, places: Tensor) -> Tensor:
     """Return the expert outputs of `rows`, which are ordered by rank, then by expert (`counts`)."""
     if not len(rows):  # the grouped matmul needs at least one row
         return experts(F.pad(rows, (0, 0, 0, 1)), counts.new_ones(counts.shape[1]))[:0]

@@ -20,6 +20,7 @@ from trimaran.core.plan import Sharding
 from trimaran.nets import Network
 from trimaran.nets.adapters.nf4_linear import packed_parameters
 from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets.hf_experts import is_spread
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
@@ -207,7 +208,7 @@ def parameter_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
 
 def is_expert_parallel(module: nn.Module, ranks: RankMesh) -> bool:
     """Return whether the module holds expert-parallel experts, which fewer ranks replicate than other parameters."""
-    return ranks.degrees.ep > 1 and isinstance(module, ExpertWeights)
+    return ranks.degrees.ep > 1 and (isinstance(module, ExpertWeights) or is_spread(module))
 
 
 def experts_of(module: nn.Module, ranks: RankMesh) -> Iterator[nn.Module]:

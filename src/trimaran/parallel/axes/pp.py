@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from trimaran.core import Plan
 from trimaran.models.stages import stages_of_rank
-from trimaran.nets import Decoder, Network
+from trimaran.nets import Network
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.axes.image_split import image_split_towers
@@ -290,7 +290,7 @@ def facts_of_all_stages(networks: Sequence[Network]) -> StageFacts:
 
 def _flags_of_stage(network: Network) -> tuple[bool, bool]:
     """Return whether a stage is trained, and whether it has a trained copy of a tied embedding."""
-    copy = _tied_embedding(network.module)
+    copy = network.tied_embedding
     trained = any(each.requires_grad for each in network.module.parameters())
     return trained, copy is not None and copy.requires_grad
 
@@ -321,8 +321,7 @@ def trained_parameters(networks: Sequence[Network], plan: Plan) -> TrainedParame
     split_towers = [each for each in image_split_towers(networks[0], plan) if sharding_of(each, plan) == "none"]
     by_tower: dict[str, list[nn.Parameter]] = {tower: [] for tower in towers}
     for network in networks:
-        decoder = _decoder(network.module)
-        copy = _tied_embedding(network.module) if decoder is not None and decoder.is_last else None
+        copy = network.tied_embedding if network.holds_tied_copy else None
         for name, each in network.module.named_parameters():
             if each.requires_grad and each is not copy:
                 by_tower[tower_of(name, towers)].append(each)
@@ -332,7 +331,7 @@ def trained_parameters(networks: Sequence[Network], plan: Plan) -> TrainedParame
 def sum_tied_gradients(networks: Sequence[Network], stages: StageMap, facts: StageFacts) -> None:
     """Give both copies of a tied embedding the sum of their gradients, shard by shard, so they stay equal."""
     here = {number: network for number, network in zip(stages.here, networks, strict=True) if number in facts.tied}
-    copies = [_tied_embedding(network.module) for network in here.values()]
+    copies = [network.tied_embedding for network in here.values()]
     gradients = [local_gradient(weight) for weight in copies if weight is not None]
     if len(gradients) == 2:  # both copies are on this rank, as in a V schedule
         gradients[1].copy_(gradients[0].add_(gradients[1]))
@@ -347,17 +346,3 @@ def sum_tied_gradients(networks: Sequence[Network], stages: StageMap, facts: Sta
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         mine.add_(theirs)
-
-
-def _decoder(module: nn.Module) -> Decoder | None:
-    """Return the decoder, which may be a tower of a larger model; None if this stage has no part of it."""
-    return next((each for each in module.modules() if isinstance(each, Decoder)), None)
-
-
-def _tied_embedding(module: nn.Module) -> nn.Parameter | None:
-    """Return this stage's copy of a tied embedding, if another stage has the other copy; else None."""
-    decoder = _decoder(module)
-    if decoder is None or not decoder.spec.tied or decoder.is_first == decoder.is_last or decoder.embed_tokens is None:
-        return None
-    (weight,) = decoder.embed_tokens.parameters()
-    return weight

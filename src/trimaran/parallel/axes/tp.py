@@ -18,10 +18,12 @@ from torch.distributed.tensor.parallel import (
 from trimaran.core import Plan
 from trimaran.models import matches_module
 from trimaran.nets import Network
+from trimaran.nets.absent_modules import AbsentModule
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
 from trimaran.nets.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
+from trimaran.parallel.axes.foreign_layers import ForeignColumns, ForeignExperts, ForeignReplica, ForeignRows
 from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
 from trimaran.parallel.comm.tensor_collectives import (
     gather_sequence,
@@ -55,6 +57,8 @@ def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, st
     """Shard the modules whose names match `patterns` by the style of each. Parameter names and ties do not change."""
     tied, frozen = _tied_names(module), [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
+        if isinstance(each, AbsentModule):  # of another pipeline stage
+            continue
         for pattern, style in patterns.items():
             if matches_module(name, pattern):
                 adapter = take_adapter(each) if isinstance(each, LoraLinear) else {}
@@ -290,4 +294,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "partial-colwise": partial(ShardedParameters, weight=Shard(0), bias=Shard(0)),
     "partial-rowwise": partial(ShardedParameters, weight=Shard(1)),
     "partial-replicated": partial(ShardedParameters, weight=Replicate()),
+    "foreign-colwise": ForeignColumns,
+    "foreign-colwise-gathered": partial(ForeignColumns, gathers=True),
+    "foreign-rowwise": ForeignRows,
+    "foreign-rowwise-taken": partial(ForeignRows, takes=True),
+    "foreign-replicated": ForeignReplica,
+    "foreign-experts": ForeignExperts,
 }

@@ -45,6 +45,16 @@ def reduce_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return _ReduceGradient.apply(x, group_name(mesh))
 
 
+def gather_columns(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the columns of all ranks, in order. What follows is equal on all ranks, and so is its gradient."""
+    return _GatherColumns.apply(x, mesh.size(), mesh.get_local_rank(), group_name(mesh))
+
+
+def take_columns(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's columns of `x`, which is equal on all ranks; in backward the columns of all are gathered."""
+    return _TakeColumns.apply(x, mesh.size(), mesh.get_local_rank(), group_name(mesh))
+
+
 def gather_dim(x: Tensor, dim: int, group: ProcessGroup, *, axis: str) -> Tensor:
     """Return the parts of all ranks, joined along `dim`. The gradient is a partial sum on each rank."""
     return _GatherDim.apply(x, dim, group.size(), group.group_name, axis)
@@ -141,6 +151,28 @@ class _GatherDim(Function):
         return local, None, None, None, None
 
 
+class _GatherColumns(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
+        ctx.size, ctx.rank = size, rank
+        return _all_columns(x, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        return gradients[0].chunk(ctx.size, -1)[ctx.rank].contiguous(), None, None, None
+
+
+class _TakeColumns(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return x.chunk(size, -1)[rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        return _all_columns(gradients[0], ctx.size, ctx.group), None, None, None
+
+
 class _StartExchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: list[int], receives: list[int], group: str, axis: str) -> Tensor:
@@ -169,6 +201,12 @@ def _gathered(x: Tensor, size: int, group: str) -> Tensor:
     """Return the tokens of all ranks, [B, T, ...], from this rank's, [B, T / size, ...]."""
     parts = _run(TP, collective.all_gather_into_tensor, x.contiguous(), size, group)
     return parts.view(x.shape[0], -1, *x.shape[2:])
+
+
+def _all_columns(x: Tensor, size: int, group: str) -> Tensor:
+    """Return the columns of all ranks, of which each has equally many."""
+    parts = _run(TP, collective.all_gather_into_tensor, x.contiguous(), size, group)
+    return torch.cat(parts.split(x.shape[0]), dim=-1)
 
 
 def _scattered(x: Tensor, size: int, group: str) -> Tensor:

@@ -1,0 +1,115 @@
+"""Tensor-parallel styles for layers of transformers models that torch has none for. Parts are contiguous slices.
+
+Packed projections (query, key and value in one weight) are split like any other weight: their output is gathered, so
+that the model's own code can cut it, and the next layer takes its part of a replicated input. Every rank computes all
+heads in between.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from trimaran.nets.local_shards import local_for_compute, with_local_parameters
+from trimaran.parallel.comm.tensor_collectives import gather_columns, reduce_gradient, reduce_sum, take_columns
+
+
+class ForeignColumns(ParallelStyle):
+    """Splits a linear layer, or a Conv1D of GPT-2, by its outputs; with `gathers` every rank gets all of them."""
+
+    def __init__(self, *, gathers: bool = False) -> None:
+        super().__init__()
+        self._gathers = gathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute(module, device_mesh, weight=Shard(1 if is_conv1d(module) else 0), bias=Shard(0))
+
+        def forward(x: Tensor) -> Tensor:
+            bias: Any = module.bias
+            local = None if bias is None else local_for_compute(bias)
+            out = F.linear(reduce_gradient(x, device_mesh), _matrix(module), local)
+            return gather_columns(out, device_mesh) if self._gathers else out
+
+        module.forward = forward
+        return module
+
+
+class ForeignRows(ParallelStyle):
+    """Splits such a layer by its inputs and sums the results; with `takes` its input is whole on every rank."""
+
+    def __init__(self, *, takes: bool = False) -> None:
+        super().__init__()
+        self._takes = takes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute(module, device_mesh, weight=Shard(0 if is_conv1d(module) else 1))
+
+        def forward(x: Tensor) -> Tensor:
+            out = reduce_sum(F.linear(take_columns(x, device_mesh) if self._takes else x, _matrix(module)), device_mesh)
+            bias: Any = module.bias
+            return out if bias is None else out + local_for_compute(bias, gradient_is_partial=False).to(out.dtype)
+
+        module.forward = forward
+        return module
+
+
+class ForeignReplica(ParallelStyle):
+    """Keeps the parameters of any module whole on every rank. It computes the same on all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute(module, device_mesh)
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with with_local_parameters(module, gradient_is_partial=False):
+                return own(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class ForeignExperts(ParallelStyle):
+    """Gives each rank some of the stacked experts of a transformers model. Every rank has all rows: results are summed.
+
+    A choice of another rank's expert gets the number after the last expert, which transformers' code leaves out.
+    """
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        placements = {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+        distribute(module, device_mesh, **placements)
+        own, count = module.forward, module.num_experts // device_mesh.size()
+        first = count * device_mesh.get_local_rank()
+        module.num_experts, module._is_expert_parallel = count, True
+
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            numbers = top_k_index - first
+            elsewhere = (numbers < 0) | (numbers >= count)
+            weights = reduce_gradient(top_k_weights, device_mesh).masked_fill(elsewhere, 0)
+            with with_local_parameters(module):
+                rows = reduce_gradient(hidden_states, device_mesh)
+                out = own(rows, numbers.masked_fill(elsewhere, count), weights)
+            return reduce_sum(out, device_mesh)
+
+        module.forward = forward
+        return module
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    """Turn the module's own parameters into DTensors, replicated except for those in `placements`."""
+    for name, each in list(module.named_parameters(recurse=False)):
+        local = distribute_tensor(each, mesh, [placements.get(name, Replicate())], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(local, requires_grad=each.requires_grad))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _matrix(module: Any) -> Tensor:
+    """Return this rank's weight, [outputs, inputs]."""
+    local = local_for_compute(module.weight)
+    return local.T if is_conv1d(module) else local

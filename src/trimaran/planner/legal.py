@@ -143,6 +143,7 @@ def check_fp8(plan: Plan, spec: ModelSpec) -> None:
 
 def check_memory(plan: Plan, spec: Spec | None) -> None:
     """Raise when recompute or offload do not fit the model or the sharding."""
+    check_disk(plan)
     if plan.offload == "parameters" and plan.sharding != "parameters":
         raise UserError("P016", f"offload parameters needs sharding parameters, but sharding is {plan.sharding}",
                         where="plan.offload", fix="set sharding to parameters, or offload to optimizer")  # fmt: skip
@@ -150,6 +151,22 @@ def check_memory(plan: Plan, spec: Spec | None) -> None:
         raise UserError("P017", f"recompute {plan.recompute} is more than the {spec.layers} layers of {spec.name}",
                         where="plan.recompute",
                         fix=f"use 1 to {spec.layers}, full, selective, elementwise or none")  # fmt: skip
+
+
+def check_disk(plan: Plan) -> None:
+    """Raise unless what the plan offloads can be in files."""
+    if not plan.disk.path:
+        return
+    exchanges = plan.comm.local.is_on or plan.comm.compression != "none"
+    reasons = {
+        f"engine {plan.engine} keeps its states elsewhere": plan.engine != "torch",
+        "the path is relative, and ranks may start in other folders": not plan.disk.path.startswith("/"),
+        "local steps and compression use whole weights": exchanges and plan.offload == "parameters",
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise UserError("P109", f"tensors cannot be offloaded to {plan.disk.path}: {why}", where="plan.disk.path",
+                            fix="name a full path, and use engine torch, or leave it out")  # fmt: skip
 
 
 def check_compiled(plan: Plan, cluster: Cluster) -> None:

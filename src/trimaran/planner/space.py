@@ -316,6 +316,7 @@ class Space:
             "precision": pins.precision if self.pinned("precision") else precision_of(self.question, states.sharding),
             "recompute": choice.recompute,
             "offload": offload,
+            "disk": pins.disk,
             "compile": self._compiled(split),
             "cuda_graphs": pins.cuda_graphs,
             "loss": self.losses.on(microbatch.tp, split.pp, choice.loss),

@@ -42,7 +42,8 @@ def plan_of(fields: dict[str, Any], folder: Path | None, recipe: Any = RECIPE) -
     """Return a plan that offloads to a folder, or the same in memory."""
     to = {"disk": {"path": str(folder)}} if folder else {}
     kept = fields if folder else fields | {"offload": "none" if fields["offload"] == "optimizer" else "parameters"}
-    return plan_for(recipe, **{"grad_accum": 1} | kept | to)
+    settings: dict[str, Any] = {"grad_accum": 1} | kept | to
+    return plan_for(recipe, **settings)
 
 
 @lru_cache

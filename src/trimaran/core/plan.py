@@ -132,6 +132,19 @@ class TowerPlan(BaseModel):
     tp: Annotated[Degree | None, Field(description="ranks that split each matrix; divides the mesh's tp")] = None
 
 
+class Fp8(BaseModel):
+    """How `precision: fp8` scales its operands.
+
+    `tensor` has one scale for each operand. `block` has one for each 1x128 values of inputs and gradients and for each
+    128x128 of a weight, on Hopper. `mx` has a power of two for each 1x32 values (MXFP8), on Blackwell.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: Literal["tensor", "block", "mx"] = "tensor"
+    all_gather: Annotated[bool, Field(description="sharded weights of fp8 layers are gathered in fp8")] = False
+
+
 class Disk(BaseModel):
     """The folder that `offload` writes to in place of host memory; empty: host memory."""
 
@@ -166,6 +179,7 @@ class Plan(BaseModel):
     micro_batches: MicroBatches = ()
     grad_accum: BatchSize = 1
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    fp8: Fp8 = Fp8()
     recompute: Recompute = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"
     disk: Disk = Disk()
@@ -307,7 +321,8 @@ class Plan(BaseModel):
         extras += ["elastic replicas"] if self.is_elastic else []
         extras += [self.engine] if self.engine != "torch" else []
         extras += [f"staleness {self.comm.async_sgd.staleness}"] if self.engine == "async" else []
-        return ", ".join([str(self.mesh), self.precision, batch, *extras])
+        recipe = f" by {self.fp8.recipe}" if self.precision == "fp8" and self.fp8.recipe != "tensor" else ""
+        return ", ".join([str(self.mesh), self.precision + recipe, batch, *extras])
 
 
 def show_rows(rows: Sequence[int]) -> str:

@@ -36,10 +36,9 @@ def device_buffer_bytes(job: Job, plan: Plan, num_owned: float) -> float:
     return NUM_DEVICE_BUFFERS * min(CHUNK_VALUES, num_owned) * streamed_bytes(job, plan)
 
 
-def disk_update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> float:
-    """Return how long a rank reads and writes its states in an update. The ranks of a node share its disk."""
-    moved = streamed_bytes(job, plan) * num_owned * cluster.devices_per_node
-    return moved / cluster.disk.read + moved / cluster.disk.write
+def disk_update_seconds(cluster: Cluster, disk_bytes: float) -> float:
+    """Return how long a rank reads and writes what it has on disk in an update. The ranks of a node share the disk."""
+    return disk_bytes * cluster.devices_per_node / cluster.disk.both
 
 
 def disk_gather_seconds(cluster: Cluster, plan: Plan, weight_bytes: float) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from trimaran.cost.disk_offload import disk_gather_seconds, disk_update_seconds
 from trimaran.cost.job import Job, frees_weights, splits_weights
 from trimaran.cost.memory_inputs import memory_inputs_of
 from trimaran.cost.stage_time import StageTime
-from trimaran.cost.states import owned_weight_bytes
+from trimaran.cost.states import owned_weight_bytes, states_of
 from trimaran.hardware import Cluster
 
 # Fraction of PCIe's bandwidth that a copy reaches while matmuls run, and each of two copies in opposite directions:
@@ -76,7 +76,7 @@ def offload_seconds(
     The ranks of a node share its memory bandwidth.
     """
     if plan.offloads_to_disk:
-        return _disk_seconds(job, cluster, plan, stage, num_owned=num_owned, update=update)
+        return _disk_seconds(job, cluster, plan, stage, update)
     if plan.offload == "none" or cluster.device.kind == "cpu":
         return 0.0
     copies, both = _bandwidths(cluster)
@@ -92,11 +92,10 @@ def offload_seconds(
     )
 
 
-def _disk_seconds(
-    job: Job, cluster: Cluster, plan: Plan, stage: StageTime, *, num_owned: float, update: float
-) -> float:
+def _disk_seconds(job: Job, cluster: Cluster, plan: Plan, stage: StageTime, update: float) -> float:
     """Return the seconds that files add: their reads and writes hide behind the update, and gathers behind compute."""
-    waits = max(0.0, disk_update_seconds(job, cluster, plan, num_owned) - update)
+    on_disk = states_of(memory_inputs_of(job, cluster, plan), stage.part).disk
+    waits = max(0.0, disk_update_seconds(cluster, on_disk) - update)
     if plan.offload != "parameters":
         return waits
     forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))

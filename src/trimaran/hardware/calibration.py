@@ -46,12 +46,13 @@ class Collectives(BaseModel):
 
 
 class MeasuredDisk(BaseModel):
-    """Measured rates of a node's local disk, in large direct requests."""
+    """Measured rates of a node's local disk, in large direct requests; `both`: of each while both are going on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     read_gb_per_second: Positive
     write_gb_per_second: Positive
+    both_gb_per_second: Positive
 
 
 class Calibration(BaseModel):
@@ -150,7 +151,7 @@ def apply_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
         device=_measured_device(cluster, calibration) if calibration.is_measured else cluster.device,
         links=_measured_links(cluster, calibration),
         host_bandwidth=host * 1e9 if host else cluster.host_bandwidth,
-        disk=DiskRates(read=disk.read_gb_per_second * 1e9, write=disk.write_gb_per_second * 1e9)
+        disk=DiskRates(read=disk.read_gb_per_second * 1e9, both=disk.both_gb_per_second * 1e9)
         if disk
         else cluster.disk,
     )

@@ -46,13 +46,13 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRates:
-    """Bytes a second that the local disk of a node reads and writes, in large direct requests.
+    """Bytes a second that the local disk of a node reads, and both reads and writes at a time, in large direct requests.
 
-    Assumed, until `bench calibrate --disk` measures them: an NVMe disk on PCIe 4.
+    Assumed, until `bench calibrate --disk` measures them: an NVMe disk on PCIe 4, with 6 GB/s of reads or 4 of writes.
     """
 
     read: float = 6e9
-    write: float = 4e9
+    both: float = 2.4e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

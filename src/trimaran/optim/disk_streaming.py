@@ -84,9 +84,7 @@ class DiskStream:
             slot = self._slots[ready % NUM_SLOTS]
             _wait(slot.reads)
             if self._on_gpu:
-                yield from self._update_on_gpu(
-                    chunks[ready], placed[ready], slot, buffers[ready % NUM_DEVICE_BUFFERS]
-                )
+                yield from self._update_on_gpu(chunks[ready], placed[ready], slot, buffers[ready % NUM_DEVICE_BUFFERS])
             else:
                 yield chunks[ready] | {each.key: each.view_in(slot.memory) for each in placed[ready]}
                 self._write(slot, placed[ready], None)

@@ -314,6 +314,7 @@ class Space:
             "micro_batches": pins.micro_batches,
             "grad_accum": split.grad_accum,
             "precision": pins.precision if self.pinned("precision") else precision_of(self.question, states.sharding),
+            "fp8": pins.fp8,
             "recompute": choice.recompute,
             "offload": offload,
             "disk": pins.disk,

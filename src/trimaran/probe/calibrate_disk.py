@@ -3,6 +3,7 @@
 import mmap
 import os
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ MIN_PASSES = 2  # the first one also allocates the blocks of the file, so it is 
 def measure_disk(folder: Path, *, seconds: float) -> dict[str, float]:
     """Return the bytes that the disk of `folder` reads and writes in a second, in 1e9, in about `seconds`.
 
+    `both` is how many it reads, and writes, while half of the requests are reads and half are writes.
+
     Each pass goes over a file without a name, which ends with this function. A filesystem without direct I/O is
     measured through the page cache.
     """
@@ -27,11 +30,12 @@ def measure_disk(folder: Path, *, seconds: float) -> dict[str, float]:
     try:
         os.posix_fallocate(descriptor, 0, FILE_BYTES)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            write = _rate(pool, partial(_move, os.pwritev, descriptor), seconds / 2)
-            read = _rate(pool, partial(_move, os.preadv, descriptor), seconds / 2)
+            write = _rate(pool, partial(_move, (os.pwritev,), descriptor), seconds / 3)
+            read = _rate(pool, partial(_move, (os.preadv,), descriptor), seconds / 3)
+            both = _rate(pool, partial(_move, (os.preadv, os.pwritev), descriptor), seconds / 3)
     finally:
         os.close(descriptor)
-    return {"read_gb_per_second": read / 1e9, "write_gb_per_second": write / 1e9}
+    return {f"{way}_gb_per_second": rate / 1e9 for way, rate in (("read", read), ("write", write), ("both", both))}
 
 
 def _rate(pool: ThreadPoolExecutor, move: partial[None], seconds: float) -> float:
@@ -45,9 +49,11 @@ def _rate(pool: ThreadPoolExecutor, move: partial[None], seconds: float) -> floa
     return passes * FILE_BYTES / (time.perf_counter() - began)
 
 
-def _move(call: object, descriptor: int, offset: int) -> None:
+def _move(calls: Sequence[Callable[..., int]], descriptor: int, offset: int) -> None:
+    """Make each call for these bytes of the file. Threads are at different calls at any time."""
     buffer = mmap.mmap(-1, REQUEST_BYTES)  # a whole number of pages
     buffer[:8] = offset.to_bytes(8, "little")
-    done = 0
-    while done < REQUEST_BYTES:
-        done += call(descriptor, [memoryview(buffer)[done:]], offset + done)  # pyrefly: ignore[not-callable]
+    for call in calls:
+        done = 0
+        while done < REQUEST_BYTES:
+            done += call(descriptor, [memoryview(buffer)[done:]], offset + done)

@@ -12,10 +12,11 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "virtiofs",
            "wekafs", "afs", "orangefs")  # fmt: skip
 WHERE = "plan.disk.path"
+NOTHING = Bytes(0)
 OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-def check_disk_folder(path: str, *, any_filesystem: bool, need: Bytes = Bytes(0)) -> None:
+def check_disk_folder(path: str, *, any_filesystem: bool, need: Bytes = NOTHING) -> None:
     """Raise UserError unless tensors can be offloaded to this folder of this machine, with `need` bytes of room.
 
     A filesystem in memory saves no memory, and one on the network is slow and shared: both are refused, unless the

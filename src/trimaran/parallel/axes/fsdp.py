@@ -24,6 +24,7 @@ from trimaran.nets.decoder import DecoderLayer
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
+from trimaran.parallel.fp8_gather import gather_in_fp8
 from trimaran.parallel.memory.disk_weights import put_on_disk
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
@@ -49,9 +50,11 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         for experts in [each for module in unit.modules for each in experts_of(module, ranks)]:
             _shard(replace(unit, modules=(experts,)), plan, ranks)
         _shard(unit, plan, ranks, is_root=unit.modules[0] is network.module)
+    parameters = [each for group in parameter_groups(network.module) for each in group.fsdp_params]
     if plan.offloads_to_disk and plan.offload == "parameters" and not ranks.without_device:
-        parameters = [each for group in parameter_groups(network.module) for each in group.fsdp_params]
         put_on_disk(parameters, Path(plan.disk.path), ranks.device)
+    if plan.fp8.all_gather:
+        gather_in_fp8(network.module, parameters, ranks.device)
     if plan.comm.prefetch > 1:  # FSDP2 prefetches one by default
         prefetch([unit for unit in units if unit.modules[0] in network.blocks], plan.comm.prefetch)
 

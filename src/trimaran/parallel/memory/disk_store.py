@@ -93,14 +93,15 @@ class DiskStore:
 
     def _offset(self, tensor: Tensor) -> int:
         offset = tensor.data_ptr() - self._start
-        assert tensor.is_contiguous() and offset % ALIGNMENT == 0, "only whole blocks are read and written"
+        assert tensor.is_contiguous(), "only whole blocks are read and written"
+        assert offset % ALIGNMENT == 0, "only whole blocks are read and written"
         return offset
 
     def _transfer(self, move: object, offset: int, part: Tensor, after: Sequence[object]) -> None:
         """Read or write all bytes of `part`. What it waits for was started before it, so that the pool never stops."""
         for each in after:
             each.result() if isinstance(each, Future) else each.synchronize()  # pyrefly: ignore[missing-attribute]
-        view, done = memoryview(part.numpy()), 0
+        view, done = part.numpy().data, 0
         while done < len(view):
             moved = move(self._descriptor, [view[done:]], offset + done)  # pyrefly: ignore[not-callable]
             if not moved:

@@ -57,3 +57,60 @@ def test_training_from_disk_changes_no_bit(name: str, tmp_path: Path) -> None:
     assert plan.offloads_to_disk
     train_segment(RECIPE, plan, steps=2 * SEGMENT_STEPS).assert_same_end(in_memory(name))
     assert [*tmp_path.iterdir()] == []  # a file without a name goes with its process
+
+
+def test_a_resume_from_a_checkpoint_of_tensors_on_disk_is_exact(tmp_path: Path) -> None:
+    fields = PLANS["split weights"]
+    whole = in_memory("split weights")
+    plan = plan_of(fields, tmp_path)
+    again = train_segment(RECIPE, plan, steps=SEGMENT_STEPS, after=whole.midway)
+    again.assert_loaded(whole.midway)
+    assert again.losses == whole.losses[SEGMENT_STEPS:]
+    after = train_segment(RECIPE, plan_of(fields, None), steps=SEGMENT_STEPS, after=again.saved)
+    after.assert_loaded(again.saved)
+
+
+@pytest.mark.slow
+def test_eight_bit_states_on_disk_change_no_bit(tmp_path: Path) -> None:
+    fields = {"dp_shard": 2, "offload": "optimizer"}
+    expected = train_segment(EIGHT_BIT, plan_of(fields, None, EIGHT_BIT), steps=2 * SEGMENT_STEPS)
+    train_segment(EIGHT_BIT, plan_of(fields, tmp_path, EIGHT_BIT), steps=2 * SEGMENT_STEPS).assert_same_end(expected)
+
+
+NUM_VALUES = 3 << 22
+
+
+def memory_of_updates(folder: str) -> tuple[int, int, bool, list[str]]:
+    """Return the growth of resident memory over three updates, the bytes of the states, and where these are."""
+    dist.init_process_group("gloo")
+    module = nn.Linear(1024, NUM_VALUES // 1024, bias=False)
+    plan = Plan.model_validate({"offload": "optimizer", "disk": {"path": folder}})
+    module.weight.grad = torch.ones_like(module.weight)
+    begin = resident_bytes()
+    optimizer = build_optimizer([module], TrainSection(), plan)
+    assert isinstance(optimizer, LowMemoryAdamW)
+    most = 0
+    for _ in range(3):
+        optimizer.step()
+        optimizer.wait()
+        most = max(most, resident_bytes() - begin)
+    states = {key: each for key, each in optimizer.state[module.weight].items() if key != "step"}
+    values = [float(each.view(-1)[-1]) for each in states.values()]
+    assert all(value > 0 for value in values), "the states are what the last update wrote"
+    on_disk = all(store_of(each) is not None for each in states.values())
+    return most, sum(each.nbytes for each in states.values()), on_disk, os.listdir(folder)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def test_states_on_disk_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "CHUNK_VALUES", 2**18)
+    ((grown, states, on_disk, files),) = run_ranks(1, memory_of_updates, str(tmp_path))
+    assert on_disk
+    assert states == 8 * NUM_VALUES  # 96 MiB
+    assert grown < states / 3  # slots of four chunks: 8 MiB; the rest is torch's own
+    assert files == []  # the file has no name
+

@@ -1,4 +1,4 @@
-"""Offload to a disk: the bytes of the files and of the buffers in front of them, and the seconds of reads and writes."""
+"""Offload to a disk: the bytes of the files and of the buffers in front of them, and the time of reads and writes."""
 
 import math
 
@@ -7,7 +7,7 @@ from trimaran.cost.job import Job, frees_weights, splits_weights
 from trimaran.hardware import Cluster
 
 CHUNK_VALUES = 2**23  # values of a parameter that are updated at once, as in `optim/adamw.py`
-NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS = 4, 3  # as in `optim/disk_streaming.py`
+NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS, READ_AHEAD = 4, 3, 2  # as in `optim/disk_streaming.py`
 READ_SLOT_BYTES = 8 * (16 << 20)  # pinned memory to read weights through, as in `parallel/memory/disk_weights.py`
 MASTER_BYTES, HALF_BYTES = 4, 2
 
@@ -36,9 +36,15 @@ def device_buffer_bytes(job: Job, plan: Plan, num_owned: float) -> float:
     return NUM_DEVICE_BUFFERS * min(CHUNK_VALUES, num_owned) * streamed_bytes(job, plan)
 
 
-def disk_update_seconds(cluster: Cluster, disk_bytes: float) -> float:
-    """Return how long a rank reads and writes what it has on disk in an update. The ranks of a node share the disk."""
-    return disk_bytes * cluster.devices_per_node / cluster.disk.both
+def disk_update_seconds(job: Job, cluster: Cluster, plan: Plan, disk_bytes: float) -> float:
+    """Return how long a rank reads and writes what it has on disk in an update. The ranks of a node share the disk.
+
+    Two chunks are read before the first is updated. Writes of the last chunks go on in the next forward, except those
+    of parameters, which the forward reads.
+    """
+    chunk = min(CHUNK_VALUES * streamed_bytes(job, plan), disk_bytes)
+    alone = READ_AHEAD * chunk * (2 if plan.offload == "parameters" else 1) / 2
+    return (disk_bytes + alone) * cluster.devices_per_node / cluster.disk.both
 
 
 def disk_gather_seconds(cluster: Cluster, plan: Plan, weight_bytes: float) -> tuple[float, float]:

@@ -95,7 +95,7 @@ def offload_seconds(
 def _disk_seconds(job: Job, cluster: Cluster, plan: Plan, stage: StageTime, update: float) -> float:
     """Return the seconds that files add: their reads and writes hide behind the update, and gathers behind compute."""
     on_disk = states_of(memory_inputs_of(job, cluster, plan), stage.part).disk
-    waits = max(0.0, disk_update_seconds(cluster, on_disk) - update)
+    waits = max(0.0, disk_update_seconds(job, cluster, plan, on_disk) - update)
     if plan.offload != "parameters":
         return waits
     forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))

@@ -46,7 +46,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRates:
-    """Bytes a second that the local disk of a node reads, and both reads and writes at a time, in large direct requests.
+    """Bytes a second that the local disk of a node reads, and that it reads and writes if it does both at a time.
 
     Assumed, until `bench calibrate --disk` measures them: an NVMe disk on PCIe 4, with 6 GB/s of reads or 4 of writes.
     """
@@ -61,8 +61,8 @@ class Cluster:
 
     `links` go from the innermost to the outermost; each connects more devices than the one before. The links inside
     a node are enough, and so are those between nodes; the others follow from the device. `host_bytes` and
-    `host_bandwidth` describe a node's host memory, and `disk` its local disk. With `groups` the nodes have different kinds of devices, in this
-    order, and `device` is the one with the least memory.
+    `host_bandwidth` describe a node's host memory, and `disk` its local disk. With `groups` the nodes have different
+    kinds of devices, in this order, and `device` is the one with the least memory.
     """
 
     device: Device

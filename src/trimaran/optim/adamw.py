@@ -49,7 +49,7 @@ class LowMemoryAdamW(Optimizer):
     waits for nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the states are, and where
         self,
         groups: list[dict[str, Any]],
         *,

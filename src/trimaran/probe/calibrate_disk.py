@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-NUM_THREADS = 8  # as many requests at a time as `parallel/memory/disk_store.py` makes
+NUM_THREADS = 16  # as many requests at a time as `parallel/memory/disk_store.py` makes
 REQUEST_BYTES = 8 << 20
 FILE_BYTES = 1 << 30
 MIN_PASSES = 2  # the first one also allocates the blocks of the file, so it is not counted

@@ -211,6 +211,6 @@ def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
                  for name, rate in collectives.items() if name.endswith("_gb_per_second")]  # fmt: skip
         rows.append(("one hop", collectives["latency_us"], "us", "latency"))
     if disk := measured.get("disk"):
-        notes = {"read": "direct, 8 MiB x 8", "write": "direct, 8 MiB x 8", "both": "of each, at the same time"}
+        notes = {"read": "direct, 16 x 8 MiB", "write": "direct, 16 x 8 MiB", "both": "of each, at the same time"}
         rows += [(f"disk, {way}", disk[f"{way}_gb_per_second"], "GB/s", note) for way, note in notes.items()]
     return rows

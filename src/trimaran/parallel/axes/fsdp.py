@@ -50,11 +50,11 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         for experts in [each for module in unit.modules for each in experts_of(module, ranks)]:
             _shard(replace(unit, modules=(experts,)), plan, ranks)
         _shard(unit, plan, ranks, is_root=unit.modules[0] is network.module)
-    parameters = [each for group in parameter_groups(network.module) for each in group.fsdp_params]
+    gathered = [group.fsdp_params for group in parameter_groups(network.module)]
     if plan.offloads_to_disk and plan.offload == "parameters" and not ranks.without_device:
-        put_on_disk(parameters, Path(plan.disk.path), ranks.device)
+        put_on_disk(gathered, Path(plan.disk.path), ranks.device)
     if plan.fp8.all_gather:
-        gather_in_fp8(network.module, parameters, ranks.device)
+        gather_in_fp8(network.module, [each for group in gathered for each in group], ranks.device)
     if plan.comm.prefetch > 1:  # FSDP2 prefetches one by default
         prefetch([unit for unit in units if unit.modules[0] in network.blocks], plan.comm.prefetch)
 

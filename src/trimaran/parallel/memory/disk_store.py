@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from math import prod
 from pathlib import Path
 from weakref import WeakSet
@@ -23,7 +24,7 @@ from trimaran.run.disk_folder import no_room
 
 ALIGNMENT = 4096  # of addresses, file offsets and sizes: what direct I/O needs on every disk
 MIN_DISK_BYTES = 1 << 16  # a smaller tensor stays in memory
-NUM_THREADS = 8  # requests of a rank at a time: an NVMe disk needs several for its full bandwidth
+NUM_THREADS = 16  # requests of a rank at a time: a disk needs many for its full bandwidth
 MAX_REQUEST_BYTES = 8 << 20
 NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -56,7 +57,7 @@ class DiskStore:
         self._map.store = self  # lives as long as its tensors, which refer to the mapping
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._used = 0
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="trimaran-disk")
+        self._pool = _shared_pool()
         STORES.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -110,11 +111,16 @@ class DiskStore:
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):
-            self._pool.shutdown(wait=False)
             os.close(self._descriptor)
 
 
 STORES: WeakSet[DiskStore] = WeakSet()  # of this process
+
+
+@cache
+def _shared_pool() -> ThreadPoolExecutor:
+    """Return the threads of this process, which all its stores share. The first store makes them, after any fork."""
+    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="trimaran-disk")
 
 
 def store_of(tensor: Tensor) -> DiskStore | None:

@@ -74,6 +74,8 @@ def find_run(start: int, values: Tensor | TensorLike) -> Run | None:
     """Return the values as a run that begins at byte `start`; None if only torch can copy them."""
     if isinstance(values, SplitTensor):
         halves = values.upper, values.lower
+        if halves[0].device != halves[1].device:  # the lower one is on disk
+            return None
         if start % WORD_BYTES or not all(each.is_contiguous() for each in halves):
             return None
         return Run(start, WORD_BYTES * values.upper.numel(), tuple(each.view(-1) for each in halves))

@@ -135,6 +135,28 @@ class TowerPlan(BaseModel):
     tp: Annotated[Degree | None, Field(description="ranks that split each matrix; divides the mesh's tp")] = None
 
 
+class Fp8(BaseModel):
+    """How `precision: fp8` scales its operands.
+
+    `tensor` has one scale for each operand. `block` has one for each 1x128 values of inputs and gradients and for each
+    128x128 of a weight, on Hopper. `mx` has a power of two for each 1x32 values (MXFP8), on Blackwell.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: Literal["tensor", "block", "mx"] = "tensor"
+    all_gather: Annotated[bool, Field(description="sharded weights of fp8 layers are gathered in fp8")] = False
+
+
+class Disk(BaseModel):
+    """The folder that `offload` writes to in place of host memory; empty: host memory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Annotated[str, Field(max_length=4096, description="a folder on a local NVMe disk of every node")] = ""
+    any_filesystem: Annotated[bool, Field(description="allow filesystems in memory and on the network")] = False
+
+
 class Plan(BaseModel):
     """How a recipe runs on a cluster. Batch, gradient accumulation and degrees are set only here.
 
@@ -143,6 +165,8 @@ class Plan(BaseModel):
     overwrites them with their gradient at once, and `chunked` computes only some rows of them at a time. `cuda_graphs`
     allows forward and backward to be replayed as CUDA graphs, see `captures_steps`. With `engine: async` replicas do
     not wait for each other: a parameter server applies their gradients as they arrive.
+
+    With a path in `disk`, `offload: optimizer` and `offload: parameters` keep their tensors in files there.
 
     `micro_batches` is for data ranks of unequal speed: the rows of a micro-batch of each, where `micro_batch` is then
     the most of them. With `measured` the ranks measure their speeds at start, and share as many rows as with
@@ -158,8 +182,10 @@ class Plan(BaseModel):
     micro_batches: MicroBatches = ()
     grad_accum: BatchSize = 1
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    fp8: Fp8 = Fp8()
     recompute: Recompute = "none"
     offload: Literal["none", "optimizer", "parameters", "activations"] = "none"
+    disk: Disk = Disk()
     compile: bool = False
     cuda_graphs: bool = True
     loss: Loss = "logits"
@@ -209,7 +235,14 @@ class Plan(BaseModel):
         """
         alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
         alone = alone and not self.comm.local.is_on  # the exchange reads and writes whole weights
-        return alone and self.precision in ("bf16", "fp8") and self.offload in ("none", "activations")
+        # Host memory would be pinned for the lower halves; files are as large as they need to be.
+        offloads = ("none", "activations", "optimizer") if self.disk.path else ("none", "activations")
+        return alone and self.precision in ("bf16", "fp8") and self.offload in offloads
+
+    @property
+    def offloads_to_disk(self) -> bool:
+        """Whether optimizer states, and parameters if they are offloaded, are in files."""
+        return bool(self.disk.path) and self.offload in ("optimizer", "parameters")
 
     @property
     def joins_projections(self) -> bool:
@@ -282,7 +315,8 @@ class Plan(BaseModel):
         extras = [f"shard {self.sharding}"] if self.sharding != "none" else []
         extras += [self.pipeline.schedule] if self.mesh.pp > 1 else []
         extras += [f"recompute {self.recompute}"] if self.recompute != "none" else []
-        extras += [f"offload {self.offload}"] if self.offload != "none" else []
+        to = " to disk" if self.offloads_to_disk else ""
+        extras += [f"offload {self.offload}{to}"] if self.offload != "none" else []
         extras += [f"loss {self.loss}"] if self.loss != "logits" else []
         extras += ["inputs gathered again"] if self.comm.regather and self.mesh.tp > 1 else []
         extras += ["gradients summed after backward"] if self.reduces_after_backward else []
@@ -290,7 +324,8 @@ class Plan(BaseModel):
         extras += ["elastic replicas"] if self.is_elastic else []
         extras += [self.engine] if self.engine != "torch" else []
         extras += [f"staleness {self.comm.async_sgd.staleness}"] if self.engine == "async" else []
-        return ", ".join([str(self.mesh), self.precision, batch, *extras])
+        recipe = f" by {self.fp8.recipe}" if self.precision == "fp8" and self.fp8.recipe != "tensor" else ""
+        return ", ".join([str(self.mesh), self.precision + recipe, batch, *extras])
 
 
 def show_rows(rows: Sequence[int]) -> str:

@@ -50,6 +50,7 @@ class Prediction(BaseModel):
     exposed: Annotated[dict[str, Seconds], Field(description="the seconds of `comm` by payload and link")] = {}
     device_bytes: Bytes = Bytes(0)
     host_bytes: Bytes = Bytes(0)
+    disk_bytes: Annotated[Bytes, Field(description="of one node's disk, for offloaded tensors")] = Bytes(0)
     error: float = 0.3
     memory_error: Annotated[float | None, Field(description="of `peak_bytes`; null: the same as `error`")] = None
     no_mfu: Annotated[str, Field(description="why no MFU is given; empty if one is")] = ""

@@ -91,7 +91,8 @@ def regathers(job: Job, plan: Plan) -> bool:
 
 def gathers_fp8(job: Job, plan: Plan) -> bool:
     """Return whether sharded weights of the layers are gathered in one byte."""
-    return plan.precision == "fp8" and job.stack.gathers_fp8
+    ours = plan.fp8.all_gather and job.stack.name == "trimaran"
+    return plan.precision == "fp8" and (ours or job.stack.gathers_fp8)
 
 
 def joins_projections(job: Job, plan: Plan) -> bool:

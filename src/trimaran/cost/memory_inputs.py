@@ -46,7 +46,7 @@ class MemoryInputs(NamedTuple):
 
 
 def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
-    """Return the inputs of the plan's memory terms. On a CPU nothing is offloaded."""
+    """Return the inputs of the plan's memory terms. On a CPU nothing is offloaded, except to disk."""
     mesh, precision, cpu = plan.mesh, plan.precision, cluster.device.kind == "cpu"
     profile = _profile(job, plan)
     source = job.stack.memory if profile is SPLIT_WEIGHTS and not plan.joins_projections else profile
@@ -63,7 +63,7 @@ def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
         profile=profile,
         saved=saved,
         cpu=cpu,
-        offload="none" if cpu else plan.offload,
+        offload="none" if cpu and not plan.offloads_to_disk else plan.offload,
         element_bytes=ELEMENT_BYTES[precision],
         tp=mesh.tp,
         pp=mesh.pp,

@@ -2,10 +2,11 @@
 
 from trimaran.core import Plan
 from trimaran.cost.activation_memory import saved_on_rank
+from trimaran.cost.disk_offload import disk_gather_seconds, disk_update_seconds
 from trimaran.cost.job import Job, frees_weights, splits_weights
 from trimaran.cost.memory_inputs import memory_inputs_of
 from trimaran.cost.stage_time import StageTime
-from trimaran.cost.states import owned_weight_bytes
+from trimaran.cost.states import owned_weight_bytes, states_of
 from trimaran.hardware import Cluster
 
 # Fraction of PCIe's bandwidth that a copy reaches while matmuls run, and each of two copies in opposite directions:
@@ -68,12 +69,14 @@ def _bandwidths(cluster: Cluster) -> tuple[float, float]:
 def offload_seconds(
     job: Job, cluster: Cluster, plan: Plan, stage: StageTime, *, num_owned: float, update: float
 ) -> float:
-    """Return the seconds of a step that offloading adds; 0 on a CPU.
+    """Return the seconds of a step that offloading adds; 0 on a CPU, except to disk.
 
     Optimizer states are copied both ways while the update runs. Activations are copied out in forward and back in
     backward. Weights are copied in for each gather, and gradients out as they are produced.
     The ranks of a node share its memory bandwidth.
     """
+    if plan.offloads_to_disk:
+        return _disk_seconds(job, cluster, plan, stage, update)
     if plan.offload == "none" or cluster.device.kind == "cpu":
         return 0.0
     copies, both = _bandwidths(cluster)
@@ -87,6 +90,17 @@ def offload_seconds(
     return gathers * (
         _slowdown(weights / copies, stage.forward) + _slowdown(max(weights, 4 * num_owned) / both, stage.backward)
     )
+
+
+def _disk_seconds(job: Job, cluster: Cluster, plan: Plan, stage: StageTime, update: float) -> float:
+    """Return the seconds that files add: their reads and writes hide behind the update, and gathers behind compute."""
+    on_disk = states_of(memory_inputs_of(job, cluster, plan), stage.part).disk
+    waits = max(0.0, disk_update_seconds(job, cluster, plan, on_disk) - update)
+    if plan.offload != "parameters":
+        return waits
+    forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))
+    count = plan.grad_accum
+    return waits + _slowdown(forward, count * stage.forward) + _slowdown(backward, count * stage.backward)
 
 
 def _slowdown(copying: float, computing: float) -> float:

@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 
     terms: add up to `peak`, the figure that the stack's own log would show.
     reserved, device: of the fullest rank: what its allocator reserves, and what its device needs in total.
-    host: what one node needs for offloaded tensors.
+    host, disk: what one node needs for offloaded tensors, in its memory and in files.
     runs: False if a pipeline rank would have no layers, or if the stack rejects so few micro-batches.
     """
 
@@ -47,6 +47,7 @@ class Memory(NamedTuple):
     reserved: Bytes
     device: Bytes
     host: Bytes
+    disk: Bytes = Bytes(0)
     runs: bool = True
 
 
@@ -125,6 +126,7 @@ def _memory_of_parts(
         reserved=Bytes(int(fullest.reserved)),
         device=Bytes(int(fullest.worst) + outside),
         host=Bytes(int(cluster.devices_per_node * max(load.host for load in loads))),
+        disk=Bytes(int(cluster.devices_per_node * max(load.states.disk for load in loads))),
         runs=runs,
     )
 

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from trimaran.core import Mesh, Plan
+from trimaran.cost.disk_offload import device_buffer_bytes, slot_bytes
 from trimaran.cost.job import ELEMENT_BYTES, Job, frees_weights, gathers_fp8, num_fsdp_units
 from trimaran.cost.memory_inputs import MemoryInputs
 from trimaran.cost.rank_part import PACKED_BYTES, Holding, RankPart
@@ -25,6 +26,7 @@ class States(NamedTuple):
     gathered_in_reduction: the same while the gradients of a unit are reduced.
     update: temporary bytes of the optimizer update.
     host: bytes that are offloaded to the host.
+    disk: bytes that are offloaded to files.
     """
 
     weights: float = 0
@@ -38,6 +40,7 @@ class States(NamedTuple):
     gathered_in_reduction: float = 0
     update: float = 0
     host: float = 0
+    disk: float = 0
 
 
 def states_of(inputs: MemoryInputs, part: RankPart) -> States:
@@ -46,7 +49,18 @@ def states_of(inputs: MemoryInputs, part: RankPart) -> States:
     The frozen and the trained parameters of a tower with adapters are two holdings, which add up.
     """
     towers = [_tower_states(inputs, part, holding) for holding in part.holdings]
-    return towers[0] if len(towers) == 1 else States(*map(math.fsum, zip(*towers, strict=True)))
+    states = towers[0] if len(towers) == 1 else States(*map(math.fsum, zip(*towers, strict=True)))
+    return _with_buffers(inputs, part, states) if inputs.plan.offloads_to_disk else states
+
+
+def _with_buffers(inputs: MemoryInputs, part: RankPart, states: States) -> States:
+    """Return the states with the memory in front of their files. On a CPU all of it is the rank's own."""
+    job, plan = inputs.job, inputs.plan
+    trained = sum(num_owned_in(job, plan, holding) for holding in part.holdings if holding.is_trained)
+    slots, buffers = slot_bytes(job, plan, trained), device_buffer_bytes(job, plan, trained)
+    if inputs.cpu:
+        return states._replace(update=states.update + slots, host=0)
+    return states._replace(update=states.update + buffers, host=states.host + slots)
 
 
 def num_owned(mesh: Mesh, holding: Holding, sharding: str, image_ranks: int = 1) -> float:
@@ -110,11 +124,14 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
         buckets = fixed * count / part.trained
     extra = trained * (profile.extra_gradient_bytes * count * is_16_bit + buckets)
     gathered = _gathered(inputs, part, holding, sharding)
-    host = 0.0
+    host, disk = 0.0, 0.0
     if offload in ("optimizer", "parameters"):
         host, masters, optimizer = masters + optimizer, 0, 0
+    if inputs.plan.offloads_to_disk:
+        host, disk = 0.0, host + (weights if offload == "parameters" else 0)
+        weights = 0 if offload == "parameters" else weights
     if offload == "parameters":  # each gradient shard goes to the host as soon as it is reduced
-        on_device = accumulated if inputs.pp > 1 else 0
+        on_device = accumulated if inputs.pp > 1 or inputs.cpu else 0
         host, weights, accumulated = host + PINNED_OVERHEAD * (weights + accumulated - on_device), 0, on_device
     # Replicas reduce in buckets that stay between steps. Otherwise the first backward allocates the gradients.
     stays = accumulates or profile.keeps_full_weights or (inputs.data > 1 and sharding == "none")
@@ -134,7 +151,7 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
         duplicate_gradients,
         *gathered,
     )
-    return states._replace(update=max(0, update - extra), host=host)
+    return states._replace(update=max(0, update - extra), host=host, disk=disk)
 
 
 def _split_weight_states(inputs: MemoryInputs, holding: Holding) -> States:
@@ -152,10 +169,13 @@ def _split_weight_states(inputs: MemoryInputs, holding: Holding) -> States:
     gradients = (MASTER_BYTES if accumulates else HALF_BYTES) * split + MASTER_BYTES * whole
     # Embedding and head are equally large, so half of the root is one of them.
     duplicate_gradients = MASTER_BYTES * tied if tied else accumulates * HALF_BYTES * holding.root / 2
+    masters, optimizer = HALF_BYTES * split, inputs.job.state_bytes * count
+    to_disk = inputs.plan.offloads_to_disk
     return States(
         weights=HALF_BYTES * split + MASTER_BYTES * whole,
-        masters=HALF_BYTES * split,
-        optimizer=inputs.job.state_bytes * count,
+        masters=0 if to_disk else masters,
+        optimizer=0 if to_disk else optimizer,
+        disk=masters + optimizer if to_disk else 0,
         gradients=gradients,
         gradients_at_loss=gradients if accumulates else 0,
         duplicate_gradients=duplicate_gradients,

@@ -58,6 +58,7 @@ def predict_equal(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         reserved_bytes=memory.reserved,
         device_bytes=memory.device,
         host_bytes=memory.host,
+        disk_bytes=memory.disk,
         step_seconds=seconds,
         tokens_per_second=samples * positions / seconds,
         mfu=0.0 if device.no_peak else flops / (seconds * peak_flops * cluster.world_size),

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trimaran.core import Flops, Seconds, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
-from trimaran.hardware.cluster import Cluster, Link
+from trimaran.hardware.cluster import Cluster, DiskRates, Link
 from trimaran.hardware.device_catalogue import DEVICES, STREAM_FRACTION, Device
 from trimaran.hardware.fitted_rates import FittedRates, with_fitted
 from trimaran.hardware.validation_error import first_error
@@ -45,6 +45,16 @@ class Collectives(BaseModel):
         return {name.removesuffix("_gb_per_second"): rate * 1e9 for name, rate in rates.items()}
 
 
+class MeasuredDisk(BaseModel):
+    """Measured rates of a node's local disk, in large direct requests; `both`: of each while both are going on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    read_gb_per_second: Positive
+    write_gb_per_second: Positive
+    both_gb_per_second: Positive
+
+
 class Calibration(BaseModel):
     """Measured rates of one device; for CPU devices, of all cores of the machine together.
 
@@ -69,13 +79,14 @@ class Calibration(BaseModel):
     launch_us: Positive | None = None
     collectives: Collectives | None = None
     network: Collectives | None = None
+    disk: MeasuredDisk | None = None
     shapes: Annotated[dict[str, Positive], Field(max_length=64)] = {}
     fitted: FittedRates | None = None
 
     @property
     def is_measured(self) -> bool:
         """Whether single operators were measured: `bench calibrate` does, and `calibrate --from` alone does not."""
-        links = {"collectives", "network"}
+        links = {"collectives", "network", "disk"}
         return bool(self.model_dump(exclude={"device", "date", "shapes", "fitted", *links}, exclude_none=True))
 
 
@@ -134,12 +145,15 @@ def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
 
 def apply_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Return the cluster with measured rates, without those that were fitted to runs."""
-    host = calibration.host_gb_per_second
+    host, disk = calibration.host_gb_per_second, calibration.disk
     return replace(
         cluster,
         device=_measured_device(cluster, calibration) if calibration.is_measured else cluster.device,
         links=_measured_links(cluster, calibration),
         host_bandwidth=host * 1e9 if host else cluster.host_bandwidth,
+        disk=DiskRates(read=disk.read_gb_per_second * 1e9, both=disk.both_gb_per_second * 1e9)
+        if disk
+        else cluster.disk,
     )
 
 

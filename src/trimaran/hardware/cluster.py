@@ -45,13 +45,24 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskRates:
+    """Bytes a second that the local disk of a node reads, and that it reads and writes if it does both at a time.
+
+    Assumed, until `bench calibrate --disk` measures them: an NVMe disk on PCIe 4, with 6 GB/s of reads or 4 of writes.
+    """
+
+    read: float = 6e9
+    both: float = 2.4e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The machines of a run. Ranks are numbered node by node.
 
     `links` go from the innermost to the outermost; each connects more devices than the one before. The links inside
     a node are enough, and so are those between nodes; the others follow from the device. `host_bytes` and
-    `host_bandwidth` describe a node's host memory. With `groups` the nodes have different kinds of devices, in this
-    order, and `device` is the one with the least memory.
+    `host_bandwidth` describe a node's host memory, and `disk` its local disk. With `groups` the nodes have different
+    kinds of devices, in this order, and `device` is the one with the least memory.
     """
 
     device: Device
@@ -60,6 +71,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     host_bytes: Bytes = DEFAULT_HOST_BYTES
     host_bandwidth: float = DEFAULT_HOST_BANDWIDTH
+    disk: DiskRates = DiskRates()
     groups: tuple[DeviceGroup, ...] = ()
 
     @property

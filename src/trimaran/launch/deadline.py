@@ -35,6 +35,7 @@ class Deadlines:
         self._queued: dict[int, float] = {}
         self._core_wait = 0.0  # seconds of waiting for a core, of the rank that waited longest in each interval
         self._core_wait_at: dict[int, float] = {}  # the same when a rank last made progress
+        self.expected_seconds = 0.0  # of a step, before one was measured; 0: not known
         self._is_changed = False  # the plan may have changed since the last steps
         self._pauses: deque[float] = deque(maxlen=MAX_PAUSES)  # when the supervisor resumed polling after a pause
 
@@ -55,7 +56,7 @@ class Deadlines:
     def of(self, section: Section) -> float:
         """Return the seconds that one unit of `section` may take."""
         if section == "step":
-            usual = statistics.median(self._steps) if self._steps else 0.0
+            usual = statistics.median(self._steps) if self._steps else self.expected_seconds
             return max(self._faults.hang_seconds, STEP_FACTOR * usual)
         if section not in self._longest:
             return self._faults.start_seconds

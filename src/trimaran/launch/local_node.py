@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimaran.core import FaultsSection
+from trimaran.core import FaultsSection, Plan
 from trimaran.launch.collect_reports import (
     ENDED_STATES,
     STOPPED_STATES,
@@ -94,6 +94,7 @@ class LocalNode:
         self._board.clear()
         self._board.first_rank = spec.first_rank
         self._deadlines.start()
+        self._deadlines.expected_seconds = _predicted_seconds(self._run.read_plan())
         self._silent.clear()
         self._unreported.clear()
         self._polled = time.monotonic()
@@ -272,3 +273,8 @@ def _exists(group: int) -> bool:
         return False
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return any(process_group(pid) == group and process_state(pid) not in ENDED_STATES for pid in pids)
+
+
+def _predicted_seconds(plan: Plan) -> float:
+    """Return how long a step may be expected to take, if it is much longer than usual: tensors are on disk."""
+    return plan.prediction.step_seconds if plan.offloads_to_disk and plan.prediction else 0.0

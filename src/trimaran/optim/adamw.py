@@ -1,6 +1,9 @@
-"""AdamW with moments in fp32, bf16 or 8 bits, on the device or the host, and weights in fp32 or two 16-bit halves."""
+"""AdamW with moments in fp32, bf16 or 8 bits, on device, host or disk, and weights in fp32 or two 16-bit halves."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch.optim import Optimizer
 
 from trimaran.nets.local_shards import local_part
 from trimaran.optim.batched_update import BatchedUpdate
+from trimaran.optim.disk_streaming import DiskStream
 from trimaran.optim.moments import (
     FORMATS,
     AdamWConstants,
@@ -23,6 +27,7 @@ from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
 from trimaran.parallel.batched.address_table import has_kernels
 from trimaran.parallel.gradient_norm import gradient_of
+from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, goes_to_disk, padded, store_of
 
 Kernel = Callable[[StateChunk, States, Tensor | None], None]
 MIN_8BIT_VALUES = 4096  # a parameter with fewer values keeps fp32 moments
@@ -32,18 +37,19 @@ NOT_MOMENTS = ("step", "low")
 
 
 class LowMemoryAdamW(Optimizer):
-    """AdamW with its moments in one of three formats, on the parameters' device or on the host.
+    """AdamW with its moments in one of three formats: on the parameters' device, on the host, or on a disk.
 
     Takes groups of named parameters, and updates this rank's shard of each, whatever mesh it is on. States are plain
     tensors in the shape of the shard, and exist from the start. A parameter in `lower_halves` is bf16 and the upper
-    half of an fp32 weight (see `split_bf16`); the lower half given there is updated with it.
+    half of an fp32 weight (see `split_bf16`); the lower half given there is updated with it. With a folder `disk` large
+    states are in a file there. Parameters and lower halves may be on disk, too.
 
     Before a step, `factor` may be set to what the gradients are multiplied by, and `found_inf` (as in torch's AdamW) to
     1 to skip the update: each a tensor of one element on the weights' device. On a GPU the host reads neither, and
     waits for nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the states are, and where
         self,
         groups: list[dict[str, Any]],
         *,
@@ -52,6 +58,7 @@ class LowMemoryAdamW(Optimizer):
         seed: int,
         on_host: bool,
         lower_halves: Mapping[Any, Tensor],
+        disk: Path | None = None,
     ) -> None:
         super().__init__(groups, defaults)
         self.found_inf: Tensor | None = None
@@ -62,16 +69,20 @@ class LowMemoryAdamW(Optimizer):
         parameters = [each for group in self.param_groups for each in group["params"]]
         device, names = parameters[0].device, [name for group in self.param_groups for name in group["param_names"]]
         steps, hashes = torch.zeros(len(names), device=device), [hash_text(f"{seed}/{name}") for name in names]
+        self._formats = {each: FORMATS[_format_of(each, states)] for each in parameters}
+        store = None if disk is None else DiskStore(disk, _disk_bytes(self._formats))
         for parameter, step in zip(parameters, steps, strict=True):
-            self._formats[parameter] = moments = FORMATS[_format_of(parameter, states)]
             low = {"low": lower_halves[parameter]} if parameter in lower_halves else {}
-            self.state[parameter] = {"step": step} | _zeros(moments, local_part(parameter), on_host) | low
+            zeros = _zeros(self._formats[parameter], local_part(parameter), on_host, store)
+            self.state[parameter] = {"step": step} | zeros | low
         # For each group, step counts and name hashes of its parameters.
         on_device = torch.tensor(hashes).int().to(device)
         self._counts = list(zip(steps.split(sizes), on_device.split(sizes), strict=True))
-        self._state_stream, self._kernel = StateStream(device) if on_host else None, _kernel_for(device)
-        self._batched: BatchedUpdate | None = None
-        if self._kernel is not None and not on_host:
+        self._state_stream: StateStream | DiskStream | None = StateStream(device) if on_host else None
+        self._state_stream = DiskStream(device) if disk else self._state_stream
+        self._weights_on_disk = any(store_of(local_part(each)) is not None for each in parameters)
+        self._batched, self._kernel = None, _kernel_for(device)
+        if self._kernel is not None and self._state_stream is None:
             self._batched = BatchedUpdate(parameters, self.state, steps, hashes, sizes)
 
     @torch.no_grad()
@@ -97,6 +108,8 @@ class LowMemoryAdamW(Optimizer):
             self._update(chunk, states)
         for tensor, table in copies:  # of tensors that are not contiguous
             tensor.copy_(table.view(tensor.shape))
+        if self._weights_on_disk:
+            self.wait()  # the next forward reads them
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those accumulated in fp32 as `main_grad` (see `gradient_of`)."""
@@ -106,7 +119,7 @@ class LowMemoryAdamW(Optimizer):
                 parameter.main_grad = None  # pyrefly: ignore[missing-attribute]
 
     def wait(self) -> None:
-        """Wait until states on the host have been copied back from the device."""
+        """Wait until states on the host or on disk have been copied back from the device."""
         if self._state_stream is not None:
             self._state_stream.wait()
 
@@ -152,16 +165,18 @@ class LowMemoryAdamW(Optimizer):
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             assert gradient.placements == parameter.placements, "a gradient is sharded as its parameter is"
         gradient = _as_table(local_part(gradient))
-        moments = {key: _as_table(value) for key, value in states.items() if key not in NOT_MOMENTS}
-        height = CHUNK_VALUES // max(1, weight.shape[1])
-        height = max(CHUNK_ROW_MULTIPLE, height // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)
+        streamed = {key: _as_table(value) for key, value in states.items() if key not in NOT_MOMENTS}
+        others = {"weight": weight, "low": low}
+        streamed |= {key: each for key, each in others.items() if each is not None and store_of(each) is not None}
+        multiple = max(CHUNK_ROW_MULTIPLE, *(_rows_per_block(each) for each in streamed.values()))
+        height = max(multiple, CHUNK_VALUES // max(1, weight.shape[1]) // multiple * multiple)
         for start in range(0, len(weight) if weight.numel() else 0, max(1, height)):
             rows = slice(start, min(start + height, len(weight)))
             yield StateChunk(
                 weight=weight[rows],
                 low=None if low is None else low[rows],
                 gradient=gradient[rows],
-                states={key: value[rows] for key, value in moments.items()},
+                states={key: value[rows] for key, value in streamed.items()},
                 factor=self.factor,
                 step=states["step"],
                 step_constants=its_constants,
@@ -180,6 +195,9 @@ class LowMemoryAdamW(Optimizer):
         return self._index_runs[key]
 
     def _update(self, chunk: StateChunk, states: States) -> None:
+        if "weight" in states or "low" in states:  # they were read from disk, like the moments
+            chunk = replace(chunk, weight=states.get("weight", chunk.weight), low=states.get("low", chunk.low))
+            states = {key: value for key, value in states.items() if key not in ("weight", "low")}
         if self._kernel is None:
             update_chunk(chunk, states, self._formats[chunk.parameter])
         else:
@@ -192,14 +210,33 @@ def _format_of(parameter: Tensor, states: str) -> str:
     return "fp32" if states == "8bit" and not is_large else states
 
 
-def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool) -> States:
-    """Return the initial states of a parameter. States on a GPU's host are pinned, for asynchronous copies."""
+def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool, store: DiskStore | None = None) -> States:
+    """Return the initial states of a parameter. States on a GPU's host are pinned, for asynchronous copies.
+
+    With a store large states are on disk. The others are on the device: they are few.
+    """
     device = torch.device("cpu") if on_host else shard.device
     pinned = on_host and shard.device.type != "cpu"
     return {
-        key: torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+        key: store.allocate(shape, dtype)
+        if store is not None and goes_to_disk(math.prod(shape) * dtype.itemsize)
+        else torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
         for key, (shape, dtype) in moments.layout(tuple(shard.shape)).items()
     }
+
+
+def _disk_bytes(formats: Mapping[Tensor, MomentFormat]) -> int:
+    """Return the bytes of a store for the moments of these parameters."""
+    layouts = [moments.layout(tuple(local_part(each).shape)) for each, moments in formats.items()]
+    sizes = [math.prod(shape) * dtype.itemsize for layout in layouts for shape, dtype in layout.values()]
+    return sum(padded(size) for size in sizes if goes_to_disk(size))
+
+
+def _rows_per_block(table: Tensor) -> int:
+    """Return how many rows of a table on disk begin and end with a block of its file; 1 for one in memory."""
+    if store_of(table) is None:
+        return 1
+    return ALIGNMENT // math.gcd(ALIGNMENT, table.shape[1] * table.element_size())
 
 
 def _kernel_for(device: torch.device) -> Kernel | None:

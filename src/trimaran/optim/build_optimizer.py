@@ -1,6 +1,7 @@
 """Builds the AdamW for the parameters of this rank."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,12 +53,19 @@ def optimizer_of(
         "eps": constants.eps,
         "weight_decay": constants.weight_decay,
     }
-    states, on_host = constants.states, plan.offload == "optimizer"
-    use_ours = states != "fp32" or on_host or lower_halves or all(_is_fp32_on_gpu(each) for each in names)
+    disk = Path(plan.disk.path) if plan.offloads_to_disk else None
+    states, on_host = constants.states, plan.offload == "optimizer" and disk is None
+    use_ours = states != "fp32" or on_host or disk or lower_halves or all(_is_fp32_on_gpu(each) for each in names)
     if not groups or not use_ours:
         return AdamW(groups or [{"params": []}], fused=True, **defaults)
     return LowMemoryAdamW(
-        groups, defaults=defaults, states=states, seed=train.seed, on_host=on_host, lower_halves=lower_halves
+        groups,
+        defaults=defaults,
+        states=states,
+        seed=train.seed,
+        on_host=on_host,
+        lower_halves=lower_halves,
+        disk=disk,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 from weakref import ref
 
@@ -18,6 +19,7 @@ from trimaran.nets.joint_projections import joint_slices
 from trimaran.nets.moe import ExpertWeights, FeedForward, MoeLayer
 from trimaran.nets.vision import Stem
 from trimaran.optim.split_bf16 import join_fp32, split_fp32
+from trimaran.parallel.memory.disk_store import DiskStore, goes_to_disk, padded
 from trimaran.parallel.precision import own_dtype
 from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
@@ -27,6 +29,7 @@ MATMUL_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, ExpertWeights)
 # Weights of such modules that are used in fp32 after all: a router computes in fp32, and a stem first sums its patch
 # weights over frames.
 FP32_MODULES: tuple[tuple[type[nn.Module], str], ...] = ((MoeLayer, "gate"), (Stem, "patch_embed"))
+HALF_BYTES = 2
 CHUNK_VALUES = 2**24  # values that are joined or split at once: bounds the temporary memory
 
 
@@ -45,8 +48,12 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter,
         for parameter, memory in slices.items():
             parameter.data = memory.copy_(parameter.detach())
         return lower_halves
+    store = _store_of_halves(matrices, plan)
     for parameter in matrices:
         upper, lower = split_fp32(parameter.detach())
+        if store is not None and goes_to_disk(lower.nbytes):
+            lower = store.allocate(lower.shape, lower.dtype).copy_(lower)
+            store.release()
         parameter.data = slices[parameter].copy_(upper) if parameter in slices else upper
         # A weak reference, since a parameter that refers to itself would outlive its network.
         _set_attributes(parameter, low=lower, gather_full=partial(_joined, ref(parameter)))
@@ -54,6 +61,14 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter,
             parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
         lower_halves[parameter] = lower
     return lower_halves
+
+
+def _store_of_halves(matrices: Sequence[Tensor], plan: Plan) -> DiskStore | None:
+    """Return a file for the lower halves; None if they stay on the device."""
+    if not plan.offloads_to_disk:
+        return None
+    sizes = [HALF_BYTES * each.numel() for each in matrices]
+    return DiskStore(Path(plan.disk.path), sum(padded(size) for size in sizes if goes_to_disk(size)))
 
 
 def split_weight_of(parameter: Tensor) -> "SplitWeight | None":
@@ -116,7 +131,7 @@ class SplitWeight:
     @torch.no_grad()
     def copy_to(self, target: Tensor, *, non_blocking: bool) -> None:
         for upper, lower, chunk in _in_chunks(self.upper, self.lower, target):
-            chunk.copy_(join_fp32(upper, lower), non_blocking=non_blocking)
+            chunk.copy_(join_fp32(upper, lower.to(upper.device)), non_blocking=non_blocking)  # may be on disk
 
     def joined(self) -> Tensor:
         """Return the fp32 values on the CPU."""

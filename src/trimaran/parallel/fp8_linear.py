@@ -1,18 +1,27 @@
 """A linear layer whose three matmuls are fp8, with dynamic per-tensor scaling."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
-from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE
+from trimaran.core.optional_packages import RECIPE_MULTIPLES
 from trimaran.nets.local_shards import local_bias, local_for_compute
+from trimaran.parallel.fp8_blocks import BlockMatmul
 
 # Forward operands need more precision (e4m3), gradients more range (e5m2).
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_AMAX = 1e-30  # avoids a division by zero for a tensor of zeros
+
+
+class GatheredWeight(NamedTuple):
+    """A weight in fp8, and its largest magnitude, or the scale of each of its 128x128 blocks."""
+
+    values: Tensor
+    amax: Tensor | None
+    scales: Tensor | None
 
 
 class Fp8Linear(nn.Linear):
@@ -28,25 +37,51 @@ class Fp8Linear(nn.Linear):
         out = self._local_forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
         return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
 
+    recipe: str = "tensor"
+    gathered: "GatheredWeight | None" = None
+    """The weight as FSDP gathered it, in fp8; None if the layer casts its weight."""
+
     def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
-        out = linear(x, local_for_compute(self.weight, gradient_is_partial=gradient_is_partial))
+        weight = local_for_compute(self.weight, gradient_is_partial=gradient_is_partial)
+        out = linear(x, weight, self.recipe, self.gathered)
         bias = local_bias(self, gradient_is_partial=gradient_is_partial)
         return out if bias is None else out + bias.to(out.dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+class BlockFp8Linear(Fp8Linear):
+    """The same with a scale for each 1x128 values of rows and gradients, and for each 128x128 of the weight."""
+
+    recipe = "block"
+
+
+class MxFp8Linear(Fp8Linear):
+    """The same with a power of two for each 1x32 values of every operand (MXFP8), on Blackwell GPUs."""
+
+    recipe = "mx"
+
+
+LAYERS: dict[str, type[Fp8Linear]] = {each.recipe: each for each in (Fp8Linear, BlockFp8Linear, MxFp8Linear)}
+"""The layer of each recipe, see `core.plan.Fp8`."""
+
+
+def linear(x: Tensor, weight: Tensor, recipe: str = "tensor", gathered: GatheredWeight | None = None) -> Tensor:
     """Return `x @ weight.T` in bf16.
 
-    fp8 matmuls need sizes that are multiples of 16. Rows are padded with zeros; a weight shard of another size is
-    multiplied in bf16.
+    fp8 matmuls need sizes that are multiples of 16, or of the recipe's blocks. Rows are padded with zeros; a weight
+    shard of another size is multiplied in bf16. If the weight was `gathered` in fp8, `weight` only has a gradient.
     """
-    if any(size % FP8_FEATURE_MULTIPLE for size in weight.shape) or x.numel() == 0:
+    multiple = RECIPE_MULTIPLES[recipe]
+    if any(size % multiple for size in weight.shape) or x.numel() == 0:
         return F.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16))
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     num_rows = rows.shape[0]
-    if missing := -num_rows % FP8_FEATURE_MULTIPLE:
+    if missing := -num_rows % multiple:
         rows = F.pad(rows, (0, 0, 0, missing))
-    out: Any = Fp8Matmul.apply(rows, weight)
+    values, amax_value, scales = gathered or (None, None, None)
+    if recipe == "tensor":
+        out: Any = Fp8Matmul.apply(rows, weight, values, amax_value)
+    else:
+        out = BlockMatmul.apply(rows, weight, recipe == "mx", values, scales)
     return out[:num_rows].reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -54,15 +89,20 @@ class Fp8Matmul(torch.autograd.Function):
     """The matmul of rows [N, K] and a weight [M, K], and its two gradients.
 
     Saves the rows in fp8 and the weight itself, which exists anyway: an fp8 copy would outlive the unsharded weight
-    that FSDP frees. Backward casts the weight again, with the same scale.
+    that FSDP frees. Backward casts the weight again, with the same scale. A weight that was gathered in fp8 is `values`
+    with the largest magnitude `largest`: it is freed and gathered again in the same tensor.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        row_amax, weight_amax = amax(rows), amax(weight)
-        rows8, weight8 = cast(rows, row_amax, FORWARD_DTYPE), cast(weight, weight_amax, FORWARD_DTYPE)
-        for_rows, for_weight = ctx.needs_input_grad
-        ctx.save_for_backward(rows8 if for_weight else None, row_amax, weight if for_rows else None, weight_amax)
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, values: Tensor | None = None, largest: Tensor | None = None
+    ) -> Tensor:
+        row_amax, weight_amax = amax(rows), amax(weight) if largest is None else largest
+        rows8 = cast(rows, row_amax, FORWARD_DTYPE)
+        weight8 = cast(weight, weight_amax, FORWARD_DTYPE) if values is None else values
+        for_rows, for_weight, *_ = ctx.needs_input_grad
+        saved = weight if values is None else values
+        ctx.save_for_backward(rows8 if for_weight else None, row_amax, saved if for_rows else None, weight_amax)
         ctx.weight_dtype = weight.dtype
         # Fast accumulation is less exact, which is good enough in forward.
         return torch._scaled_mm(
@@ -71,7 +111,7 @@ class Fp8Matmul(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         rows8, row_amax, weight, weight_amax = ctx.saved_tensors
         amax_value = amax(gradient)
@@ -79,7 +119,10 @@ class Fp8Matmul(torch.autograd.Function):
         scale, for_rows, for_weight = amax_value / _max_value(GRADIENT_DTYPE), None, None
         # Tensor cores need both operands contiguous along the reduced dim.
         if weight is not None:
-            weight8_transposed = cast_transposed(weight, weight_amax, FORWARD_DTYPE)
+            is_cast = weight.dtype == FORWARD_DTYPE
+            weight8_transposed = (
+                weight.t().contiguous() if is_cast else cast_transposed(weight, weight_amax, FORWARD_DTYPE)
+            )
             for_rows = torch._scaled_mm(
                 gradient8,
                 weight8_transposed.t(),
@@ -95,7 +138,7 @@ class Fp8Matmul(torch.autograd.Function):
                 row_amax / _max_value(FORWARD_DTYPE),
                 out_dtype=ctx.weight_dtype,
             )
-        return for_rows, for_weight
+        return for_rows, for_weight, None, None
 
 
 def amax(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.deepspeed_config import check_deepspeed
-from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
+from trimaran.core.optional_packages import MIN_FP8_FEATURES, RECIPE_MULTIPLES, refused_recipe
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
 from trimaran.models.adapter_rules import refuse_adapter
@@ -20,6 +20,8 @@ from trimaran.planner.unequal_rules import check_micro_batches
 
 # torch supports these on a CPU, whatever rates the catalogue has. Every GPU in the catalogue has fp16.
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+# Names of the devices whose tensor cores have the scales of a recipe: Hopper, and Blackwell in data centres.
+RECIPE_DEVICES = {"block": ("H100", "H200", "H800", "GH200", "H20"), "mx": ("B100", "B200", "B300", "GB200", "GB300")}
 CPU_PRECISIONS, GPU_PRECISIONS = PRECISIONS[:3], ("fp32", "fp16")
 
 
@@ -107,6 +109,7 @@ def check_comm(plan: Plan, steps: int) -> None:
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
     check_device_precision(plan.precision, cluster)
+    check_fp8_recipe(plan, cluster)
     if plan.precision != "fp8" or spec is None:
         return
     if (language := language_of(spec)) is None:
@@ -125,16 +128,48 @@ def check_device_precision(precision: str, cluster: Cluster) -> None:
                             fix=f"use {works}, or leave it out")  # fmt: skip
 
 
+def check_fp8_recipe(plan: Plan, cluster: Cluster) -> None:
+    """Raise unless all devices have the matmuls of the plan's fp8 recipe."""
+    recipe = plan.fp8.recipe
+    if plan.fp8.all_gather:
+        check_fp8_gather(plan)
+    if recipe == "tensor":
+        return
+    if plan.precision != "fp8":
+        raise UserError("P113", f"fp8.recipe is {recipe}, but precision is {plan.precision}", where="plan.fp8.recipe",
+                        fix="set plan.precision to fp8, or leave the recipe out")  # fmt: skip
+    for device in cluster.devices:
+        if not device.name.startswith(RECIPE_DEVICES[recipe]):
+            raise refused_recipe(recipe, device.name)
+
+
+def check_fp8_gather(plan: Plan) -> None:
+    """Raise unless FSDP gathers weights that fp8 layers read."""
+    reasons = {
+        f"precision is {plan.precision}": plan.precision != "fp8",
+        "weights are not sharded": plan.sharding == "none",
+        f"engine {plan.engine} gathers them itself": plan.engine != "torch",
+        "offloaded parameters are gathered from the host": plan.offload == "parameters",
+        "recipe mx has other blocks in backward": plan.fp8.recipe == "mx",
+        f"comm.reshard {plan.comm.reshard} keeps weights in bf16": isinstance(plan.comm.reshard, int),
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise UserError("P113", f"weights cannot be gathered in fp8: {why}", where="plan.fp8.all_gather",
+                            fix="leave it out")  # fmt: skip
+
+
 def check_fp8(plan: Plan, spec: ModelSpec) -> None:
     """Raise unless a decoder's matmuls are large enough for fp8 and tp leaves multiples of 16."""
     tp, head_dim, experts = plan.mesh.tp, spec.head_dim, spec.block.experts
+    multiple = RECIPE_MULTIPLES[plan.fp8.recipe]
     widths = {"queries": spec.heads * head_dim, "keys": spec.kv_heads * head_dim}
     if ffn := experts.shared_ffn if experts else spec.ffn:
         widths["feed-forward"] = ffn
     slices = {"hidden size": spec.hidden} | {name: width // tp for name, width in widths.items()}
     for name, width in slices.items():
-        if width % FP8_FEATURE_MULTIPLE:
-            raise UserError("P015", f"fp8 needs multiples of {FP8_FEATURE_MULTIPLE}, but the {name} of {spec.name} is "
+        if width % multiple:
+            raise UserError("P015", f"fp8 needs multiples of {multiple}, but the {name} of {spec.name} is "
                             f"{width} on each rank", where="plan.precision", fix="use bf16, or a lower tp")  # fmt: skip
     if min(spec.hidden, max(widths.values())) < MIN_FP8_FEATURES:
         raise UserError("P015", f"fp8 needs layers of at least {MIN_FP8_FEATURES} features, and {spec.name} has none",
@@ -143,6 +178,7 @@ def check_fp8(plan: Plan, spec: ModelSpec) -> None:
 
 def check_memory(plan: Plan, spec: Spec | None) -> None:
     """Raise when recompute or offload do not fit the model or the sharding."""
+    check_disk(plan)
     if plan.offload == "parameters" and plan.sharding != "parameters":
         raise UserError("P016", f"offload parameters needs sharding parameters, but sharding is {plan.sharding}",
                         where="plan.offload", fix="set sharding to parameters, or offload to optimizer")  # fmt: skip
@@ -150,6 +186,22 @@ def check_memory(plan: Plan, spec: Spec | None) -> None:
         raise UserError("P017", f"recompute {plan.recompute} is more than the {spec.layers} layers of {spec.name}",
                         where="plan.recompute",
                         fix=f"use 1 to {spec.layers}, full, selective, elementwise or none")  # fmt: skip
+
+
+def check_disk(plan: Plan) -> None:
+    """Raise unless what the plan offloads can be in files."""
+    if not plan.disk.path:
+        return
+    exchanges = plan.comm.local.is_on or plan.comm.compression != "none"
+    reasons = {
+        f"engine {plan.engine} keeps its states elsewhere": plan.engine != "torch",
+        "the path is relative, and ranks may start in other folders": not plan.disk.path.startswith("/"),
+        "local steps and compression use whole weights": exchanges and plan.offload == "parameters",
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise UserError("P109", f"tensors cannot be offloaded to {plan.disk.path}: {why}", where="plan.disk.path",
+                            fix="name a full path, and use engine torch, or leave it out")  # fmt: skip
 
 
 def check_compiled(plan: Plan, cluster: Cluster) -> None:

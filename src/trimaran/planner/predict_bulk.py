@@ -63,6 +63,7 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
         "exposed": found.exposed,
         "device_bytes": found.device_bytes,
         "host_bytes": found.host_bytes,
+        "disk_bytes": found.disk_bytes,
         "margin": found.error,
     }
     return answer | {"why": why} if why else answer

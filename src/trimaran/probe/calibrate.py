@@ -11,9 +11,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from trimaran.probe.calibrate_disk import measure_disk
 from trimaran.probe.calibrate_links import measure_collectives
 
 MIN_BATCH_SECONDS = 0.01  # of calls between two readings of the clock; reading it and waiting for the device take less
@@ -35,6 +37,7 @@ STREAM_BYTES = {"cuda": 1 << 29, "cpu": 1 << 24}
 HOST_BYTES = 1 << 27
 COPY_BYTES = 1 << 28
 COLLECTIVE_TIME_FRACTION = 0.4
+DISK_SECONDS = 4.0
 NUM_MEMORY_MEASUREMENTS = 4  # host, device, copies between them, kernel launch
 
 Report = Callable[[str, float], None]
@@ -157,6 +160,7 @@ def main() -> int:
     parser.add_argument("--cores", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--disk", default="")
     options = parser.parse_args()
 
     def write_line(**fields: object) -> None:
@@ -170,6 +174,9 @@ def main() -> int:
         seconds=options.seconds,
         report=lambda doing, fraction: write_line(doing=doing, share=fraction),
     )
+    if options.disk:
+        write_line(doing="the disk", share=0.99)
+        measured["disk"] = measure_disk(Path(options.disk), seconds=DISK_SECONDS)
     write_line(measured=measured)
     return 0
 

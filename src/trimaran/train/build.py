@@ -35,6 +35,7 @@ from trimaran.parallel.comm.outer_step import build_outer_step
 from trimaran.parallel.frozen_weights import store_frozen_weights
 from trimaran.parallel.tower_plan import freeze_towers
 from trimaran.run import Journal, RunDirectory
+from trimaran.run.disk_folder import check_disk_folder
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.telemetry.rank_table import RankTableWriter
 from trimaran.telemetry.step_index import StepIndexer
@@ -343,6 +344,8 @@ def build_networks(
     Every plan starts from the same weights. A network is built on the meta device, sharded, and then initialised shard
     by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
+    if plan.offloads_to_disk and not ranks.without_device:
+        check_disk_folder(plan.disk.path, any_filesystem=plan.disk.any_filesystem)
     stages = shard_networks(recipe, plan, ranks, report_progress)
     for _, fill in stages:
         fill(_init_device(plan, rank_info))

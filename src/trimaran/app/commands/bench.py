@@ -20,6 +20,7 @@ from trimaran.app.request.options import (
 from trimaran.core.user_folders import needed_user_cache
 from trimaran.hardware import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
 from trimaran.run.compile_cache import refuse_unusable
+from trimaran.run.disk_folder import check_disk_folder
 
 bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=None)
 
@@ -40,6 +41,9 @@ def calibrate(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write to this file instead of the user's cache.")
     ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also measure the disk of this folder, for plan.disk.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure matmuls, memory and collectives here. The planner then uses them for `cluster: auto` and `2xcpu`.
@@ -47,6 +51,7 @@ def calibrate(
     \b
     trimaran bench calibrate
     trimaran bench calibrate --output our-node.json   # for `calibration:` in a cluster file
+    trimaran bench calibrate --disk /nvme/scratch     # and the disk that plan.disk.path offloads to
     """
     from trimaran.app.views.clean_console import open_console
 
@@ -54,7 +59,9 @@ def calibrate(
     path = output or (calibration_folder(os.environ) or needed_user_cache(os.environ)) / f"{machine_name(cluster)}.json"
     refuse_unwritable(path)
     refuse_unusable(os.environ)
-    measured = _measure(cluster, seconds, open_console(stderr=True))
+    if disk is not None:
+        check_disk_folder(str(disk), any_filesystem=True)
+    measured = _measure(cluster, seconds, open_console(stderr=True), disk)
     name = cluster.device.name if cluster.device.kind == "cuda" else f"cpu, {num_cores()} cores"
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
     write_calibration(path, calibration)
@@ -163,12 +170,13 @@ def comm(  # noqa: PLR0913 - each option of a command is a parameter
     return run_comm(options, files, as_json=as_json)
 
 
-def _measure(cluster: Cluster, seconds: float, console: Any) -> dict[str, Any]:
+def _measure(cluster: Cluster, seconds: float, console: Any, disk: Path | None = None) -> dict[str, Any]:
     from trimaran.app.request.measure_process import run_measurement
 
     # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
     ranks = max(2, cluster.world_size) if cluster.device.kind == "cpu" else cluster.world_size
-    options = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
+    options: dict[str, object] = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
+    options |= {"disk": disk.resolve()} if disk else {}
     command = [sys.executable, "-m", "trimaran.probe.calibrate"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
@@ -202,4 +210,7 @@ def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
         rows += [(name.removesuffix("_gb_per_second").replace("_", "-"), rate, "GB/s", note)
                  for name, rate in collectives.items() if name.endswith("_gb_per_second")]  # fmt: skip
         rows.append(("one hop", collectives["latency_us"], "us", "latency"))
+    if disk := measured.get("disk"):
+        notes = {"read": "direct, 16 x 8 MiB", "write": "direct, 16 x 8 MiB", "both": "of each, at the same time"}
+        rows += [(f"disk, {way}", disk[f"{way}_gb_per_second"], "GB/s", note) for way, note in notes.items()]
     return rows

@@ -122,6 +122,8 @@ def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str)
         facts.add_row("", _kind_text(kind))
     if prediction.host_bytes:
         facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
+    if prediction.disk_bytes:
+        facts.add_row("disk", f"{show_bytes(prediction.disk_bytes)} a node, in files")
     speed = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
     facts.add_row("speed", f"{speed}, mfu {prediction.mfu:.0%}" if prediction.mfu_is_known else speed)
     memory = "" if prediction.memory_error is None else f" of a step, ±{prediction.memory_error:.0%} of memory"

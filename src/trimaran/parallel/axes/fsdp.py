@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from trimaran.nets.hf_experts import is_spread
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
+from trimaran.parallel.fp8_gather import gather_in_fp8
+from trimaran.parallel.memory.disk_weights import put_on_disk
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
 from trimaran.parallel.tower_plan import sharding_of
@@ -48,6 +51,11 @@ def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         for experts in [each for module in unit.modules for each in experts_of(module, ranks)]:
             _shard(replace(unit, modules=(experts,)), plan, ranks)
         _shard(unit, plan, ranks, is_root=unit.modules[0] is network.module)
+    gathered = [group.fsdp_params for group in parameter_groups(network.module)]
+    if plan.offloads_to_disk and plan.offload == "parameters" and not ranks.without_device:
+        put_on_disk(gathered, Path(plan.disk.path), ranks.device)
+    if plan.fp8.all_gather:
+        gather_in_fp8(network.module, [each for group in gathered for each in group], ranks.device)
     if plan.comm.prefetch > 1:  # FSDP2 prefetches one by default
         prefetch([unit for unit in units if unit.modules[0] in network.blocks], plan.comm.prefetch)
 
@@ -233,4 +241,5 @@ def set_expert_gradient_divisor(experts: nn.Module, ranks: RankMesh, *, scattere
 def _offload(plan: Plan, ranks: RankMesh) -> OffloadPolicy:
     if plan.offload != "parameters":
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=ranks.axes.device_type == "cuda")
+    # A file cannot be pinned.
+    return CPUOffloadPolicy(pin_memory=ranks.axes.device_type == "cuda" and not plan.disk.path)

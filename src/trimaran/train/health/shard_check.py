@@ -19,6 +19,7 @@ from torch import Tensor
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.parallel.batched.address_table import addresses_of
 from trimaran.parallel.batched.tensor_checksums import TensorChecksums, can_sum
+from trimaran.parallel.memory.disk_store import store_of
 from trimaran.train.health.replica_check import bit_checksum
 
 log = logging.getLogger(__name__)
@@ -95,9 +96,9 @@ class ShardCheck:
     """Checks that nothing but updates changes this rank's weights and optimizer states. It never waits for the device.
 
     Call `record` after every update and `verify` before the next one. Buffers, which forward may change, are left out,
-    and so are tensors in host memory beside a GPU: they may still be written after an update has returned. A tensor
-    that has changed at the first check of a start is left out with a warning: the model's own code writes to it. Checks
-    take at most `max_fraction` of the time; 0 is none, and with 1 every step checks everything.
+    and so are tensors on disk and, beside a GPU, in host memory: they may still be written after an update has
+    returned. A tensor that has changed at the first check of a start is left out with a warning: the model's own code
+    writes to it. Checks take at most `max_fraction` of the time; 0 is none, and with 1 every step checks everything.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ def checked_tensors(shard: TensorShard, device: torch.device) -> list[CheckedTen
     halves = shard.tensor if isinstance(shard.tensor, Tensor) else (getattr(shard.tensor, half) for half in HALVES)
     tensors = [each.detach() for each in ([halves] if isinstance(halves, Tensor) else halves)]
     return [CheckedTensor(key=shard.key, tensor=each, flat=_flat_bytes(each)) for each in tensors
-            if each.device.type == device.type and each.numel()]  # fmt: skip
+            if each.device.type == device.type and each.numel() and store_of(each) is None]  # fmt: skip
 
 
 def _flat_bytes(tensor: Tensor) -> np.ndarray | None:

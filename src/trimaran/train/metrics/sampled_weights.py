@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from trimaran.nets.local_shards import local_part
 from trimaran.optim.split_bf16 import join_fp32
 from trimaran.parallel.batched.address_table import has_kernels, to_device
+from trimaran.parallel.memory.disk_store import store_of
 
 MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update
 MAX_SAMPLED_VALUES = 2 * MIN_SAMPLED_VALUES
@@ -20,7 +22,7 @@ class SampledWeights:
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._parameters, self._device = parameters, device
-        self.sizes = [sample_values(local_part(each)).numel() for each in parameters]
+        self.sizes = [_num_samples(local_part(each), getattr(each, "low", None)) for each in parameters]
         """The number of values of each parameter."""
         self._addresses: list[int] = []
         self._launches: list[tuple[Tensor, torch.dtype, bool]] = []
@@ -60,7 +62,11 @@ class SampledWeights:
         rows: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
         plain, split = [], []
         for number, (part, low) in enumerate(zip(parts, halves, strict=True)):
-            if has_kernels(part.device.type) and part.is_contiguous() and (low is None or low.is_contiguous()):
+            if _is_on_disk(part, low):
+                first = [partial(_first_values, each, self._device) for each in (part, low) if each is not None]
+                plain += [(number, first[0])] if low is None else []
+                split += [] if low is None else [(number, (first[0], first[1]))]
+            elif has_kernels(part.device.type) and part.is_contiguous() and (low is None or low.is_contiguous()):
                 row = [part.data_ptr(), 0 if low is None else low.data_ptr(), _stride(part), self.sizes[number], number]
                 rows.setdefault((part.dtype, low is not None), []).append(row)
             elif low is None:
@@ -72,6 +78,22 @@ class SampledWeights:
         numbers = [number for number, _ in (*plain, *split)]
         ranges = [torch.arange(self.sizes[each]) + each * MAX_SAMPLED_VALUES for each in numbers]
         self._places = to_device(torch.cat([torch.empty(0, dtype=torch.int64), *ranges]), self._device)
+
+
+def _is_on_disk(part: Tensor, low: Tensor | None) -> bool:
+    """Return whether a weight, or its lower half, is in a file."""
+    return any(each is not None and store_of(each) is not None for each in (part, low))
+
+
+def _num_samples(part: Tensor, low: Tensor | None) -> int:
+    if _is_on_disk(part, low):
+        return min(part.numel(), MAX_SAMPLED_VALUES)
+    return sample_values(part).numel()
+
+
+def _first_values(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the first values, of a page or two: values spread over a file would need a read each."""
+    return tensor.reshape(-1)[:MAX_SAMPLED_VALUES].to(device)
 
 
 def _sample_of(tensor: Tensor) -> Sample:

@@ -88,6 +88,18 @@ TINY_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn": 32}
 
 def settings_of(name: str, *, tiny: bool) -> list[str]:
     """Return the recipe of a plan, as settings."""
+    is_decoder = any(name == each[0] for each in PLANS)
+    fields = _decoder_fields(name, tiny=tiny) if is_decoder else _vision_fields(name, tiny=tiny)
+    return [f"{key}={json.dumps(each) if isinstance(each, dict | list) else each}" for key, each in fields.items()]
+
+
+def _vision_fields(name: str, *, tiny: bool) -> dict[str, Any]:
+    from benchmarks.vision_plans import vision_settings
+
+    return vision_settings(name, tiny=tiny, images=Path(tempfile.gettempdir()) / f"trimaran-rehearsals-{os.getuid()}")
+
+
+def _decoder_fields(name: str, *, tiny: bool) -> dict[str, Any]:
     _, preset, layers, seq_len, _, plan = next(each for each in PLANS if each[0] == name)
     plan = DEFAULTS | plan
     dp = plan["mesh"].get("dp_shard", 1) * plan["mesh"].get("dp_replicate", 1)
@@ -97,9 +109,8 @@ def settings_of(name: str, *, tiny: bool) -> list[str]:
     if tiny:
         shape, seq_len, plan = TINY_SHAPE | {}, 64, plan | {"precision": "fp32", "compile": False}
         shape |= {"experts": TINY_EXPERTS} if preset == MIXTURE else {}
-    fields = {"model.preset": preset, "model.shape": shape, "data.seq_len": seq_len, "train.global_batch": batch,
-              "cluster": cluster, "plan": plan, "data.workers": 0}  # fmt: skip
-    return [f"{field}={json.dumps(value) if isinstance(value, dict) else value}" for field, value in fields.items()]
+    return {"model.preset": preset, "model.shape": shape, "data.seq_len": seq_len, "train.global_batch": batch,
+            "cluster": cluster, "plan": plan, "data.workers": 0}  # fmt: skip
 
 
 def _cluster(mesh: dict[str, int]) -> str:
@@ -119,7 +130,7 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
     from trimaran.rehearse.rehearsal import predicted_rank
     from trimaran.rehearse.rehearsed_rank import rehearse_rank
 
-    began, where = time.monotonic(), next(each[4] for each in PLANS if each[0] == name)
+    began, where = time.monotonic(), next((each[4] for each in PLANS if each[0] == name), "first")
     request = read_rehearse_request(None, {}, settings_of(name, tiny=tiny), ranks=where, steps=steps, layers=0)
     (rank,) = request.ranks
     cost = predicted_rank(request.job, request.device_cluster, request.plan, request.pp_rank_of(rank))
@@ -251,6 +262,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    from benchmarks.vision_plans import VISION_PLANS
+
     if arguments.one:
         with arguments.turn.open() as turn:
             print(json.dumps(measure(arguments.one, steps=arguments.steps, tiny=arguments.tiny, turn=turn)))
@@ -259,8 +272,9 @@ def main() -> None:
         print(table([with_prediction(line) for line in _read(arguments.results)]))
         return
     known = {each["name"] for each in (_read([arguments.known]) if arguments.known else []) if "measured" in each}
-    wanted = set(arguments.only.split(",")) if arguments.only else {each[0] for each in PLANS}
-    names = [each[0] for each in PLANS if each[0] in wanted - known]
+    every = [each[0] for each in PLANS] + [each.name for each in VISION_PLANS]
+    wanted = set(arguments.only.split(",")) if arguments.only else {*every}
+    names = [each for each in every if each in wanted - known]
     (into,) = arguments.results
     left = measure_all(names, into, arguments)
     print(table(_read([into])))

@@ -9,7 +9,8 @@ prediction. Layers are few, so that the share of a rank of a 70B model fits and 
 small model, so nothing is extrapolated. Processes import and build while one uses the device; none starts after
 `--seconds`. The plan is given in full, so no measurement depends on a prediction. `--tiny` runs the same plans with
 tiny shapes on a CPU, to test this script. `--table` compares existing results with today's predictions;
-`h200_rehearsals.jsonl` are those of 2026-11-17 on one H200 (torch 2.11).
+`h200_rehearsals.jsonl` are those of 2026-11-17 on one H200 (torch 2.11), and `h200_vision.jsonl` those of 2026-11-18
+of the plans in `vision_plans.py`, which have vision-language and perception models.
 """
 
 # ruff: noqa: PLC0415 - torch is imported by the processes that measure, not by the one that starts them
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -90,6 +92,10 @@ def settings_of(name: str, *, tiny: bool) -> list[str]:
     """Return the recipe of a plan, as settings."""
     is_decoder = any(name == each[0] for each in PLANS)
     fields = _decoder_fields(name, tiny=tiny) if is_decoder else _vision_fields(name, tiny=tiny)
+    return as_settings(fields)
+
+
+def as_settings(fields: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(each) if isinstance(each, dict | list) else each}" for key, each in fields.items()]
 
 
@@ -150,6 +156,8 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
     except (UserError, RuntimeError) as error:  # an OutOfMemoryError is a RuntimeError
         return line | {"failed": f"{type(error).__name__}: {error}"[:500], "errors": traceback.format_exc()[-3000:]}
     measured = found.as_dict() | {"passes": len(found.passes)}
+    if len(request.job.outline.towers) > 1:  # what its rows hold, to predict it again without its images
+        line["towers"] = {each.name: [each.positions, each.segment] for each in request.job.outline.towers}
     errors = {"peak": cost.peak_bytes / found.peak_bytes - 1, "compute": cost.seconds / found.step_seconds - 1}
     return line | {"measured": measured, "error": errors, "import_seconds": started - began,
                    "device_seconds": time.monotonic() - started}  # fmt: skip
@@ -162,14 +170,29 @@ def with_prediction(line: dict[str, Any]) -> dict[str, Any]:
 
     if "measured" not in line:
         return line
-    request = read_rehearse_request(None, {}, settings_of(line["name"], tiny=False), ranks="first", steps=1, layers=0)
-    cost = predicted_rank(request.job, request.cluster, request.plan, request.pp_rank_of(line["rank"]))
+    settings = settings_of(line["name"], tiny=False) if "towers" not in line else _settings_without_images(line["name"])
+    request = read_rehearse_request(None, {}, settings, ranks="first", steps=1, layers=0)
+    job = _with_row_sizes(request.job, line["towers"]) if "towers" in line else request.job
+    cost = predicted_rank(job, request.cluster, request.plan, request.pp_rank_of(line["rank"]))
     measured = line["measured"]
     errors = {
         "peak": cost.peak_bytes / measured["peak_bytes"] - 1,
         "compute": cost.seconds / measured["step_seconds"] - 1,
     }
     return line | {"predicted": {"peak_bytes": cost.peak_bytes, "compute_seconds": cost.seconds}, "error": errors}
+
+
+def _settings_without_images(name: str) -> list[str]:
+    from benchmarks.vision_plans import vision_settings
+
+    return as_settings(vision_settings(name, tiny=False, images=None))
+
+
+def _with_row_sizes(job: Any, towers: dict[str, list[int]]) -> Any:
+    """Return the job for rows that hold as many positions in each tower as those that were measured."""
+    sizes = ((tower, towers[tower.name]) for tower in job.outline.towers)
+    changed = tuple(replace(tower, positions=each[0], segment=each[1]) for tower, each in sizes)
+    return replace(job, outline=replace(job.outline, towers=changed))
 
 
 def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:

@@ -53,8 +53,11 @@ BY_NAME = {each.name: each for each in VISION_PLANS}
 TINY_SCENES = {"camera_widths": [16, 48], "height": 32, "width": 64, "cells": 16, "hidden": 48, "heads": 4}
 
 
-def vision_settings(name: str, *, tiny: bool, images: Path) -> dict[str, Any]:
-    """Return the recipe's fields of a plan. Images are drawn into the folder `images`, unless they are there."""
+def vision_settings(name: str, *, tiny: bool, images: Path | None) -> dict[str, Any]:
+    """Return the recipe's fields of a plan. Images are drawn into the folder `images`, unless they are there.
+
+    Without a folder they name other data, of the size of one image: their rows are to be given otherwise.
+    """
     case = BY_NAME[name]
     plan, shape = ONE_GPU | case.plan, case.shape or {}
     if tiny:
@@ -74,10 +77,13 @@ def vision_settings(name: str, *, tiny: bool, images: Path) -> dict[str, Any]:
     small = "tiny-tiled" if case.preset == TILED else "tiny"
     preset = small if tiny else case.preset
     fields |= {
-        "model.family": "vlm", "model.preset": preset,
-        "data.source": "chat", "data.path": str(drawn_images(images / f"{sides[0]}-{sides[1]}", sides)),
-        "data.seq_len": 512 if tiny else case.seq_len,
+        "model.family": "vlm", "model.preset": preset, "data.seq_len": 512 if tiny else case.seq_len,
     }  # fmt: skip
+    if images is None:
+        fields |= {"data.source": "shapes", "data.images_per_sample": 1, "data.image_size": sides[0]}
+    else:
+        folder = images / f"{sides[0]}-{sides[1]}"
+        fields |= {"data.source": "chat", "data.path": str(drawn_images(folder, sides))}
     fields |= {"model.shape": shape} if shape and not tiny else {}
     return fields | ({"model.freeze": list(case.freeze)} if case.freeze else {})
 

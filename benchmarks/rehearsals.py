@@ -9,7 +9,8 @@ prediction. Layers are few, so that the share of a rank of a 70B model fits and 
 small model, so nothing is extrapolated. Processes import and build while one uses the device; none starts after
 `--seconds`. The plan is given in full, so no measurement depends on a prediction. `--tiny` runs the same plans with
 tiny shapes on a CPU, to test this script. `--table` compares existing results with today's predictions;
-`h200_rehearsals.jsonl` are those of 2026-11-17 on one H200 (torch 2.11).
+`h200_rehearsals.jsonl` are those of 2026-11-17 on one H200 (torch 2.11), and `h200_vision.jsonl` those of 2026-11-18
+of the plans in `vision_plans.py`, which have vision-language and perception models.
 """
 
 # ruff: noqa: PLC0415 - torch is imported by the processes that measure, not by the one that starts them
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -88,6 +90,22 @@ TINY_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn": 32}
 
 def settings_of(name: str, *, tiny: bool) -> list[str]:
     """Return the recipe of a plan, as settings."""
+    is_decoder = any(name == each[0] for each in PLANS)
+    fields = _decoder_fields(name, tiny=tiny) if is_decoder else _vision_fields(name, tiny=tiny)
+    return as_settings(fields)
+
+
+def as_settings(fields: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(each) if isinstance(each, dict | list) else each}" for key, each in fields.items()]
+
+
+def _vision_fields(name: str, *, tiny: bool) -> dict[str, Any]:
+    from benchmarks.vision_plans import vision_settings
+
+    return vision_settings(name, tiny=tiny, images=Path(tempfile.gettempdir()) / f"trimaran-rehearsals-{os.getuid()}")
+
+
+def _decoder_fields(name: str, *, tiny: bool) -> dict[str, Any]:
     _, preset, layers, seq_len, _, plan = next(each for each in PLANS if each[0] == name)
     plan = DEFAULTS | plan
     dp = plan["mesh"].get("dp_shard", 1) * plan["mesh"].get("dp_replicate", 1)
@@ -97,9 +115,8 @@ def settings_of(name: str, *, tiny: bool) -> list[str]:
     if tiny:
         shape, seq_len, plan = TINY_SHAPE | {}, 64, plan | {"precision": "fp32", "compile": False}
         shape |= {"experts": TINY_EXPERTS} if preset == MIXTURE else {}
-    fields = {"model.preset": preset, "model.shape": shape, "data.seq_len": seq_len, "train.global_batch": batch,
-              "cluster": cluster, "plan": plan, "data.workers": 0}  # fmt: skip
-    return [f"{field}={json.dumps(value) if isinstance(value, dict) else value}" for field, value in fields.items()]
+    return {"model.preset": preset, "model.shape": shape, "data.seq_len": seq_len, "train.global_batch": batch,
+            "cluster": cluster, "plan": plan, "data.workers": 0}  # fmt: skip
 
 
 def _cluster(mesh: dict[str, int]) -> str:
@@ -119,7 +136,7 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
     from trimaran.rehearse.rehearsal import predicted_rank
     from trimaran.rehearse.rehearsed_rank import rehearse_rank
 
-    began, where = time.monotonic(), next(each[4] for each in PLANS if each[0] == name)
+    began, where = time.monotonic(), next((each[4] for each in PLANS if each[0] == name), "first")
     request = read_rehearse_request(None, {}, settings_of(name, tiny=tiny), ranks=where, steps=steps, layers=0)
     (rank,) = request.ranks
     cost = predicted_rank(request.job, request.device_cluster, request.plan, request.pp_rank_of(rank))
@@ -139,6 +156,8 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
     except (UserError, RuntimeError) as error:  # an OutOfMemoryError is a RuntimeError
         return line | {"failed": f"{type(error).__name__}: {error}"[:500], "errors": traceback.format_exc()[-3000:]}
     measured = found.as_dict() | {"passes": len(found.passes)}
+    if len(request.job.outline.towers) > 1:  # what its rows hold, to predict it again without its images
+        line["towers"] = {each.name: [each.positions, each.segment] for each in request.job.outline.towers}
     errors = {"peak": cost.peak_bytes / found.peak_bytes - 1, "compute": cost.seconds / found.step_seconds - 1}
     return line | {"measured": measured, "error": errors, "import_seconds": started - began,
                    "device_seconds": time.monotonic() - started}  # fmt: skip
@@ -151,14 +170,29 @@ def with_prediction(line: dict[str, Any]) -> dict[str, Any]:
 
     if "measured" not in line:
         return line
-    request = read_rehearse_request(None, {}, settings_of(line["name"], tiny=False), ranks="first", steps=1, layers=0)
-    cost = predicted_rank(request.job, request.cluster, request.plan, request.pp_rank_of(line["rank"]))
+    settings = settings_of(line["name"], tiny=False) if "towers" not in line else _settings_without_images(line["name"])
+    request = read_rehearse_request(None, {}, settings, ranks="first", steps=1, layers=0)
+    job = _with_row_sizes(request.job, line["towers"]) if "towers" in line else request.job
+    cost = predicted_rank(job, request.cluster, request.plan, request.pp_rank_of(line["rank"]))
     measured = line["measured"]
     errors = {
         "peak": cost.peak_bytes / measured["peak_bytes"] - 1,
         "compute": cost.seconds / measured["step_seconds"] - 1,
     }
     return line | {"predicted": {"peak_bytes": cost.peak_bytes, "compute_seconds": cost.seconds}, "error": errors}
+
+
+def _settings_without_images(name: str) -> list[str]:
+    from benchmarks.vision_plans import vision_settings
+
+    return as_settings(vision_settings(name, tiny=False, images=None))
+
+
+def _with_row_sizes(job: Any, towers: dict[str, list[int]]) -> Any:
+    """Return the job for rows that hold as many positions in each tower as those that were measured."""
+    sizes = ((tower, towers[tower.name]) for tower in job.outline.towers)
+    changed = tuple(replace(tower, positions=each[0], segment=each[1]) for tower, each in sizes)
+    return replace(job, outline=replace(job.outline, towers=changed))
 
 
 def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
@@ -251,6 +285,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    from benchmarks.vision_plans import VISION_PLANS
+
     if arguments.one:
         with arguments.turn.open() as turn:
             print(json.dumps(measure(arguments.one, steps=arguments.steps, tiny=arguments.tiny, turn=turn)))
@@ -259,8 +295,9 @@ def main() -> None:
         print(table([with_prediction(line) for line in _read(arguments.results)]))
         return
     known = {each["name"] for each in (_read([arguments.known]) if arguments.known else []) if "measured" in each}
-    wanted = set(arguments.only.split(",")) if arguments.only else {each[0] for each in PLANS}
-    names = [each[0] for each in PLANS if each[0] in wanted - known]
+    every = [each[0] for each in PLANS] + [each.name for each in VISION_PLANS]
+    wanted = set(arguments.only.split(",")) if arguments.only else {*every}
+    names = [each for each in every if each in wanted - known]
     (into,) = arguments.results
     left = measure_all(names, into, arguments)
     print(table(_read([into])))

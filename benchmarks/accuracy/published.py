@@ -141,13 +141,14 @@ def bridge() -> Iterator[Run]:
         if row["model"] == "Qwen3-30B-A3B":
             defaults = {"act_ckpt": "none", "gpu": "H100-80GB", "zero_stage": "1"}  # its recipes shard the optimizer
             run = _run(row | defaults, QWEN3_30B_A3B, "megatron")
+            run.line["plan"]["gradient_dtype"] = "bf16"
             run.line["plan"]["mesh"]["ep"] = int(float(row["ep"]))
             yield run
         elif row["layers"] and "mlp" not in row["act_ckpt"]:
             gib = str(float(row["peak_mem_gib"]) * 1e9 / 2**30)
             row = row | {"act_ckpt": "selective", "peak_mem_gib": gib, "zero_stage": "1"}
             run = _run(row, _model(row, gated=True, tied=False), "megatron")
-            run.line["plan"]["precision"] = "fp8"
+            run.line["plan"] |= {"precision": "fp8", "gradient_dtype": "bf16"}
             yield run
 
 

@@ -20,7 +20,7 @@ from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw
 from trimaran.core import Plan, Prediction, Recipe
 from trimaran.cost import Job, predict
-from trimaran.cost.block_time import BlockSplit, elementwise_bytes
+from trimaran.cost.block_time import EAGER, BlockSplit, elementwise_bytes
 from trimaran.cost.offload_time import UPDATE_BYTES
 from trimaran.cost.roofline import CPU_LENGTH, TILE_DEPTH, matmul_seconds, rates_of
 from trimaran.cost.time_profiles import TIME_PROFILES
@@ -99,7 +99,7 @@ def test_the_probe_counts_as_the_cost_model_does() -> None:
                     head_dim=measure_cpu.HEAD_DIM, ffn=measure_cpu.FFN)  # fmt: skip
     rates = rates_of(with_cpu_rates(Cluster(device=DEVICES["cpu"]), RATES).device, "fp32")
     split = BlockSplit(measure_cpu.ROWS, measure_cpu.LENGTH, 1, 1)
-    forward = elementwise_bytes(layer, split, rates, TIME_PROFILES["trimaran"], compiled=False)
+    forward = elementwise_bytes(layer, split, rates, TIME_PROFILES["trimaran"], kind=EAGER)
     assert pytest.approx(2.6 * forward) == measure_cpu.COUNTED_BYTES
     assert UPDATE_BYTES[8.0] == measure_cpu.UPDATE_BYTES
     assert (CPU_LENGTH, TILE_DEPTH["cpu"]) == (measure_cpu.LENGTH, measure_cpu.TILE_DEPTH)

@@ -73,7 +73,8 @@ def test_every_axis_shortens_a_micro_batch_but_at_most_by_its_degree(mesh: dict[
         for each in (one, split)
     )
     busy, degree = part.forward + part.backward, split.mesh.world_size
-    assert (whole.forward + whole.backward) / degree < busy < 1.35 * (whole.forward + whole.backward) / degree
+    # Joint projections end, context parallelism copies keys and values, and Hopper's attention kernel cannot be used.
+    assert (whole.forward + whole.backward) / degree < busy < 1.4 * (whole.forward + whole.backward) / degree
 
 
 def test_the_bubble_of_equal_stages_matches_theory() -> None:

@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from trimaran.cost.loss_kind import FP32_BYTES
 from trimaran.cost.memory_inputs import MemoryInputs
 from trimaran.cost.memory_profiles import JOINT_PROJECTIONS, Saved
 from trimaran.cost.rank_part import LayerGroup, RankPart
@@ -38,6 +39,7 @@ class SavedActivations(NamedTuple):
     layers: saved by all layers.
     one_layer: saved by the largest single layer.
     recomputed: saved by one layer while backward recomputes it.
+    at_recompute: the same, where it is the most together with `layers` of that layer and all before it, less `layers`.
     casts: 16-bit weight copies that autocast keeps from forward to backward, except in recomputed layers.
     exchanged: buffers that tensor-parallel ranks exchange.
     backward: gradients inside the layer whose backward is running, and its input if that is gathered again.
@@ -47,6 +49,7 @@ class SavedActivations(NamedTuple):
     layers: float = 0
     one_layer: float = 0
     recomputed: float = 0
+    at_recompute: float = 0
     casts: float = 0
     exchanged: float = 0
     backward: float = 0
@@ -57,12 +60,14 @@ class RecomputeMode(NamedTuple):
     """How a rank runs one tower: tokens of a micro-batch, recompute mode, and bytes of each weight's autocast copy.
 
     tp: ranks that split the tower's matrices.
+    length: positions that attend to each other.
     """
 
     positions: int
     recompute: str | int
     cast_bytes: int
     tp: int
+    length: int
 
 
 class ContextMemory(NamedTuple):
@@ -104,7 +109,8 @@ def layer_bytes(layer: OutlineLayer, saved: Saved, element_bytes: int, tp: int, 
     their keys and values on this rank: it holds those of all parts, once per query head.
     """
     unfused = saved.unfused_norm_bytes - (0 if layer.adapter is None else NORMALISED_BYTES) if cpu else 0
-    norms = (saved.norm_bytes + unfused + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
+    fused = max(saved.norm_bytes, layer.operators.norm_bytes) if layer.operators and not cpu else saved.norm_bytes
+    norms = (fused + unfused + (0 if layer.gated else saved.mask_bytes)) * layer.hidden
     projections = saved.projection_bytes * layer.hidden * _saved_inputs(layer)
     norm_split = 1 if saved.tp_splits == "nothing" else tp  # without sequence parallelism every rank has all features
     matmuls = (_attention(layer, saved, element_bytes, parts) + _feed_forward(layer, saved, element_bytes)) / tp
@@ -130,6 +136,17 @@ def adapter_bytes(layer: OutlineLayer, element_bytes: int, tp: int, *, mask_byte
         total += element_bytes * (adapter.rank + outputs * adapter.has_magnitude)
         total += (element_bytes + mask_bytes) * inputs * adapter.has_dropout
     return total
+
+
+def score_bytes(layer: OutlineLayer, element_bytes: int) -> tuple[int, int]:
+    """Return the bytes per pair of positions that eager attention keeps, and that its backward holds besides.
+
+    It keeps its probabilities in fp32 and a 16-bit copy. Backward holds the gradients of both, and of the scores.
+    """
+    if layer.operators is None or not layer.operators.keeps_scores:
+        return 0, 0
+    copy = element_bytes if element_bytes < FP32_BYTES else 0
+    return layer.heads * (FP32_BYTES + copy), layer.heads * (2 * FP32_BYTES + copy)
 
 
 def _saved_inputs(layer: OutlineLayer) -> float:
@@ -222,7 +239,8 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
         tower = holding.tower
         cast_bytes = _cast_bytes(inputs, tower) if job.sharding_of(tower, plan) == "none" else 0
         positions, recompute = job.positions(tower, plan), job.recompute_of(tower, plan)
-        modes[tower.name] = RecomputeMode(positions, recompute, cast_bytes, job.tp_of(tower, plan))
+        length = tower.sample_positions(job.seq_len)[1]
+        modes[tower.name] = RecomputeMode(positions, recompute, cast_bytes, job.tp_of(tower, plan), length)
     is_joint = inputs.saved is JOINT_PROJECTIONS
     view = LayerView(
         inputs.saved, inputs.element_bytes, _context_memory(inputs), inputs.cpu and not is_joint, gathered,
@@ -264,6 +282,7 @@ def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivat
         first.layers + second.layers,
         max(first.one_layer, second.one_layer),
         max(first.recomputed, second.recomputed),
+        max(first.at_recompute - second.layers, second.recomputed),
         first.casts + second.casts,
         max(first.exchanged, second.exchanged),
         max(first.backward, second.backward),
@@ -285,7 +304,9 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
     layer, count, tp, positions, recompute = group.block, group.count, mode.tp, mode.positions, mode.recompute
     assert isinstance(layer, OutlineLayer), "the only block whose operators are known"
     one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context.parts, view.cpu)
-    one = one._replace(none=one.none + view.context.mask_bytes) if layer.heads else one
+    kept, in_backward = (each * mode.length / tp for each in score_bytes(layer, view.element_bytes))
+    masks = view.context.mask_bytes if layer.heads else 0.0
+    one = one._replace(none=one.none + masks + kept)
     ring = _ring_bytes(layer, view.element_bytes, tp) if view.context.is_ring else 0.0
     recomputed = num_recomputed(recompute, count)
     matrices = layer.dense_weights // tp + layer.router_weights + layer.expert_weights // (tp * view.ep)
@@ -301,7 +322,9 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
         recomputed=positions * one.none if recomputed else 0,
         casts=mode.cast_bytes * (count - recomputed) * matrices,
         exchanged=positions * layer.hidden * exchanged_bytes,
-        backward=positions * max(ring, view.element_bytes * (gradients / tp + again)) if view.backward_tensors else 0,
+        backward=positions * max(ring, view.element_bytes * (gradients / tp + again) + in_backward)
+        if view.backward_tensors
+        else 0,
         deferred=positions * view.element_bytes * count * (outputs / tp + 4 * layer.hidden),
     )
 

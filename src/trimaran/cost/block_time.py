@@ -7,14 +7,22 @@ from typing import NamedTuple
 
 from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows
 from trimaran.cost.rank_part import PACKED_BYTES, packed_linears
-from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, power_factor
-from trimaran.cost.time_profiles import TimeProfile
+from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, power_factor, rates_for_weight
+from trimaran.cost.time_profiles import ElementwiseBytes, TimeProfile
 from trimaran.models import Opaque, OutlineLayer, Tower
 
 GELU_BYTES = 4  # moved per feature of a feed-forward without a gate: read 2, write 2
-BACKWARD_TRAFFIC_FACTOR = 1.6  # elementwise bytes of backward per byte of forward: full steps on an H200
 
 
+# Of the rate of an attention without a bias: cuDNN's kernels of a perception model's fusion on one H200.
+BIASED_ATTENTION_RATE = 0.7
+# Bytes per second that one multiprocessor reads alone, for a row of a norm: GroupNorm on one H200, two shapes.
+NORM_ROW_BANDWIDTH = 4.9e9
+# Of the memory's bandwidth: casts, changes of layout and strided copies beside convolutions on one H200.
+STRIDED_BANDWIDTH_FRACTION = 0.45
+# Bytes moved per score by eager attention, in forward and backward (counted): the product (2), the mask (4), the
+# softmax in fp32 (2 + 4 + 4 + 4), the cast (6), the product with the values (2); and the gradients of all of them.
+EAGER_SCORE_BYTES = (28, 42)
 # Bytes moved per element by dropout, in forward and in backward alike: two 16-bit tensors and a mask of a byte.
 DROPOUT_BYTES = 5
 # Bytes moved per logit by our fused loss kernel: it reads a logit twice and overwrites it with its gradient.
@@ -33,8 +41,8 @@ MASKED_FORWARD, MASKED_BACKWARD = 1.8, 1.9
 class BlockSplit(NamedTuple):
     """One rank's part of a layer: its positions, the sequence length, and the degrees that split the weights.
 
-    gathers_keys: queries are only some of the sequence's positions, and attend to gathered keys. cuDNN has no kernel
-        for a causal mask that starts later, so torch takes FlashAttention 2.
+    ampere_attention: cuDNN has no kernel for the mask, so torch takes FlashAttention 2: queries that are only some of
+        the sequence's positions and attend to gathered keys, and documents or images of different lengths.
     ring: ranks whose keys are attended to one after the other, each time with FlashAttention 2; 1 if all at once.
     is_masked: gathered keys are those of several documents.
     """
@@ -43,7 +51,7 @@ class BlockSplit(NamedTuple):
     length: int
     tp: int
     ep: int
-    gathers_keys: bool = False
+    ampere_attention: bool = False
     ring: int = 1
     is_masked: bool = False
 
@@ -54,6 +62,9 @@ class BlockKind(NamedTuple):
     compiled: bool
     fp8: bool
     joint: bool = False
+
+
+EAGER = BlockKind(compiled=False, fp8=False)
 
 
 class Passes(NamedTuple):
@@ -88,27 +99,29 @@ def layer_passes(
     """Return the times of a transformer block."""
     forward = input_grad = weight_grad = unsaved = matmul = casts = grad_casts = 0.0
     for rows, columns, depth, groups, is_saved in matmuls(
-        layer, split, profile.comm.expert_imbalance, joint=kind.joint
+        layer, split, profile.comm.expert_imbalance, joint=kind.joint and layer.operators is None
     ):
-        matmul = matmul_seconds(rows, columns, depth, rates, groups=groups)
+        own = rates_for_weight(columns, depth, rates)
+        matmul = matmul_seconds(rows, columns, depth, own, groups=groups)
         forward += matmul
-        input_grad += matmul_seconds(rows, depth, columns, rates, groups=groups)
-        weight_grad += matmul_seconds(depth, columns, rows, rates, groups=groups)
+        input_grad += matmul_seconds(rows, depth, columns, own, groups=groups)
+        weight_grad += matmul_seconds(depth, columns, rows, own, groups=groups)
         unsaved += 0.0 if is_saved else matmul
         if kind.fp8:
             inputs, weights, gradients = (profile.compiled if kind.compiled else profile.eager).fp8_cast
             casts += groups * (inputs * rows + weights * columns) * depth / rates.bandwidth
             grad_casts += gradients * groups * rows * columns / rates.bandwidth
-    elementwise = elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
+    traffic = _traffic(layer, rates, profile, kind)
+    elementwise = elementwise_bytes(layer, split, rates, profile, kind=kind) / rates.bandwidth
     attention, attention_backward = layer_attention(layer, split, rates, profile)
-    others = (1 + BACKWARD_TRAFFIC_FACTOR) * elementwise + attention + attention_backward + casts + grad_casts
+    others = (1 + traffic.backward) * elementwise + attention + attention_backward + casts + grad_casts
     slower = power_factor(forward + input_grad + weight_grad, others, rates)
     forward, input_grad, weight_grad = slower * forward + casts, slower * input_grad + grad_casts, slower * weight_grad
     unsaved, matmul = slower * unsaved, slower * matmul
     selective = elementwise + unsaved if profile.recompute == "torch" else attention
     forward += elementwise + attention
     full = forward - matmul if profile.recompute == "torch" else forward  # backward does not need the last matmul
-    input_grad = input_grad + BACKWARD_TRAFFIC_FACTOR * elementwise + attention_backward
+    input_grad = input_grad + traffic.backward * elementwise + attention_backward
     passes = Passes(forward, input_grad, weight_grad, full, selective, elementwise)
     return passes if layer.adapter is None else _with_adapters(passes, layer, split, rates)
 
@@ -178,10 +191,40 @@ def fused_passes(tower: Tower, split: BlockSplit, rates: DeviceRates, *, chunked
     return Passes(matmul + logits + input_grad, scaling, weight_grad)
 
 
+def context_copy_seconds(
+    layer: OutlineLayer, positions: int, rates: DeviceRates, *, cp: int, tp: int, context: str
+) -> tuple[float, float]:
+    """Return the times of the strided copies around attention whose sequence is split over `cp` ranks.
+
+    Counted in `parallel/axes/cp.py`. Gathered keys and values are put in order and repeated for each query head.
+    Backward fills and adds a full-length gradient of them for each of the rank's two chunks. An exchange copies
+    queries, keys, values and the output before and after. What a ring merges is in `layer_attention`.
+    """
+    if cp == 1 or not layer.heads or rates.generation == "cpu" or context == "ring":
+        return 0.0, 0.0
+    element = rates.element_bytes * positions / tp
+    query, keys = layer.heads * layer.value_dim * element, layer.kv_heads * layer.head_dim * element
+    if context == "gather":
+        keys, repeated = cp * keys, cp * query
+        moved = 2 * (5 * keys + repeated) + 2 * query, 2 * (5 * keys + (6 + 2 + 1 / cp) * repeated) + 2 * query
+    else:
+        moved = (8 * query + 8 * keys,) * 2
+    forward, backward = (each / (STRIDED_BANDWIDTH_FRACTION * rates.bandwidth) for each in moved)
+    return forward, backward
+
+
 def opaque_passes(block: Opaque, samples: int, rates: DeviceRates) -> Passes:
-    """Return the times of an opaque block: its FLOPs or its memory traffic, whichever takes longer."""
-    forward = max(block.sample_flops / rates.matmul_flops, block.moved_bytes / rates.bandwidth) * samples
-    return Passes(forward, forward, forward, forward, forward, forward)
+    """Return the times of an opaque block: its FLOPs or its memory traffic, whichever takes longer.
+
+    A block with norms over large groups has kernels for either, and rows that are read one after another.
+    """
+    flops, moved = samples * block.sample_flops / rates.matmul_flops, samples * block.moved_bytes / rates.bandwidth
+    forward = max(flops, moved)
+    if block.norm_row_bytes and rates.generation != "cpu":
+        forward = flops + moved / STRIDED_BANDWIDTH_FRACTION
+    passes = Passes(forward, forward, forward, forward, forward, forward)
+    rows = block.norm_row_bytes / NORM_ROW_BANDWIDTH if rates.generation != "cpu" else 0.0
+    return passes._replace(forward=forward + rows, full=forward + rows) if rows else passes
 
 
 def matmuls(layer: OutlineLayer, split: BlockSplit, imbalance: float = 1.0, *, joint: bool = False) -> Iterator[Matmul]:
@@ -244,17 +287,38 @@ def layer_attention(
         * (layer.head_dim + layer.value_dim)
         * layer.mean_attended_keys(split.length)
     )
-    is_partial = split.gathers_keys or split.ring > 1
-    kernel = "flash-2" if is_partial and profile.attention == "torch" else profile.attention
-    forward, backward = attention_seconds(flops, split.length, layer.head_dim, kernel=kernel, rates=rates)
+    is_ampere = split.ampere_attention or split.ring > 1
+    kernel = "flash-2" if is_ampere and profile.attention == "torch" else profile.attention
+    length = min(split.length, layer.window) if layer.window and not layer.causal else split.length
+    if layer.operators and layer.operators.biased and rates.generation != "cpu":
+        flops /= BIASED_ATTENTION_RATE
+    if layer.operators and layer.operators.keeps_scores and rates.cpu is None:
+        return _eager_attention(layer, split, rates)
+    forward, backward = attention_seconds(flops, length, layer.head_dim, kernel=kernel, rates=rates)
     if split.is_masked:
         forward, backward = MASKED_FORWARD * forward, MASKED_BACKWARD * backward
     merged = (split.ring - 1) * RING_QUERIES * split.positions * layer.heads / split.tp * layer.value_dim
     return forward + merged * MERGED_BYTES / rates.bandwidth, backward + merged * ADDED_BYTES / rates.bandwidth
 
 
+def _eager_attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates) -> tuple[float, float]:
+    """Return the times of attention with operators of its own for scores, mask, softmax and cast, over all pairs."""
+    scores = split.positions * split.length * layer.heads / split.tp
+    matmuls = 2.0 * scores * (layer.head_dim + layer.value_dim) / rates.matmul_flops
+    forward, backward = (moved * scores / rates.bandwidth for moved in EAGER_SCORE_BYTES)
+    return matmuls + forward, 2 * matmuls + backward
+
+
+def _traffic(layer: OutlineLayer, rates: DeviceRates, profile: TimeProfile, kind: BlockKind) -> ElementwiseBytes:
+    """Return the elementwise traffic of a layer's kernels."""
+    if kind.compiled:
+        return profile.compiled
+    is_joint = kind.joint and layer.operators is None and not layer.qk_norm and layer.experts is None
+    return profile.joint if profile.joint and is_joint and rates.generation != "cpu" else profile.eager
+
+
 def elementwise_bytes(
-    layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, compiled: bool
+    layer: OutlineLayer, split: BlockSplit, rates: DeviceRates, profile: TimeProfile, *, kind: BlockKind
 ) -> float:
     """Return the bytes that the elementwise operators of a forward move.
 
@@ -263,13 +327,17 @@ def elementwise_bytes(
     A norm of queries and keys moves about a third of what two norms and two residual additions move.
     Tensor parallelism splits all of it, but the residual stream only with sequence parallelism.
     """
-    elementwise = profile.compiled if compiled else profile.eager
-    gate = (elementwise.gate if layer.gated else GELU_BYTES) * (2 if rates.element_bytes == 4 else 1)
-    rotary = (elementwise.rotary * layer.gated + elementwise.residual / 3 * layer.qk_norm) * (
+    elementwise = _traffic(layer, rates, profile, kind)
+    operators = layer.operators if not kind.compiled and rates.generation != "cpu" else None
+    plain = operators.activation_bytes if operators else GELU_BYTES
+    gate = (elementwise.gate if layer.gated else plain) * (2 if rates.element_bytes == 4 else 1)
+    is_rotary = operators.rotary if operators else layer.gated
+    rotary = (elementwise.rotary * is_rotary + elementwise.residual / 3 * layer.qk_norm) * (
         layer.heads + layer.kv_heads
     )
     moved = rotary * layer.head_dim + gate * layer.active_ffn
     if layer.experts:
         moved += elementwise.routed * layer.experts.top_k * layer.hidden
-    stream = elementwise.residual * layer.hidden / (split.tp if profile.comm.splits_sequence else 1)
+    residual = (operators.residual_bytes if operators else 0) or elementwise.residual
+    stream = residual * layer.hidden / (split.tp if profile.comm.splits_sequence else 1)
     return split.positions * (moved / split.tp + stream)

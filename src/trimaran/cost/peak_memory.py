@@ -159,13 +159,15 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     at_loss, cast = alive + head.activations + saved.exchanged, casts + head.casts
     unpacked = inputs.element_bytes * max((holding.largest_packed for holding in part.holdings), default=0)
     current = saved.recomputed + saved.backward + saved.exchanged
+    later = saved.recomputed - saved.at_recompute
     # `gathered_in_backward` already includes the gradients of a sharded root.
     left = 0 if states.gathered_in_backward else _head_gradients_in_backward(inputs, part, head)
+    reduced = states.gradients - states.unreduced
     moment = max(
         (at_loss, head.logits, cast, states.gathered_at_loss, states.gradients_at_loss + head.gradients, 0),
-        (alive + current, 0, cast + unpacked, states.gathered_in_backward, states.gradients_at_loss + left, 0),
-        (others + current, 0, in_pipeline.casts + unpacked, states.gathered_in_backward, states.gradients, 0),
-        (others, 0, in_pipeline.casts, states.gathered_in_reduction, states.gradients, 0),
+        (alive + current - later, 0, cast + unpacked, states.gathered_in_backward, states.gradients_at_loss + left, 0),
+        (others + current, 0, in_pipeline.casts + unpacked, states.gathered_in_backward, reduced, 0),
+        (others, 0, in_pipeline.casts, states.gathered_in_reduction, reduced, 0),
         (others, 0, in_pipeline.casts, 0, states.gradients + states.duplicate_gradients, 0),
         (0, 0, 0, 0, states.gradients, states.update),
         key=sum,

@@ -29,6 +29,9 @@ DEFAULT_MULTIPROCESSORS = 128  # of an unknown device
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
 SPLIT_K = (1, 2, 4)
 TILE_DEPTH = {"cuda": 128, "cpu": 32}
+# From Hopper on cuBLAS needs rows of a multiple of 16 bytes for its fast kernels, else it takes Ampere's. Traced:
+# the feed-forward of Qwen2.5-VL's vision tower, 3,420 wide, on one H200; assumed for Blackwell.
+ALIGNED_COLUMNS, AMPERE_KERNEL_FRACTION = 8, {"hopper": 0.38, "blackwell": 0.38}
 # The catalogue's rate is the best of many shapes in a short burst. A training step sustains this fraction of it: our
 # own steps on an H200, where power is the limit (1B 1.0, 8B 0.94; single matmuls in a row 0.93), llm-foundry's on A100,
 # nanotron's on H100. GB200: NVIDIA's runs of Llama 3.1 405B in bf16, from 128 to 512 GPUs; the other Blackwell devices
@@ -56,6 +59,7 @@ MATMUL_SHARE, SUSTAINED_AT_SHARE, MIN_SUSTAINED_FRACTION = 0.57, 1.04, 0.87
 # of those rates: 13 dense decoders on two Neoverse cores.
 CPU_SUSTAINED_FRACTION = 0.83
 MAX_NARROW_HEAD_DIM = 64
+HEAD_MULTIPLE = 32  # to which attention kernels round a head up; none is made for fewer than MAX_NARROW_HEAD_DIM
 # A CPU's attention is measured with this length and head size. Elsewhere its rate follows these ramps: lengths from 32
 # to 2,048 and head sizes 32 and 64 on two Neoverse cores.
 CPU_LENGTH, CPU_RAMP, CPU_HEAD_DIM, CPU_HEAD_RAMP = 128, 180, 32, 32
@@ -185,6 +189,15 @@ def power_factor(matmuls: float, others: float, rates: DeviceRates) -> float:
     return rates.sustained / min(SUSTAINED_AT_SHARE, max(MIN_SUSTAINED_FRACTION, fraction))
 
 
+@lru_cache(maxsize=1 << 10)
+def rates_for_weight(columns: int, depth: int, rates: DeviceRates) -> DeviceRates:
+    """Return the rates of matmuls with a weight of this shape, in forward and in backward."""
+    is_aligned = columns % ALIGNED_COLUMNS == depth % ALIGNED_COLUMNS == 0
+    if is_aligned or rates.element_bytes != 2 or rates.generation not in AMPERE_KERNEL_FRACTION:
+        return rates
+    return rates._replace(matmul_flops=AMPERE_KERNEL_FRACTION[rates.generation] * rates.matmul_flops)
+
+
 @lru_cache(maxsize=1 << 16)
 def matmul_seconds(rows: int, columns: int, depth: int, rates: DeviceRates, *, groups: int = 1) -> Seconds:
     """Return the time of `groups` equal matmuls of (rows, depth) and (depth, columns)."""
@@ -215,7 +228,9 @@ def attention_seconds(
         flops *= ramp * (1 + CPU_HEAD_RAMP / head_dim) / (1 + CPU_HEAD_RAMP / CPU_HEAD_DIM) / CPU_SUSTAINED_FRACTION
         return flops / (cpu.attention_gflops * 1e9), 2.5 * flops / (cpu.attention_backward_gflops * 1e9)
     efficiency = KERNELS[kernel_of(kernel, rates.generation), rates.generation]
-    rate = rates.burst_flops * (efficiency.narrow if head_dim <= MAX_NARROW_HEAD_DIM else 1.0)
+    padded = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE if head_dim > MAX_NARROW_HEAD_DIM else MAX_NARROW_HEAD_DIM
+    filled = 1.0 if rates.generation == "cpu" else head_dim / padded
+    rate = rates.burst_flops * filled * (efficiency.narrow if head_dim <= MAX_NARROW_HEAD_DIM else 1.0)
     forward = flops / (rate * efficiency.forward) * (1 + efficiency.ramp / length)
     return forward, 2.5 * flops / (rate * efficiency.backward) * (1 + efficiency.backward_ramp / length)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trimaran.core import Seconds
-from trimaran.cost.block_time import BlockSplit, elementwise_bytes, matmuls
+from trimaran.cost.block_time import EAGER, BlockSplit, elementwise_bytes, matmuls
 from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of, send_seconds
 from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gaps
 from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, rates_of
@@ -123,7 +123,7 @@ def _layer_seconds(
 ) -> dict[str, float]:
     """Return the seconds of one layer by term."""
     split = BlockSplit(positions=work.rows, length=max(work.context, work.prompt), tp=shape.tp, ep=1)
-    elementwise = elementwise_bytes(layer, split, rates, SERVING_PROFILE, compiled=False) / rates.bandwidth
+    elementwise = elementwise_bytes(layer, split, rates, SERVING_PROFILE, kind=EAGER) / rates.bandwidth
     stream = work.rows * layer.hidden * shape.element_bytes
     return {
         "matmul": sum(

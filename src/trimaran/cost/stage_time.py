@@ -12,6 +12,7 @@ from trimaran.cost.block_time import (
     BlockKind,
     BlockSplit,
     Passes,
+    context_copy_seconds,
     fused_passes,
     head_passes,
     layer_attention,
@@ -235,6 +236,15 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         split = _block_split(inputs, plan, group)
         kind = BlockKind(inputs.kind.is_compiled, inputs.kind.is_fp8, inputs.kind.joins)
         passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
+        if job.stack.name == "trimaran":
+            copies = context_copy_seconds(
+                block, split.positions, inputs.rates, cp=plan.mesh.cp, tp=tp, context=inputs.context
+            )
+            passes = passes._replace(
+                forward=passes.forward + copies[0],
+                full=passes.full + copies[0],
+                input_grad=passes.input_grad + copies[1],
+            )
         dense = block.dense_weights / tp + block.router_weights + block.extras
         experts = block.expert_weights / (tp * ep)
     is_trained, needs_input_grad = not group.tower.frozen, job.outline.has_backward(group.tower)
@@ -264,10 +274,20 @@ def _block_split(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockSpl
         length=group.tower.sample_positions(job.seq_len)[1],
         tp=job.tp_of(group.tower, plan),
         ep=mesh.ep,
-        gathers_keys=is_ours and inputs.context == "gather",
+        ampere_attention=_takes_flash(inputs, plan, group),
         ring=mesh.cp if is_ours and inputs.context == "ring" else 1,
         is_masked=is_ours and inputs.context == "gather" and job.isolates_documents,
     )
+
+
+def _takes_flash(inputs: StageInputs, plan: Plan, group: LayerGroup) -> bool:
+    """Return whether torch takes FlashAttention 2 where it would take cuDNN's kernel: see `BlockSplit`."""
+    job, block = inputs.job, group.block
+    if job.stack.name != "trimaran":
+        return False
+    operators = block.operators if isinstance(block, OutlineLayer) else None
+    has_segments = group.tower.segment > 0 and not (operators and operators.biased)
+    return has_segments or (plan.mesh.cp > 1 and inputs.context == "gather")
 
 
 def _num_launches(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
@@ -276,7 +296,16 @@ def _num_launches(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
     if isinstance(block, Opaque):
         return block.num_kernels / FORWARD_HOST_FRACTION if launches.eager else 0.0
     adapters = ADAPTER_KERNELS * len(block.adapted_linears) if launches.eager else 0.0
-    return adapters + (launches.compiled if inputs.kind.is_compiled else launches.eager)
+    own = _more_launches(inputs, block)
+    return adapters + own * (launches.compiled if inputs.kind.is_compiled else launches.eager)
+
+
+def _more_launches(inputs: StageInputs, block: OutlineLayer) -> float:
+    """Return how many times the kernels of our decoder layer a layer has. Compiled ones are assumed to have as many."""
+    launches = inputs.job.stack.time.host.launches
+    if block.operators is None or inputs.kind.is_compiled or not launches.eager:
+        return 1.0
+    return block.operators.launches / launches.eager
 
 
 def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tuple[float, float]:
@@ -431,7 +460,8 @@ def _block_host_seconds(inputs: StageInputs, block: OutlineLayer | Opaque) -> fl
     if tp > 1:
         tp_seconds = host.tp + (tp * host.tp_across_nodes if pp > 1 and len(inputs.levels) > 1 else 0.0)
     adapters = ADAPTER_KERNELS * KERNEL_LAUNCH_SECONDS * len(block.adapted_linears)
-    return rates.host_factor * ((host.compiled if inputs.kind.is_compiled else host.eager) + tp_seconds + adapters)
+    own = _more_launches(inputs, block) * (host.compiled if inputs.kind.is_compiled else host.eager)
+    return rates.host_factor * (own + tp_seconds + adapters)
 
 
 def _micro_batch_host(inputs: StageInputs, blocks: HostSeconds, *, num_stages: int) -> HostSeconds:

@@ -19,6 +19,7 @@ class States(NamedTuple):
     """Bytes of one rank's parameters.
 
     weights, masters, optimizer, gradients: what the rank holds at the end of backward.
+    unreduced: of `gradients`, what does not exist yet while backward computes a layer and weights are prefetched.
     gradients_at_loss: gradients that exist already while the loss is computed.
     duplicate_gradients: extra bytes while the embedding's gradient is added to an existing one.
     gathered_at_loss: gathered (unsharded) weights while the loss is computed.
@@ -41,6 +42,7 @@ class States(NamedTuple):
     update: float = 0
     host: float = 0
     disk: float = 0
+    unreduced: float = 0
 
 
 def states_of(inputs: MemoryInputs, part: RankPart) -> States:
@@ -151,7 +153,26 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
         duplicate_gradients,
         *gathered,
     )
-    return states._replace(update=max(0, update - extra), host=host, disk=disk)
+    unreduced = 0.0
+    if not stays and sharding != "none" and len(part.holdings) == 1:
+        unreduced = accumulated * _unreduced_fraction(inputs, holding, sharding)
+    return states._replace(update=max(0, update - extra), host=host, disk=disk, unreduced=unreduced)
+
+
+def _unreduced_fraction(inputs: MemoryInputs, holding: Holding, sharding: str) -> float:
+    """Return the fraction of a tower's gradients that are not reduced yet when the last weights are prefetched.
+
+    They are those of the root, of the unit whose backward runs, and of the prefetched ones.
+    """
+    if inputs.profile.fsdp != "root" or not frees_weights(inputs.plan, sharding):
+        return 0.0
+    count = holding.dense + holding.experts
+    layer = (count - holding.root) / max(1, holding.layers)
+    num_units = num_fsdp_units(inputs.job, inputs.plan, layer, holding.layers)
+    if num_units < 2 or not count:
+        return 0.0
+    units = min(holding.layers, (1 + inputs.plan.comm.prefetch) * math.ceil(holding.layers / num_units))
+    return (holding.root + units * layer) / count
 
 
 def _split_weight_states(inputs: MemoryInputs, holding: Holding) -> States:

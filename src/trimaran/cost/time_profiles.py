@@ -15,7 +15,7 @@ class ElementwiseBytes(NamedTuple):
     routed: per hidden feature of each copy of a token that is sent to an expert and back.
     fp8_cast: per element, not per token: to cast a matmul's inputs, its weights (at every micro-batch) and its
         gradients to fp8. By default each cast finds the maximum (read 2) and casts (read 2, write 1), twice.
-    Backward moves `block_time.BACKWARD_TRAFFIC_FACTOR` times as much.
+    backward: bytes of backward per byte of forward; 1.6 is from full steps on an H200.
     """
 
     residual: float
@@ -23,6 +23,7 @@ class ElementwiseBytes(NamedTuple):
     gate: float
     routed: float = 64  # separate operators: sort, copy, scale, add (a small MoE model on an H200)
     fp8_cast: tuple[float, float, float] = (6, 6, 12)
+    backward: float = 1.6
 
 
 # Full steps of our trainer on one H200 (benchmarks/h200.jsonl) with an fp32 residual stream: norms and rotary
@@ -33,6 +34,9 @@ COMPILED_FP32_RESIDUAL = ElementwiseBytes(44, 6, 8)
 # Eager: half of what the fp32 stream moves.
 EAGER_16_BIT_RESIDUAL = ElementwiseBytes(48, 62, 14)
 COMPILED_16_BIT_RESIDUAL = ElementwiseBytes(19, 4, 6.75)
+# Eager blocks with joint projections have our kernels for norms, rotary embeddings and the gate's backward; its forward
+# reads halves of a matmul's output, at a third of the bandwidth. Traced: layers of Qwen2.5-1.5B and 3B on one H200.
+EAGER_JOINT = ElementwiseBytes(23, 5.5, 23, backward=0.7)
 # Counted, with one kernel per operator: norm (read 2, write 2), residual (4, 2), rotary (2, 2), silu (2, 2),
 # multiplication (4, 2). Copies of tokens are made (2, 2), scaled (2, 2) and added (4).
 FUSED = ElementwiseBytes(20, 4, 10, 12)
@@ -137,7 +141,7 @@ USUAL_COMM = CommProfile()
 class TimeProfile:
     """The kernels that a system runs, and what it overlaps.
 
-    eager, compiled: memory traffic of elementwise operators.
+    eager, compiled, joint: memory traffic of elementwise operators; `joint` is eager with joint projections.
     moved_logit_bytes: bytes moved per logit, forward and backward.
     recompute: torch's stops before a layer's last matmul and, if selective, saves every second matmul; a complete
         one repeats the full layer or, if selective, attention.
@@ -150,6 +154,7 @@ class TimeProfile:
     attention: Literal["torch", "flash-1", "flash-2"] = "torch"
     eager: ElementwiseBytes = EAGER_FP32_RESIDUAL
     compiled: ElementwiseBytes = COMPILED_FP32_RESIDUAL
+    joint: ElementwiseBytes | None = None
     moved_logit_bytes: float = 36  # cast to fp32, log-softmax and its gradient as separate operators
     recompute: Literal["torch", "complete"] = "torch"
     host: HostOverhead = TORCH_HOST
@@ -166,7 +171,7 @@ TIME_PROFILES = {
     # Autocast reads fp32 weights and writes 16-bit ones. An 8B model that is predicted to fill 0.887 of an H200 was not
     # slow. A fuller device was not measured.
     "trimaran": replace(
-        _TORCHTITAN, eager=EAGER_16_BIT_RESIDUAL, compiled=COMPILED_16_BIT_RESIDUAL,
+        _TORCHTITAN, eager=EAGER_16_BIT_RESIDUAL, compiled=COMPILED_16_BIT_RESIDUAL, joint=EAGER_JOINT,
         host=TRIMARAN_HOST, parameter_bytes=ParameterBytes(cast=6), crowded_fraction=0.89, update="kernel",
     ),
     "torchtitan": replace(_TORCHTITAN, attention="flash-2"),

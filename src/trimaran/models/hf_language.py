@@ -7,7 +7,7 @@ from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show, unknown_network
 from trimaran.models.hf_experts import experts_of
-from trimaran.models.outline import Latent, OutlineLayer, Tower
+from trimaran.models.outline import Latent, LayerOperators, OutlineLayer, Tower, with_operators
 from trimaran.models.validate_spec import MOST_LAYERS
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -23,6 +23,9 @@ LOGIT_SCALING_FIELDS = (
     "lm_head_multiplier", "output_multiplier",
 )  # fmt: skip
 LOGIT_SCALING_FAMILIES = ("cohere", "granite", "hyperclovax")  # these always scale them, if only by 1
+# Families that transformers (5.22) has no SDPA for: their own attention keeps the scores of every layer. HF_LAUNCHES.
+EAGER_FAMILIES = frozenset({"bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm"})
+EAGER_ATTENTION = LayerOperators(launches=150, keeps_scores=True)
 NEEDED = {"width": HIDDEN, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCAB}
 
 Switch = bool | str
@@ -140,6 +143,8 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
     _refuse_unsupported(fields, traits, kind)
     layers = fields.size(*LAYERS, most=MOST_LAYERS)
     layer = _layer(fields, traits)
+    if kind in EAGER_FAMILIES:
+        layer = with_operators(layer, EAGER_ATTENTION)
     experts = experts_of(fields, layer.ffn)
     windows, sparse = _windows(fields, layers), _sparse(fields, layers) if experts else [False] * layers
     extra = _ODD_EXTRAS.get(kind, lambda _: 0)

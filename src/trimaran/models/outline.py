@@ -23,6 +23,26 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOperators:
+    """The operators of a layer that is not one of our decoder, on a GPU and outside compiled code.
+
+    `launches` are the kernels of its forward and backward. `norm_bytes` are saved per hidden feature by both norms in
+    16-bit precision, and `residual_bytes` moved, 0 for those of a decoder layer; `activation_bytes` are moved per
+    feature between the two matmuls of its feed-forward. A `rotary` layer rotates its queries and keys. The scores of a
+    `biased` one have a bias of their own; otherwise attention stays inside the images of a batch. Eager attention
+    `keeps_scores`, a value for each pair of positions and head.
+    """
+
+    launches: int
+    norm_bytes: int = 0
+    residual_bytes: int = 0
+    activation_bytes: int = 4
+    rotary: bool = False
+    biased: bool = False
+    keeps_scores: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutlineLayer:
     """One transformer block: attention, then a feed-forward or experts. Without heads it is only a feed-forward.
 
@@ -47,6 +67,11 @@ class OutlineLayer:
     @property
     def adapter(self) -> LayerAdapter | None:
         """The adapters of the layer. An `AdaptedLayer` has some."""
+        return None
+
+    @property
+    def operators(self) -> LayerOperators | None:
+        """The operators of the layer, unless they are those of a decoder layer. A `TowerLayer` has some."""
         return None
 
     @property
@@ -132,16 +157,38 @@ class AdaptedLayer(OutlineLayer):
     """A frozen layer with adapters."""
 
     layer_adapter: LayerAdapter
+    own_operators: LayerOperators | None = None
 
     @property
     def adapter(self) -> LayerAdapter:
         return self.layer_adapter
 
+    @property
+    def operators(self) -> LayerOperators | None:
+        return self.own_operators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerLayer(OutlineLayer):
+    """A layer of a vision tower or of a perception model, which has operators of its own."""
+
+    own_operators: LayerOperators
+
+    @property
+    def operators(self) -> LayerOperators:
+        return self.own_operators
+
+
+def with_operators(layer: OutlineLayer, operators: LayerOperators) -> TowerLayer:
+    """Return the layer with operators of its own."""
+    return TowerLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)},
+                      own_operators=operators)  # fmt: skip
+
 
 def adapted(layer: OutlineLayer, adapter: LayerAdapter) -> AdaptedLayer:
     """Return the layer with adapters."""
     return AdaptedLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)},
-                        layer_adapter=adapter)  # fmt: skip
+                        layer_adapter=adapter, own_operators=layer.operators)  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -184,6 +231,7 @@ class Opaque:
     """A block of which only totals are known: the traced cost of one sample, in the block's own precision.
 
     `saved_bytes` are saved for backward, `moved_bytes` are read and written, `output_bytes` pass to the next block.
+    Norms over large groups read `norm_row_bytes` one after another, whatever the number of samples.
     Only data and pipeline parallelism can split it.
     """
 
@@ -194,6 +242,7 @@ class Opaque:
     moved_bytes: Bytes
     output_bytes: Bytes
     num_kernels: int = 1
+    norm_row_bytes: int = 0
 
     def flops(self, positions: int, length: int) -> Flops:
         """Return the FLOPs of a forward over one sample, as traced."""

@@ -9,7 +9,7 @@ from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
 from trimaran.core.scene_rules import GROUND, OBJECTS, SceneRules
 from trimaran.core.user_folders import expand_user
 from trimaran.models.json_file import read_json
-from trimaran.models.outline import Opaque, Outline, OutlineLayer, Tower
+from trimaran.models.outline import LayerOperators, Opaque, Outline, Tower, TowerLayer
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 
 MODEL_TYPE = "trimaran_perception"
@@ -17,8 +17,16 @@ MAX_CONFIG_BYTES = 1_000_000
 POINT_FEATURES = 6  # x, y, z, intensity, and the offset within the cell (2)
 BOX_OUTPUTS = 8  # offset of the centre within its cell (2), height, three sizes, and sine and cosine of the yaw
 GROUPS = 8  # of GroupNorm
-POINTS_A_CELL = 4  # on average, for the cost model
+# For the cost model: points of a simulated scene, and at most so many in a cell on average.
+NUM_POINTS, POINTS_A_CELL = 2500, 4
+# A fusion layer, as traced on one H200 (torch 2.11): its residual stream and what its norms save are fp32.
+FUSION = LayerOperators(launches=90, norm_bytes=8, residual_bytes=96, biased=True)
 LARGEST = 1 << 16  # for any number in a shape
+
+# Kernels of the forward of a convolution with a norm and a ReLU, casts included: half as many without.
+LAUNCHES = 16
+# Bytes that a convolution moves per element of its input and of its output, with a norm and without (counted).
+MOVED_IN, MOVED_OUT, MOVED_PLAIN = 10, 26, 6
 
 _CONVOLUTIONS = ("conv1", "norm1", "conv2", "norm2", "skip")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -195,15 +203,15 @@ def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
 def perception_outline(spec: PerceptionSpec) -> Outline:
     """Return the outline. Cameras, LiDAR and heads are convolutions, given to the planner as totals."""
     cells, hidden = spec.cells * spec.cells, spec.hidden
-    layer = OutlineLayer(
-        hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads, ffn=spec.ffn,
-        gated=False, causal=False, extras=4 * hidden,
+    layer = TowerLayer(
+        own_operators=FUSION, hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads,
+        ffn=spec.ffn, gated=False, causal=False, extras=4 * hidden,
     )  # fmt: skip
     queries = _elementwise("queries", cells * hidden + 2 * hidden, cells, hidden)
     heads = _merged("heads", [
         part
         for outputs in (spec.num_heats + BOX_OUTPUTS, spec.num_grounds)
-        for part in (_convolution(cells, hidden, hidden), _convolution(cells, hidden, outputs, kernel=1, bias=True))
+        for part in (_convolution(cells, hidden, hidden), _with_bias(cells, hidden, outputs))
     ])  # fmt: skip
     towers = (
         Tower(name="camera", runs=_camera(spec), hidden=spec.camera_widths[-1], positions=spec.num_tokens),
@@ -219,18 +227,20 @@ def perception_outline(spec: PerceptionSpec) -> Outline:
 
 def _camera(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
     positions, in_channels = spec.cameras * (spec.height // 2) * (spec.width // 2), spec.camera_widths[0]
-    blocks = [_merged("camera stem", [_convolution(positions, 3, in_channels)])]
+    blocks = [_merged("camera stem", [_convolution(positions, 3, in_channels, images=spec.cameras, stride=2)])]
     for number, out_channels in enumerate(spec.camera_widths):
         positions //= 4 if number else 1
         parts = [
-            _convolution(positions, in_channels, out_channels),
-            _convolution(positions, out_channels, out_channels),
+            _convolution(positions, in_channels, out_channels, images=spec.cameras, stride=2 if number else 1),
+            _convolution(positions, out_channels, out_channels, images=spec.cameras),
         ]
         if in_channels != out_channels or number:
-            parts.append(_convolution(positions, in_channels, out_channels, kernel=1, normed=False))
+            parts.append(
+                _convolution(positions, in_channels, out_channels, kernel=1, images=0, stride=2 if number else 1)
+            )
         blocks.append(_merged(f"camera layer {number}", parts))
         in_channels = out_channels
-    proj = _convolution(positions, in_channels, spec.hidden, kernel=1, normed=False)
+    proj = _convolution(positions, in_channels, spec.hidden, kernel=1, images=0)
     blocks.append(
         _merged("camera neck", [proj, _elementwise("", (positions + 2) * spec.hidden, positions, spec.hidden)])
     )
@@ -239,25 +249,37 @@ def _camera(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
 
 def _lidar(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
     cells, hidden = spec.cells * spec.cells, spec.hidden
-    points = POINTS_A_CELL * cells
-    mlp = [_convolution(points, POINT_FEATURES, hidden, kernel=1), _convolution(points, hidden, hidden, kernel=1)]
+    points = min(NUM_POINTS, POINTS_A_CELL * cells)
+    mlp = [_convolution(points, each, hidden, kernel=1, images=points) for each in (POINT_FEATURES, hidden)]
     stem = _merged("lidar stem", [*mlp, _elementwise("", 0, cells, hidden)])
     layer = _merged("lidar layer", [_convolution(cells, hidden, hidden)] * 2)
     return (stem, 1), (layer, spec.lidar_layers)
 
 
 def _convolution(
-    positions: int, in_channels: int, out_channels: int, *, kernel: int = 3, normed: bool = True, bias: bool = False
+    positions: int, in_channels: int, out_channels: int, *, kernel: int = 3, stride: int = 1, images: int = 1
 ) -> Opaque:
-    """Return a convolution at each of `positions`, followed by a norm and a ReLU; each saves its input."""
-    weights = in_channels * out_channels * kernel * kernel
-    tensors = 3 if normed else 1
+    """Return a convolution at each of the `positions` of so many images, then a norm and a ReLU; 0 images: no norm.
+
+    It saves a 16-bit copy of its input, the norm its input in fp32, and the ReLU its result. Traffic is that of the
+    kernels on a GPU, a third of forward and backward: casts, changes of layout, the norm, and the ReLU.
+    """
+    weights, normed = in_channels * out_channels * kernel * kernel, images > 0
+    inputs = positions * stride * stride * in_channels
+    moved = MOVED_IN * inputs + (MOVED_OUT if normed else MOVED_PLAIN) * positions * out_channels
     return Opaque(
-        name="", parameters=weights + 2 * out_channels * normed * (not bias) + out_channels * bias,
-        sample_flops=Flops(2.0 * positions * weights), saved_bytes=Bytes(4 * positions * out_channels * tensors),
-        moved_bytes=Bytes(4 * positions * (in_channels + 2 * out_channels * tensors)),
-        output_bytes=Bytes(4 * positions * out_channels), num_kernels=tensors,
+        name="", parameters=weights + 2 * out_channels * normed,
+        sample_flops=Flops(2.0 * positions * weights),
+        saved_bytes=Bytes(2 * inputs + 8 * positions * out_channels * normed),
+        moved_bytes=Bytes(moved),
+        output_bytes=Bytes(4 * positions * out_channels), num_kernels=LAUNCHES if normed else LAUNCHES // 2,
+        norm_row_bytes=4 * positions * out_channels // (min(GROUPS, out_channels) * images) if normed else 0,
     )  # fmt: skip
+
+
+def _with_bias(positions: int, in_channels: int, out_channels: int) -> Opaque:
+    plain = _convolution(positions, in_channels, out_channels, kernel=1, images=0)
+    return replace(plain, parameters=plain.parameters + out_channels)
 
 
 def _elementwise(name: str, parameters: int, positions: int, features: int) -> Opaque:
@@ -278,4 +300,5 @@ def _merged(name: str, parts: list[Opaque]) -> Opaque:
         moved_bytes=Bytes(sum(each.moved_bytes for each in parts)),
         output_bytes=parts[-1].output_bytes,
         num_kernels=sum(each.num_kernels for each in parts),
+        norm_row_bytes=sum(each.norm_row_bytes for each in parts),
     )

@@ -19,7 +19,9 @@ class VisionLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = (each.to(input.dtype) for each in (self.weight, self.bias))
-        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+        # The kernel accumulates in fp32. Autocast would cast its input before and its output after, and save the cast.
+        with torch.autocast(input.device.type, enabled=False):
+            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 def norm_of(spec: VisionSpec, width: int) -> nn.Module:

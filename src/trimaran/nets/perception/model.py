@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trimaran.core.scene_rules import CAMERA_METRES, SceneRules
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.nets.attention_context import Context
+from trimaran.nets.moe import as_autocast
 from trimaran.nets.perception.layers import (
     CameraNeck,
     CameraStem,
@@ -62,7 +63,8 @@ class Perception(nn.Module):
                 cells = block(inputs["points"], inputs["point_rows"], len(inputs["cameras"]))
             elif name.startswith("fusion.layers."):
                 if bias is None:
-                    bias = camera_bias(self.spec.scenes(), self.spec.grid, camera.device, inputs.get("rig"))
+                    placed = camera_bias(self.spec.scenes(), self.spec.grid, camera.device, inputs.get("rig"))
+                    bias = as_autocast(placed)
                 cells = block(cells, camera, bias)
             else:
                 cells = block(cells)

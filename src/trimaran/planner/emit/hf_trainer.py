@@ -4,6 +4,7 @@ import shlex
 from typing import Any
 
 from trimaran.core import Plan, Recipe, TrainSection
+from trimaran.models import OutlineLayer
 from trimaran.planner.emit.accelerate import fsdp_notes, parallelism, refuse_for_torch, reshards
 from trimaran.planner.emit.deepspeed import full_config, refuse_for_deepspeed
 from trimaran.planner.emit.emission import (
@@ -72,7 +73,7 @@ def main() -> None:
     name = os.environ["MODEL"]
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa", dtype="{dtype}")
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="{attention}", dtype="{dtype}")
 {wrap}    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     Trainer(model, args, data_collator=collate, train_dataset=chunks(tokenizer)).train()
 
@@ -122,7 +123,15 @@ def script(plan: Plan, question: Question) -> str:
         imports=PEFT_IMPORT * has_adapter,
         wrap=PEFT_WRAP * has_adapter,
         dtype=DTYPES[plan.precision] if has_adapter else "float32",
+        attention="eager" if keeps_scores(question) else "sdpa",
     )
+
+
+def keeps_scores(question: Question) -> bool:
+    """Return whether transformers has only eager attention for the model."""
+    runs = question.outline.main.runs if question.outline else ()
+    operators = (block.operators for block, _ in runs if isinstance(block, OutlineLayer))
+    return any(each is not None and each.keeps_scores for each in operators)
 
 
 def notes(plan: Plan) -> list[str]:

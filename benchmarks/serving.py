@@ -2,7 +2,7 @@
 
 usage: python benchmarks/serving.py OUT.jsonl [--shape 1b] [--users 64] [--rate 20] [--requests 200]
                                     [--ways trimaran,static,continuous] [--loads burst,equal,poisson]
-                                    [--quantise fp8] [--eager] [--rounds 2]
+                                    [--quantise fp8] [--eager] [--no-overlap] [--rounds 2]
        python benchmarks/serving.py OUT.jsonl --shape cpu --users 16
        python benchmarks/serving.py --table OUT.jsonl [MORE.jsonl ...]
 
@@ -123,11 +123,12 @@ def our_engine(spec: ModelSpec, device: torch.device, options: argparse.Namespac
     cache = PagedCache(tokens // page_size, page_size)
     settings = EngineSettings(max_running=max(options.users, 256) if on_gpu else options.users)
     dtype = torch.bfloat16 if on_gpu else torch.float32
+    traits = RunnerTraits(overlaps=on_gpu and not options.no_overlap)
     if not on_gpu or options.eager:
-        return BatchingEngine(ModelRunner(network, device, dtype, cache, RunnerTraits()), settings)
+        return BatchingEngine(ModelRunner(network, device, dtype, cache, traits), settings)
     from trimaran.infer.engine.decode_graphs import GraphRunner  # noqa: PLC0415
 
-    runner = GraphRunner(network, device, dtype, cache, RunnerTraits())
+    runner = GraphRunner(network, device, dtype, cache, traits)
     start = time.perf_counter()
     count = runner.capture(settings.max_running, settings.max_step_tokens)
     print(f"{count} graphs captured in {time.perf_counter() - start:.1f} s", flush=True)
@@ -266,6 +267,7 @@ def main() -> None:
     parser.add_argument("--loads", default="")
     parser.add_argument("--quantise", default="")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cache-tokens", type=int, default=262144)
     options = parser.parse_args()
@@ -283,7 +285,7 @@ def run(way: str, options: argparse.Namespace, device: torch.device) -> None:
     spec = replace(SPECS[options.shape], max_seq_len=min(MAX_LENGTH, SPECS[options.shape].max_seq_len))
     measure = measure_of(way, spec, device, options)
     if way in ("trimaran", "one-by-one"):
-        name = options.quantise or ("eager" if options.eager else "")
+        name = options.quantise or ("eager" if options.eager else "") or ("no overlap" if options.no_overlap else "")
         label = f"{way} {name}".strip()
         for load in loads_of(options, spec.vocab, seed=7).values():  # compiles what no graph has
             measure([replace(each, tokens=min(each.tokens, 8), arrival=0.0) for each in load])

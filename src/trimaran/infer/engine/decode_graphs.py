@@ -6,7 +6,7 @@ other steps have room for parts of prompts, too.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimaran.infer.engine.chosen_tokens import PendingTokens, chosen_or_given
 from trimaran.infer.engine.engine_batch import LAST, NOTHING, EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
+from trimaran.infer.engine.token_choice import TokenChooser, likeliest_tokens, moved
 from trimaran.infer.serving_layers import join_projections
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
@@ -49,15 +51,32 @@ class GraphRunner(ModelRunner):
         """Joins projections. From now on the weights must stay where they are: graphs have their addresses."""
         join_projections(network)
         super().__init__(network, device, dtype, cache, traits)
-        self._graphs = EngineGraphs(self)
+        self._graphs = EngineGraphs(self, self._chosen.tokens)
 
     def run(self, batch: EngineBatch) -> StepLogits:
         """See `Runner`. The logits are valid until the next step."""
+        if not self._replayed(batch):
+            return super().run(batch)
+        with torch.inference_mode():
+            return StepLogits(self._graphs.wanted_logits(batch))
+
+    def launch(self, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> PendingTokens:
+        """See `LaunchingRunner`. A graph chooses the likeliest tokens itself."""
+        if not self._replayed(batch):
+            return super().launch(batch, choosers)
+        with torch.inference_mode():
+            if self.traits.image_token is not None or any(each and each.sampling.temperature for each in choosers):
+                self._choose(self._graphs.wanted_logits(batch), batch, choosers)
+            return self._chosen.to_host(batch.num_sequences)
+
+    def _replayed(self, batch: EngineBatch) -> bool:
+        """Start a step if a graph computes it; return whether one does."""
         size = self._graphs.size_of(batch)
         with torch.inference_mode(), self.autocast():
-            if size is not None and self._graphs.capture(size):
-                return StepLogits(self._graphs.logits(batch, size))
-        return super().run(batch)
+            if size is None or not self._graphs.capture(size):
+                return False
+            self._graphs.replay(batch, size)
+        return True
 
     def capture(self, max_running: int, max_step_tokens: int = 1024) -> int:
         """Capture the graphs of all steps of this size, so that no request waits for one; return their number."""
@@ -121,8 +140,9 @@ class GraphInputs:
 class EngineGraphs:
     """The CUDA graphs of a runner, and the memory that they share."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, chosen: Tensor) -> None:
+        """`chosen` are the likeliest tokens of the last step's sequences: every graph writes them."""
+        self._runner, self._chosen = runner, chosen
         self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
         self._max_pages = -(-runner.max_length // runner.page_size)
         self._inputs = GraphInputs.allocate(self._max_pages, runner.device)
@@ -143,16 +163,19 @@ class EngineGraphs:
         fits = tokens <= TOKEN_SIZES[-1] and bool(((batch.wants == LAST) | (batch.wants == NOTHING)).all())
         return GraphSize(_up_to(TOKEN_SIZES, tokens)[-1], MAX_SEQUENCES, is_decode=False) if fits else None
 
-    def logits(self, batch: EngineBatch, size: GraphSize) -> Tensor:
-        """Return the fp32 logits that a step wants, [sequences, vocabulary]; they are valid until the next call."""
+    def replay(self, batch: EngineBatch, size: GraphSize) -> None:
+        """Start the graph of a step."""
         self._inputs.copy_from(batch, size, self._steps, self._unused_slot)
         self._steps += 1
         self._graphs[size].replay()
+
+    def wanted_logits(self, batch: EngineBatch) -> Tensor:
+        """Return the fp32 logits that the step wants that was started last; they are valid until the next one."""
         assert self._logits is not None, "a capture allocates it"
         wanted = np.flatnonzero(batch.wants == LAST)
         if len(wanted) == batch.num_sequences:
             return self._logits[: batch.num_sequences]
-        return self._logits.index_select(0, torch.from_numpy(wanted).to(self._logits.device))
+        return self._logits.index_select(0, moved(wanted, self._logits.device))
 
     def capture(self, size: GraphSize) -> bool:
         """Capture the graph of this size, unless it is; return False if the network's steps cannot be captured."""
@@ -166,12 +189,14 @@ class EngineGraphs:
                 logits = self._forward(size)
                 if self._logits is None:
                     self._logits = torch.zeros(MAX_SEQUENCES, logits.shape[-1], device=logits.device)
+                likeliest_tokens(self._logits[: size.sequences])
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
             # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._logits[: size.sequences].copy_(self._forward(size))
+                logits = self._logits[: size.sequences].copy_(self._forward(size))
+                self._chosen[: size.sequences].copy_(likeliest_tokens(logits))
         except Exception as error:  # of any library: the model's own code may do what a capture does not allow
             self._impossible = True
             torch.cuda.synchronize()
@@ -182,23 +207,24 @@ class EngineGraphs:
 
     def _forward(self, size: GraphSize) -> Tensor:
         """Return the logits [sequences, vocabulary] after each sequence's last token, for the inputs on the device."""
-        tokens, sequences, _ = size
+        count, sequences, _ = size
         staged = self._inputs.staged
-        numbers = staged[: 3 * tokens].long().view(3, tokens)
-        starts = staged[3 * tokens + sequences : size.num_inputs]
+        numbers = staged[: 3 * count].long().view(3, count)
+        starts = staged[3 * count + sequences : size.num_inputs]
         extension = PagedExtension(
             cache=self._runner.cache,
             positions=numbers[1][None],
             slots=numbers[2],
             page_tables=self._inputs.tables[:sequences],
-            context_lengths=staged[3 * tokens : 3 * tokens + sequences],
+            context_lengths=staged[3 * count : 3 * count + sequences],
             query_starts=starts,
             kept=None if size.is_decode else (starts[1:] - 1).clamp(min=0).long(),
             query_lengths=(),  # these are known on the device only
             key_lengths=(),
             num_decodes=sequences if size.is_decode else 0,
         )
-        return self._runner.network.extend_pages(extension, {"tokens": numbers[0][None]})[0]
+        tokens = chosen_or_given(numbers[0], self._chosen)
+        return self._runner.network.extend_pages(extension, {"tokens": tokens[None]})[0]
 
 
 def _up_to(sizes: Iterable[int], needed: int) -> list[int]:

@@ -92,6 +92,7 @@ class EngineLoop:
         elif "abort" in message:
             self._engine.abort(message["abort"])
         elif "load" in message:
+            self._engine.finish_launched()  # it may compute a token after a stop id
             assert not self._engine.has_work, "the server waits until nothing runs"
             self._load(TrainedWeights.from_dict(message["load"]))
             self._engine.flush_prefixes()

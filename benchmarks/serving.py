@@ -2,7 +2,7 @@
 
 usage: python benchmarks/serving.py OUT.jsonl [--shape 1b] [--users 64] [--rate 20] [--requests 200]
                                     [--ways trimaran,static,continuous] [--loads burst,equal,poisson]
-                                    [--quantise fp8] [--eager] [--no-overlap] [--rounds 2]
+                                    [--quantise fp8] [--eager] [--no-overlap] [--rounds 2] [--limit SECONDS]
        python benchmarks/serving.py OUT.jsonl --shape cpu --users 16
        python benchmarks/serving.py --table OUT.jsonl [MORE.jsonl ...]
 
@@ -14,8 +14,9 @@ as many with 256 and 256 tokens (64 on a CPU), `poisson` `--requests` requests o
 
 Ways: `trimaran` is our engine in this process (no HTTP), `one-by-one` is it with one request at a time, `static` is
 `transformers.generate` on the whole padded batch, until the longest answer ends; `continuous` is transformers'
-continuous batching. Only tokens that a request asked for count. Static batching has no latencies: its tokens arrive
-together. A round before those that are measured compiles kernels and captures CUDA graphs.
+continuous batching, given up after `--limit` seconds. Only tokens that a request asked for count. Static batching has
+no latencies: its tokens arrive together. A round before those that are measured compiles kernels and captures CUDA
+graphs.
 """
 
 import argparse
@@ -176,32 +177,34 @@ def static_batch(model: Any, load: Sequence[Asked]) -> float:
     return time.perf_counter() - start
 
 
-def continuous_batch(model: Any, load: Sequence[Asked]) -> list[Served]:
-    """Return when the tokens of each request came, with transformers' continuous batching."""
+def continuous_batch(model: Any, load: Sequence[Asked], *, limit: float) -> list[Served]:
+    """Return when the tokens of each request came, with transformers' continuous batching and its own settings."""
     from transformers import GenerationConfig  # noqa: PLC0415
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1024)
     served = [Served(asked.arrival, []) for asked in load]
-    with model.continuous_batching_context_manager(generation_config=config) as manager:
-        for measured in (False, True):
+    with model.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+        print("attention:", model.config._attn_implementation, flush=True)
+        for tokens in (4, None):  # the first round only warms up
             start, added, finished = time.perf_counter(), 0, 0
             while finished < len(load):
                 now = time.perf_counter() - start
+                if now > limit:
+                    raise TimeoutError(f"{finished} of {len(load)} requests were answered in {limit} s")
                 while added < len(load) and load[added].arrival <= now:
-                    wanted = load[added].tokens if measured else 4  # the first round only warms up
-                    manager.add_request(list(load[added].prompt), request_id=f"{measured}-{added}",
-                                        max_new_tokens=wanted, streaming=True)  # fmt: skip
+                    manager.add_request(list(load[added].prompt), request_id=f"{tokens}-{added}",
+                                        max_new_tokens=tokens or load[added].tokens, record_timestamps=True
+                                        )  # fmt: skip
                     added += 1
-                result = manager.get_result(timeout=0.002 if added < len(load) else 5)
+                result = manager.get_result(timeout=0.002 if added < len(load) else 1)
                 if result is None:
                     assert manager.is_running(), "transformers' thread has ended"
                     continue
-                now = time.perf_counter() - start
+                assert result.error is None, result.error
                 number = int(result.request_id.rpartition("-")[2])
-                new = len(result.generated_tokens) - (len(served[number].times) if measured else 0)
-                if measured:
-                    served[number].times += [now] * new
+                served[number].times = [each - start for each in result.timestamps]
                 finished += result.is_finished()
+            print(f"{finished} requests in {time.perf_counter() - start:.1f} s", flush=True)
     return served
 
 
@@ -252,7 +255,7 @@ def measure_of(way: str, spec: ModelSpec, device: torch.device, options: argpars
     model = hf_model(spec, device)
     if way == "static":
         return lambda load: static_figures(load, static_batch(model, load))
-    return lambda load: figures(load, continuous_batch(model, load))
+    return lambda load: figures(load, continuous_batch(model, load, limit=options.limit))
 
 
 def main() -> None:
@@ -269,6 +272,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--cache-tokens", type=int, default=262144)
     options = parser.parse_args()
     if options.table:

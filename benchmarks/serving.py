@@ -2,7 +2,8 @@
 
 usage: python benchmarks/serving.py OUT.jsonl [--shape 1b] [--users 64] [--rate 20] [--requests 200]
                                     [--ways trimaran,static,continuous] [--loads burst,equal,poisson]
-                                    [--quantise fp8] [--eager] [--rounds 2]
+                                    [--quantise fp8] [--eager] [--no-overlap] [--rounds 2] [--limit SECONDS]
+                                    [--static-tokens 300]
        python benchmarks/serving.py OUT.jsonl --shape cpu --users 16
        python benchmarks/serving.py --table OUT.jsonl [MORE.jsonl ...]
 
@@ -14,8 +15,9 @@ as many with 256 and 256 tokens (64 on a CPU), `poisson` `--requests` requests o
 
 Ways: `trimaran` is our engine in this process (no HTTP), `one-by-one` is it with one request at a time, `static` is
 `transformers.generate` on the whole padded batch, until the longest answer ends; `continuous` is transformers'
-continuous batching. Only tokens that a request asked for count. Static batching has no latencies: its tokens arrive
-together. A round before those that are measured compiles kernels and captures CUDA graphs.
+continuous batching, given up after `--limit` seconds. Only tokens that a request asked for count. Static batching has
+no latencies: its tokens arrive together. A round before those that are measured compiles kernels and captures CUDA
+graphs.
 """
 
 import argparse
@@ -100,6 +102,11 @@ def serve(engine: BatchingEngine, load: Sequence[Asked], *, one_by_one: bool = F
         if not engine.has_work:
             time.sleep(max(0.0, min(0.01, load[added].arrival - now)))
             continue
+        if added < len(load) and not one_by_one:  # as the engine's process does, which hears the server meanwhile
+            pause = min(engine.spare_seconds(), load[added].arrival - now)
+            if pause > 0:
+                time.sleep(pause)
+                continue
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
@@ -123,11 +130,14 @@ def our_engine(spec: ModelSpec, device: torch.device, options: argparse.Namespac
     cache = PagedCache(tokens // page_size, page_size)
     settings = EngineSettings(max_running=max(options.users, 256) if on_gpu else options.users)
     dtype = torch.bfloat16 if on_gpu else torch.float32
+    traits = RunnerTraits(overlaps=on_gpu and not options.no_overlap)
     if not on_gpu or options.eager:
-        return BatchingEngine(ModelRunner(network, device, dtype, cache, RunnerTraits()), settings)
+        return BatchingEngine(ModelRunner(network, device, dtype, cache, traits), settings)
     from trimaran.infer.engine.decode_graphs import GraphRunner  # noqa: PLC0415
 
-    runner = GraphRunner(network, device, dtype, cache, RunnerTraits())
+    runner = GraphRunner(network, device, dtype, cache, traits)
+    gc.collect()
+    gc.freeze()  # as the engine's process does
     start = time.perf_counter()
     count = runner.capture(settings.max_running, settings.max_step_tokens)
     print(f"{count} graphs captured in {time.perf_counter() - start:.1f} s", flush=True)
@@ -159,48 +169,55 @@ def hf_model(spec: ModelSpec, device: torch.device) -> Any:
 
 
 @torch.inference_mode()
-def static_batch(model: Any, load: Sequence[Asked]) -> float:
-    """Return the seconds that `transformers.generate` takes for the whole load as one padded batch."""
+def static_batch(model: Any, load: Sequence[Asked], *, most: int = 1 << 20) -> float:
+    """Return the seconds that `transformers.generate` takes for the whole load as one padded batch.
+
+    If answers are longer than `most` tokens, it stops there, and the rest is counted as if it were as fast, although
+    the keys become more: less than the load would take.
+    """
     width = max(len(asked.prompt) for asked in load)
     ids = torch.zeros(len(load), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, asked in enumerate(load):
         ids[row, width - len(asked.prompt) :] = torch.tensor(asked.prompt)
         mask[row, width - len(asked.prompt) :] = 1
-    longest = max(asked.tokens for asked in load)
+    wanted = max(asked.tokens for asked in load)
+    longest = min(wanted, most)
     start = time.perf_counter()
     out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), do_sample=False, pad_token_id=0,
                          max_new_tokens=longest, min_new_tokens=longest)  # fmt: skip
     assert out.cpu().shape[1] == width + longest
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) * wanted / longest
 
 
-def continuous_batch(model: Any, load: Sequence[Asked]) -> list[Served]:
-    """Return when the tokens of each request came, with transformers' continuous batching."""
+def continuous_batch(model: Any, load: Sequence[Asked], *, limit: float) -> list[Served]:
+    """Return when the tokens of each request came, with transformers' continuous batching and its own settings."""
     from transformers import GenerationConfig  # noqa: PLC0415
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1024)
     served = [Served(asked.arrival, []) for asked in load]
-    with model.continuous_batching_context_manager(generation_config=config) as manager:
-        for measured in (False, True):
+    with model.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+        print("attention:", model.config._attn_implementation, flush=True)
+        for tokens in (4, None):  # the first round only warms up
             start, added, finished = time.perf_counter(), 0, 0
             while finished < len(load):
                 now = time.perf_counter() - start
+                if now > limit:
+                    raise TimeoutError(f"{finished} of {len(load)} requests were answered in {limit} s")
                 while added < len(load) and load[added].arrival <= now:
-                    wanted = load[added].tokens if measured else 4  # the first round only warms up
-                    manager.add_request(list(load[added].prompt), request_id=f"{measured}-{added}",
-                                        max_new_tokens=wanted, streaming=True)  # fmt: skip
+                    manager.add_request(list(load[added].prompt), request_id=f"{tokens}-{added}",
+                                        max_new_tokens=tokens or load[added].tokens, record_timestamps=True
+                                        )  # fmt: skip
                     added += 1
-                result = manager.get_result(timeout=0.002 if added < len(load) else 5)
+                result = manager.get_result(timeout=0.002 if added < len(load) else 1)
                 if result is None:
                     assert manager.is_running(), "transformers' thread has ended"
                     continue
-                now = time.perf_counter() - start
+                assert result.error is None, result.error
                 number = int(result.request_id.rpartition("-")[2])
-                new = len(result.generated_tokens) - (len(served[number].times) if measured else 0)
-                if measured:
-                    served[number].times += [now] * new
+                served[number].times = [each - start for each in result.timestamps]
                 finished += result.is_finished()
+            print(f"{finished} requests in {time.perf_counter() - start:.1f} s", flush=True)
     return served
 
 
@@ -250,8 +267,8 @@ def measure_of(way: str, spec: ModelSpec, device: torch.device, options: argpars
         return ours
     model = hf_model(spec, device)
     if way == "static":
-        return lambda load: static_figures(load, static_batch(model, load))
-    return lambda load: figures(load, continuous_batch(model, load))
+        return lambda load: static_figures(load, static_batch(model, load, most=options.static_tokens))
+    return lambda load: figures(load, continuous_batch(model, load, limit=options.limit))
 
 
 def main() -> None:
@@ -266,7 +283,10 @@ def main() -> None:
     parser.add_argument("--loads", default="")
     parser.add_argument("--quantise", default="")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--static-tokens", type=int, default=1 << 20)
+    parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--cache-tokens", type=int, default=262144)
     options = parser.parse_args()
     if options.table:
@@ -283,12 +303,14 @@ def run(way: str, options: argparse.Namespace, device: torch.device) -> None:
     spec = replace(SPECS[options.shape], max_seq_len=min(MAX_LENGTH, SPECS[options.shape].max_seq_len))
     measure = measure_of(way, spec, device, options)
     if way in ("trimaran", "one-by-one"):
-        name = options.quantise or ("eager" if options.eager else "")
+        name = options.quantise or ("eager" if options.eager else "") or ("no overlap" if options.no_overlap else "")
         label = f"{way} {name}".strip()
         for load in loads_of(options, spec.vocab, seed=7).values():  # compiles what no graph has
             measure([replace(each, tokens=min(each.tokens, 8), arrival=0.0) for each in load])
     else:
         label = f"transformers {way}"
+        if way == "static" and options.static_tokens < MAX_LENGTH:
+            label += f", at most: by its first {options.static_tokens} tokens"
         if way == "static":
             measure([replace(each, tokens=8) for each in mixed(options.users, vocabulary=spec.vocab, seed=7)])
     for number in range(options.rounds):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from transformers import (
 
 from tests import hf_models, vlm_models
 from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, NOTHING, EngineBatch
+from trimaran.infer.engine.chosen_tokens import PendingTokens
+from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST, NOTHING, EngineBatch
 from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.infer.engine.model_runner import Runner, RunnerTraits, StepLogits
+from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.infer.engine.token_choice import TokenChooser, choose_on_device
 from trimaran.infer.generate import load_trained
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.trained_model import section_of_folder
@@ -78,9 +81,14 @@ def open_network(folder: Path) -> Network:
     return load_trained(section_of_folder(folder), folder, CPU)
 
 
-def new_engine(network: Network, *, num_pages: int = 64, page_size: int = 4, **settings: Any) -> BatchingEngine:
+def new_engine(
+    network: Network, *, num_pages: int = 64, page_size: int = 4, overlap: bool = False, **settings: Any
+) -> BatchingEngine:
     cache = CacheSettings(max_bytes=1 << 30, max_tokens=num_pages * page_size, page_size=page_size)
     runner = open_runner(network, CPU, torch.float32, cache)
+    if overlap:
+        assert isinstance(runner, ModelRunner)
+        runner = ModelRunner(network, CPU, torch.float32, runner.cache, replace(runner.traits, overlaps=True))
     chosen: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32} | settings
     return BatchingEngine(runner, EngineSettings(**chosen))
 
@@ -158,6 +166,42 @@ class PrefixRunner:
                 if want == ALL or (want not in (NOTHING, EMBEDDING) and is_last):
                     rows.append(int(self.memory[slot]) // 7 % VOCABULARY)
         return StepLogits(torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCABULARY).float())
+
+
+class LateRunner(PrefixRunner):
+    """A runner whose steps are in flight: each is computed when the next one is launched, or its tokens are read."""
+
+    def __init__(self, *args: Any, traits: RunnerTraits | None = None, **fields: Any) -> None:
+        super().__init__(*args, traits=replace(traits or RunnerTraits(), overlaps=True), **fields)
+        self.last: LateTokens | None = None
+        self.num_named = 0  # tokens that a batch has named before they were read
+
+    def launch(self, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> PendingTokens:
+        assert [want == LAST for want in batch.wants] == [each is not None for each in choosers]
+        chosen = self.last.compute() if self.last is not None else []
+        self.num_named += int((batch.tokens < 0).sum())
+        tokens = np.array([chosen[-1 - each] if each < 0 else each for each in batch.tokens.tolist()])
+        assert (tokens >= 0).all(), "a sequence without a token of its own was named"
+        self.last = LateTokens(self, replace(batch, tokens=tokens), [each for each in choosers if each])
+        return self.last
+
+
+class LateTokens(PendingTokens):
+    """The tokens of a step of `LateRunner`."""
+
+    def __init__(self, runner: LateRunner, batch: EngineBatch, choosers: Sequence[TokenChooser]) -> None:
+        super().__init__(torch.full((batch.num_sequences,), -99), None)
+        self._left: tuple[Any, ...] | None = (runner, batch, choosers)
+
+    def compute(self) -> list[int]:
+        if self._left is not None:
+            runner, batch, choosers = self._left
+            self._host[torch.from_numpy(batch.wants == LAST)] = choose_on_device(runner.run(batch).logits, choosers)
+            self._left = None
+        return super().read()
+
+    def read(self) -> list[int]:
+        return self.compute()
 
 
 def mixed(before: int, token: int) -> int:

@@ -20,10 +20,10 @@ SETTINGS = EngineSettings(max_running=4, max_step_tokens=16)
 GREEDY = Sampling(temperature=0.0)
 
 
-def place_of(tp: int, pp: int) -> RankPlace:
+def place_of(tp: int, pp: int, device: str = "cpu") -> RankPlace:
     """Return this forked rank's place, by the environment that `run_ranks` sets."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return RankPlace(rank=int(os.environ["RANK"]), tp=tp, pp=pp, address=address, device=torch.device("cpu"))
+    return RankPlace(rank=int(os.environ["RANK"]), tp=tp, pp=pp, address=address, device=torch.device(device))
 
 
 def served(folder: Path, family: Any = "decoder", **fields: Any) -> ServedModel:
@@ -32,9 +32,9 @@ def served(folder: Path, family: Any = "decoder", **fields: Any) -> ServedModel:
     return ServedModel(section=section, folder=folder, **given)
 
 
-def on_ranks(model: ServedModel, tp: int, pp: int, use: Callable[..., Any], *args: Any) -> Any:
+def on_ranks(model: ServedModel, tp: int, pp: int, use: Callable[..., Any], *args: Any, device: str = "cpu") -> Any:
     """Return what `use(runner, *args)` returns on rank 0; 0 on the others, which end when it is done."""
-    place = place_of(tp, pp)
+    place = place_of(tp, pp, device)
     if place.rank:
         return serve_rank(place, model)
     runner = open_ranked_runner(place, model)

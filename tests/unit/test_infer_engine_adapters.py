@@ -15,7 +15,7 @@ from tests.vlm_models import perturb
 from trimaran.core import AdapterSection, UserError
 from trimaran.infer.engine.adapter_loading import load_adapter, load_peft_folder
 from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.model_runner import output_head
+from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, output_head
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
 from trimaran.models import PRESETS
@@ -58,9 +58,13 @@ def attach(network: Network, name: str) -> None:
                     layer.lora_magnitude.mul_(1 + 0.5 * torch.rand(len(layer.lora_magnitude)))
 
 
-def engine_of(network: Network, bank: AdapterBank | None = None) -> BatchingEngine:
+def engine_of(network: Network, bank: AdapterBank | None = None, *, overlap: bool = False) -> BatchingEngine:
     settings = EngineSettings(max_running=8, max_step_tokens=24)
-    return BatchingEngine(open_runner(network, CPU, torch.float32, CACHE, bank=bank), settings)
+    runner = open_runner(network, CPU, torch.float32, CACHE, bank=bank)
+    if overlap:
+        assert isinstance(runner, ModelRunner)
+        runner = ModelRunner(network, CPU, torch.float32, runner.cache, RunnerTraits(overlaps=True), bank)
+    return BatchingEngine(runner, settings)
 
 
 def test_adapters_in_one_batch_are_as_merged_ones_alone() -> None:
@@ -85,7 +89,8 @@ def test_adapters_in_one_batch_are_as_merged_ones_alone() -> None:
         bank.take(name)
     assert network.module.state_dict().keys() == before.keys()
     assert engine.runner.traits.adapters == tuple(SECTIONS)
-    assert tokens_of(answers_of(engine, requests, [0, 0, 0, 1, 1, 1, 2, 2, 3, 3])) == expected
+    for each in (engine, engine_of(network, bank, overlap=True)):
+        assert tokens_of(answers_of(each, requests, [0, 0, 0, 1, 1, 1, 2, 2, 3, 3])) == expected
     only = [each for each in requests if each.adapter == "dora"]
     assert tokens_of(answers_of(engine, only)) == {each.id: expected[each.id] for each in only}
 

@@ -91,9 +91,10 @@ def test_images_and_texts_in_one_batch_get_the_tokens_that_they_get_alone(name: 
     expected = {each.id: alone(network, each) for each in requests}
     assert len({token for row in expected.values() for token in row}) > 4
     largest = max(image.stop - image.first for each in requests for image in each.images)
-    engine = new_engine(network, num_pages=26, max_running=4, max_step_tokens=4 + largest)
-    assert tokens_of(answers_of(engine, requests, [0, 1, 1, 2, 9])) == expected
-    assert engine.stats().prefix_hit_tokens > 0
+    for overlap in (False, True):
+        engine = new_engine(network, num_pages=26, max_running=4, max_step_tokens=4 + largest, overlap=overlap)
+        assert tokens_of(answers_of(engine, requests, [0, 1, 1, 2, 9])) == expected
+        assert engine.stats().prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["llava", pytest.param("qwen2-vl", marks=pytest.mark.slow)])

@@ -68,11 +68,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         assert tokens_of(answers_of(alone, [request])) == {request.id: expected[request.id]}
     # Few pages, short steps, arrivals in between: prompts in parts, preemption and shared prefixes.
     arrivals = [random.Random(3).randint(0, 8) for _ in requests]
-    crowded = new_engine(network, num_pages=13, max_step_tokens=11)
-    assert tokens_of(answers_of(crowded, requests, arrivals)) == expected
-    stats = crowded.stats()
-    assert stats.preemptions > 0
-    assert stats.prefix_hit_tokens > 0
+    for overlap in (False, True):
+        crowded = new_engine(network, num_pages=13, max_step_tokens=11, overlap=overlap)
+        assert tokens_of(answers_of(crowded, requests, arrivals)) == expected
+        stats = crowded.stats()
+        assert stats.preemptions > 0
+        assert stats.prefix_hit_tokens > 0
     together = new_engine(network, max_step_tokens=256, reuse_prefixes=False)
     assert tokens_of(answers_of(together, requests)) == expected
 
@@ -110,7 +111,8 @@ def sampled_alone(network: Network, prompt: tuple[int, ...], sampling: Sampling,
     return list(Generation(model, prompt, TokenSampler(sampling), max_tokens=count))
 
 
-def test_a_seed_gives_the_same_tokens_alone_batched_and_after_a_restart(llama: Network) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_seed_gives_the_same_tokens_alone_batched_and_after_a_restart(llama: Network, overlap: bool) -> None:
     limits = [(0, 1.0), (9, 1.0), (0, 0.8), (20, 0.9), (0, 1.0), (3, 0.5)]
     rules = [Sampling(temperature=1.0, top_k=k, top_p=p, seed=seed) for seed, (k, p) in enumerate(limits)]
     prompts = random_prompts(len(rules), seed=2)
@@ -118,7 +120,7 @@ def test_a_seed_gives_the_same_tokens_alone_batched_and_after_a_restart(llama: N
                 for number, (prompt, rule) in enumerate(zip(prompts, rules, strict=True))}  # fmt: skip
     requests = [replace(each, sampling=rule) for each, rule in zip(requests_of(prompts, [18] * len(rules)), rules,
                                                                     strict=True)]  # fmt: skip
-    engine = new_engine(llama, num_pages=14, max_step_tokens=12)
+    engine = new_engine(llama, num_pages=14, max_step_tokens=12, overlap=overlap)
     assert tokens_of(answers_of(engine, requests, [0, 0, 1, 4, 4, 6])) == expected
     assert engine.stats().preemptions > 0
     resumed = [replace(each, generated=tuple(expected[each.id][:7])) for each in requests]
@@ -172,7 +174,8 @@ def test_embeddings_are_the_mean_of_the_last_layers_outputs(llama: Network) -> N
     hook.remove()
 
 
-def test_nan_ends_its_own_request_and_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nan_ends_its_own_request_and_no_other(overlap: bool, tmp_path: Path) -> None:
     network = open_network(save_model("llama", tmp_path))
     requests = requests_of([(9, 8, 7, 6, 5), (9, 7, 3), (4, 3, 2, 1), (1, 2, 3)], [12] * 4)
     expected = tokens_of(answers_of(new_engine(network), requests))
@@ -182,7 +185,7 @@ def test_nan_ends_its_own_request_and_no_other(tmp_path: Path) -> None:
     with torch.no_grad():
         module.embed_tokens.weight[damaged] = float("nan")
     # All pages are used again after the damaged request has ended.
-    engine = new_engine(network, num_pages=10)
+    engine = new_engine(network, num_pages=10, overlap=overlap)
     outputs = answers_of(engine, requests, [0, 0, 0, 4])
     assert [each.finish for each in outputs["1"]] == ["error"]
     assert "NaN" in outputs["1"][0].error

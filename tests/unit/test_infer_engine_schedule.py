@@ -1,5 +1,6 @@
 """The engine with a runner that only remembers prefixes: whatever comes together, each request gets its own tokens."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engine_models import (
     GREEDY,
     VOCABULARY,
+    LateRunner,
     PrefixRunner,
     answers_of,
     check_runner,
@@ -23,6 +25,7 @@ from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.engine_request import EngineRequest
 from trimaran.infer.engine.model_runner import RunnerTraits
 from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.infer.engine.step_pace import StepPace
 from trimaran.infer.next_token import PlacedImage
 
 IMAGE = VOCABULARY - 1
@@ -51,16 +54,19 @@ TEXTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(texts=TEXTS, num_pages=st.integers(12, 24), page_size=st.integers(2, 4), max_running=st.integers(1, 4),
-       budget=st.integers(5, 20), reuse=st.booleans())  # fmt: skip
+       budget=st.integers(5, 20), reuse=st.booleans(), late=st.booleans())  # fmt: skip
 def test_every_request_ends_with_its_own_tokens_whatever_comes_together(
-    texts: list[Any], num_pages: int, page_size: int, max_running: int, budget: int, reuse: bool
+    texts: list[Any], num_pages: int, page_size: int, max_running: int, budget: int, reuse: bool, late: bool
 ) -> None:
     shared = tuple(number % 5 for number in range(13))
     prompts = [shared[:common] + tuple(own) for common, own, *_ in texts]
     requests = requests_of(prompts, [tokens for _, _, tokens, *_ in texts])
-    runner = PrefixRunner(num_pages, page_size)
+    # Some end earlier, at a stop id, which is seen one step late if steps overlap.
+    stops = [frozenset(expected_tokens(each, 9)[8:]) if each.max_tokens > 9 else frozenset() for each in requests]
+    requests = [replace(each, stop_ids=ids) for each, ids in zip(requests, stops, strict=True)]
+    runner = (LateRunner if late else PrefixRunner)(num_pages, page_size)
     engine = engine_of(runner, max_running=max_running, max_step_tokens=budget, reuse_prefixes=reuse)
     aborted = {request.id: arrival + wait for request, (*_, arrival, wait) in zip(requests, texts, strict=True)
                if wait > 9}  # fmt: skip
@@ -84,9 +90,11 @@ def test_every_request_ends_with_its_own_tokens_whatever_comes_together(
         found = outputs[request.id]
         assert found == expected_tokens(request, len(found))
         if request.id not in aborted:
-            assert finishes[request.id] in ("length", "context")
+            assert finishes[request.id] in ("length", "context", "stop")
             room = num_pages * page_size + 1 - len(request.prompt)
-            assert len(found) == min(request.max_tokens, room)
+            whole = expected_tokens(request, request.max_tokens)
+            stop = next((number for number, token in enumerate(whole, 1) if token in request.stop_ids), 99)
+            assert len(found) == min(request.max_tokens, room, stop)
 
 
 def test_a_long_prompt_is_computed_beside_the_tokens_of_others() -> None:
@@ -128,8 +136,9 @@ def test_the_youngest_is_preempted_and_goes_on_where_it_was() -> None:
     assert set(ends.values()) == {25}
 
 
-def test_flushed_prefixes_restart_what_runs() -> None:
-    engine = engine_of(runner := PrefixRunner(32, 4))
+@pytest.mark.parametrize("kind", [PrefixRunner, LateRunner])
+def test_flushed_prefixes_restart_what_runs(kind: type[PrefixRunner]) -> None:
+    engine = engine_of(runner := kind(32, 4))
     (request,) = requests_of([tuple(range(9))], [8])
     engine.add(request)
     found = [output.token for _ in range(4) for output in engine.step()]
@@ -153,6 +162,59 @@ def test_an_abort_frees_the_pages_now() -> None:
     assert (engine.stats().running, engine.stats().waiting, engine.stats().pages_used) == (0, 0, 0)
     assert not engine.has_work
     assert engine.step() == []
+
+
+def test_steps_in_flight_name_the_tokens_of_the_step_before_and_compute_none_twice() -> None:
+    requests = requests_of([(1, 2, 3), (4,) * 9, (5,)], [9, 6, 1])
+    plain, late = PrefixRunner(32, 4), LateRunner(32, 4)
+    found = [tokens_of(answers_of(engine_of(each), requests, [0, 1, 3])) for each in (plain, late)]
+    assert found[0] == found[1] == {each.id: expected_tokens(each, each.max_tokens) for each in requests}
+    computed = [[batch.sequences.tolist() for batch in each.batches] for each in (plain, late)]
+    assert computed[0] == computed[1]  # lengths are known before: the same steps, none for a token too many
+    assert late.num_named == 8 + 5
+
+
+def test_the_token_after_a_stop_id_is_dropped_and_its_page_is_free() -> None:
+    (request,) = requests_of([(5, 6, 7)], [30])
+    whole = expected_tokens(request, 30)
+    runner = LateRunner(32, 4)
+    engine = engine_of(runner)
+    engine.add(replace(request, stop_ids=frozenset({whole[5]})))
+    found = []
+    while not found or not found[-1].finish:
+        found += engine.step()
+    assert [each.token for each in found] == whole[: whole.index(whole[5]) + 1]
+    assert engine.stats().pages_used == engine.stats().running == 0
+    assert engine.has_work  # the token after it is still computed
+    assert engine.step() == []
+    assert not engine.has_work
+    assert engine.stats().generated_tokens == len(found)
+    assert sum(batch.num_tokens for batch in runner.batches) == len(request.prompt) + len(found)
+
+
+def test_a_request_that_needs_the_host_makes_steps_wait_and_later_ones_overlap_again() -> None:
+    runner = LateRunner(64, 4)
+    engine = engine_of(runner)
+    requests = requests_of([(1, 2), (3, 4, 5)], [20, 4])
+    requests[1] = replace(requests[1], logprobs=1)
+    outputs = answers_of(engine, requests, [0, 5])
+    assert tokens_of(outputs) == {each.id: expected_tokens(each, each.max_tokens) for each in requests}
+    assert all(each.logprob is not None for each in outputs["1"])
+    assert 10 < runner.num_named < 17  # all but the first, those beside the second request, and one after them
+
+
+def test_an_aborted_request_in_flight_leaves_nothing_and_its_id_is_free() -> None:
+    engine = engine_of(LateRunner(32, 4))
+    first, second = requests_of([(1, 2, 3), (9, 8)], [9, 4])
+    engine.add(first)
+    engine.step()
+    engine.step()
+    engine.abort(first.id)
+    assert engine.stats().pages_used == 0
+    engine.add(again := replace(second, id=first.id))
+    found = [output.token for _ in range(9) for output in engine.step()]
+    assert found == expected_tokens(again, 4)
+    assert not engine.has_work
 
 
 def test_an_answer_that_an_earlier_engine_began_goes_on() -> None:
@@ -245,3 +307,23 @@ def test_a_request_that_can_never_run_is_refused() -> None:
     assert not engine.has_work
     with pytest.raises(UserError, match="E001"):
         EngineSettings(max_running=8, max_step_tokens=8)
+
+
+def test_the_next_step_may_wait_for_requests_only_during_the_first_part_of_one_in_flight() -> None:
+    pace = StepPace()
+    now = time.perf_counter()
+    assert pace.spare_seconds(8, now) <= 0  # nothing is known
+    pace.ended(8, now - 100)
+    later = time.perf_counter()
+    assert 50 < pace.spare_seconds(8, later) < 61
+    assert 50 < pace.spare_seconds(8, later - 70) < 61  # it began when the one before it ended
+    assert pace.spare_seconds(999, later) <= 0  # of another size
+    pace.ended(8, time.perf_counter())  # a shorter one counts at once
+    assert pace.spare_seconds(8, time.perf_counter()) < 10
+    engine = engine_of(LateRunner(32, 4))
+    (request,) = requests_of([(1, 2, 3)], [4])
+    engine.add(request)
+    assert engine.spare_seconds() == 0  # nothing is in flight
+    while engine.has_work:
+        engine.step()
+    assert engine.spare_seconds() == 0

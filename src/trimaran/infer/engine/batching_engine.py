@@ -1,5 +1,10 @@
-"""The engine: takes requests, computes steps for all of them together, and returns tokens as they come."""
+"""The engine: takes requests, computes steps for all of them together, and returns tokens as they come.
 
+If the runner can, the next step is planned and launched while the device computes this one. Then a stop id is seen one
+step late: the surplus token is dropped. A request that needs the host in each step makes all steps wait for it.
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -10,6 +15,7 @@ from torch import Tensor
 from trimaran.infer.engine.batch_builder import BatchBuilder, part_wants
 from trimaran.infer.engine.block_pool import BlockPool
 from trimaran.infer.engine.check_request import refuse_impossible
+from trimaran.infer.engine.chosen_tokens import MAX_LAUNCHED, PendingTokens
 from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST
 from trimaran.infer.engine.engine_request import (
     EngineFinish,
@@ -19,8 +25,9 @@ from trimaran.infer.engine.engine_request import (
     TopTokens,
 )
 from trimaran.infer.engine.engine_sequence import EngineSequence
-from trimaran.infer.engine.model_runner import Runner, StepLogits
+from trimaran.infer.engine.model_runner import LaunchingRunner, Runner, StepLogits
 from trimaran.infer.engine.scheduler import EngineSettings, ScheduledPart, Scheduler
+from trimaran.infer.engine.step_pace import StepPace
 from trimaran.infer.engine.token_choice import (
     NOT_A_TOKEN,
     TokenChooser,
@@ -50,10 +57,12 @@ class EngineStats:
 class _Answer:
     """What is known of a request's answer besides its tokens."""
 
-    __slots__ = ("chooser", "embedding", "has_prompt_logprobs", "prompt_logprobs", "prompt_top", "sequence")
+    __slots__ = ("chooser", "embedding", "has_left", "has_prompt_logprobs", "prompt_logprobs", "prompt_top",
+                 "sequence")  # fmt: skip
 
     def __init__(self, sequence: EngineSequence, chooser: TokenChooser) -> None:
         self.sequence, self.chooser = sequence, chooser
+        self.has_left = False  # the scheduler has forgotten it: only its last token is awaited
         self.has_prompt_logprobs = False  # complete, and reported
         self.embedding: Tensor | None = None
         self.reset_prompt()
@@ -62,6 +71,19 @@ class _Answer:
         """Forget what is known of the prompt. Nothing comes before its first token."""
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top: list[TopTokens] = [()]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LaunchedStep:
+    """A step in flight: its tokens, and for each that is wanted the answer, its number in the step, and its index.
+
+    It computes `num_tokens`, and was launched at a time of `time.perf_counter`.
+    """
+
+    num_tokens: int
+    launched_at: float
+    tokens: PendingTokens
+    wanted: list[tuple[_Answer, int, int]]
 
 
 class BatchingEngine:
@@ -77,7 +99,12 @@ class BatchingEngine:
         self._make_constraint = make_constraint
         self._answers: dict[str, _Answer] = {}
         self._orders = count()
-        self._early: list[TokenOutput] = []  # of requests that need no step
+        self._early: list[TokenOutput] = []  # known before the next step
+        overlaps = runner.traits.overlaps and settings.max_running <= MAX_LAUNCHED
+        self._launcher = runner if overlaps and isinstance(runner, LaunchingRunner) else None
+        self._launched: _LaunchedStep | None = None
+        self._pace = StepPace()
+        self._on_host: set[str] = set()  # requests that need the host in each step
         self._prompt_tokens = self._generated_tokens = 0
         self.max_length = min(runner.max_length, runner.num_pages * runner.page_size)
         self._scheduler = Scheduler(BlockPool(runner.num_pages), runner.page_size, settings)
@@ -85,7 +112,7 @@ class BatchingEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._answers or self._early)
+        return bool(self._answers or self._early or self._launched)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises UserError if it can never run."""
@@ -100,12 +127,14 @@ class BatchingEngine:
             for token in request.generated:
                 constraint.advance(token)
         sequence = EngineSequence(request, next(self._orders))
-        if request.generated and (finish := self._finish_of(sequence, request.generated[-1])):
+        if request.generated and (finish := self._finish_of(request, request.generated[-1], len(sequence.tokens))):
             self._early.append(TokenOutput(request=request.id, finish=finish))
             return
         chooser = TokenChooser(request.sampling, constraint, num_drawn=len(request.generated))
         answer = self._answers[request.id] = _Answer(sequence, chooser)
         answer.has_prompt_logprobs = bool(request.generated)  # they came with the first token
+        if _needs_host(request):
+            self._on_host.add(request.id)
         self._scheduler.add(sequence)
         self._prompt_tokens += sequence.num_prompt
 
@@ -115,21 +144,82 @@ class BatchingEngine:
             self._remove(request_id)
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step, and return what is new; nothing if there was nothing to do, or only parts of prompts."""
+        """Compute one step, and return what is new; nothing if there was nothing to do, or only parts of prompts.
+
+        With a runner that overlaps steps, this launches a step and returns what the step before it has computed.
+        """
+        if self._launcher is not None and not self._on_host:
+            early, self._early = self._early, []
+            before, self._launched = self._launched, self._launch(self._launcher)
+            return [*early, *self._read(before)]
+        self.finish_launched()
         early, self._early = self._early, []
+        return [*early, *self._run()]
+
+    def finish_launched(self) -> None:
+        """Wait for the step in flight, if there is one. What it has computed comes with the next `step`."""
+        before, self._launched = self._launched, None
+        self._early += self._read(before)
+
+    def spare_seconds(self) -> float:
+        """Return how long to wait for more requests before the next `step`, while the device is busy; 0: not at all.
+
+        Requests that come within that time are part of the next step.
+        """
+        step = self._launched
+        return 0.0 if step is None else max(0.0, self._pace.spare_seconds(step.num_tokens, step.launched_at))
+
+    def _run(self) -> list[TokenOutput]:
+        """Plan a step, compute it, and return what is new."""
         parts = self._scheduler.plan()
         if not parts:
-            return early
+            return []
         wants = [part_wants(part, has_prompt_logprobs=self._answer(part).has_prompt_logprobs) for part in parts]
         result = self.runner.run(self._builder.build(parts, self._scheduler.take_ended(), wants))
         starts = [part.sequence.num_computed for part in parts]
         self._scheduler.commit(parts)
         outputs = self._embedding_outputs(parts, wants, result)
         rows = self._rows_to_choose(parts, wants, starts, result.logits)
-        return [*early, *outputs, *self._token_outputs(rows, result.logits)]
+        return [*outputs, *self._token_outputs(rows, result.logits)]
+
+    def _launch(self, launcher: LaunchingRunner) -> _LaunchedStep | None:
+        """Plan a step and launch it. Its tokens are numbers of themselves until they are read."""
+        parts = self._scheduler.plan()
+        if not parts:
+            return None
+        wants = [part_wants(part, has_prompt_logprobs=True) for part in parts]
+        answers = [self._answer(part) if want == LAST else None for part, want in zip(parts, wants, strict=True)]
+        batch = self._builder.build(parts, self._scheduler.take_ended(), wants)
+        tokens = launcher.launch(batch, [None if each is None else each.chooser for each in answers])
+        self._scheduler.commit(parts)
+        wanted = []
+        for number, answer in enumerate(answers):
+            if answer is None:
+                continue
+            sequence = answer.sequence
+            wanted.append((answer, number, len(sequence.tokens)))
+            sequence.tokens.append(-1 - number)
+            if self._length_finish(sequence.request, len(sequence.tokens)):
+                # Others may have its pages now: the device computes their steps after this one.
+                self._scheduler.remove(sequence)
+                answer.has_left = True
+        return _LaunchedStep(batch.num_tokens, time.perf_counter(), tokens, wanted)
+
+    def _read(self, step: _LaunchedStep | None) -> list[TokenOutput]:
+        """Wait for a step, and return its tokens. Those of answers that have ended meanwhile are dropped."""
+        if step is None:
+            return []
+        tokens, outputs = step.tokens.read(), []
+        self._pace.ended(step.num_tokens, step.launched_at)
+        for answer, number, index in step.wanted:
+            if self._answers.get(answer.sequence.request.id) is answer:
+                outputs.append(self._with_token(answer, tokens[number], index))
+        self._generated_tokens += len(outputs)
+        return outputs
 
     def flush_prefixes(self) -> None:
         """Reuse no keys and values computed up to now: the weights have changed. Running requests start again."""
+        self.finish_launched()
         self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:
@@ -149,7 +239,10 @@ class BatchingEngine:
         return self._answers[part.sequence.request.id]
 
     def _remove(self, request_id: str) -> None:
-        self._scheduler.remove(self._answers.pop(request_id).sequence)
+        answer = self._answers.pop(request_id)
+        if not answer.has_left:
+            self._scheduler.remove(answer.sequence)
+        self._on_host.discard(request_id)
         self._builder.forget(request_id)
 
     def _embedding_outputs(
@@ -205,7 +298,7 @@ class BatchingEngine:
         logprobs = _wanted_logprobs(answers, tokens, logits)
         self._generated_tokens += len(tokens)
         for number, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
-            outputs.append(self._with_token(answer, token, logprobs.get(number)))
+            outputs.append(self._with_token(answer, token, len(answer.sequence.tokens), logprobs.get(number)))
         return outputs
 
     def _without_token(self, answer: _Answer) -> TokenOutput:
@@ -215,14 +308,17 @@ class BatchingEngine:
         return TokenOutput(request=request.id, finish="length", prompt_logprobs=tuple(answer.prompt_logprobs),
                            prompt_top=tuple(answer.prompt_top))  # fmt: skip
 
-    def _with_token(self, answer: _Answer, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        """Append a token to its sequence, and return the output."""
+    def _with_token(
+        self, answer: _Answer, token: int, index: int, logprobs: TokenLogprobs | None = None
+    ) -> TokenOutput:
+        """Take a token, the one at `index` of its sequence, and return the output."""
         sequence, request = answer.sequence, answer.sequence.request
         if token == NOT_A_TOKEN:
             self._remove(request.id)
             return TokenOutput(request=request.id, finish="error", error=NAN_ERROR)
-        sequence.tokens.append(token)
-        finish = self._finish_of(sequence, token)
+        sequence.put(index, token)
+        self._scheduler.token_known(sequence, index)
+        finish = self._finish_of(request, token, index + 1)
         if finish is not None:
             self._remove(request.id)
         elif answer.chooser.constraint is not None:
@@ -241,13 +337,21 @@ class BatchingEngine:
             prompt_top=of_prompt[1],
         )
 
-    def _finish_of(self, sequence: EngineSequence, token: int) -> EngineFinish | None:
-        """Return why a sequence ends after this token, its last; None if it goes on."""
-        if token in sequence.request.stop_ids:
-            return "stop"
-        if sequence.num_generated >= sequence.request.max_tokens:
+    def _finish_of(self, request: EngineRequest, token: int, length: int) -> EngineFinish | None:
+        """Return why a sequence of this length ends after this token, its last; None if it goes on."""
+        return "stop" if token in request.stop_ids else self._length_finish(request, length)
+
+    def _length_finish(self, request: EngineRequest, length: int) -> EngineFinish | None:
+        """Return why a sequence ends at this length, whatever its last token is; None if it may go on."""
+        if length - len(request.prompt) >= request.max_tokens:
             return "length"
-        return "context" if len(sequence.tokens) > self.max_length else None
+        return "context" if length > self.max_length else None
+
+
+def _needs_host(request: EngineRequest) -> bool:
+    """Return whether the host needs a step's logits, or its token, before the next step can be launched."""
+    asks = request.logprobs is not None or request.prompt_logprobs or request.embed
+    return asks or request.grammar is not None or not request.max_tokens
 
 
 def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:

@@ -26,6 +26,7 @@ class StepImages:
 class EngineBatch:
     """N new tokens of S sequences side by side, i64 arrays on the host. Sequences with one new token come first.
 
+    A token -1 - s is the one that sequence s of the step before has chosen, and that only the device knows.
     Sequence s has the tokens from `query_starts[s]` to `query_starts[s + 1]`, and `context_lengths[s]` keys with them.
     Its keys are in the pages `page_tables[s]`; entries after its last page repeat its first. `slots` are where the new
     keys go: page times page size plus offset. `positions` are those in the sequence; `grid` [3, N] are time, row and

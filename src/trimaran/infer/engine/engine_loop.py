@@ -43,9 +43,12 @@ class EngineSocket:
         except OSError:
             raise ServerGoneError from None
 
-    def receive(self, *, wait: bool) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived; with `wait` at least one. Raises ServerGoneError at the end."""
-        while wait or self._has_data():
+    def receive(self, *, wait: bool, seconds: Callable[[], float] = lambda: 0.0) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have arrived; with `wait` at least one. Raises ServerGoneError at the end.
+
+        `seconds` says, after each message, how long to wait for another one.
+        """
+        while wait or self._has_data(seconds()):
             try:
                 data = self._connection.recv(RECEIVE_BYTES)
             except OSError:
@@ -60,8 +63,8 @@ class EngineSocket:
                 searched, wait = 0, False
                 yield json.loads(line)
 
-    def _has_data(self) -> bool:
-        return bool(select.select([self._connection], [], [], 0)[0])
+    def _has_data(self, seconds: float) -> bool:
+        return bool(select.select([self._connection], [], [], seconds)[0])
 
 
 class EngineLoop:
@@ -77,7 +80,8 @@ class EngineLoop:
         self._send([])
         try:
             while not self._is_stopped:
-                for message in self._link.receive(wait=not self._engine.has_work):
+                waits = not self._engine.has_work
+                for message in self._link.receive(wait=waits, seconds=self._engine.spare_seconds):
                     self._handle(message)
                 self._send(self._engine.step() if self._engine.has_work else [])
         except ServerGoneError:
@@ -92,6 +96,7 @@ class EngineLoop:
         elif "abort" in message:
             self._engine.abort(message["abort"])
         elif "load" in message:
+            self._engine.finish_launched()  # it may compute a token after a stop id
             assert not self._engine.has_work, "the server waits until nothing runs"
             self._load(TrainedWeights.from_dict(message["load"]))
             self._engine.flush_prefixes()

@@ -11,7 +11,8 @@ class EngineSequence:
     """The growing sequence of one request.
 
     `order` is its place in the order of arrival; `number` is another one each time that it gets pages after it had
-    none. The keys and values of the first `num_computed` tokens are in `pages`.
+    none. The keys and values of the first `num_computed` tokens are in `pages`. Tokens that the device has not told yet
+    are negative: -1 - s stands for the one that sequence s of the step in flight chooses.
     """
 
     __slots__ = ("_salt", "digests", "num_computed", "num_prompt", "number", "order", "pages", "request", "tokens")
@@ -25,13 +26,24 @@ class EngineSequence:
         self._salt = (request.adapter or "").encode()
 
     @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
     def num_left(self) -> int:
         """How many tokens are not computed yet; 1 while it generates."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_known(self) -> int:
+        """How many tokens the host knows; the last ones may still be in flight."""
+        known = len(self.tokens)
+        while known > self.num_prompt and self.tokens[known - 1] < 0:
+            known -= 1
+        return known
+
+    def put(self, index: int, token: int) -> None:
+        """Write the token at an index: the next one, or one that was in flight."""
+        if index == len(self.tokens):
+            self.tokens.append(token)
+        else:
+            self.tokens[index] = token
 
     @property
     def may_reuse(self) -> bool:

@@ -1,14 +1,17 @@
 """Runs a step's batch through a network, over a paged key-value cache."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimaran.infer.engine.engine_batch import EMBEDDING, EngineBatch
+from trimaran.infer.engine.chosen_tokens import ChosenTokens, PendingTokens
+from trimaran.infer.engine.engine_batch import EMBEDDING, LAST, EngineBatch
+from trimaran.infer.engine.token_choice import TokenChooser, choose_on_device, moved
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
@@ -19,14 +22,16 @@ class RunnerTraits:
     """What the engine must know of a model.
 
     `has_grid`: positions are time, row and column; `image_token`: the id that stands for a part of an image;
-    `reuses_prefixes`: pages may be shared by sequences that begin alike; `embeds`: it returns embeddings. `adapters`
-    are the names of the loaded adapters: the first has number 1.
+    `reuses_prefixes`: pages may be shared by sequences that begin alike; `embeds`: it returns embeddings; `overlaps`:
+    the next step is planned and launched while this one is computed. `adapters` are the names of the loaded adapters:
+    the first has number 1.
     """
 
     has_grid: bool = False
     image_token: int | None = None
     reuses_prefixes: bool = True
     embeds: bool = True
+    overlaps: bool = False
     adapters: tuple[str, ...] = ()
 
 
@@ -60,6 +65,19 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class LaunchingRunner(Runner, Protocol):
+    """A runner that chooses tokens itself, on its device, so that nobody waits for them before the next step."""
+
+    def launch(self, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> PendingTokens:
+        """Start a step, and return where the tokens will be that its sequences choose; None chooses none.
+
+        Sequences want the last logits or nothing. The batch may name tokens that the step before has chosen. The
+        tokens of the step before the last must have been read.
+        """
+        ...
+
+
 class ModelRunner:
     """Runs a network on this process. `dtype` is the one that matmuls compute in."""
 
@@ -78,6 +96,7 @@ class ModelRunner:
         self.num_pages, self.page_size = cache.num_pages, cache.page_size
         # Keys in pages are rotated once, so a sequence must not grow beyond where LongRoPE changes the angles.
         self.vocabulary, self.max_length = network.vocabulary, min(network.max_seq_len, network.long_after)
+        self._chosen = ChosenTokens(device)
         network.module.eval()
 
     @property
@@ -93,7 +112,20 @@ class ModelRunner:
             if len(embedded):
                 return self._run_with_embeddings(batch, rows, embedded)
             extension, inputs = step_inputs(batch, self.cache, self.device, rows)
+            inputs["tokens"] = self._chosen.filled_in(inputs["tokens"], batch)
             return StepLogits(self.network.extend_pages(extension, inputs)[0].float())
+
+    def launch(self, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> PendingTokens:
+        """See `LaunchingRunner`."""
+        logits = self.run(batch).logits
+        with torch.inference_mode():
+            self._choose(logits, batch, choosers)
+            return self._chosen.to_host(batch.num_sequences)
+
+    def _choose(self, logits: Tensor, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> None:
+        """Choose a token for each sequence that wants one, given its logits; the others have no row."""
+        found = choose_on_device(logits, [each for each in choosers if each], excluded=self.traits.image_token)
+        self._chosen.put(found, np.flatnonzero(batch.wants == LAST), batch.num_sequences)
 
     def autocast(self) -> AbstractContextManager[object]:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
@@ -162,6 +194,6 @@ def _moved_together(arrays: list[np.ndarray], device: torch.device) -> list[Tens
     """Return i64 arrays as tensors on `device`, with one copy for all of them."""
     if device.type == "cpu":
         return [torch.from_numpy(each) for each in arrays]
-    flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in arrays])).to(device)
+    flat = moved(np.concatenate([each.reshape(-1) for each in arrays]), device)
     parts = flat.split([each.size for each in arrays])
     return [part.view(each.shape) for part, each in zip(parts, arrays, strict=True)]

@@ -52,6 +52,7 @@ def open_runner(
     if num_pages < 1:
         raise UserError("E010", f"a key-value cache of {cache.max_bytes} bytes has no room for a page of {page_bytes}",
                         where="the cache", fix="give the cache more memory")  # fmt: skip
+    traits = replace(traits, overlaps=device.type == "cuda")  # a CPU would wait for itself
     return ModelRunner(network, device, dtype, PagedCache(num_pages, cache.page_size), traits, bank)
 
 

@@ -78,14 +78,21 @@ class Scheduler:
         return [*parts, *sorted(prompts, key=lambda part: part.num_tokens != 1)]
 
     def commit(self, parts: list[ScheduledPart]) -> None:
-        """Take note that the tokens of `plan` are computed."""
+        """Take note that the tokens of `plan` are computed, or will be before those of the next plan."""
         size, shares = self.page_size, self.settings.reuse_prefixes
         for sequence, num_tokens in parts:
             before = sequence.num_computed
             sequence.num_computed = before + num_tokens
-            if shares:
-                for page in range(before // size, sequence.num_computed // size):
+            if shares and before // size != sequence.num_computed // size:
+                for page in range(before // size, min(sequence.num_computed, sequence.num_known) // size):
                     self.pool.register(sequence.pages[page], sequence.digest(page, size))
+
+    def token_known(self, sequence: EngineSequence, index: int) -> None:
+        """Take note that the token at `index` came from the device: its page may now be shared."""
+        is_full = (index + 1) % self.page_size == 0 and index < sequence.num_computed
+        if is_full and self.settings.reuse_prefixes:
+            page = index // self.page_size
+            self.pool.register(sequence.pages[page], sequence.digest(page, self.page_size))
 
     def remove(self, sequence: EngineSequence) -> None:
         """Forget a sequence that has ended, and give its pages back now."""
@@ -146,6 +153,8 @@ class Scheduler:
             if self.running and self.pool.num_free <= len(self.running):
                 break  # it would be refused below; a long prefix need not be looked up for that in every step
             sequence = self.waiting[0]
+            if sequence.tokens[-1] < 0:
+                break  # preempted just now: its last token is still in flight
             self._share_prefix(sequence)
             needed = self._num_pages(len(sequence.tokens)) - len(sequence.pages)
             stop = self._part_end(sequence, budget)

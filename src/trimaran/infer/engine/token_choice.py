@@ -44,21 +44,42 @@ class TokenLogprobs:
 def choose_tokens(logits: Tensor, choosers: Sequence[TokenChooser], *, excluded: int | None = None) -> list[int]:
     """Return the next token of each sequence, given logits fp32 [sequences, vocabulary]; NOT_A_TOKEN for NaN.
 
-    `excluded` is a token that no sequence may choose. Everything happens on the device of the logits, and only the
-    chosen ids are copied to the host.
+    Everything happens on the device of the logits, and only the chosen ids are copied to the host.
+    """
+    return choose_on_device(logits, choosers, excluded=excluded).tolist()
+
+
+def choose_on_device(logits: Tensor, choosers: Sequence[TokenChooser], *, excluded: int | None = None) -> Tensor:
+    """Return the next token of each sequence, i64 [sequences], on the device of the logits; see `choose_tokens`.
+
+    `excluded` is a token that no sequence may choose. Only a request with top-p and no top-k waits for the device.
     """
     logits = _allowed_logits(logits, choosers, excluded)
-    likeliest, chosen = logits.max(dim=-1)
+    chosen = likeliest_tokens(logits)
     by_rule: dict[int, list[int]] = {}
     for row, chooser in enumerate(choosers):
         if chooser.sampling.temperature:
             by_rule.setdefault(_num_candidates(chooser.sampling, logits.shape[1]), []).append(row)
     for count, rows in by_rule.items():
         is_all = len(rows) == len(choosers)
-        of_rows = logits if is_all else logits[torch.tensor(rows, device=logits.device)]
+        index = None if is_all else moved(np.array(rows), logits.device)
+        of_rows = logits if index is None else logits[index]
         drawn = _draw_tokens(of_rows, [choosers[row] for row in rows], count)
-        chosen = drawn if is_all else chosen.index_copy(0, torch.tensor(rows, device=logits.device), drawn)
-    return chosen.masked_fill(likeliest.isnan(), NOT_A_TOKEN).tolist()
+        drawn = drawn.masked_fill(of_rows.amax(-1).isnan(), NOT_A_TOKEN)
+        chosen = drawn if index is None else chosen.index_copy(0, index, drawn)
+    return chosen
+
+
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """Return the likeliest token of each row, i64 [rows]; NOT_A_TOKEN where one of its logits is NaN."""
+    likeliest, chosen = logits.max(dim=-1)
+    return chosen.masked_fill(likeliest.isnan(), NOT_A_TOKEN)
+
+
+def moved(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array as a tensor on `device`. The host does not wait for the copy to a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -83,8 +104,8 @@ def _allowed_logits(logits: Tensor, choosers: Sequence[TokenChooser], excluded: 
         logits[:, excluded] = float("-inf")
     if rows:
         masks = np.stack([each.constraint.allowed() for each in choosers if each.constraint is not None])
-        index = torch.tensor(rows, device=logits.device)
-        forbidden = ~torch.from_numpy(masks).to(logits.device)
+        index = moved(np.array(rows), logits.device)
+        forbidden = ~moved(masks, logits.device)
         logits[index] = logits[index].masked_fill(forbidden, float("-inf"))
     return logits
 
@@ -99,7 +120,7 @@ def _num_candidates(sampling: Sampling, vocabulary: int) -> int:
 def _draw_tokens(logits: Tensor, choosers: Sequence[TokenChooser], num_candidates: int) -> Tensor:
     """Return one drawn id for each row. All rows have the same number of candidates. See `TokenSampler`."""
     rules = np.array([(each.sampling.temperature, each.sampling.top_p, each.draw()) for each in choosers])
-    temperatures, top_p, draws = torch.from_numpy(rules).to(logits.device).t().unsqueeze(-1)
+    temperatures, top_p, draws = moved(rules, logits.device).t().unsqueeze(-1)
     # In fp64, so that a temperature close to 0 has no NaN: it is the likeliest token.
     scaled = (logits.double() - logits.amax(-1, keepdim=True)) / temperatures
     kept, ids, last = torch.softmax(scaled, dim=-1), None, logits.shape[1] - 1

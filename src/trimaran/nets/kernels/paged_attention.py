@@ -87,7 +87,7 @@ def attend_one_query(  # noqa: PLR0913
     splits = num_splits(count * kv_heads, query.device)
     parts = out if splits == 1 else torch.empty(count, heads, splits, head_dim, device=out.device)
     sums = torch.empty(count, heads, splits, device=out.device)
-    group, padded_dim = heads // kv_heads, triton.next_power_of_2(head_dim)
+    group, padded_dim = heads // kv_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
     with torch.cuda.device(out.device):
         _attend_one_query[(count, kv_heads, splits)](
             query, *memory, tables, lengths, lengths if starts is None else starts, parts, sums,
@@ -123,7 +123,7 @@ def attend_several_queries(  # noqa: PLR0913
     """
     (tokens, heads, head_dim), kv_heads = query.shape, memory[0].shape[2]
     query = query if query.stride(-1) == 1 else query.contiguous()
-    group, padded_dim = heads // kv_heads, triton.next_power_of_2(head_dim)
+    group, padded_dim = heads // kv_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
     rows = max(triton.next_power_of_2(group), 128 if query.dtype.itemsize == 2 and padded_dim <= 128 else 64)
     block = rows // group
     with torch.cuda.device(out.device):

@@ -49,7 +49,7 @@ def test_a_rank_of_a_ring_needs_less_memory_than_one_that_gathers_keys(packed: b
 
 def test_the_memory_of_a_rank_does_not_grow_with_the_ring() -> None:
     few, many = (max(run_ranks(ranks, peak_of_attention, "ring", 512 * ranks, False)) for ranks in (3, 6))
-    assert many < 1.1 * few
+    assert many < 1.3 * few
 
 
 def step_of_long_sequence(plan: Plan, lengths: list[int]) -> dict[str, Any]:

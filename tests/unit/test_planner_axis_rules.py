@@ -105,7 +105,7 @@ def test_gathering_keys_needs_two_chunks_per_rank_and_exchanging_one() -> None:
 def test_cp_must_divide_the_heads_that_tp_leaves() -> None:
     error = refusal({"cp": 8}, comm={"context": "exchange"})
     assert (error.code, error.where) == ("P009", "plan.mesh.cp")
-    assert error.fix == "use cp of 1, 2 or 4, or set comm.context to ring or gather"
+    assert error.fix == "use cp of 1 or 2 or 4, or set comm.context to ring or gather"
     assert "2 heads" in refusal({"cp": 4, "tp": 2}, comm={"context": "exchange"}).what
     check({"cp": 4}, comm={"context": "exchange"})  # each of the 2 KV heads goes to two ranks
     three = replace(TINY, heads=12, kv_heads=3)

@@ -318,6 +318,7 @@ class Plan(BaseModel):
         to = " to disk" if self.offloads_to_disk else ""
         extras += [f"offload {self.offload}{to}"] if self.offload != "none" else []
         extras += [f"loss {self.loss}"] if self.loss != "logits" else []
+        extras += ["ring attention"] if self.comm.context == "ring" and self.mesh.cp > 1 else []
         extras += ["inputs gathered again"] if self.comm.regather and self.mesh.tp > 1 else []
         extras += ["gradients summed after backward"] if self.reduces_after_backward else []
         extras += ["compiled"] if self.compile else []

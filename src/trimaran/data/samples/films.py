@@ -15,6 +15,7 @@ from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 FILM_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
 MAX_FRAMES_IN_FILM = 1_000_000
+MAX_RATE = 1e6  # frames per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ def _times(value: Mapping[str, Any], count: int) -> list[float]:
             if later < earlier:
                 raise BadSampleError(f"the times of a film go backwards: {later:g} after {earlier:g}")
         return [float(each) for each in listed]
-    rate = value.get("fps")
-    if not _is_number(rate) or not 0 < rate <= 1e6:
+    rate: Any = value.get("fps")
+    if not _is_number(rate) or not 0 < rate <= MAX_RATE:
         raise BadSampleError("a film has neither 'times' nor a positive number 'fps'")
     return [number / rate for number in range(count)]
 

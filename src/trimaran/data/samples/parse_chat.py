@@ -82,7 +82,7 @@ def read_row(
     images: list[ImageSource] = []
     parsed = []
     for turn in turns:
-        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str)]
+        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str | Film)]
         parts = tuple(part if isinstance(part, str) else None for part in turn.parts)
         parsed.append(Turn(turn.role, parts, turn.fields, turn.has_content))
     return tuple(parsed), tuple(images)

@@ -81,9 +81,9 @@ def test_a_model_that_is_no_chain_of_layers_is_refused(kind: str, reason: str, t
 
 
 def test_only_stacked_experts_are_spread(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="M070.*no stacked experts"):
+    with pytest.raises(UserError, match=r"M070.*no stacked experts"):
         spreadable_experts(network_of("llama", tmp_path / "dense").module)
     module = network_of("mixtral", tmp_path / "mixture").module
     assert len(spreadable_experts(module)) == config_of("mixtral").num_hidden_layers
-    with pytest.raises(UserError, match="P010.*ep 3 does not divide the 4 experts"):
+    with pytest.raises(UserError, match=r"P010.*ep 3 does not divide the 4 experts"):
         refuse_ep_degree(module, 3)

@@ -12,8 +12,8 @@ from tests.hf_pipeline_models import config_of, save_config
 from trimaran.core import UserError
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
-from trimaran.nets.hf_experts import refuse_ep_degree, spreadable_experts
 from trimaran.nets.hf_stages import cut_stage, pipeline_layers
+from trimaran.nets.stacked_experts import refuse_ep_degree, spreadable_experts
 
 TOKENS = torch.arange(16).view(2, 8)
 

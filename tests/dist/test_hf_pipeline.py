@@ -49,9 +49,9 @@ def without_biases(trajectory: Trajectory) -> Trajectory:
 @pytest.mark.parametrize(
     ("name", "isolated"),
     [
-        ("llama-tied", True),
         ("gpt2", True),
         ("gemma2", True),
+        slow(("llama-tied", True)),
         *[slow((name, True)) for name in ("llama", "gpt-neox", "phi", "phi3", "qwen3", "gemma3", "cohere", "gptj")],
         *[slow((name, True)) for name in ("mixtral", "qwen3-moe", "gpt-oss", "falcon")],
         *[slow((name, False)) for name in ("opt", "bloom")],

@@ -154,3 +154,11 @@ def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
         in (done.stderr)
     )
     assert len(numbers_of(done.stdout)) == 3
+
+
+def test_the_pipeline_example_learns_on_two_ranks() -> None:
+    main, other = run_ranks(2, run_script, "pipeline.py")
+    losses = [float(line.split()[-1]) for line in main.splitlines() if line.startswith("step")]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+    assert "loss" not in other

@@ -169,7 +169,7 @@ def test_packed_projections_and_stacked_experts_have_styles(name: str, part: str
 def test_a_model_without_a_tensor_parallel_plan_is_refused(tmp_path: Path) -> None:
     save_config("bloom", tmp_path)
     module, _ = open_hf_model(tmp_path, trust_remote_code=False, seed=0)
-    with pytest.raises(UserError, match="M026.*has no tensor-parallel plan"):
+    with pytest.raises(UserError, match=r"M026.*has no tensor-parallel plan"):
         hf_network(module.eval(), None).tensor_plan(2)
 
 

@@ -19,12 +19,11 @@ from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module
 from trimaran.loop.loop_checkpoint import LoopCheckpointer, SplitState
 from trimaran.loop.loop_context import LoopContext, has_rows, num_rows_of
 from trimaran.loop.step_result import StepResult
-from trimaran.models.stages import cheapest_split
 from trimaran.nets import Network
 from trimaran.nets.absent_modules import StageStream
 from trimaran.nets.local_shards import gathered
 from trimaran.parallel import RankMesh, gradient_norm
-from trimaran.parallel.axes.pp import TimedStage, build_schedule, map_stages
+from trimaran.parallel.axes.pp import TimedStage, build_schedule, map_stages, split_blocks
 from trimaran.parallel.gradient_norm import local_gradient
 
 WHERE = "loop.train_step(batch)"
@@ -135,8 +134,10 @@ class SplitLoop:
         """Remove the stages of other ranks, and their parameters from the optimizer."""
         assert self._blocks is not None
         stack = self.model.get_submodule(self._blocks.name)
-        costs = [sum(each.numel() for each in block.parameters()) for block in stack.children()]
-        counts = self.plan.pipeline.stages or cheapest_split([max(1, each) for each in costs], self.plan.num_stages)
+        if self.plan.num_stages > self._blocks.count:
+            raise UserError("P103", f"{self.plan.num_stages} stages are more than the {self._blocks.count} blocks of "
+                            f"{self._blocks.name}", where="prepare(plan=...)", fix="use a lower pp")  # fmt: skip
+        counts = self.plan.pipeline.stages or split_blocks([*stack.children()], self.plan.num_stages)
         if sum(counts) != self._blocks.count or len(counts) != self.plan.num_stages:
             raise UserError("P103", f"{len(counts)} stages of {sum(counts)} blocks do not hold the "
                             f"{self._blocks.count} of {self._blocks.name} once", where="prepare(plan=...)",

@@ -13,10 +13,10 @@ from trimaran.core import ModelSection, UserError
 from trimaran.models.hf_facts import HfFacts
 from trimaran.nets.attention_context import Context
 from trimaran.nets.hf import HfNetwork
-from trimaran.nets.hf_experts import spreadable_experts
 from trimaran.nets.hf_stages import pipeline_layers
 from trimaran.nets.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
+from trimaran.nets.stacked_experts import spreadable_experts
 from trimaran.parallel.fp8 import fp8_layers
 from trimaran.train.build_hf import open_hf_network
 

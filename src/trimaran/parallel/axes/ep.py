@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.hf_experts import refuse_ep_degree, spread, spreadable_experts, stacked_experts
 from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
+from trimaran.nets.stacked_experts import refuse_ep_degree, spread, spreadable_experts, stacked_experts
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.tensor_collectives import await_rows, exchange_rows, start_exchange
 from trimaran.parallel.mesh import RankMesh

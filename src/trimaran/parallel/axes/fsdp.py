@@ -21,8 +21,8 @@ from trimaran.core.plan import Sharding
 from trimaran.nets import Network
 from trimaran.nets.adapters.nf4_linear import packed_parameters
 from trimaran.nets.decoder import DecoderLayer
-from trimaran.nets.hf_experts import is_spread
 from trimaran.nets.moe import ExpertWeights
+from trimaran.nets.stacked_experts import is_spread
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.fp8_gather import gather_in_fp8

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from trimaran.core import Plan
-from trimaran.models.stages import stages_of_rank
+from trimaran.models.stages import cheapest_split, stages_of_rank
 from trimaran.nets import Network
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.fsdp import parameter_groups
@@ -61,6 +61,11 @@ def map_stages(plan: Plan, ranks: RankMesh) -> StageMap:
     owners = {stage: pp_rank for pp_rank, stages in enumerate(stages_of) for stage in stages}
     here = stages_of[ranks.rank("pp")]
     return StageMap(here, tuple(owners[stage] for stage in range(plan.num_stages)), ranks.group("pp"))
+
+
+def split_blocks(blocks: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:
+    """Return how many blocks each stage gets, so that the stage with the most parameters has as few as possible."""
+    return cheapest_split([max(1, sum(each.numel() for each in block.parameters())) for block in blocks], num_stages)
 
 
 class TimedStage(PipelineStage):

@@ -39,11 +39,24 @@ class BlockSplit(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """How a block runs. `joint`: its projections of the same input are one matmul."""
+    """How a block runs. `fp8`: the recipe of its scales, if any. `joint`: projections of one input are one matmul."""
 
     compiled: bool
-    fp8: bool
+    fp8: str = ""
     joint: bool = False
+
+
+class Fp8Cost(NamedTuple):
+    """What a recipe of fp8 scales costs, over one scale a tensor: factors on matmuls and on the bytes of the casts."""
+
+    matmul: float = 1.0
+    cast: float = 1.0
+
+
+# `block`: three matmuls of 8192 x 4096 x 14336 took 2.48 ms instead of 2.04 on one H200 (torch 2.11, cuBLAS 13.0), and
+# the compiled casts around them 1.8 ms instead of 0.3 to 0.5: blocks along rows need a transposed copy first. `mx` is
+# assumed to be like it, with matmuls at full speed.
+FP8_COSTS = {"": Fp8Cost(), "tensor": Fp8Cost(), "block": Fp8Cost(1.22, 3.8), "mx": Fp8Cost(1.0, 3.8)}
 
 
 class Passes(NamedTuple):
@@ -77,18 +90,19 @@ def layer_passes(
 ) -> Passes:
     """Return the times of a transformer block."""
     forward = input_grad = weight_grad = unsaved = matmul = casts = grad_casts = 0.0
+    cost = FP8_COSTS[kind.fp8]
     for rows, columns, depth, groups, is_saved in matmuls(
         layer, split, profile.comm.expert_imbalance, joint=kind.joint
     ):
-        matmul = matmul_seconds(rows, columns, depth, rates, groups=groups)
+        matmul = cost.matmul * matmul_seconds(rows, columns, depth, rates, groups=groups)
         forward += matmul
-        input_grad += matmul_seconds(rows, depth, columns, rates, groups=groups)
-        weight_grad += matmul_seconds(depth, columns, rows, rates, groups=groups)
+        input_grad += cost.matmul * matmul_seconds(rows, depth, columns, rates, groups=groups)
+        weight_grad += cost.matmul * matmul_seconds(depth, columns, rows, rates, groups=groups)
         unsaved += 0.0 if is_saved else matmul
         if kind.fp8:
             inputs, weights, gradients = (profile.compiled if kind.compiled else profile.eager).fp8_cast
-            casts += groups * (inputs * rows + weights * columns) * depth / rates.bandwidth
-            grad_casts += gradients * groups * rows * columns / rates.bandwidth
+            casts += cost.cast * groups * (inputs * rows + weights * columns) * depth / rates.bandwidth
+            grad_casts += cost.cast * gradients * groups * rows * columns / rates.bandwidth
     elementwise = elementwise_bytes(layer, split, rates, profile, compiled=kind.compiled) / rates.bandwidth
     attention, attention_backward = _attention(layer, split, rates, profile)
     others = (1 + BACKWARD_TRAFFIC_FACTOR) * elementwise + attention + attention_backward + casts + grad_casts

@@ -63,13 +63,14 @@ class StageInputs(NamedTuple):
 class StageKind(NamedTuple):
     """How blocks and loss run.
 
+    fp8: the recipe of fp8's scales; empty without fp8.
     splits: each matrix is stored as upper and lower 16 bits, so needs no cast.
     joins: projections of the same input are one matmul.
     is_captured: forward and backward are replayed as CUDA graphs.
     """
 
     is_compiled: bool
-    is_fp8: bool
+    fp8: str
     splits: bool
     joins: bool
     is_captured: bool
@@ -125,7 +126,7 @@ def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan
     mesh, pipeline = plan.mesh, plan.pipeline
     kind = StageKind(
         is_compiled=plan.compile,
-        is_fp8=plan.precision == "fp8",
+        fp8=plan.fp8.recipe if plan.precision == "fp8" else "",
         splits=splits_weights(job, plan),
         joins=joins_projections(job, plan),
         is_captured=captures_steps(job, plan),
@@ -234,7 +235,7 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         gathers_keys = plan.mesh.cp > 1 and inputs.context == "gather" and job.stack.name == "trimaran"
         length = group.tower.sample_positions(job.seq_len)[1]
         split = BlockSplit(job.positions(group.tower, plan), length, tp, ep, gathers_keys)
-        kind = BlockKind(inputs.kind.is_compiled, inputs.kind.is_fp8, inputs.kind.joins)
+        kind = BlockKind(inputs.kind.is_compiled, inputs.kind.fp8, inputs.kind.joins)
         passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
         dense = block.dense_weights / tp + block.router_weights + block.extras
         experts = block.expert_weights / (tp * ep)

@@ -13,7 +13,7 @@ from trimaran.core import Plan, UserError
 from trimaran.optim import adamw
 from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.optim.disk_streaming import DiskStream
-from trimaran.parallel.memory import disk_store
+from trimaran.parallel.memory import disk_weights
 from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, store_of
 from trimaran.parallel.memory.disk_weights import DiskWeights
 from trimaran.run.disk_folder import check_disk_folder, filesystem_of
@@ -100,13 +100,20 @@ def test_states_on_disk_change_no_bit(states: str, tmp_path: Path, monkeypatch: 
     assert on_disk >= 6
 
 
-def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_store, "MAX_REQUEST_BYTES", 8192)
-    weights = DiskWeights(tmp_path, CPU)
-    weights.reserve(4 * 5000)
-    shard = weights.allocate((5000,), torch.float32)
-    shard.copy_(numbers(5000, seed=1))
-    assert torch.equal(weights.load(shard), numbers(5000, seed=1))
+def test_weights_are_read_as_they_are_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_weights, "SLOT_BYTES", 8192)
+    weights, sizes = DiskWeights(tmp_path, CPU), (50_000, 5_000, 2_048, 30_001)
+    for size in sizes:
+        weights.reserve(4 * size)
+    shards = [weights.allocate((size,), torch.float32) for size in sizes]
+    for turn in range(2):
+        for number, shard in enumerate(shards):
+            shard.copy_(numbers(len(shard), seed=10 * turn + number))
+        for number, shard in enumerate(shards):  # as a unit of FSDP does
+            assert torch.equal(weights.load(shard, shards[number + 1 :]), shard)
+        for number in (2, 0, 3):  # and in another order than was said
+            assert torch.equal(weights.load(shards[number], shards), shards[number])
+        assert torch.equal(weights.load(shards[1]), shards[1])
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ ON_SITE = {ROOT / "docs" / "reference" / name for name in ("commands.md", "recip
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)")
 SETTING = re.compile(r"--set (?:'([^']+)'|([a-z][^\s`]*=[^\s`),]+))")
+CODE = re.compile(r'"((?:[A-Z]0|P1)\d\d)"')  # H100 is a device
 # A command whose output is an error, on purpose.
-MISTAKE = re.compile(r"^\$ (.*)\n([A-Z]0\d\d: .*\n  where: .*\n  fix: .*\n)", re.MULTILINE)
+MISTAKE = re.compile(r"^\$ (.*)\n((?:[A-Z]0|P1)\d\d: .*\n  where: .*\n  fix: .*\n)", re.MULTILINE)
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -57,9 +58,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_every_code_has_a_page_and_a_row_in_the_index() -> None:
-    raised = {
-        code for path in ROOT.glob("src/**/*.py") for code in re.findall(r'"([A-Z]0\d\d|P10[1-9])"', path.read_text())
-    }
+    raised = {code for path in ROOT.glob("src/**/*.py") for code in CODE.findall(path.read_text())}
     titles = {page.stem: page.read_text().splitlines()[0] for page in CODES.glob("[A-Z][01]*.md")}
     assert titles.keys() == raised
     rows = re.findall(r"^\| \[(.*)\]\(\1\.md\) \| (.*) \|$", (CODES / "README.md").read_text(), re.MULTILINE)

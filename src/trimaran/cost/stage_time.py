@@ -65,13 +65,14 @@ class StageInputs(NamedTuple):
 class StageKind(NamedTuple):
     """How blocks and loss run.
 
+    fp8: the recipe of fp8's scales; empty without fp8.
     splits: each matrix is stored as upper and lower 16 bits, so needs no cast.
     joins: projections of the same input are one matmul.
     is_captured: forward and backward are replayed as CUDA graphs.
     """
 
     is_compiled: bool
-    is_fp8: bool
+    fp8: str
     splits: bool
     joins: bool
     is_captured: bool
@@ -127,7 +128,7 @@ def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan
     mesh, pipeline = plan.mesh, plan.pipeline
     kind = StageKind(
         is_compiled=plan.compile,
-        is_fp8=plan.precision == "fp8",
+        fp8=plan.fp8.recipe if plan.precision == "fp8" else "",
         splits=splits_weights(job, plan),
         joins=joins_projections(job, plan),
         is_captured=captures_steps(job, plan),
@@ -234,7 +235,7 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
         passes, dense, experts = opaque_passes(block, inputs.micro_batch, inputs.rates), float(block.parameters), 0.0
     else:
         split = _block_split(inputs, plan, group)
-        kind = BlockKind(inputs.kind.is_compiled, inputs.kind.is_fp8, inputs.kind.joins)
+        kind = BlockKind(inputs.kind.is_compiled, inputs.kind.fp8, inputs.kind.joins)
         passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
         if job.stack.name == "trimaran":
             copies = context_copy_seconds(

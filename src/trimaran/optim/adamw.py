@@ -27,7 +27,7 @@ from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
 from trimaran.parallel.batched.address_table import has_kernels
 from trimaran.parallel.gradient_norm import gradient_of
-from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, goes_to_disk, padded, store_of
+from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, goes_to_disk, padded, release_pages, store_of
 
 Kernel = Callable[[StateChunk, States, Tensor | None], None]
 MIN_8BIT_VALUES = 4096  # a parameter with fewer values keeps fp32 moments
@@ -71,6 +71,7 @@ class LowMemoryAdamW(Optimizer):
         steps, hashes = torch.zeros(len(names), device=device), [hash_text(f"{seed}/{name}") for name in names]
         self._formats = {each: FORMATS[_format_of(each, states)] for each in parameters}
         store = None if disk is None else DiskStore(disk, _disk_bytes(self._formats))
+        release_pages()  # of weights on disk, which have just been filled
         for parameter, step in zip(parameters, steps, strict=True):
             low = {"low": lower_halves[parameter]} if parameter in lower_halves else {}
             zeros = _zeros(self._formats[parameter], local_part(parameter), on_host, store)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 from trimaran.core import Bytes, UserError, show_bytes
@@ -12,15 +11,14 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "virtiofs",
            "wekafs", "afs", "orangefs")  # fmt: skip
 WHERE = "plan.disk.path"
-NOTHING = Bytes(0)
 OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-def check_disk_folder(path: str, *, any_filesystem: bool, need: Bytes = NOTHING) -> None:
-    """Raise UserError unless tensors can be offloaded to this folder of this machine, with `need` bytes of room.
+def check_disk_folder(path: str, *, any_filesystem: bool) -> None:
+    """Raise UserError unless tensors can be offloaded to this folder of this machine.
 
-    A filesystem in memory saves no memory, and one on the network is slow and shared: both are refused, unless the
-    plan says that any filesystem will do.
+    Whether there is room is found when a rank allocates its file. A filesystem in memory saves no memory, and one on
+    the network is slow and shared: both are refused, unless the plan says that any filesystem will do.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -34,8 +32,6 @@ def check_disk_folder(path: str, *, any_filesystem: bool, need: Bytes = NOTHING)
         why = "is in memory, so offloading to it saves none" if kind in IN_MEMORY else "is not a local disk"
         raise UserError("P111", f"{path} is on {kind}, which {why}", where=WHERE,
                         fix="name a folder on a local disk, or set plan.disk.any_filesystem to true")  # fmt: skip
-    if need and (free := shutil.disk_usage(folder).free) < need:
-        raise no_room(path, need, Bytes(free))
 
 
 def no_room(path: str, need: Bytes, free: Bytes) -> UserError:

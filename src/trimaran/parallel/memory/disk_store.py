@@ -57,7 +57,7 @@ class DiskStore:
         self._map.store = self  # lives as long as its tensors, which refer to the mapping
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._used = 0
-        self._pool = _shared_pool()
+        self._pool = _pool_of(os.getpid())
         STORES.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -118,8 +118,8 @@ STORES: WeakSet[DiskStore] = WeakSet()  # of this process
 
 
 @cache
-def _shared_pool() -> ThreadPoolExecutor:
-    """Return the threads of this process, which all its stores share. The first store makes them, after any fork."""
+def _pool_of(process: int) -> ThreadPoolExecutor:
+    """Return the threads that all stores of a process share. A forked process does not inherit its parent's."""
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="trimaran-disk")
 
 
@@ -128,6 +128,12 @@ def store_of(tensor: Tensor) -> DiskStore | None:
     if tensor.device.type != "cpu":
         return None
     return next((store for store in STORES if store.holds(tensor)), None)
+
+
+def release_pages() -> None:
+    """Write back what was written to tensors on disk as such, and free their pages: something was loaded into them."""
+    for store in list(STORES):
+        store.release()
 
 
 def goes_to_disk(num_bytes: int) -> bool:

@@ -55,12 +55,6 @@ class DiskWeights:
 
         `following` are the shards that will be loaded next: the disk is never idle between them.
         """
-        assert self.store is not None
-        if self._device.type == "cpu":
-            buffer = aligned_buffer(shard.nbytes, pinned=False)
-            for each in self.store.read(shard, buffer):
-                each.result()
-            return buffer[: shard.nbytes].view(shard.dtype)
         values, accelerator = torch.empty_like(shard, device=self._device), torch.get_device_module(self._device)
         target = values.view(torch.uint8)
         if not self._reading or self._reading[0][0].data_ptr() != shard.data_ptr():  # another order than expected
@@ -72,14 +66,17 @@ class DiskWeights:
             for each in slot.reads:
                 each.result()
             target[start : start + len(source)].copy_(slot.memory[: len(source)], non_blocking=True)
-            slot.copied = (accelerator.current_stream(self._device).record_event(),)
+            event = accelerator.current_stream(self._device).record_event()  # None on a CPU, where nothing is pending
+            slot.copied = () if event is None else (event,)
         self._read_ahead()
         return values
 
     def _read_ahead(self) -> None:
         """Start reads into the free slots."""
         assert self.store is not None
-        self._slots = self._slots or [ReadSlot(aligned_buffer(SLOT_BYTES, pinned=True)) for _ in range(NUM_SLOTS)]
+        if not self._slots:
+            pinned = self._device.type != "cpu"
+            self._slots = [ReadSlot(aligned_buffer(SLOT_BYTES, pinned=pinned)) for _ in range(NUM_SLOTS)]
         while self._waiting and len(self._reading) < READ_AHEAD:
             slot, self._next_slot = self._slots[self._next_slot], (self._next_slot + 1) % NUM_SLOTS
             for each in slot.reads:  # of another order

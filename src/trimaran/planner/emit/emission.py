@@ -39,6 +39,8 @@ class Takes(NamedTuple):
 # Fields that no tool has in its configuration.
 UNSUPPORTED_EVERYWHERE: Mapping[str, Takes] = {
     "towers": Takes(({},), "it treats all towers of a model alike"),
+    "disk.path": Takes(("",), "it offloads to host memory, or to files of its own"),
+    "fp8.recipe": Takes(("tensor",), "it has recipes of its own"),
     "comm.compression": Takes(("none",), "compressed gradients need a hook in the user's code"),
     "comm.local_steps": Takes((1,), "local steps need a training loop of the user's own"),
     "engine": Takes(("torch", "deepspeed"), "asynchronous training needs a parameter server"),

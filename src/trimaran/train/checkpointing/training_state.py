@@ -18,6 +18,7 @@ from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.optim.split_weights import split_weight_of
 from trimaran.parallel.comm.compression import Compressor
 from trimaran.parallel.comm.outer_step import OuterState
+from trimaran.parallel.memory.disk_store import release_pages
 from trimaran.train.checkpointing.feedback_state import FeedbackState
 from trimaran.train.checkpointing.replica_keys import ReplicaKeys
 
@@ -100,6 +101,7 @@ class TrainingState:
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         self._optimizer.settle()
+        release_pages()
         for module in (each for root in self._modules for each in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left gathered weights, which are now outdated

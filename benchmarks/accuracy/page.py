@@ -107,8 +107,8 @@ That is the software of that year, and no later figures of DeepSpeed's at this s
 **Slower networks than the catalogue assumes** (InternEvo) are predicted too fast.
 Use a cluster file with measured links.
 
-**Memory of InternEvo and BigScience** is that of the process in nvidia-smi, with what the allocator caches; predicted
-are tensors.
+**Memory of BigScience** is that of nvidia-smi, with what the allocator caches, and InternEvo does not say which
+figure it prints; predicted are tensors.
 
 **Runs before flash attention** (SC21, BigScience, and the 22B model of Korthikanti) are predicted too fast: unfused
 attention and softmax are not modelled.

@@ -32,7 +32,7 @@ def activations(config: dict[str, object], seq_len: int, **plan: object) -> int:
 def test_eager_attention_keeps_a_value_for_each_pair_of_positions_and_head() -> None:
     per_layer = 4 * 16 * 1024**2 * (4 + 2)  # of 4 samples: in fp32, and the 16-bit copy
     more = activations(GPTJ, 1024) - activations(GPTJ | {"model_type": "phi"}, 1024)
-    assert 28 * per_layer < more < 31 * per_layer  # with the gradients of one layer
+    assert 28 * per_layer <= more < 31 * per_layer  # with the gradients of one layer
     recomputed = activations(GPTJ, 1024, recompute="full")
     assert recomputed - activations(GPTJ | {"model_type": "phi"}, 1024, recompute="full") < 4 * per_layer
 

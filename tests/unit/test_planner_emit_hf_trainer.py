@@ -14,6 +14,9 @@ from transformers import TrainingArguments, get_scheduler
 
 from tests.emitted import question
 from trimaran.core import Mesh, Plan, UserError
+from trimaran.models import OutlineLayer
+from trimaran.models.hf_language import EAGER_ATTENTION
+from trimaran.models.outline import with_operators
 from trimaran.optim.schedule import learning_rate
 from trimaran.planner.emit import emit
 
@@ -120,6 +123,18 @@ def test_shards_on_a_cpu_are_refused_because_accelerate_would_ignore_them() -> N
     for change in ({"sharding": "parameters", "mesh": Mesh(dp_shard=2)}, {"precision": "fp16"}):
         with pytest.raises(UserError, match="P061"):
             emit("hf-trainer", plan.model_copy(update=change), question("tiny", "2xcpu", plan))
+
+
+def test_the_script_names_eager_attention_only_where_the_model_has_no_other() -> None:
+    asked = question("llama-3.1-8b", "8xH100", SHARDED)
+    assert asked.outline is not None
+    main = asked.outline.main
+    runs = tuple(
+        (with_operators(block, EAGER_ATTENTION), count) for block, count in main.runs if isinstance(block, OutlineLayer)
+    )
+    eager = replace(asked, outline=replace(asked.outline, towers=(replace(main, runs=runs),)))
+    for each, kind in ((asked, "sdpa"), (eager, "eager")):
+        assert f'attn_implementation="{kind}"' in emit("hf-trainer", SHARDED, each).files["train.py"]
 
 
 def test_the_command_has_the_absolute_path_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

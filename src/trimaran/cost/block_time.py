@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows
 from trimaran.cost.rank_part import PACKED_BYTES, packed_linears
 from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, power_factor, rates_for_weight
-from trimaran.cost.time_profiles import ElementwiseBytes, TimeProfile
+from trimaran.cost.time_profiles import EAGER_JOINT, ElementwiseBytes, TimeProfile
 from trimaran.models import Opaque, OutlineLayer, Tower
 
 GELU_BYTES = 4  # moved per feature of a feed-forward without a gate: read 2, write 2
@@ -328,7 +328,7 @@ def _traffic(layer: OutlineLayer, rates: DeviceRates, profile: TimeProfile, kind
     if kind.compiled:
         return profile.compiled
     is_joint = kind.joint and layer.operators is None and not layer.qk_norm and layer.experts is None
-    return profile.joint if profile.joint and is_joint and rates.generation != "cpu" else profile.eager
+    return EAGER_JOINT if is_joint and rates.generation != "cpu" else profile.eager
 
 
 def elementwise_bytes(

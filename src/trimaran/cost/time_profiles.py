@@ -141,7 +141,7 @@ USUAL_COMM = CommProfile()
 class TimeProfile:
     """The kernels that a system runs, and what it overlaps.
 
-    eager, compiled, joint: memory traffic of elementwise operators; `joint` is eager with joint projections.
+    eager, compiled: memory traffic of elementwise operators; with joint projections eager is EAGER_JOINT.
     moved_logit_bytes: bytes moved per logit, forward and backward.
     recompute: torch's stops before a layer's last matmul and, if selective, saves every second matmul; a complete
         one repeats the full layer or, if selective, attention.
@@ -154,7 +154,6 @@ class TimeProfile:
     attention: Literal["torch", "flash-1", "flash-2"] = "torch"
     eager: ElementwiseBytes = EAGER_FP32_RESIDUAL
     compiled: ElementwiseBytes = COMPILED_FP32_RESIDUAL
-    joint: ElementwiseBytes | None = None
     moved_logit_bytes: float = 36  # cast to fp32, log-softmax and its gradient as separate operators
     recompute: Literal["torch", "complete"] = "torch"
     host: HostOverhead = TORCH_HOST
@@ -171,7 +170,7 @@ TIME_PROFILES = {
     # Autocast reads fp32 weights and writes 16-bit ones. An 8B model that is predicted to fill 0.887 of an H200 was not
     # slow. A fuller device was not measured.
     "trimaran": replace(
-        _TORCHTITAN, eager=EAGER_16_BIT_RESIDUAL, compiled=COMPILED_16_BIT_RESIDUAL, joint=EAGER_JOINT,
+        _TORCHTITAN, eager=EAGER_16_BIT_RESIDUAL, compiled=COMPILED_16_BIT_RESIDUAL,
         host=TRIMARAN_HOST, parameter_bytes=ParameterBytes(cast=6), crowded_fraction=0.89, update="kernel",
     ),
     "torchtitan": replace(_TORCHTITAN, attention="flash-2"),

@@ -3,7 +3,6 @@
 usage: python benchmarks/serving.py OUT.jsonl [--shape 1b] [--users 64] [--rate 20] [--requests 200]
                                     [--ways trimaran,static,continuous] [--loads burst,equal,poisson]
                                     [--quantise fp8] [--eager] [--no-overlap] [--rounds 2] [--limit SECONDS]
-                                    [--static-tokens 300]
        python benchmarks/serving.py OUT.jsonl --shape cpu --users 16
        python benchmarks/serving.py --table OUT.jsonl [MORE.jsonl ...]
 
@@ -102,11 +101,6 @@ def serve(engine: BatchingEngine, load: Sequence[Asked], *, one_by_one: bool = F
         if not engine.has_work:
             time.sleep(max(0.0, min(0.01, load[added].arrival - now)))
             continue
-        if added < len(load) and not one_by_one:  # as the engine's process does, which hears the server meanwhile
-            pause = min(engine.spare_seconds(), load[added].arrival - now)
-            if pause > 0:
-                time.sleep(pause)
-                continue
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
@@ -169,25 +163,20 @@ def hf_model(spec: ModelSpec, device: torch.device) -> Any:
 
 
 @torch.inference_mode()
-def static_batch(model: Any, load: Sequence[Asked], *, most: int = 1 << 20) -> float:
-    """Return the seconds that `transformers.generate` takes for the whole load as one padded batch.
-
-    If answers are longer than `most` tokens, it stops there, and the rest is counted as if it were as fast, although
-    the keys become more: less than the load would take.
-    """
+def static_batch(model: Any, load: Sequence[Asked]) -> float:
+    """Return the seconds that `transformers.generate` takes for the whole load as one padded batch."""
     width = max(len(asked.prompt) for asked in load)
     ids = torch.zeros(len(load), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, asked in enumerate(load):
         ids[row, width - len(asked.prompt) :] = torch.tensor(asked.prompt)
         mask[row, width - len(asked.prompt) :] = 1
-    wanted = max(asked.tokens for asked in load)
-    longest = min(wanted, most)
+    longest = max(asked.tokens for asked in load)
     start = time.perf_counter()
     out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), do_sample=False, pad_token_id=0,
                          max_new_tokens=longest, min_new_tokens=longest)  # fmt: skip
     assert out.cpu().shape[1] == width + longest
-    return (time.perf_counter() - start) * wanted / longest
+    return time.perf_counter() - start
 
 
 def continuous_batch(model: Any, load: Sequence[Asked], *, limit: float) -> list[Served]:
@@ -267,7 +256,7 @@ def measure_of(way: str, spec: ModelSpec, device: torch.device, options: argpars
         return ours
     model = hf_model(spec, device)
     if way == "static":
-        return lambda load: static_figures(load, static_batch(model, load, most=options.static_tokens))
+        return lambda load: static_figures(load, static_batch(model, load))
     return lambda load: figures(load, continuous_batch(model, load, limit=options.limit))
 
 
@@ -285,7 +274,6 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--static-tokens", type=int, default=1 << 20)
     parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--cache-tokens", type=int, default=262144)
     options = parser.parse_args()
@@ -309,8 +297,6 @@ def run(way: str, options: argparse.Namespace, device: torch.device) -> None:
             measure([replace(each, tokens=min(each.tokens, 8), arrival=0.0) for each in load])
     else:
         label = f"transformers {way}"
-        if way == "static" and options.static_tokens < MAX_LENGTH:
-            label += f", at most: by its first {options.static_tokens} tokens"
         if way == "static":
             measure([replace(each, tokens=8) for each in mixed(options.users, vocabulary=spec.vocab, seed=7)])
     for number in range(options.rounds):

@@ -1,6 +1,5 @@
 """The engine with a runner that only remembers prefixes: whatever comes together, each request gets its own tokens."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.engine_request import EngineRequest
 from trimaran.infer.engine.model_runner import RunnerTraits
 from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.engine.step_pace import StepPace
 from trimaran.infer.next_token import PlacedImage
 
 IMAGE = VOCABULARY - 1
@@ -307,23 +305,3 @@ def test_a_request_that_can_never_run_is_refused() -> None:
     assert not engine.has_work
     with pytest.raises(UserError, match="E001"):
         EngineSettings(max_running=8, max_step_tokens=8)
-
-
-def test_the_next_step_may_wait_for_requests_only_during_the_first_part_of_one_in_flight() -> None:
-    pace = StepPace()
-    now = time.perf_counter()
-    assert pace.spare_seconds(8, now) <= 0  # nothing is known
-    pace.ended(8, now - 100)
-    later = time.perf_counter()
-    assert 50 < pace.spare_seconds(8, later) < 61
-    assert 50 < pace.spare_seconds(8, later - 70) < 61  # it began when the one before it ended
-    assert pace.spare_seconds(999, later) <= 0  # of another size
-    pace.ended(8, time.perf_counter())  # a shorter one counts at once
-    assert pace.spare_seconds(8, time.perf_counter()) < 10
-    engine = engine_of(LateRunner(32, 4))
-    (request,) = requests_of([(1, 2, 3)], [4])
-    engine.add(request)
-    assert engine.spare_seconds() == 0  # nothing is in flight
-    while engine.has_work:
-        engine.step()
-    assert engine.spare_seconds() == 0

@@ -37,6 +37,9 @@ HOST_PER_LAUNCH = 2.0
 # which is assumed. Decode steps of 64 sequences on an H200 took 0.45 (1B) and 0.56 ms (8B) longer than predicted with
 # an assumed 0.5 ms for a step (`equal` in benchmarks/h200_serving.jsonl), so it is 1 ms.
 SCHEDULE_SECONDS, SEQUENCE_SECONDS = 1e-3, 5e-6
+# Where steps are CUDA graphs, the next one is scheduled while this one is computed. Decode steps of 64 sequences then
+# took 0.36 (1B) and 0.63 ms (8B) longer than their kernels and gaps are predicted to take.
+CAPTURED_STEP_SECONDS = 4e-4
 # Bytes of a bf16 weight that are read as fast as a quantised one, and how much longer large matmuls take: integers are
 # converted in registers. From steps of 8B on an H200 (docs/guides/serve-speed.md); assumed for other GPUs.
 QUANTISED_READ_BYTES = {"fp8": 1.25, "int8": 2.2, "int4": 2.2}
@@ -213,4 +216,7 @@ def _host_seconds(
     if rates.generation == "cpu":  # it computes nothing while it launches
         return schedule + launching
     gaps = kernel_gaps(launches, rates)
-    return schedule + gaps + (0.0 if is_captured else host_wait(device_seconds + gaps, launching))
+    if not is_captured:
+        return schedule + gaps + host_wait(device_seconds + gaps, launching)
+    busy = gaps + CAPTURED_STEP_SECONDS
+    return max(busy, schedule - device_seconds)

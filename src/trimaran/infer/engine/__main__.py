@@ -53,7 +53,7 @@ def _serve(config: EngineConfig, address: str, link: EngineSocket) -> int:
         return EXIT_USER
     if config.num_ranks == 1:  # ranks free their network when they load another one
         gc.collect()
-        gc.freeze()  # a collection among all objects of the libraries would be a pause of 0.1 s for every request
+        gc.freeze()  # a collection among the 400,000 objects of the libraries would be a pause for every request
     EngineLoop(opened.engine, link, opened.load).run()
     opened.close()
     return 0

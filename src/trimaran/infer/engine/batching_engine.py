@@ -4,7 +4,6 @@ If the runner can, the next step is planned and launched while the device comput
 step late: the surplus token is dropped. A request that needs the host in each step makes all steps wait for it.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -27,7 +26,6 @@ from trimaran.infer.engine.engine_request import (
 from trimaran.infer.engine.engine_sequence import EngineSequence
 from trimaran.infer.engine.model_runner import LaunchingRunner, Runner, StepLogits
 from trimaran.infer.engine.scheduler import EngineSettings, ScheduledPart, Scheduler
-from trimaran.infer.engine.step_pace import StepPace
 from trimaran.infer.engine.token_choice import (
     NOT_A_TOKEN,
     TokenChooser,
@@ -75,13 +73,8 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LaunchedStep:
-    """A step in flight: its tokens, and for each that is wanted the answer, its number in the step, and its index.
+    """A step in flight: its tokens, and for each that is wanted the answer, its number in the step, and its index."""
 
-    It computes `num_tokens`, and was launched at a time of `time.perf_counter`.
-    """
-
-    num_tokens: int
-    launched_at: float
     tokens: PendingTokens
     wanted: list[tuple[_Answer, int, int]]
 
@@ -103,7 +96,6 @@ class BatchingEngine:
         overlaps = runner.traits.overlaps and settings.max_running <= MAX_LAUNCHED
         self._launcher = runner if overlaps and isinstance(runner, LaunchingRunner) else None
         self._launched: _LaunchedStep | None = None
-        self._pace = StepPace()
         self._on_host: set[str] = set()  # requests that need the host in each step
         self._prompt_tokens = self._generated_tokens = 0
         self.max_length = min(runner.max_length, runner.num_pages * runner.page_size)
@@ -161,14 +153,6 @@ class BatchingEngine:
         before, self._launched = self._launched, None
         self._early += self._read(before)
 
-    def spare_seconds(self) -> float:
-        """Return how long to wait for more requests before the next `step`, while the device is busy; 0: not at all.
-
-        Requests that come within that time are part of the next step.
-        """
-        step = self._launched
-        return 0.0 if step is None else max(0.0, self._pace.spare_seconds(step.num_tokens, step.launched_at))
-
     def _run(self) -> list[TokenOutput]:
         """Plan a step, compute it, and return what is new."""
         parts = self._scheduler.plan()
@@ -203,14 +187,13 @@ class BatchingEngine:
                 # Others may have its pages now: the device computes their steps after this one.
                 self._scheduler.remove(sequence)
                 answer.has_left = True
-        return _LaunchedStep(batch.num_tokens, time.perf_counter(), tokens, wanted)
+        return _LaunchedStep(tokens, wanted)
 
     def _read(self, step: _LaunchedStep | None) -> list[TokenOutput]:
         """Wait for a step, and return its tokens. Those of answers that have ended meanwhile are dropped."""
         if step is None:
             return []
         tokens, outputs = step.tokens.read(), []
-        self._pace.ended(step.num_tokens, step.launched_at)
         for answer, number, index in step.wanted:
             if self._answers.get(answer.sequence.request.id) is answer:
                 outputs.append(self._with_token(answer, tokens[number], index))

@@ -43,12 +43,9 @@ class EngineSocket:
         except OSError:
             raise ServerGoneError from None
 
-    def receive(self, *, wait: bool, seconds: Callable[[], float] = lambda: 0.0) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived; with `wait` at least one. Raises ServerGoneError at the end.
-
-        `seconds` says, after each message, how long to wait for another one.
-        """
-        while wait or self._has_data(seconds()):
+    def receive(self, *, wait: bool) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have arrived; with `wait` at least one. Raises ServerGoneError at the end."""
+        while wait or self._has_data():
             try:
                 data = self._connection.recv(RECEIVE_BYTES)
             except OSError:
@@ -63,8 +60,8 @@ class EngineSocket:
                 searched, wait = 0, False
                 yield json.loads(line)
 
-    def _has_data(self, seconds: float) -> bool:
-        return bool(select.select([self._connection], [], [], seconds)[0])
+    def _has_data(self) -> bool:
+        return bool(select.select([self._connection], [], [], 0)[0])
 
 
 class EngineLoop:
@@ -80,8 +77,7 @@ class EngineLoop:
         self._send([])
         try:
             while not self._is_stopped:
-                waits = not self._engine.has_work
-                for message in self._link.receive(wait=waits, seconds=self._engine.spare_seconds):
+                for message in self._link.receive(wait=not self._engine.has_work):
                     self._handle(message)
                 self._send(self._engine.step() if self._engine.has_work else [])
         except ServerGoneError:

@@ -7,9 +7,10 @@ from tests.sources import FILES, SRC, facts_of, name_of, nodes_of, text_of
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
 MAX_CONFIG_FIELDS = 12
-# Classes that every package uses: flat because people and programs read them (docs/decisions/0009).
+# Classes that every package uses: flat because people and programs read them (docs/decisions/0009). `States` are bytes
+# that are added up term by term.
 FLAT = {"Plan": 18, "Prediction": 21, "DataSection": 17, "Device": 14, "Calibration": 15, "CommResult": 15,
-        "Decision": 13}  # fmt: skip
+        "Decision": 13, "States": 13}  # fmt: skip
 MAX_LOOP_LINES = 60
 
 

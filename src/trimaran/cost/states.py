@@ -144,26 +144,19 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
     duplicate_gradients = (
         trained * adds * 4 * holding.root if sharding == "none" and not profile.keeps_full_weights else 0
     )
-    states = States(
-        weights,
-        masters,
-        optimizer,
-        accumulated + extra,
-        gradients_at_loss + extra,
-        duplicate_gradients,
-        *gathered,
-    )
-    unreduced = 0.0
-    if not stays and sharding != "none" and len(part.holdings) == 1:
-        unreduced = accumulated * _unreduced_fraction(inputs, holding, sharding)
+    gradients = accumulated + extra, gradients_at_loss + extra, duplicate_gradients
+    states = States(weights, masters, optimizer, *gradients, *gathered)
+    unreduced = 0 if stays else accumulated * _unreduced_fraction(inputs, part, holding, sharding)
     return states._replace(update=max(0, update - extra), host=host, disk=disk, unreduced=unreduced)
 
 
-def _unreduced_fraction(inputs: MemoryInputs, holding: Holding, sharding: str) -> float:
+def _unreduced_fraction(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> float:
     """Return the fraction of a tower's gradients that are not reduced yet when the last weights are prefetched.
 
     They are those of the root, of the unit whose backward runs, and of the prefetched ones.
     """
+    if sharding == "none" or len(part.holdings) > 1:
+        return 0.0
     if inputs.profile.fsdp != "root" or not frees_weights(inputs.plan, sharding):
         return 0.0
     count = holding.dense + holding.experts

@@ -25,7 +25,7 @@ from trimaran.models import (
     spec_to_hf,
 )
 from trimaran.models.rope import Yarn
-from trimaran.nets import Decoder, hf_tensors, initialise, load_hf_weights
+from trimaran.nets import Decoder, decoder_network, hf_tensors, initialise, load_hf_weights
 from trimaran.nets.attention import Attention, rotation_at
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
@@ -120,6 +120,18 @@ def test_the_outlines_count_the_parameters_of_the_module(theirs: tuple[PreTraine
     windows = [[getattr(step.block, "window", None) for step in each.steps()] for each in outlines]
     assert windows[0] == windows[1]
     assert outlines[0].main.bare_head == outlines[1].main.bare_head
+
+
+def test_every_parameter_names_the_one_of_transformers_that_holds_it(theirs: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = theirs
+    spec = read_spec(folder)
+    network, expected = decoder_network(spec), dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in network.module.named_parameters(remove_duplicate=False):
+        stored = network.hf_parameter(name)
+        rows = stored.rows(len(parameter))
+        assert stored.parts == 1 or stored.sizes[stored.part] == len(parameter)
+        assert expected[stored.name][rows].shape == parameter.shape
+        assert stored.parts > 1 or expected[stored.name].shape == parameter.shape
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "cohere2"])

@@ -12,12 +12,13 @@ from trimaran.models.families.registry import FAMILIES
 from trimaran.models.rope import Rope
 from trimaran.models.spec import ModelSpec
 from trimaran.models.validate_spec import first_invalid_field
+from trimaran.models.variations import variations
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Return the first feature of `config` that our decoder lacks; None if it supports all of them."""
     if (kind := config.get("model_type")) not in list(FAMILIES):
-        return f"model_type is {show(kind)}; the decoder supports {', '.join(FAMILIES)}"
+        return f"model_type is {show(kind)}, which is not among its architectures"
     family = FAMILIES[kind]
     for key, values in family.off.items():
         if config.get(key) not in values:
@@ -56,7 +57,8 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
     """
     if (config := _first_config(spec)) is None:
         raise UserError("M010", f"Hugging Face has no architecture with exactly {_features(spec)}",
-                        where="model.shape", fix=f"choose the features of one of {', '.join(FAMILIES)}")  # fmt: skip
+                        where="model.shape", fix="choose the features of one of its architectures, such as llama, "
+                        "qwen2 or qwen3")  # fmt: skip
     return config
 
 
@@ -64,6 +66,24 @@ def disk_layout(spec: ModelSpec) -> PartsOf:
     """Return where the parameters of a model of this shape are on disk: as its own family has them."""
     kind = spec.family or (_first_config(spec) or {}).get("model_type")
     return FAMILIES[kind].parts if kind in FAMILIES else plain_parts
+
+
+def packed_part(name: str, spec: ModelSpec) -> tuple[str, int, int, tuple[int, ...]] | None:
+    """Return the packed or renamed tensor on disk that holds a parameter; None if it is one of its own name.
+
+    With the tensor's name come the number of the parameter's part, that of all parts, and the rows of each.
+    """
+    if spec.family not in FAMILIES or ".experts." in name:
+        return None
+    queries, keys, ffn = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn
+    groups = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"gate_proj": ffn, "up_proj": ffn}
+    module = name.split(".")[-2] if "." in name else ""
+    group = next((each for each in groups if module in each), {})
+    part = FAMILIES[spec.family].parts(name, (group.get(module, 1), 1), spec)[0]
+    if part.name == f"model.{name}":
+        return None
+    return (part.name, list(group).index(module), len(group), tuple(group.values())) if part.region else (
+        part.name, 0, 1, ())  # fmt: skip
 
 
 def _first_config(spec: ModelSpec) -> dict[str, Any] | None:
@@ -87,7 +107,8 @@ def _written_as(kind: str, spec: ModelSpec) -> dict[str, Any] | None:
 
 
 def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
-    """Return the same network: the settings of a scaling are unused without one."""
+    """Return the same network: the settings of a scaling are unused without one, and layers that do not exist."""
+    spec = replace(spec, block=replace(spec.block, attention=spec.block.attention.shortest(spec.layers)))
     rope = spec.block.rope
     plain = Rope(theta=rope.theta, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
     return spec if rope.factor != 1 or rope.longrope else replace(spec, block=replace(spec.block, rope=plain))
@@ -96,7 +117,6 @@ def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
 def _features(spec: ModelSpec) -> str:
     """Return the features of `spec` in which architectures differ."""
     block, experts = spec.block, spec.block.experts
-    attention, norm = block.attention, block.norm
     features = {
         "qkv_bias": block.qkv_bias,
         "qk_norm": block.qk_norm,
@@ -104,14 +124,5 @@ def _features(spec: ModelSpec) -> str:
         "a shared expert": experts is not None and experts.shared_ffn > 0,
         "its gate": experts is not None and experts.shared_gate,
         "heads that do not divide hidden": spec.hidden % spec.heads != 0,
-        "an attention window": any(attention.windows),
-        "layers without rotary positions": not all(attention.rope_layers),
-        "a soft cap of scores": attention.softcap > 0,
-        "sinks": attention.sinks,
-        f"{norm.kind} norms {norm.placement}": (norm.kind, norm.placement) != ("rms", "before"),
-        "a parallel feed-forward": norm.parallel,
-        "scaled or capped logits": not block.ends.bare_head,
-        block.activation: block.activation != "silu",
-        f"{block.rope.scaling} positions": block.rope.factor != 1,
     }
-    return ", ".join(name for name, present in features.items() if present)
+    return ", ".join([*(name for name, present in features.items() if present), *variations(spec)])

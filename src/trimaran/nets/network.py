@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Spec, spec_to_hf
+from trimaran.models.from_hf import packed_part
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
@@ -60,7 +61,8 @@ class Network:
 
     def paged_difference(self, device: torch.device) -> str:
         """Return why the network, on `device`, cannot attend to pages; empty if it can. Call it before paging."""
-        return ""
+        is_long = self.long_after < self.max_seq_len
+        return "has rotary frequencies that depend on the longest sequence" if is_long else ""
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
         """Return the logits [1, K, vocab] of the tokens that `extension` keeps, and write all of them to their pages.
@@ -170,7 +172,10 @@ class Network:
 
     def hf_parameter(self, name: str) -> DiskTensor:
         """Return the parameter of transformers' model, once loaded, that holds our parameter `name`."""
-        return DiskTensor(name if name.startswith("lm_head.") else f"model.{name}")
+        if name.startswith("lm_head."):
+            return DiskTensor(name)
+        packed = packed_part(name, self._decoder_spec)
+        return DiskTensor(f"model.{name}") if packed is None else DiskTensor(*packed[:3], shares=packed[3])
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`; each rank reads its own shards."""

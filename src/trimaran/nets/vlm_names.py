@@ -39,6 +39,12 @@ class DiskTensor:
             start, stop = max(wanted.start - group * count, 0), min(wanted.stop - group * count, count)
             yield slice(group * stride + first + start, group * stride + first + stop)
 
+    def rows(self, count: int) -> slice:
+        """Return the rows of this part, which has `count` of them and does not alternate with others."""
+        assert self.groups == 1, "alternating parts are not one range of rows"
+        (found,) = self.row_slices(count, slice(0, count))
+        return found
+
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Return the tensor on disk of all its parts, in order."""
         if self.groups == 1:

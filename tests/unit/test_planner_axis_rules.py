@@ -132,9 +132,9 @@ def test_replicas_that_train_alone_cannot_balance_a_correction_bias() -> None:
         block = replace(PRESETS["tiny-moe"].block, experts=replace(experts, router=router))
         spec = replace(PRESETS["tiny-moe"], block=block)
         if rate:
-            assert refusal({"dp_replicate": 2}, spec=spec, comm={"local_steps": 5}).code == "P102"
+            assert refusal({}, spec=spec, comm={"local_steps": 5}).code == "P102"
         else:
-            check({"dp_replicate": 2}, spec=spec, comm={"local_steps": 5})
+            check({}, spec=spec, comm={"local_steps": 5})
 
 
 def test_degrees_of_an_unknown_model_are_left_to_the_worker() -> None:

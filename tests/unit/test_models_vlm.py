@@ -204,8 +204,8 @@ def test_unsupported_models_are_refused_with_the_supported_ones(config: dict[str
 
 def test_an_unsupported_language_model_is_refused_as_a_decoder_is() -> None:
     config = vlm_to_disk(TINY)
-    with pytest.raises(UserError, match="use_sliding_window is True") as caught:
-        vlm_from_disk(config | {"text_config": config["text_config"] | {"use_sliding_window": True}}, where="x")
+    with pytest.raises(UserError, match="attention_dropout is") as caught:
+        vlm_from_disk(config | {"text_config": config["text_config"] | {"attention_dropout": 0.5}}, where="x")
     assert caught.value.code == "M006"
 
 

@@ -1,6 +1,7 @@
 """Every dense architecture: our decoder computes the logits of transformers, from its files and into them."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,12 +9,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
-from tests.family_configs import CONFIGS
-from trimaran.models import ModelSpec, outline_from_hf, outline_of, spec_from_hf, spec_to_hf
-from trimaran.nets import Decoder, hf_tensors, load_hf_weights
+from tests.family_configs import CONFIGS, SMALL, WINDOW
+from trimaran.models import (
+    PRESETS,
+    AttentionSpec,
+    Block,
+    ModelSpec,
+    Rope,
+    outline_from_hf,
+    outline_of,
+    spec_from_hf,
+    spec_to_hf,
+)
+from trimaran.models.rope import Yarn
+from trimaran.nets import Decoder, hf_tensors, initialise, load_hf_weights
+from trimaran.nets.attention import Attention, rotation_at
 from trimaran.nets.key_value_cache import KeyValueCache
+from trimaran.nets.paged_cache import PagedCache, PagedExtension
 
 GENERATOR = torch.Generator().manual_seed(1)
 TOKENS = torch.randint(0, 96, (2, 40), generator=GENERATOR)
@@ -119,3 +134,77 @@ def test_stages_read_and_write_their_own_layers(name: str, tmp_path: Path) -> No
     read = load_file(folder / "model.safetensors")
     assert all(torch.equal(written[each], read[each]) for each in written)
     assert set(read) - set(written) <= {"lm_head.weight"}
+
+
+def paged_extension(cache: PagedCache, lengths: list[int], new: list[int]) -> PagedExtension:
+    """Return the extension of sequences, each with 8 pages of 4 tokens, that have `lengths` tokens before it."""
+    positions = [torch.arange(length, length + count) for length, count in zip(lengths, new, strict=True)]
+    ends = torch.tensor([0, *new]).cumsum(0)
+    keys = [length + count for length, count in zip(lengths, new, strict=True)]
+    return PagedExtension(
+        cache=cache,
+        positions=torch.cat(positions)[None],
+        slots=torch.cat([each + number * 32 for number, each in enumerate(positions)]),
+        page_tables=torch.arange(8 * len(new)).view(len(new), 8),
+        context_lengths=torch.tensor(keys),
+        query_starts=ends,
+        kept=ends[1:] - 1,
+        query_lengths=new,
+        key_lengths=keys,
+        num_decodes=sum(count == 1 for count in new),
+    )
+
+
+@torch.no_grad()
+def test_sequences_in_pages_have_the_logits_of_the_whole_sequence(theirs: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = theirs
+    decoder, cache = decoder_of(folder), PagedCache(16, 4)
+    rows, lengths, out = TOKENS[:, :15], [0, 0], torch.empty(0)
+    for new in ([9, 5], [1, 8], [1, 1]):
+        parts = [row[length : length + count] for row, length, count in zip(rows, lengths, new, strict=True)]
+        out = decoder(tokens=torch.cat(parts)[None], extension=paged_extension(cache, lengths, new))[0]
+        lengths = [length + count for length, count in zip(lengths, new, strict=True)]
+    expected = [model(row[None, :length]).logits[0, -1] for row, length in zip(rows, lengths, strict=True)]
+    torch.testing.assert_close(out[0], torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", [0, 1])
+def test_attention_with_sinks_is_that_of_gpt_oss(number: int) -> None:
+    rope: dict[str, object] = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+    config = GptOssConfig(**SMALL, head_dim=16, sliding_window=WINDOW, rope_parameters=rope)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs, rotary = GptOssAttention(config, number), GptOssRotaryEmbedding(config)
+    for parameter in theirs.parameters():
+        parameter.normal_(std=0.3)
+    block = Block(
+        qkv_bias=True,
+        rope=Rope(theta=1000.0, factor=4.0, scaling="yarn", original_max_seq_len=16, yarn=Yarn(truncate=False)),
+        attention=AttentionSpec(out_bias=True, sinks=True, windows=(WINDOW, 0)),
+    )
+    spec = ModelSpec(name="oss", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, ffn=8, vocab=8,
+                     max_seq_len=64, block=block)  # fmt: skip
+    ours = Attention(spec, spec.layer(number))
+    ours.load_state_dict(theirs.state_dict())
+    x, positions = torch.randn(2, 20, 32), torch.arange(20)[None]
+    distances = positions[0][:, None] - positions[0]
+    hidden = (distances < 0) | (distances >= (WINDOW if number == 0 else 99))
+    mask = torch.zeros(20, 20).masked_fill(hidden, float("-inf"))[None, None]
+    expected = theirs(x, rotary(x, positions), mask)[0]
+    found = ours(x, rotation_at(positions, block.rope, 16), None)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma-2-2b", "olmo-2-7b", "command-r7b"])
+def test_a_reshaped_preset_starts_neutral_and_is_written_as_its_own_architecture(name: str) -> None:
+    small = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 64}
+    spec = replace(PRESETS[name], **small)
+    decoder = Decoder(spec)
+    initialise(decoder, seed=0, spec=spec)
+    first = decoder.blocks[0].get_parameter("post_attention_layernorm.weight" if "r7b" not in name
+                                            else "input_layernorm.weight")  # fmt: skip
+    assert torch.equal(first, torch.full_like(first, 0.0 if "gemma" in name else 1.0))
+    again = spec_from_hf(spec_to_hf(spec), where="config.json")
+    assert replace(again, name=spec.name) == spec

@@ -13,12 +13,13 @@ from trimaran.models.families.registry import FAMILIES
 from trimaran.models.rope import Rope
 from trimaran.models.spec import ModelSpec
 from trimaran.models.validate_spec import first_invalid_field
+from trimaran.models.variations import variations
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Return the first feature of `config` that our decoder lacks; None if it supports all of them."""
     if (kind := config.get("model_type")) not in list(FAMILIES):
-        return f"model_type is {show(kind)}; the decoder supports {', '.join(FAMILIES)}"
+        return f"model_type is {show(kind)}, which is not among its architectures"
     family = FAMILIES[kind]
     for key, values in family.off.items():
         if config.get(key) not in values:
@@ -57,7 +58,8 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
     """
     if (config := _first_config(spec)) is None:
         raise UserError("M010", f"Hugging Face has no architecture with exactly {_features(spec)}",
-                        where="model.shape", fix=f"choose the features of one of {', '.join(FAMILIES)}")  # fmt: skip
+                        where="model.shape", fix="choose the features of one of its architectures, such as llama, "
+                        "qwen2 or qwen3")  # fmt: skip
     return config
 
 
@@ -105,7 +107,6 @@ def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
 def _features(spec: ModelSpec) -> str:
     """Return the features of `spec` in which architectures differ."""
     block, experts = spec.block, spec.block.experts
-    attention, norm = block.attention, block.norm
     features = {
         "qkv_bias": block.qkv_bias,
         "qk_norm": block.qk_norm,
@@ -113,14 +114,5 @@ def _features(spec: ModelSpec) -> str:
         "a shared expert": experts is not None and experts.shared_ffn > 0,
         "its gate": experts is not None and experts.shared_gate,
         "heads that do not divide hidden": spec.hidden % spec.heads != 0,
-        "an attention window": any(attention.windows),
-        "layers without rotary positions": not all(attention.rope_layers),
-        "a soft cap of scores": attention.softcap > 0,
-        "sinks": attention.sinks,
-        f"{norm.kind} norms {norm.placement}": (norm.kind, norm.placement) != ("rms", "before"),
-        "a parallel feed-forward": norm.parallel,
-        "scaled or capped logits": not block.ends.bare_head,
-        block.activation: block.activation != "silu",
-        f"{block.rope.scaling} positions": block.rope.factor != 1,
     }
-    return ", ".join(name for name, present in features.items() if present)
+    return ", ".join([*(name for name, present in features.items() if present), *variations(spec)])

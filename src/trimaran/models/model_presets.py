@@ -1,5 +1,6 @@
 """Decoder presets by name, from tiny to 405B, as published."""
 
+from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec
 from trimaran.models.rope import Rope
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
@@ -19,6 +20,46 @@ _QWEN_3_30B, _QWEN_3_235B = (
         experts=ExpertSpec(num_experts=128, top_k=8, ffn=ffn, balance=0.001),
     )
     for ffn in (768, 1536)
+)
+_GEMMA_NORMS, _SANDWICH = NormSpec(unit_offset=True), NormSpec(unit_offset=True, placement="both")
+_GEMMA = Block(norm_eps=1e-6, norm=_GEMMA_NORMS, ends=Ends(embedding_scale=0.0), activation="gelu_tanh")
+_GEMMA_2, _GEMMA_2_27B = (
+    Block(
+        norm_eps=1e-6,
+        attention=AttentionSpec(scale=scalar**-0.5, softcap=50.0, windows=(4096, 0)),
+        norm=_SANDWICH,
+        ends=Ends(embedding_scale=0.0, logit_softcap=30.0),
+        activation="gelu_tanh",
+    )
+    for scalar in (256, 144)
+)
+_GEMMA_3_1B = Block(
+    norm_eps=1e-6,
+    qk_norm=True,
+    rope=Rope(theta=1_000_000.0),
+    attention=AttentionSpec(scale=256**-0.5, windows=(512,) * 5 + (0,), local_rope=Rope()),
+    norm=_SANDWICH,
+    ends=Ends(embedding_scale=0.0),
+    activation="gelu_tanh",
+)
+_PHI_4 = Block(rope=Rope(theta=250_000.0))
+_OLMO_2 = Block(
+    norm_eps=1e-6,
+    qk_norm=True,
+    rope=Rope(theta=500_000.0),
+    attention=AttentionSpec(wide_qk_norm=True),
+    norm=NormSpec(placement="after"),
+)
+_COHERE_NORMS = NormSpec(kind="layer", parallel=True)
+_COMMAND_R = Block(rope=Rope(theta=8_000_000.0, interleaved=True), norm=_COHERE_NORMS, ends=Ends(logit_scale=0.0625))
+_COMMAND_R7B = Block(
+    rope=Rope(theta=50_000.0, interleaved=True),
+    attention=AttentionSpec(windows=(4096,) * 3 + (0,), rope_layers=(True, True, True, False)),
+    norm=_COHERE_NORMS,
+    ends=Ends(logit_scale=0.25),
+)
+_GLM_4 = Block(
+    norm_eps=1e-5, qkv_bias=True, rope=Rope(rotary_dim=64, interleaved=True), norm=NormSpec(placement="both")
 )
 _TINY_MOE = Block(experts=ExpertSpec(num_experts=8, top_k=2, ffn=96, shared_ffn=192, shared_gate=True))
 
@@ -53,7 +94,21 @@ _TABLE = (
     ("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936, 40960, False, _QWEN_3),
     ("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 6144, 151936, 40960, False, _QWEN_3_30B),
     ("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 12288, 151936, 40960, False, _QWEN_3_235B),
+    ("gemma-2b", 18, 2048, 8, 1, 256, 16384, 256000, 8192, True, _GEMMA),
+    ("gemma-7b", 28, 3072, 16, 16, 256, 24576, 256000, 8192, True, _GEMMA),
+    ("gemma-2-2b", 26, 2304, 8, 4, 256, 9216, 256000, 8192, True, _GEMMA_2),
+    ("gemma-2-9b", 42, 3584, 16, 8, 256, 14336, 256000, 8192, True, _GEMMA_2),
+    ("gemma-2-27b", 46, 4608, 32, 16, 128, 36864, 256000, 8192, True, _GEMMA_2_27B),
+    ("gemma-3-1b", 26, 1152, 4, 1, 256, 6912, 262144, 32768, True, _GEMMA_3_1B),
+    ("phi-4", 40, 5120, 40, 10, 128, 17920, 100352, 16384, False, _PHI_4),
+    ("olmo-2-7b", 32, 4096, 32, 32, 128, 11008, 100352, 4096, False, _OLMO_2),
+    ("olmo-2-13b", 40, 5120, 40, 40, 128, 13824, 100352, 4096, False, _OLMO_2),
+    ("command-r-35b", 40, 8192, 64, 64, 128, 22528, 256000, 131072, True, _COMMAND_R),
+    ("command-r7b", 32, 4096, 32, 8, 128, 14336, 256000, 132096, True, _COMMAND_R7B),
+    ("glm-4-9b", 40, 4096, 32, 2, 128, 13696, 151552, 32768, False, _GLM_4),
 )
+# The architectures that a preset is written as, by how its name starts; the others by their features.
+_FAMILIES = {"mistral-": "mistral", "gemma-2-": "gemma2", "gemma-3-": "gemma3_text", "phi-": "phi3"}
 
 PRESETS: dict[str, ModelSpec] = {
     name: ModelSpec(
@@ -68,6 +123,7 @@ PRESETS: dict[str, ModelSpec] = {
         max_seq_len=max_seq_len,
         tied=tied,
         block=block,
+        family=next((family for start, family in _FAMILIES.items() if name.startswith(start)), ""),
     )
     for name, layers, hidden, heads, kv_heads, head_dim, ffn, vocab, max_seq_len, tied, block in _TABLE
 }

@@ -1,7 +1,7 @@
 """The planner's view of any network: towers of layers in forward order, with their shapes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -332,11 +332,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A complete network. `max_seq_len` 0 is no limit."""
+    """A complete network. `max_seq_len` 0 is no limit. `code` says whose code computes a model folder, if known."""
 
     name: str
     towers: tuple[Tower, ...]
     max_seq_len: int = 0
+    code: str = field(default="", compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -412,7 +413,7 @@ def outline_of(spec: ModelSpec) -> Outline:
     """Return the outline of our decoder with the shape `spec`."""
     tower = Tower(
         name="language",
-        runs=tuple((layer, len(list(run))) for layer, run in groupby(_layer_of(spec, n) for n in range(spec.layers))),
+        runs=((_layer_of(spec, 0), spec.layers),) if spec.is_uniform else _runs_of(spec),
         hidden=spec.hidden,
         vocab=spec.vocab,
         outputs=spec.vocab,
@@ -421,6 +422,11 @@ def outline_of(spec: ModelSpec) -> Outline:
         extras=spec.hidden,
     )
     return Outline(name=spec.name, towers=(tower,), max_seq_len=spec.max_seq_len)
+
+
+def _runs_of(spec: ModelSpec) -> tuple[tuple[OutlineLayer, int], ...]:
+    layers = (_layer_of(spec, number) for number in range(spec.layers))
+    return tuple((layer, len(list(run))) for layer, run in groupby(layers))
 
 
 def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:

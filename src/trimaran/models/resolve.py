@@ -70,6 +70,8 @@ def outline_for(section: ModelSection, data: DataSection | None = None) -> Outli
         outline = perception_outline(spec)
     elif isinstance(spec, ModelSpec):
         outline = outline_of(spec)
+        if section.path is not None and section.family == "decoder":
+            outline = replace(outline, code=f"Trimaran's decoder ({spec.family}); model.family=hf uses transformers'")
     else:
         assert section.path is not None, "only a folder can hold a network that is not our decoder"
         outline = _outline_in(model_folder(section.path) / "config.json", images)

@@ -93,6 +93,11 @@ class ModelSpec:
     block: Block = Block()
     family: str = field(default="", compare=False)
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return len(self.block.attention.windows) <= 1 and len(self.block.attention.rope_layers) <= 1
+
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` has."""
         attention, experts = self.block.attention, self.block.experts

@@ -29,7 +29,8 @@ def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
         yield "head_dim", f"{spec.head_dim} is odd, and rotary positions need pairs"
     if not 0 < spec.block.norm_eps < 1:
         yield "norm_eps", f"{spec.block.norm_eps} is not between 0 and 1"
-    yield from _rope_flaws(spec.block.rope)
+    yield from _rope_flaws(spec.block.rope, spec.head_dim)
+    yield from _variation_flaws(spec)
     if experts:
         yield from _expert_flaws(experts, spec.hidden)
         yield from _router_flaws(experts)
@@ -41,11 +42,34 @@ def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
         yield from _latent_flaws(latent, spec)
 
 
-def _rope_flaws(rope: Rope) -> Iterator[InvalidField]:
+def _rope_flaws(rope: Rope, head_dim: int) -> Iterator[InvalidField]:
     yield from out_of_bounds(("rope.theta", rope.theta, 1, 1e15), ("rope.factor", rope.factor, 1, 1e6))
     yield from out_of_bounds(("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST))
+    yield from out_of_bounds(("rope.rotary_dim", rope.rotary_dim, 0, head_dim))
     if not 0 < rope.low_freq_factor < rope.high_freq_factor < 1e6:
         yield "rope.high_freq_factor", f"{rope.high_freq_factor} is not above low_freq_factor {rope.low_freq_factor}"
+    if rope.rotary_dim % 2:
+        yield "rope.rotary_dim", f"{rope.rotary_dim} is odd, and rotary positions need pairs"
+    if (longrope := rope.longrope) is not None:
+        pairs = (rope.rotary_dim or head_dim) // 2
+        for name, factors in (("short_factors", longrope.short_factors), ("long_factors", longrope.long_factors)):
+            if len(factors) != pairs:
+                yield f"rope.longrope.{name}", f"{len(factors)} numbers for {pairs} pairs of features"
+
+
+def _variation_flaws(spec: ModelSpec) -> Iterator[InvalidField]:
+    attention, ends = spec.block.attention, spec.block.ends
+    for window in attention.windows:
+        yield from out_of_bounds(("attention.windows", window, 0, MOST))
+    yield from out_of_bounds(
+        ("attention.scale", attention.scale, 0, 1e6),
+        ("attention.softcap", attention.softcap, 0, 1e6),
+        ("ends.embedding_scale", ends.embedding_scale, 0, 1e6),
+        ("ends.logit_scale", ends.logit_scale, 1e-6, 1e6),
+        ("ends.logit_softcap", ends.logit_softcap, 0, 1e6),
+    )
+    if attention.local_rope is not None:
+        yield from _rope_flaws(attention.local_rope, spec.head_dim)
 
 
 def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[InvalidField]:

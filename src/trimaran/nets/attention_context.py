@@ -8,7 +8,7 @@ from torch import Tensor
 from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
 from trimaran.nets.key_value_cache import CachedLayer
 from trimaran.nets.paged_cache import PagedLayer
-from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention
+from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention, windowed_attention
 
 AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
 """What each query attends to: a mask, causal segments, cached or paged positions, or None for causal attention."""
@@ -66,6 +66,9 @@ def _attend_with_options(
     query: Tensor, key: Tensor, value: Tensor, scope: Tensor | Segments | None, options: AttentionOptions
 ) -> Tensor:
     """Return attention that is more than the scope: with a window, a soft cap or sinks."""
+    if isinstance(scope, Segments) and not options.changes_scores and scope.has_kernel(query, value):
+        assert options.window is not None, "only a window is left"
+        return windowed_attention(query, key, value, scope, options.window, scale=options.scale)
     positions = torch.arange(query.shape[2], device=query.device)
     mask = causal_window(positions, positions, options.window)
     if scope is not None:

@@ -19,6 +19,7 @@ from trimaran.nets.latent_attention import LatentAttention
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import Segments, has_flash
 
 
 class DecoderLayer(nn.Module):
@@ -180,7 +181,7 @@ class Decoder(nn.Module):
         if extension is not None:
             positions = extension.positions
         elif documents is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            positions, scope = torch.arange(tokens.shape[1], device=tokens.device)[None], self._whole_rows(tokens)
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
         rotations = self._rotations(positions, documents, extension) if rotation is None else {}
@@ -199,6 +200,13 @@ class Decoder(nn.Module):
             return x, balance
         logits = self.lm_head(self.norm(x if extension is None else extension.last_of(x)))
         return self._ended(logits), balance
+
+    def _whole_rows(self, tokens: Tensor) -> AttentionScope:
+        """Return each row as one segment, if only the kernel for segments has windows; else None."""
+        has_windows = any(self.spec.block.attention.windows)
+        if not has_windows or type(self.context) is not Context or not has_flash(tokens.device):
+            return None
+        return Segments.of_documents(torch.zeros_like(tokens), [tokens.shape[1]] * tokens.shape[0])
 
     def _rotations(
         self, positions: Tensor, documents: Tensor | None, extension: CacheExtension | PagedExtension | None

@@ -1,5 +1,6 @@
 """Reads and writes a Decoder's weights as Hugging Face safetensors. No pickle is read: it can run any program."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from trimaran.nets.decoder import Decoder
 from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
 from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_slices
 
+log = logging.getLogger(__name__)
+
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -37,6 +40,7 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
         _refuse_mismatch(parts, sources, folder, module.spec)
         if is_on_meta(module):
             return
+        log.info("%s is computed by Trimaran's own decoder; model.family=hf uses transformers'", module.spec.name)
         try:
             for name, parameter in parameters.items():
                 with weight_to_fill(module, name, parameter) as target:

@@ -60,7 +60,8 @@ class Network:
 
     def paged_difference(self, device: torch.device) -> str:
         """Return why the network, on `device`, cannot attend to pages; empty if it can. Call it before paging."""
-        return ""
+        is_long = self.long_after < self.max_seq_len
+        return "has rotary frequencies that depend on the longest sequence" if is_long else ""
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
         """Return the logits [1, K, vocab] of the tokens that `extension` keeps, and write all of them to their pages.

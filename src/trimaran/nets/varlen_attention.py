@@ -71,6 +71,11 @@ class Segments:
     def max_length(self) -> int:
         return self.max_length_carrier.shape[0]
 
+    def has_kernel(self, query: Tensor, value: Tensor) -> bool:
+        """Return whether the varlen kernel computes heads like these, [B, heads, T, head_dim]."""
+        width = query.shape[-1]
+        return self.cu_seqlens is not None and value.dtype in HALF_PRECISION and width % 8 == 0 and width <= 256
+
     def mask(self, *, causal: bool) -> Tensor:
         """Return the attention mask [B, 1, T, T]. Layers share it, except compiled ones, which build it again."""
         if torch.compiler.is_compiling():
@@ -88,13 +93,19 @@ def segment_attention(
     Three implementations, which agree up to rounding: the varlen kernel (CUDA, half precision), one call for each
     distinct length, and a mask. None of them synchronises with the device.
     """
-    width = query.shape[-1]
-    if segments.cu_seqlens is not None and value.dtype in HALF_PRECISION and width % 8 == 0 and width <= 256:
-        return _varlen_attention(query, key, value, segments, causal=causal, scale=scale)
+    if segments.has_kernel(query, value):
+        return _varlen_attention(query, key, value, segments, (-1, 0 if causal else -1), scale)
     lengths = None if torch.compiler.is_compiling() else segments.lengths
     if lengths is not None and _by_length_is_cheaper(query, lengths, causal=causal):
         return _attention_by_length(query, key, value, lengths, causal=causal, scale=scale)
     return attention(query, key, value, segments.mask(causal=causal), scale=scale)
+
+
+def windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int, *, scale: float | None = None
+) -> Tensor:
+    """Return causal attention to the last `window` keys inside each segment; only if `segments.has_kernel`."""
+    return _varlen_attention(query, key, value, segments, (window - 1, 0), scale)
 
 
 def attention(
@@ -158,11 +169,12 @@ def _ids(lengths: Tensor, total: int) -> Tensor:
 
 
 def _varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, reach: tuple[int, int], scale: float | None
 ) -> Tensor:
+    """Return attention inside segments; `reach` are the keys before and after a query's own, -1 for all."""
     assert segments.cu_seqlens is not None, "the caller checks this"
     lengths = (segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length)
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1), **GQA_OPTION}
+    options: dict[str, Any] = {"scale": scale, "window_size": reach, **GQA_OPTION}
     out: Any = varlen_attn(_end_to_end(query), _end_to_end(key), _end_to_end(value), *lengths, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 

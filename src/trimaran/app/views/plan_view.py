@@ -42,6 +42,8 @@ def add_model(facts: Table, outline: Outline | None) -> None:
     if outline is None:
         return
     facts.add_row("model", f"{outline.name}, {show_count(outline.num_parameters)} parameters")
+    if outline.code:
+        facts.add_row("code", outline.code)
     if len(outline.towers) > 1:
         towers = [
             f"{each.name} {show_count(each.parameters)}{' frozen' if each.frozen else ''}" for each in outline.towers

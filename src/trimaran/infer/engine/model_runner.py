@@ -76,8 +76,7 @@ class ModelRunner:
         self.network, self.device, self.dtype, self.cache = network, device, dtype, cache
         self._traits, self._bank = traits, bank
         self.num_pages, self.page_size = cache.num_pages, cache.page_size
-        # Keys in pages are rotated once, so a sequence must not grow beyond where LongRoPE changes the angles.
-        self.vocabulary, self.max_length = network.vocabulary, min(network.max_seq_len, network.long_after)
+        self.vocabulary, self.max_length = network.vocabulary, network.max_seq_len
         network.module.eval()
 
     @property

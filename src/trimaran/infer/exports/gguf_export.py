@@ -18,6 +18,7 @@ from trimaran.infer.exports.gguf_tokenizer import gguf_tokenizer
 from trimaran.models import ModelSpec, spec_to_hf
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.rope import Rope
+from trimaran.models.variations import variations
 from trimaran.nets import Decoder, Network, network_of
 
 FILE = "model.gguf"
@@ -53,6 +54,11 @@ def gguf_spec(network: Network) -> ModelSpec:
         raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only: {reason}", where=WHERE,
                           fix="export with --to hf, and convert it with llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
     spec = spec_from_hf(config, where="the model")
+    if spec.family not in ARCHITECTURES or variations(spec):
+        what = ", ".join(variations(spec)) or f"the architecture {spec.family}"
+        raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only; this model has {what}",
+                          where=WHERE, fix="export with --to hf, and convert it with llama.cpp's "
+                          "convert_hf_to_gguf.py")  # fmt: skip
     kind, experts = spec_to_hf(spec)["model_type"], spec.block.experts
     if experts and experts.normalize_top_k != (kind == "qwen3_moe"):
         done = "does not normalise" if kind == "qwen2_moe" else "normalises"

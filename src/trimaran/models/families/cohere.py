@@ -11,6 +11,7 @@ from trimaran.models.families.layer_kinds import every_nth_full, layer_types_lac
 from trimaran.models.families.rope_fields import read_rope, rope_lacks
 from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec
 from trimaran.models.spec import Block, ModelSpec
+from trimaran.models.validate_spec import MOST_LAYERS
 
 # Command R+ has norms of queries and keys with weights of their own for each head.
 _OFF = OFF | {"hidden_act": (None, "silu"), "use_qk_norm": (None, False)}
@@ -32,7 +33,7 @@ def _read(fields: Fields) -> ModelSpec:
 
 def _read_cohere2(fields: Fields) -> ModelSpec:
     """Return the spec of Cohere 2, whose layers without a window have no rotary positions."""
-    spec, layers = _read(fields), fields.size("num_hidden_layers")
+    spec, layers = _read(fields), fields.size("num_hidden_layers", most=MOST_LAYERS)
     period = fields.size("sliding_window_pattern", default=4)
     windows = read_windows(fields, fields.size("sliding_window", default=4096), every_nth_full(layers, period))
     rotated = tuple(window > 0 for window in windows or (0,))

@@ -17,6 +17,7 @@ from trimaran.models.families.rope_fields import (
 from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec
 from trimaran.models.rope import Rope
 from trimaran.models.spec import Block, ModelSpec
+from trimaran.models.validate_spec import MOST_LAYERS
 
 _TANH = "gelu_pytorch_tanh"
 _OFF = OFF | {"attention_bias": (None, False), "use_bidirectional_attention": (None, False)}
@@ -37,9 +38,9 @@ def _read_gemma(fields: Fields) -> ModelSpec:
 
 def _read_gemma2(fields: Fields) -> ModelSpec:
     fields, max_seq_len = fields.assuming(_SIZES), fields.integer("max_position_embeddings", default=8192)
-    layers = fields.size("num_hidden_layers")
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     attention = AttentionSpec(
-        scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        scale=fields.size("query_pre_attn_scalar", default=256) ** -0.5,
         softcap=_cap(fields, "attn_logit_softcapping", 50.0),
         windows=read_windows(fields, fields.size("sliding_window", default=4096), every_nth_full(layers, 2)),
     )
@@ -56,11 +57,14 @@ def _read_gemma2(fields: Fields) -> ModelSpec:
 
 def _read_gemma3(fields: Fields) -> ModelSpec:
     fields, max_seq_len = fields.assuming(_SIZES), fields.integer("max_position_embeddings", default=131_072)
-    layers, period = fields.size("num_hidden_layers"), fields.size("sliding_window_pattern", default=6)
+    layers, period = (
+        fields.size("num_hidden_layers", most=MOST_LAYERS),
+        fields.size("sliding_window_pattern", default=6),
+    )
     rope, local = _gemma3_ropes(fields, max_seq_len)
     window = fields.size("sliding_window", default=4096)
     attention = AttentionSpec(
-        scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        scale=fields.size("query_pre_attn_scalar", default=256) ** -0.5,
         windows=read_windows(fields, window, every_nth_full(layers, period)),
         local_rope=local,
     )
@@ -140,7 +144,9 @@ def _gemma_lacks(config: Mapping[str, Any]) -> str:
 
 def _gemma3_lacks(config: Mapping[str, Any]) -> str:
     tree = config.get("rope_parameters") or {}
-    nested = tree if isinstance(tree, Mapping) else {"sliding_attention": tree}
+    if not isinstance(tree, Mapping):
+        return f"rotary positions are {show(tree)}"
+    nested = tree
     for kind in nested:
         if kind not in ("full_attention", "sliding_attention"):
             return f"rotary positions are {show(tree)}"

@@ -10,6 +10,7 @@ from trimaran.models.families.layer_kinds import layer_types_lack, read_windows,
 from trimaran.models.families.rope_fields import read_rope, rope_lacks
 from trimaran.models.layer_variations import AttentionSpec
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
+from trimaran.models.validate_spec import MOST_LAYERS
 
 _OFF = OFF | {"hidden_act": (None, "silu"), "mlp_bias": (None, False), "attention_bias": (None, False)}  # fmt: skip
 _MOE_OFF = _OFF | {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])}
@@ -33,7 +34,7 @@ def _windows(fields: Fields) -> tuple[int, ...]:
     """Return the windows of the layers from `max_window_layers` on, unless `layer_types` says otherwise."""
     if not fields.boolean("use_sliding_window", default=False):
         return ()
-    layers, first = fields.size("num_hidden_layers"), fields.integer("max_window_layers", default=28)
+    layers, first = fields.size("num_hidden_layers", most=MOST_LAYERS), fields.integer("max_window_layers", default=28)
     window = fields.size("sliding_window", default=4096)
     return read_windows(fields, window, [number >= first for number in range(layers)])
 
@@ -86,9 +87,11 @@ def _write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _lacks(config: Mapping[str, Any]) -> str:
+    if lacking := layer_types_lack(config):
+        return lacking
     if not config.get("use_sliding_window") and "sliding_attention" in (config.get("layer_types") or []):
         return "layer_types has a window, and use_sliding_window is off"
-    return layer_types_lack(config) or rope_lacks(config)
+    return rope_lacks(config)
 
 
 QWEN2 = Family(architecture="Qwen2ForCausalLM", read=_read, write=_write_windows, off=_OFF, lacks=_lacks)

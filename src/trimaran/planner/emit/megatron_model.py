@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Plan
 from trimaran.models import ModelSpec, Rope
+from trimaran.models.variations import variations
 from trimaran.models.vocabulary_split import rows_per_rank
 from trimaran.planner.emit.emission import unknown_model
 
@@ -15,6 +16,8 @@ def refuse_network(tool: str, spec: ModelSpec) -> None:
     rope, experts = spec.block.rope, spec.block.experts
     constants = (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_seq_len)
     built_in = (BUILT_IN_ROPE.low_freq_factor, BUILT_IN_ROPE.high_freq_factor, BUILT_IN_ROPE.original_max_seq_len)
+    if beyond := variations(spec):
+        raise unknown_model(tool, spec.name, f"it is not emitted with {', '.join(beyond)}")
     if rope.factor != 1 and constants != built_in:
         raise unknown_model(tool, spec.name, "its RoPE scaling only has Llama 3.1's constants")
     if rope.theta != int(rope.theta):

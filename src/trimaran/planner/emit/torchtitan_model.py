@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from trimaran.models import PRESETS, ModelSpec, Rope
+from trimaran.models.variations import variations
 from trimaran.planner.emit.emission import unknown_model
 
 # Its flavors that equal one of our presets in every field (torchtitan 0.2.2, models/{llama3,qwen3}/__init__.py).
@@ -94,6 +95,8 @@ def is_llama(spec: ModelSpec) -> bool:
 def refuse_network(tool: str, spec: ModelSpec) -> None:
     """Raise for a decoder that is neither of the two."""
     block, experts = spec.block, spec.block.experts
+    if beyond := variations(spec):
+        raise unknown_model(tool, spec.name, f"it has no {', '.join(beyond)}")
     if block.qkv_bias:
         raise unknown_model(tool, spec.name, "its attention has no biases")
     if not is_llama(spec) and block.rope.factor != 1:

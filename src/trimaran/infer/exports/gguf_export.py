@@ -48,9 +48,7 @@ def gguf_spec(network: Network) -> ModelSpec:
     config = network.disk_config()
     if config.get("model_type") == "mistral" and not config.get("sliding_window"):
         config = config | {"model_type": "llama"}  # the same network, and the same architecture in llama.cpp
-    kind = config.get("model_type")
-    reason = unsupported(config) or ("" if kind in ARCHITECTURES else f"this model is {kind}")
-    if reason:
+    if reason := unsupported(config):
         raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only: {reason}", where=WHERE,
                           fix="export with --to hf, and convert it with llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
     spec = spec_from_hf(config, where="the model")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimaran.core import ModelSection, UserError
 from trimaran.models import ExpertSpec, ModelSpec, spec_from_hf, spec_of, spec_to_hf
-from trimaran.models.expert_variations import RouterSpec
+from trimaran.models.expert_variations import ExpertUnit, RouterSpec
 from trimaran.models.model_presets import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention_context import Context
@@ -235,3 +235,19 @@ def test_groups_limit_the_experts_of_a_token() -> None:
     choices, weights, _ = choose_experts(torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), spec)
     assert (choices[:, 0] // 2 == choices[:, 1] // 2).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(50))
+
+
+def test_dense_layers_do_not_count_as_idle_experts() -> None:
+    spec = PRESETS["tiny-moe"]
+    assert spec.block.experts is not None
+    experts = replace(spec.block.experts, dense_layers=(0,), unit=ExpertUnit(bias=True, limit=7.0))
+    spec = replace(spec, block=replace(spec.block, experts=experts))
+    network = decoder_network(spec)
+    initialise(network.module, seed=1, spec=spec)
+    biases = [each for name, each in network.module.named_parameters() if name.endswith("_proj_bias")]
+    assert biases
+    assert not any(each.any() for each in biases)
+    network.forward({"tokens": torch.randint(0, spec.vocab, (2, 64), generator=torch.Generator().manual_seed(1))})
+    router = router_details(routing_counts([network], torch.device("cpu")), [network])()["router"]
+    assert router["idle"] == 0
+    assert router["entropy"] > 0.8

@@ -77,6 +77,24 @@ def is_extra_layer(name: str, spec: ModelSpec) -> bool:
     return found is not None and int(found[1]) >= spec.layers
 
 
+def packed_part(name: str, spec: ModelSpec) -> tuple[str, int, int, tuple[int, ...]] | None:
+    """Return the packed or renamed tensor on disk that holds a parameter; None if it is one of its own name.
+
+    With the tensor's name come the number of the parameter's part, that of all parts, and the rows of each.
+    """
+    if spec.family not in FAMILIES or ".experts." in name:
+        return None
+    queries, keys, ffn = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn
+    groups = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"gate_proj": ffn, "up_proj": ffn}
+    module = name.split(".")[-2] if "." in name else ""
+    group = next((each for each in groups if module in each), {})
+    part = FAMILIES[spec.family].parts(name, (group.get(module, 1), 1), spec)[0]
+    if part.name == f"model.{name}":
+        return None
+    return (part.name, list(group).index(module), len(group), tuple(group.values())) if part.region else (
+        part.name, 0, 1, ())  # fmt: skip
+
+
 def _first_config(spec: ModelSpec) -> dict[str, Any] | None:
     kinds = dict.fromkeys([spec.family, *FAMILIES] if spec.family else FAMILIES)
     return next((config for kind in kinds if (config := _written_as(kind, spec)) is not None), None)
@@ -98,7 +116,8 @@ def _written_as(kind: str, spec: ModelSpec) -> dict[str, Any] | None:
 
 
 def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
-    """Return the same network: the settings of a scaling are unused without one."""
+    """Return the same network: the settings of a scaling are unused without one, and layers that do not exist."""
+    spec = replace(spec, block=replace(spec.block, attention=spec.block.attention.shortest(spec.layers)))
     rope = spec.block.rope
     plain = Rope(theta=rope.theta, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
     return spec if rope.factor != 1 or rope.longrope else replace(spec, block=replace(spec.block, rope=plain))

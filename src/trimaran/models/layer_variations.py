@@ -1,10 +1,20 @@
 """Small, named variations of a decoder's layers, beyond Llama's. The defaults are Llama's."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 from trimaran.models.expert_variations import LatentSpec
 from trimaran.models.rope import Rope
+
+Value = TypeVar("Value")
+
+
+def repeated_part(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Return the shortest start of `values` that gives all of them if it is repeated."""
+    total = len(values)
+    sizes = (size for size in range(1, total) if all(values[n] == values[n % size] for n in range(total)))
+    return tuple(values[: next(sizes, total)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,16 @@ class AttentionSpec:
     def has_rope(self, number: int) -> bool:
         """Return whether layer `number` has rotary positions."""
         return not self.rope_layers or self.rope_layers[number % len(self.rope_layers)]
+
+    def shortest(self, layers: int) -> "AttentionSpec":
+        """Return the same for a decoder with so many layers, with the shortest patterns."""
+        windows = [self.window_of(number) or 0 for number in range(layers)]
+        rotated = [self.has_rope(number) for number in range(layers)]
+        return replace(
+            self,
+            windows=repeated_part(windows) if any(windows) else (),
+            rope_layers=() if all(rotated) else repeated_part(rotated),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Spec, spec_to_hf
+from trimaran.models.from_hf import packed_part
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
@@ -142,7 +143,10 @@ class Network:
 
     def hf_parameter(self, name: str) -> DiskTensor:
         """Return the parameter of transformers' model, once loaded, that holds our parameter `name`."""
-        return DiskTensor(name if name.startswith("lm_head.") else f"model.{name}")
+        if name.startswith("lm_head."):
+            return DiskTensor(name)
+        packed = packed_part(name, self._decoder_spec)
+        return DiskTensor(f"model.{name}") if packed is None else DiskTensor(*packed[:3], sizes=packed[3])
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`; each rank reads its own shards."""

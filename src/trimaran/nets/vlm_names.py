@@ -10,15 +10,21 @@ from trimaran.models.vlm_spec import CHANNELS, VlmSpec
 
 @dataclass(frozen=True, slots=True)
 class DiskTensor:
-    """The tensor on disk that holds a parameter: part number `part` of `parts` equal ones, split along the rows.
+    """The tensor on disk that holds a parameter: part number `part` of `parts`, split along the rows.
 
-    `shape` is the shape on disk, if the parameter's is different.
+    `shape` is the shape on disk, if the parameter's is different. `sizes` are the rows of the parts, if unequal.
     """
 
     name: str
     part: int = 0
     parts: int = 1
     shape: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = ()
+
+    def rows(self, count: int) -> slice:
+        """Return the rows of this part, which has `count` of them."""
+        start = sum(self.sizes[: self.part]) if self.sizes else self.part * count
+        return slice(start, start + count)
 
 
 def on_disk(name: str, spec: VlmSpec, form: Form) -> DiskTensor:

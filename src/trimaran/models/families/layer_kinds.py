@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show
+from trimaran.models.layer_variations import repeated_part
 from trimaran.models.spec import ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -27,11 +28,7 @@ def read_windows(fields: Fields, window: int, sliding: Sequence[bool]) -> tuple[
             raise bad_field("layer_types", f"{len(types)} types for {layers} layers", fields.where)
         sliding = [each == SLIDING for each in types]
     windows = [window if each else 0 for each in sliding]
-    if not any(windows):
-        return ()
-    period = next(size for size in range(1, layers + 1) if all(
-        windows[number] == windows[number % size] for number in range(layers)))  # fmt: skip
-    return tuple(windows[:period])
+    return repeated_part(windows) if any(windows) else ()
 
 
 def every_nth_full(layers: int, period: int) -> list[bool]:

@@ -19,6 +19,7 @@ from trimaran.nets.adapters.lora_linear import LoraLinear, is_adapter_parameter
 from trimaran.nets.hf_weights import full_tensor
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.network import Network
+from trimaran.nets.vlm_names import DiskTensor
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -56,15 +57,16 @@ def peft_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
         parts.append(LoraPart(stored.part, full_tensor(layer.lora_A), full_tensor(layer.lora_B), magnitude))
         if len(parts) == num_parts[stored.name]:
             module = PREFIX + stored.name.removesuffix(WEIGHT)
-            yield from ((module + suffix, each) for suffix, each in _joined(waiting.pop(stored.name), stored.parts))
+            yield from ((module + suffix, each) for suffix, each in _joined(waiting.pop(stored.name), stored))
     yield from _trained_tensors(network)
 
 
-def _joined(parts: Sequence[LoraPart], total: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one module of PEFT, by suffix; `parts` are some or all of the `total` parts of it."""
-    by_part = {each.part: each for each in parts}
-    empty = parts[0].up.new_empty(len(parts[0].up), 0)  # adds rows of zeros for a part without an adapter
-    ups = [by_part[number].up if number in by_part else empty for number in range(total)]
+def _joined(parts: Sequence[LoraPart], stored: DiskTensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one module of PEFT, by suffix; `parts` are some or all of the parts of it."""
+    by_part, total, first = {each.part: each for each in parts}, stored.parts, parts[0].up
+    sizes = stored.sizes or (len(first),) * total
+    empty = [first.new_empty(size, 0) for size in sizes]  # adds rows of zeros for a part without an adapter
+    ups = [by_part[number].up if number in by_part else empty[number] for number in range(total)]
     yield DOWN, torch.cat([by_part[number].down for number in sorted(by_part)])
     yield UP, ups[0].clone() if total == 1 else torch.block_diag(*ups)
     if parts[0].magnitude is not None:

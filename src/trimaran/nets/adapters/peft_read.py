@@ -145,7 +145,7 @@ def _fill_layer(
     down, up = (opened.tensor(PREFIX + module + suffix) for suffix in (DOWN, UP))
     if not math.isclose(opened.scaling(module, len(down)), adapter_scaling(section), rel_tol=1e-6):
         raise _other_shape(opened, module, f"the scaling {opened.scaling(module, len(down)):g}")
-    rows = slice(stored.part * layer.out_features, (stored.part + 1) * layer.out_features)
+    rows = stored.rows(layer.out_features)
     down, up = _own_part(down, up[rows], before, section.rank)
     if down.shape != layer.lora_A.shape or up.shape != layer.lora_B.shape:
         raise _other_shape(opened, module, f"the shapes {[*down.shape]} and {[*up.shape]}")
@@ -169,7 +169,7 @@ def _own_part(down: Tensor, up: Tensor, before: int, rank: int) -> tuple[Tensor,
 def _fill_parameter(parameter: Tensor, stored: DiskTensor, opened: PeftFolder) -> None:
     value = opened.tensor(PREFIX + stored.name)
     if stored.parts > 1:
-        value = value[stored.part * parameter.shape[0] : (stored.part + 1) * parameter.shape[0]]
+        value = value[stored.rows(parameter.shape[0])]
     if value.numel() != parameter.numel():
         raise _other_shape(opened, stored.name, f"the shape {[*value.shape]}")
     _fill(parameter, value.view(parameter.shape))

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.mixture_models import MIXTURES, save_mixture
+from trimaran.core import UserError
 from trimaran.models import ModelSpec, outline_of, spec_from_hf, spec_to_hf
 from trimaran.nets import Decoder, hf_tensors, load_hf_weights
 from trimaran.nets.key_value_cache import KeyValueCache
@@ -52,6 +53,16 @@ def test_a_mixture_has_the_logits_of_transformers_and_is_written_as_it_was_read(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     assert type(again) is type(model)
     torch.testing.assert_close(logits_of(again), wanted)
+
+
+def test_layers_that_predict_later_tokens_are_not_read(tmp_path: Path) -> None:
+    save_mixture("deepseek-v3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
+    read(tmp_path)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"M021.*eh_proj"):
+        read(tmp_path)
 
 
 def test_documents_of_a_row_do_not_see_each_other(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from trimaran.core import ModelSection, UserError
 from trimaran.models import ExpertSpec, ModelSpec, spec_from_hf, spec_of, spec_to_hf
+from trimaran.models.expert_variations import ExpertUnit, RouterSpec
 from trimaran.models.model_presets import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.attention_context import Context
 from trimaran.nets.moe import MoeLayer
-from trimaran.nets.moe_router import capacity_of, route
+from trimaran.nets.moe_router import capacity_of, choose_experts, route
 from trimaran.train.metrics.router_stats import router_details, routing_counts
 
 EXPERTS = ExpertSpec(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True)
@@ -198,3 +199,55 @@ def test_a_recipe_sets_z_loss_and_capacity_and_wrong_values_are_refused() -> Non
     for field in ("z_loss", "capacity"):
         with pytest.raises(UserError, match=rf"M009: experts\.{field}: -1\.0 is not between 0"):
             spec_of(ModelSection(preset="tiny-moe", shape={"experts": {field: -1.0}}))
+
+
+def test_a_correction_bias_follows_the_loads_and_has_no_gradient() -> None:
+    module = moe_layer(router=RouterSpec(scoring="sigmoid", correction=True, correction_rate=0.5), balance=0.0)
+    assert module.correction_bias is not None
+    before = module(stream(2, 9))[0]
+    applied, refused = torch.tensor(1.0), torch.tensor(0.0)
+    module.update_correction(torch.tensor([6.0, 0, 3, 3, 4, 2], dtype=torch.float64), applied)
+    assert module.correction_bias.tolist() == [-0.5, 0.5, 0.0, 0.0, -0.5, 0.5]
+    module.update_correction(torch.tensor([9.0, 0, 0, 0, 0, 0], dtype=torch.float64), refused)
+    assert module.correction_bias.tolist() == [-0.5, 0.5, 0.0, 0.0, -0.5, 0.5]
+    assert not module.correction_bias.requires_grad
+    assert not torch.allclose(module(stream(2, 9))[0], before), "the bias must change which experts are chosen"
+    meta = MoeLayer(module.spec, HIDDEN).to("meta").to_empty(device="cpu")
+    assert meta.correction_bias is not None
+    assert not meta.correction_bias.any()
+
+
+def test_a_router_with_a_correction_bias_balances_loads_that_it_does_not_learn() -> None:
+    module = moe_layer(router=RouterSpec(scoring="sigmoid", correction=True, correction_rate=0.005), balance=0.0)
+    with torch.no_grad():
+        module.gate.weight[0].add_(0.5)
+    imbalances = []
+    for _ in range(60):
+        module(stream(8, 16))
+        loads = module.take_routing_stats()[:6]
+        imbalances.append((loads.max() / loads.mean()).item())
+        module.update_correction(loads, torch.tensor(1.0))
+    assert imbalances[-1] < 1.1 < imbalances[0]
+
+
+def test_groups_limit_the_experts_of_a_token() -> None:
+    spec = replace(EXPERTS, num_experts=8, router=RouterSpec(groups=4, top_groups=1, group_top=2))
+    choices, weights, _ = choose_experts(torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), spec)
+    assert (choices[:, 0] // 2 == choices[:, 1] // 2).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(50))
+
+
+def test_dense_layers_do_not_count_as_idle_experts() -> None:
+    spec = PRESETS["tiny-moe"]
+    assert spec.block.experts is not None
+    experts = replace(spec.block.experts, dense_layers=(0,), unit=ExpertUnit(bias=True, limit=7.0))
+    spec = replace(spec, block=replace(spec.block, experts=experts))
+    network = decoder_network(spec)
+    initialise(network.module, seed=1, spec=spec)
+    biases = [each for name, each in network.module.named_parameters() if name.endswith("_proj_bias")]
+    assert biases
+    assert not any(each.any() for each in biases)
+    network.forward({"tokens": torch.randint(0, spec.vocab, (2, 64), generator=torch.Generator().manual_seed(1))})
+    router = router_details(routing_counts([network], torch.device("cpu")), [network])()["router"]
+    assert router["idle"] == 0
+    assert router["entropy"] > 0.8

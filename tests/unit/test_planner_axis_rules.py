@@ -130,6 +130,19 @@ def test_ep_needs_experts_that_it_divides() -> None:
     assert error.fix == "use ep of 1 or 2"
 
 
+def test_replicas_that_train_alone_cannot_balance_a_correction_bias() -> None:
+    experts = PRESETS["tiny-moe"].block.experts
+    assert experts is not None
+    for rate in (0.0, 0.001):
+        router = replace(experts.router, correction=True, correction_rate=rate)
+        block = replace(PRESETS["tiny-moe"].block, experts=replace(experts, router=router))
+        spec = replace(PRESETS["tiny-moe"], block=block)
+        if rate:
+            assert refusal({}, spec=spec, comm={"local_steps": 5}).code == "P102"
+        else:
+            check({}, spec=spec, comm={"local_steps": 5})
+
+
 def test_degrees_of_an_unknown_model_are_left_to_the_worker() -> None:
     check({"tp": 4}, spec=None)
     check({"ep": 2}, spec=None)

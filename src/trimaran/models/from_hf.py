@@ -1,5 +1,6 @@
 """Converts a Hugging Face config.json to a ModelSpec, and back."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,14 @@ def disk_layout(spec: ModelSpec) -> PartsOf:
     """Return where the parameters of a model of this shape are on disk: as its own family has them."""
     kind = spec.family or (_first_config(spec) or {}).get("model_type")
     return FAMILIES[kind].parts if kind in FAMILIES else plain_parts
+
+
+def is_extra_layer(name: str, spec: ModelSpec) -> bool:
+    """Return whether a tensor on disk belongs to a layer after the last one that this architecture may have."""
+    if spec.family not in FAMILIES or not FAMILIES[spec.family].extra_layers:
+        return False
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= spec.layers
 
 
 def packed_part(name: str, spec: ModelSpec) -> tuple[str, int, int, tuple[int, ...]] | None:

@@ -96,7 +96,9 @@ class ModelSpec:
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are alike."""
-        return len(self.block.attention.windows) <= 1 and len(self.block.attention.rope_layers) <= 1
+        attention, experts = self.block.attention, self.block.experts
+        has_dense_layers = experts is not None and bool(experts.dense_layers)
+        return len(attention.windows) <= 1 and len(attention.rope_layers) <= 1 and not has_dense_layers
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` has."""

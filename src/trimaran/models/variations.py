@@ -24,5 +24,8 @@ def variations(spec: ModelSpec) -> list[str]:
         f"{rope.scaling} positions": rope.scaling != "llama3",
         "partly rotated heads": rope.rotary_dim > 0,
         "interleaved rotary pairs": rope.interleaved,
+        "latent attention": attention.latent is not None,
+        "chunked attention": attention.chunk > 0,
+        "varied routing or experts": block.experts is not None and not block.experts.is_plain,
     }
     return [name for name, present in has.items() if present]

@@ -15,8 +15,9 @@ from trimaran.models import ModelSpec, Spec, VlmSpec, model_folder, spec_of, wei
 from trimaran.models.from_hf import disk_layout
 from trimaran.models.to_hf_vlm import disk_form
 from trimaran.nets.family import network_of
-from trimaran.nets.hf_weights import is_stacked, open_weights, read_part
+from trimaran.nets.hf_weights import correction_biases, is_stacked, open_weights, read_part
 from trimaran.nets.initialise import initialise
+from trimaran.nets.moe import MoeLayer
 from trimaran.nets.network import Network
 from trimaran.nets.vlm_names import canonical, on_disk
 
@@ -48,21 +49,26 @@ def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> Bas
     assert spec is not None, "only an unknown Hugging Face architecture has no spec"
     with torch.device("meta"):
         network = network_of(spec)
+    for layer in (each for each in network.module.modules() if isinstance(each, MoeLayer)):
+        if layer.correction_bias is not None:  # buffers are read at once, parameters when they are needed
+            layer.correction_bias = torch.zeros(layer.spec.num_experts)
     if not files:
         drawn = network_of(spec)
         initialise(drawn.module, seed=seed, spec=spec)
         return BaseWeights(network, lambda name: drawn.module.get_parameter(name).detach(), dtype)
     read = _vlm_reader(network, spec, files) if isinstance(spec, VlmSpec) else _reader(network, spec, files)
-    return BaseWeights(network, read, dtype)
+    return BaseWeights(network, read, dtype, frozenset(correction_biases(network.module)))
 
 
 def _reader(network: Network, spec: Spec, files: dict[str, Any]) -> Callable[[str], Tensor]:
     """Return the function that reads a parameter of our decoder."""
     assert isinstance(spec, ModelSpec), "the others have readers of their own"
     layout = disk_layout(spec)
+    held = dict(network.module.named_parameters(remove_duplicate=False)) | correction_biases(network.module)
+    shapes = {name: tuple(each.shape) for name, each in held.items()}
 
     def read(name: str) -> Tensor:
-        shape = tuple(network.module.get_parameter(name).shape)
+        shape = shapes[name]
         parts, whole = layout(name, shape, spec), tuple(slice(0, size) for size in shape)
         if not is_stacked(parts, len(shape)):
             return read_part(parts[0], whole, files)

@@ -14,7 +14,7 @@ from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
 from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
-from trimaran.models.from_hf import disk_layout
+from trimaran.models.from_hf import disk_layout, is_extra_layer
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
@@ -131,7 +131,8 @@ def _refuse_mismatch(
             misshapen.append(f"{name} {found} (the model has {shape})")
     # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     expected = _names_of_all(spec)
-    unexpected = [each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each]
+    others = (each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each)
+    unexpected = [each for each in others if not is_extra_layer(each, spec)]
     lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
         raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),

@@ -41,7 +41,7 @@ def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
 def _fill(name: str, parameter: Tensor, seed: int, spec: Spec, pool: ThreadPoolExecutor) -> list[Future[None]]:
     """Fill one parameter, and return the threads that still write to it."""
     local, here = local_part(parameter).detach(), local_slices(parameter)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_proj_bias")):
         local.zero_()
     elif parameter.ndim == 1:
         local.fill_(_vector_value(name, spec))

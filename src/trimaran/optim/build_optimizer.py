@@ -100,7 +100,7 @@ def decay_groups(
         settings = train.optimizer.towers.get(tower_of(name, towers), DEFAULT_SETTINGS)
         decay = train.optimizer.weight_decay if settings.weight_decay is None else settings.weight_decay
         factor = 1.0 if settings.lr is None else settings.lr / train.lr
-        is_vector = each.ndim < 2
+        is_vector = each.ndim < 2 or name.endswith("_proj_bias")  # the biases of stacked experts are vectors
         by_settings.setdefault((is_vector, factor, 0.0 if is_vector else decay), []).append(each)
     ordered = sorted(by_settings, key=lambda key: key[0])  # matrices first, then in the order of the parameters
     return [{"params": by_settings[key], "weight_decay": key[2], LR_FACTOR: key[1]} for key in ordered]

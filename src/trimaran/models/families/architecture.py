@@ -16,7 +16,8 @@ class Family:
     `read` returns the spec that config.json describes; a field with an impossible value raises. `write` returns the
     fields of config.json beyond those that all architectures have: what `read` makes of the result must be the same
     spec, or the architecture cannot express it. `off` are features that the decoder lacks in this architecture, with
-    the values that switch them off; `lacks` returns any other such feature, or an empty string.
+    the values that switch them off; `lacks` returns any other such feature, or an empty string. `extra_layers`: folders
+    may have layers after the last one, which predict later tokens (MTP) and are not read.
     """
 
     architecture: str
@@ -25,3 +26,4 @@ class Family:
     off: Mapping[str, tuple[Any, ...]]
     lacks: Callable[[Mapping[str, Any]], str] = lambda _: ""
     parts: PartsOf = plain_parts
+    extra_layers: bool = False

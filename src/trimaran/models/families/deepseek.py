@@ -106,7 +106,13 @@ def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
 
 
 DEEPSEEK_V3 = Family(
-    architecture="DeepseekV3ForCausalLM", read=_read_v3, write=_write_v3, off=_V3_OFF, lacks=_lacks, parts=_parts
+    architecture="DeepseekV3ForCausalLM",
+    read=_read_v3,
+    write=_write_v3,
+    off=_V3_OFF,
+    lacks=_lacks,
+    parts=_parts,
+    extra_layers=True,
 )
 KIMI_K2 = replace(DEEPSEEK_V3, read=_read_kimi)
 DEEPSEEK_V2 = Family(

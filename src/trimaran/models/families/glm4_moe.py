@@ -48,4 +48,6 @@ def _parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
     return renamed(plain_parts(name, shape, spec), NAMES)
 
 
-GLM4_MOE = Family(architecture="Glm4MoeForCausalLM", read=_read, write=_write, off=_OFF, lacks=_lacks, parts=_parts)
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM", read=_read, write=_write, off=_OFF, lacks=_lacks, parts=_parts, extra_layers=True
+)

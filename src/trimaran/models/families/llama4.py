@@ -112,7 +112,11 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 def _lacks(config: Mapping[str, Any]) -> str:
     types, ropes = config.get("layer_types"), config.get("no_rope_layers")
-    if types and ropes and types != ["chunked_attention" if each else "full_attention" for each in ropes]:
+    if (
+        types
+        and isinstance(ropes, list)
+        and types != ["chunked_attention" if each else "full_attention" for each in ropes]
+    ):
         return f"layer_types is {show(types)}, and no_rope_layers is {show(ropes)}"
     if config.get("attention_chunk_size", 8192) is None:
         return "attention_chunk_size is null"

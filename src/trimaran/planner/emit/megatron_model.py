@@ -22,8 +22,6 @@ def refuse_network(tool: str, spec: ModelSpec) -> None:
         raise unknown_model(tool, spec.name, "its RoPE scaling only has Llama 3.1's constants")
     if rope.theta != int(rope.theta):
         raise unknown_model(tool, spec.name, "its rotary base is an integer")
-    if spec.block.attention.latent or (experts and not experts.is_plain):
-        raise unknown_model(tool, spec.name, "what is written of a mixture is Qwen's attention and routing only")
     if experts and experts.shared_gate:
         raise unknown_model(tool, spec.name, "its shared expert has no gate")
     if experts and experts.capacity:

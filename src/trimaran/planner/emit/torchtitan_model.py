@@ -101,8 +101,6 @@ def refuse_network(tool: str, spec: ModelSpec) -> None:
         raise unknown_model(tool, spec.name, "its attention has no biases")
     if not is_llama(spec) and block.rope.factor != 1:
         raise unknown_model(tool, spec.name, "only its Llama 3 scales RoPE, and that one has no tied embedding")
-    if block.attention.latent or (experts and not experts.is_plain):
-        raise unknown_model(tool, spec.name, "what is written of a mixture is Qwen's attention and routing only")
     if experts and (experts.shared_gate or experts.shared_ffn % experts.ffn or experts.capacity):
         raise unknown_model(tool, spec.name, "its experts have no shared gate, no capacity, and one width")
 

@@ -37,7 +37,8 @@ def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callab
     if spec is None or counts is None:
         return dict
     copy = copy_to_host_async(counts)
-    return lambda: {"router": _router_metrics(copy().view(spec.layers, -1), _experts(spec))}
+    layers = [number for number in range(spec.layers) if spec.layer(number).experts is not None]
+    return lambda: {"router": _router_metrics(copy().view(spec.layers, -1)[layers], _experts(spec))}
 
 
 def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused: Tensor) -> None:

@@ -129,7 +129,7 @@ def test_every_parameter_names_the_one_of_transformers_that_holds_it(theirs: tup
     for name, parameter in network.module.named_parameters(remove_duplicate=False):
         stored = network.hf_parameter(name)
         rows = stored.rows(len(parameter))
-        assert stored.parts == 1 or stored.sizes[stored.part] == len(parameter)
+        assert stored.parts == 1 or stored.shares[stored.part] == len(parameter)
         assert expected[stored.name][rows].shape == parameter.shape
         assert stored.parts > 1 or expected[stored.name].shape == parameter.shape
 

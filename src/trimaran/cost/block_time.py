@@ -64,7 +64,7 @@ class BlockKind(NamedTuple):
     joint: bool = False
 
 
-EAGER = BlockKind(compiled=False, fp8="")
+EAGER = BlockKind(compiled=False)
 
 
 class Fp8Cost(NamedTuple):

@@ -167,3 +167,18 @@ def test_a_deterministic_step_with_documents_is_reproducible(monkeypatch: pytest
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 4, 64, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for width in (48, 48, 32)
+    )
+    documents = torch.tensor([0] * 20 + [1] * 44)[None].cuda()
+    segments = Segments.of_documents(documents, (20, 44))
+    assert segments.has_kernel(query, value)
+    found = segment_attention(query, key, value, segments, causal=True)
+    expected = attention(query, key, value, segments.mask(causal=True))
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    gradients = [torch.autograd.grad(out.float().square().sum(), (query, key, value)) for out in (found, expected)]
+    assert all(((ours - theirs).norm() / theirs.norm()) < 2e-2 for ours, theirs in zip(*gradients, strict=True))

@@ -175,7 +175,10 @@ def _varlen_attention(
     assert segments.cu_seqlens is not None, "the caller checks this"
     lengths = (segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length)
     options: dict[str, Any] = {"scale": scale, "window_size": reach, **GQA_OPTION}
-    out: Any = varlen_attn(_end_to_end(query), _end_to_end(key), _end_to_end(value), *lengths, **options)
+    missing = query.shape[-1] - value.shape[-1]
+    padded = F.pad(value, (0, missing)) if missing else value  # latent attention has values narrower than keys
+    out: Any = varlen_attn(_end_to_end(query), _end_to_end(key), _end_to_end(padded), *lengths, **options)
+    out = out[..., : value.shape[-1]] if missing else out
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 

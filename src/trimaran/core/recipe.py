@@ -124,8 +124,8 @@ class SamplesSection(BaseModel):
     images: Annotated[FilePath | None, Field(description="the folder that image paths are relative to")] = None
     min_pixels: Annotated[Count, Field(description="smaller images are enlarged; 0: the model's default")] = 0
     max_pixels: Annotated[Count, Field(description="larger images are shrunk; 0: the model's default")] = 0
-    frames_per_second: Annotated[float, Field(gt=0, le=1000, description="frames of a film that become images")] = 1.0
-    max_frames: Annotated[int, Field(ge=1, le=10_000, description="frames of a film at most, evenly spaced")] = 16
+    frames_per_second: Annotated[float, Field(gt=0, le=1000, description="frames of a video that become images")] = 1.0
+    max_frames: Annotated[int, Field(ge=1, le=10_000, description="frames of a video at most, evenly spaced")] = 16
     max_bad: Annotated[Fraction, Field(description="fraction of bad samples or lines above which the run stops")] = 0.01
     cache_features: Annotated[
         bool, Field(description="compute the features of a frozen tower once, and cache them")

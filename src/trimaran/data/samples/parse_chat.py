@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.films import DEFAULT_CHOICE, FILM_SUFFIXES, Film, FrameChoice, read_film
 from trimaran.data.samples.raw_sample import ImageLocation, ImageSource, Role, Turn
+from trimaran.data.samples.videos import DEFAULT_CHOICE, VIDEO_SUFFIXES, FrameChoice, Video, read_video
 
 MARKER = "<image>"
 ROLES: dict[str, Role] = {
@@ -30,14 +30,14 @@ QUESTIONS = (("prompt", "response"), ("prompt", "completion"), ("question", "ans
 CAPTIONS = ("caption", "text")
 IMAGES = ("images", "image", "image_path", "file_name")
 
-FILMS, FILM_MARKER = ("video", "videos"), "<video>"
+VIDEO_FIELDS, VIDEO_MARKER = ("video", "videos"), "<video>"
 
-TurnPart = str | ImageSource | Film | None  # None: the next image of the row
+TurnPart = str | ImageSource | Video | None  # None: the next image of the row
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFinder:
-    """Resolves image references. Paths are relative to `root` and may not leave it. `frames` of a film are chosen."""
+    """Resolves image references. Paths are relative to `root` and may not leave it. `frames` of a video are chosen."""
 
     root: str
     frames: FrameChoice = DEFAULT_CHOICE
@@ -67,9 +67,9 @@ def read_row(
     if not isinstance(row, Mapping):
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
     row_images = [finder.find(value) for value in _image_references(row)]
-    films = list(_film_references(row, finder))
+    videos = list(_video_references(row, finder))
     turns = list(_turns(row, finder, text_field, split=bool(row_images)))
-    turns = [_with_frames(turn) for turn in _with_films(turns, films)]
+    turns = [_with_frames(turn) for turn in _with_videos(turns, videos)]
     if not any(_has_target(turn) for turn in turns):
         raise BadSampleError("it has no text" if turns[0].role == "text" else "it has no answer")
     num_markers = sum(part is None for turn in turns for part in turn.parts)
@@ -82,7 +82,7 @@ def read_row(
     images: list[ImageSource] = []
     parsed = []
     for turn in turns:
-        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str | Film)]
+        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str | Video)]
         parts = tuple(part if isinstance(part, str) else None for part in turn.parts)
         parsed.append(Turn(turn.role, parts, turn.fields, turn.has_content))
     return tuple(parsed), tuple(images)
@@ -133,46 +133,46 @@ class _ParsedTurn:
     has_content: bool = True
 
 
-def _film_references(row: Mapping[str, Any], finder: ImageFinder) -> Iterator[Film]:
-    """Yield the films in the row's own fields, in order. `fps` and `times` of one film may be beside it."""
-    for field in FILMS:
+def _video_references(row: Mapping[str, Any], finder: ImageFinder) -> Iterator[Video]:
+    """Yield the videos in the row's own fields, in order. `fps` and `times` of one video may be beside it."""
+    for field in VIDEO_FIELDS:
         value = row.get(field)
         for each in value if isinstance(value, list) else [] if value in (None, "") else [value]:
             beside = {name: row[name] for name in ("fps", "times") if row.get(name) is not None}
-            is_folder = isinstance(each, str) and not each.lower().endswith(FILM_SUFFIXES)
-            yield read_film({"frames": each, **beside} if is_folder else each, finder.find, finder.frames)
+            is_folder = isinstance(each, str) and not each.lower().endswith(VIDEO_SUFFIXES)
+            yield read_video({"frames": each, **beside} if is_folder else each, finder.find, finder.frames)
 
 
-def _with_films(turns: list[_ParsedTurn], films: list[Film]) -> list[_ParsedTurn]:
-    """Return the turns with the row's films where `<video>` marks them, or at the start of the first question."""
-    if not films:
+def _with_videos(turns: list[_ParsedTurn], videos: list[Video]) -> list[_ParsedTurn]:
+    """Return the turns with the row's videos where `<video>` marks them, or at the start of the first question."""
+    if not videos:
         return turns
-    rest, marked = iter(films), []
+    rest, marked = iter(videos), []
     texts = (part for turn in turns for part in turn.parts if isinstance(part, str))
-    if num_markers := sum(text.count(FILM_MARKER) for text in texts):
-        if num_markers != len(films):
-            raise BadSampleError(f"{num_markers} film markers, but {len(films)} films")
+    if num_markers := sum(text.count(VIDEO_MARKER) for text in texts):
+        if num_markers != len(videos):
+            raise BadSampleError(f"{num_markers} video markers, but {len(videos)} videos")
         for turn in turns:
             parts: list[TurnPart] = []
             for part in turn.parts:
-                first, *others = part.split(FILM_MARKER) if isinstance(part, str) else (part,)
+                first, *others = part.split(VIDEO_MARKER) if isinstance(part, str) else (part,)
                 parts += [first, *(each for text in others for each in (next(rest), text))]
             marked.append(replace(turn, parts=parts))
         return marked
     first = next(number for number, turn in enumerate(turns) if turn.role != "system")
     return [
-        replace(turn, parts=(*films, *turn.parts)) if number == first else turn for number, turn in enumerate(turns)
+        replace(turn, parts=(*videos, *turn.parts)) if number == first else turn for number, turn in enumerate(turns)
     ]
 
 
 def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
-    """Return the turn with the frames of its films as images, each after its time.
+    """Return the turn with the frames of its videos as images, each after its time.
 
     A caption is learnt completely, so the times are left out there.
     """
     parts: list[TurnPart] = []
     for part in turn.parts:
-        if not isinstance(part, Film):
+        if not isinstance(part, Video):
             parts.append(part)
             continue
         for frame, seconds in zip(part.frames, part.times, strict=True):
@@ -274,7 +274,7 @@ def _content_part(part: Any, finder: ImageFinder) -> TurnPart:
         value = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
         return None if value is None else finder.find(value)
     if kind == "video":
-        return read_film(part.get("video"), finder.find, finder.frames)
+        return read_video(part.get("video"), finder.find, finder.frames)
     raise BadSampleError(f"a message part has an unknown type: {kind!r}"[:120])
 
 

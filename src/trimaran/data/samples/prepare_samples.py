@@ -31,7 +31,7 @@ from trimaran.data.tokenizer import load_tokenizer
 
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
-DEFAULT_FRAMES = (1.0, 16)  # of SamplesSection: frames of a film per second, and at most
+DEFAULT_FRAMES = (1.0, 16)  # of SamplesSection: frames of a video per second, and at most
 MAX_SHOWN_BAD = 5
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -221,7 +221,7 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
     if files.frames != DEFAULT_FRAMES:
-        parts["frames"] = files.frames  # data without films has the fingerprint of earlier versions
+        parts["frames"] = files.frames  # data without videos has the fingerprint of earlier versions
     if source.source == "text" and any_byte_order_mark(files.files):
         parts["byte_order_mark"] = "skipped"  # earlier versions kept it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

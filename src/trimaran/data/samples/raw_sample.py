@@ -61,7 +61,7 @@ class RawSample:
 class SourceFiles:
     """A source and its files, in order. `images` is the folder that image paths are relative to.
 
-    `frames` says how many frames of a film are used: per second, and at most.
+    `frames` says how many frames of a video are used: per second, and at most.
     """
 
     source: MixtureSource

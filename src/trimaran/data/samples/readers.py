@@ -8,10 +8,10 @@ from typing import Any
 
 from trimaran.data import drawn_shapes, lazy_import
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.films import FrameChoice
 from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
 from trimaran.data.samples.read_rows import files_with_progress, json_rows, parse_json, sample_of, text_of
+from trimaran.data.samples.videos import FrameChoice
 from trimaran.data.samples.webdataset import read_tar
 from trimaran.data.text_files import data_suffix
 from trimaran.data.text_sources import JSON_SUFFIXES
@@ -26,7 +26,7 @@ def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
 
 
 def _finder(source_files: SourceFiles, folder: Path) -> ImageFinder:
-    """Return how images and films are found that a file in `folder` names."""
+    """Return how images and videos are found that a file in `folder` names."""
     return ImageFinder(os.path.abspath(source_files.images or folder), FrameChoice(*source_files.frames))
 
 

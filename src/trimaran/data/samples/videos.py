@@ -1,4 +1,4 @@
-"""Films as samples: frames with their times. Some frames are chosen, and each becomes an image after its time."""
+"""Videos as samples: frames with their times. Some frames are chosen, and each becomes an image after its time."""
 
 import math
 import os
@@ -13,14 +13,14 @@ from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
-FILM_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
-MAX_FRAMES_IN_FILM = 1_000_000
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
+MAX_FRAMES_IN_VIDEO = 1_000_000
 MAX_RATE = 1e6  # frames per second
 
 
 @dataclass(frozen=True, slots=True)
 class FrameChoice:
-    """Which frames of a film are used: `per_second`, and `most` of them, evenly spaced."""
+    """Which frames of a video are used: `per_second`, and `most` of them, evenly spaced."""
 
     per_second: float = 1.0
     most: int = 16
@@ -30,29 +30,29 @@ DEFAULT_CHOICE = FrameChoice()
 
 
 @dataclass(frozen=True, slots=True)
-class Film:
-    """The chosen frames of a film, and the time of each in seconds from its start."""
+class Video:
+    """The chosen frames of a video, and the time of each in seconds from its start."""
 
     frames: tuple[ImageSource, ...]
     times: tuple[float, ...]
 
 
-def read_film(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Film:
-    """Return the chosen frames of a film: a mapping with `frames`, a folder or a list, and `fps` or `times`.
+def read_video(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Video:
+    """Return the chosen frames of a video: a mapping with `frames`, a folder or a list, and `fps` or `times`.
 
-    `find` resolves the reference of a frame or a folder. Raises BadSampleError if the film cannot be used.
+    `find` resolves the reference of a frame or a folder. Raises BadSampleError if the video cannot be used.
     """
-    if isinstance(value, str) and value.lower().endswith(FILM_SUFFIXES):
+    if isinstance(value, str) and value.lower().endswith(VIDEO_SUFFIXES):
         raise BadSampleError(
-            f"films are not decoded: write the frames of {value[:80]!r} as images, and name their folder"
+            f"videos are not decoded: write the frames of {value[:80]!r} as images, and name their folder"
         )
     if not isinstance(value, Mapping):
-        raise BadSampleError("a film is not an object with 'frames' and 'fps' or 'times'")
+        raise BadSampleError("a video is not an object with 'frames' and 'fps' or 'times'")
     frames = _frames(value.get("frames"), find)
     times = _times(value, len(frames))
     chosen = choose_frames(times, choice)
     start = times[0]
-    return Film(tuple(find(frames[each]) for each in chosen), tuple(round(times[each] - start, 3) for each in chosen))
+    return Video(tuple(find(frames[each]) for each in chosen), tuple(round(times[each] - start, 3) for each in chosen))
 
 
 def choose_frames(times: Sequence[float], choice: FrameChoice) -> list[int]:
@@ -75,18 +75,18 @@ def _frames(value: Any, find: Callable[[Any], ImageSource]) -> Sequence[Any]:
     elif isinstance(value, str) and value:
         folder = find(value)
         if not isinstance(folder, ImageLocation):
-            raise BadSampleError("the frames of a film are neither a folder nor a list")
+            raise BadSampleError("the frames of a video are neither a folder nor a list")
         try:
             names = sorted(os.listdir(folder.file))
         except OSError as error:
-            raise BadSampleError(f"the frames of a film cannot be read: {error.strerror}: {value[:80]}") from None
+            raise BadSampleError(f"the frames of a video cannot be read: {error.strerror}: {value[:80]}") from None
         frames = [os.path.join(folder.file, each) for each in names if each.lower().endswith(FRAME_SUFFIXES)]
     else:
-        raise BadSampleError("the frames of a film are neither a folder nor a list")
+        raise BadSampleError("the frames of a video are neither a folder nor a list")
     if not frames:
-        raise BadSampleError("a film has no frames")
-    if len(frames) > MAX_FRAMES_IN_FILM:
-        raise BadSampleError(f"a film has more than {MAX_FRAMES_IN_FILM:,} frames")
+        raise BadSampleError("a video has no frames")
+    if len(frames) > MAX_FRAMES_IN_VIDEO:
+        raise BadSampleError(f"a video has more than {MAX_FRAMES_IN_VIDEO:,} frames")
     return frames
 
 
@@ -94,16 +94,16 @@ def _times(value: Mapping[str, Any], count: int) -> list[float]:
     """Return the time of each frame in seconds."""
     if (listed := value.get("times")) is not None:
         if not isinstance(listed, list) or not all(_is_number(each) for each in listed):
-            raise BadSampleError("the times of a film are not a list of numbers")
+            raise BadSampleError("the times of a video are not a list of numbers")
         if len(listed) != count:
-            raise BadSampleError(f"a film has {count} frames and {len(listed)} times")
+            raise BadSampleError(f"a video has {count} frames and {len(listed)} times")
         for earlier, later in pairwise(listed):
             if later < earlier:
-                raise BadSampleError(f"the times of a film go backwards: {later:g} after {earlier:g}")
+                raise BadSampleError(f"the times of a video go backwards: {later:g} after {earlier:g}")
         return [float(each) for each in listed]
     rate: Any = value.get("fps")
     if not _is_number(rate) or not 0 < rate <= MAX_RATE:
-        raise BadSampleError("a film has neither 'times' nor a positive number 'fps'")
+        raise BadSampleError("a video has neither 'times' nor a positive number 'fps'")
     return [number / rate for number in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Films: the frames that are chosen become images after their times; bad films are bad samples."""
+"""Videos: the frames that are chosen become images after their times; bad videos are bad samples."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from PIL import Image
 
 from trimaran.core import DataSection, ImageRules, SamplesSection
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.films import FrameChoice, choose_frames
 from trimaran.data.samples.parse_chat import ImageFinder, read_row
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.raw_sample import ImageLocation
 from trimaran.data.samples.row_estimate import estimate_rows
 from trimaran.data.samples.sample_index import SampleIndex
+from trimaran.data.samples.videos import FrameChoice, choose_frames
 
 RULES = ImageRules(patch=4, merge=2, image_token=257, min_pixels=64, max_pixels=1024)
 QUESTION = [{"role": "user", "content": "what happens?"}, {"role": "assistant", "content": "nothing"}]
@@ -23,8 +23,8 @@ QUESTION = [{"role": "user", "content": "what happens?"}, {"role": "assistant", 
 
 @pytest.fixture
 def frames(tmp_path: Path) -> Path:
-    """Return a folder with the six frames of a film."""
-    folder = tmp_path / "film"
+    """Return a folder with the six frames of a video."""
+    folder = tmp_path / "video"
     folder.mkdir()
     for number in range(6):
         pixels = np.full((16, 16, 3), 40 * number, dtype=np.uint8)
@@ -55,61 +55,61 @@ def test_frames_are_chosen_by_rate_and_maximum(times: list[float], choice: Frame
 
 
 def test_the_frames_of_a_folder_become_images_after_their_times(frames: Path) -> None:
-    row = {"messages": QUESTION, "video": {"frames": "film", "fps": 2}}
+    row = {"messages": QUESTION, "video": {"frames": "video", "fps": 2}}
     parts, images = parse(row, frames)
     assert images == ["000.png", "002.png", "004.png"]
     assert parts == ["<0.0 seconds>", None, "<1.0 seconds>", None, "<2.0 seconds>", None, "what happens?"]
-    beside = {"messages": QUESTION, "video": "film", "fps": 2}
+    beside = {"messages": QUESTION, "video": "video", "fps": 2}
     assert parse(beside, frames) == (parts, images)
 
 
 def test_markers_times_and_lists_of_frames(frames: Path) -> None:
-    listed = [f"film/{number:03d}.png" for number in range(3)]
-    film = {"frames": listed, "times": [10.0, 10.5, 12.25]}
+    listed = [f"video/{number:03d}.png" for number in range(3)]
+    video = {"frames": listed, "times": [10.0, 10.5, 12.25]}
     question = [{"role": "user", "content": "in <video> and <video>?"}, QUESTION[1]]
-    parts, images = parse({"messages": question, "videos": [film, film]}, frames, FrameChoice(per_second=0.5, most=2))
+    parts, images = parse({"messages": question, "videos": [video, video]}, frames, FrameChoice(per_second=0.5, most=2))
     assert images == ["000.png", "002.png"] * 2
     one = ["<0.0 seconds>", None, "<2.2 seconds>", None]
     assert parts == ["in ", *one, " and ", *one, "?"]
-    content = [{"type": "video", "video": film}, {"type": "text", "text": "what?"}]
+    content = [{"type": "video", "video": video}, {"type": "text", "text": "what?"}]
     parts, images = parse({"messages": [{"role": "user", "content": content}, QUESTION[1]]}, frames)
     assert len(images) == 3
     assert parts[-1] == "what?"
 
 
 def test_a_caption_is_learnt_without_times(frames: Path) -> None:
-    parts, images = parse({"caption": "a film", "video": {"frames": "film", "fps": 1}}, frames)
-    assert parts == [None] * 6 + ["a film"]
+    parts, images = parse({"caption": "a video", "video": {"frames": "video", "fps": 1}}, frames)
+    assert parts == [None] * 6 + ["a video"]
     assert len(images) == 6
 
 
 @pytest.mark.parametrize(
     ("video", "reason"),
     [
-        ({"frames": "nothing", "fps": 1}, "the frames of a film cannot be read"),
-        ({"frames": [], "fps": 1}, "a film has no frames"),
-        ({"frames": "film"}, "neither 'times' nor a positive number 'fps'"),
-        ({"frames": "film", "fps": 0}, "neither 'times' nor a positive number 'fps'"),
-        ({"frames": "film", "times": [0, 1]}, "a film has 6 frames and 2 times"),
-        ({"frames": "film", "times": [0, 1, 2, 1.5, 3, 4]}, "the times of a film go backwards: 1.5 after 2"),
-        ({"frames": "film", "times": [0, 1, 2, 3, 4, float("nan")]}, "not a list of numbers"),
+        ({"frames": "nothing", "fps": 1}, "the frames of a video cannot be read"),
+        ({"frames": [], "fps": 1}, "a video has no frames"),
+        ({"frames": "video"}, "neither 'times' nor a positive number 'fps'"),
+        ({"frames": "video", "fps": 0}, "neither 'times' nor a positive number 'fps'"),
+        ({"frames": "video", "times": [0, 1]}, "a video has 6 frames and 2 times"),
+        ({"frames": "video", "times": [0, 1, 2, 1.5, 3, 4]}, "the times of a video go backwards: 1.5 after 2"),
+        ({"frames": "video", "times": [0, 1, 2, 3, 4, float("nan")]}, "not a list of numbers"),
         ({"frames": "../secret", "fps": 1}, "the path leaves the image folder"),
-        ("film.mp4", "films are not decoded"),
-        (7, "a film is not an object"),
+        ("video.mp4", "videos are not decoded"),
+        (7, "a video is not an object"),
     ],
 )
-def test_films_that_cannot_be_used_are_bad_samples(video: Any, reason: str, frames: Path) -> None:
+def test_videos_that_cannot_be_used_are_bad_samples(video: Any, reason: str, frames: Path) -> None:
     with pytest.raises(BadSampleError, match=reason):
         parse({"messages": QUESTION, "video": video}, frames)
 
 
-def test_films_are_prepared_counted_and_estimated_as_their_frames(frames: Path) -> None:
-    rows = [{"messages": QUESTION, "video": {"frames": "film", "fps": 1}} for _ in range(9)]
-    broken = {"messages": QUESTION, "video": {"frames": "film", "times": [3, 2, 1, 0, 0, 0]}}
+def test_videos_are_prepared_counted_and_estimated_as_their_frames(frames: Path) -> None:
+    rows = [{"messages": QUESTION, "video": {"frames": "video", "fps": 1}} for _ in range(9)]
+    broken = {"messages": QUESTION, "video": {"frames": "video", "times": [3, 2, 1, 0, 0, 0]}}
     (frames / "unreadable").mkdir()
     (frames / "unreadable" / "0.png").write_bytes(b"no image")
     unreadable = {"messages": QUESTION, "video": {"frames": "unreadable", "fps": 1}}
-    file = frames / "films.jsonl"
+    file = frames / "videos.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in [*rows, broken, unreadable]))
     samples = SamplesSection(max_frames=4, max_bad=0.5)
     section = DataSection(source="chat", path=str(file), seq_len=512, samples=samples)

@@ -85,6 +85,7 @@ def test_an_assistant_plans_predicts_and_reads_the_docs(tmp_path: Path) -> None:
     with_server(tmp_path, talk)
 
 
+@pytest.mark.slow
 def test_an_assistant_that_may_write_starts_a_real_run_and_reads_it(tmp_path: Path) -> None:
     async def talk(client: Client) -> None:
         assert {each.name for each in (await client.list_tools()).tools} == READING | WRITING

@@ -250,7 +250,7 @@ def test_a_memory_bound_gpu_gets_a_patch() -> None:
     )
     found = findings(evidence)["F004"]
     assert found.culprit == "memory bandwidth"
-    assert found.patch == {"plan.compile": True}
+    assert found.patch == {"plan.loss": "fused"}  # the logits of 151,936 tokens are most of what is moved
 
 
 def test_a_bucket_of_one_mebibyte_is_too_small() -> None:

@@ -33,8 +33,8 @@ from trimaran.infer.sampling import Sampling, TokenSampler
 from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.nets import Decoder, Network
 
-NATIVE = {"llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2",
-          "cohere", "cohere2"}  # fmt: skip
+NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2",
+          "cohere", "cohere2", "mixtral", "deepseek-v3", "gpt-oss"}  # fmt: skip
 FAST = ["llama", "qwen3-moe", "mistral", "gemma2", "gpt-oss"]
 SLOW = ["llama-tied", "qwen2", "qwen3", "gemma3", "gpt2", "gpt-neox", "phi3", "mixtral", "olmo2", "cohere", "cohere2",
         "starcoder2", "deepseek-v3"]  # fmt: skip

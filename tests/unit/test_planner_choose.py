@@ -88,7 +88,7 @@ def test_the_axis_with_the_most_communication_stays_inside_a_node() -> None:
 
 
 def test_shards_span_nodes_only_if_they_must() -> None:
-    small = replace(DEVICES["H100"], memory_bytes=Bytes(24 * GIB))
+    small = replace(DEVICES["H100"], memory_bytes=Bytes(20 * GIB))
     cluster = Cluster(device=small, num_nodes=4, devices_per_node=8)
     pins = {"mesh": {"tp": 1, "pp": 1, "cp": 1}, "offload": "none"}
     plan = choose(recipe(global_batch=32, seq_len=1024, plan=pins), LARGE, cluster)

@@ -56,6 +56,7 @@ def check_hf_model(plan: Plan, spec: Spec | None) -> None:
             raise UserError("P013", f"a Hugging Face model with images cannot be split by {axis}: Trimaran does not "
                             "change its forward", where=f"plan.mesh.{axis}", fix="use dp_shard or dp_replicate, or "
                             "family vlm, which supports every axis")  # fmt: skip
+    check_expert_ranks(plan)
 
 
 def check_regather(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
@@ -174,12 +175,21 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
     if experts is None:
         raise UserError("P010", f"ep {mesh.ep} needs experts, but {spec.name} has none", where="plan.mesh.ep",
                         fix="set ep to 1, or choose a model with experts, such as tiny-moe")  # fmt: skip
-    ranks, over = mesh.expert_ranks, "dp_shard x cp" if mesh.dp_shard > 1 else "dp_replicate x cp"
-    works = degrees(math.gcd(experts.num_experts, ranks), world_size=ranks)
-    for name, size in ((f"experts of {spec.name}", experts.num_experts), (f"ranks of {over}", ranks)):
-        if size % mesh.ep:
-            raise UserError("P010", f"ep {mesh.ep} does not divide the {size} {name}", where="plan.mesh.ep",
-                            fix=f"use ep of {works}")  # fmt: skip
+    if experts.num_experts % mesh.ep:
+        works = degrees(math.gcd(experts.num_experts, mesh.expert_ranks), world_size=mesh.expert_ranks)
+        raise UserError("P010", f"ep {mesh.ep} does not divide the {experts.num_experts} experts of {spec.name}",
+                        where="plan.mesh.ep", fix=f"use ep of {works}")  # fmt: skip
+    check_expert_ranks(plan, experts.num_experts)
+
+
+def check_expert_ranks(plan: Plan, num_experts: int = 0) -> None:
+    """Raise unless ep divides the ranks that can hold experts. `num_experts` 0: only the model's code knows it."""
+    mesh, ranks = plan.mesh, plan.mesh.expert_ranks
+    if ranks % mesh.ep:
+        over = "dp_shard x cp" if mesh.dp_shard > 1 else "dp_replicate x cp"
+        works = degrees(math.gcd(num_experts, ranks), world_size=ranks)
+        raise UserError("P010", f"ep {mesh.ep} does not divide the {ranks} ranks of {over}", where="plan.mesh.ep",
+                        fix=f"use ep of {works}")  # fmt: skip
 
 
 def check_correction(plan: Plan, spec: ModelSpec) -> None:

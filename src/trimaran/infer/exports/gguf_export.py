@@ -266,4 +266,6 @@ def with_rope(network: Network, rope: Rope) -> Network:
     assert isinstance(spec, ModelSpec)
     assert isinstance(network.module, Decoder)
     network.module.spec = changed = replace(spec, block=replace(spec.block, rope=rope))
+    for layer in network.module.blocks:
+        layer.self_attn.rope = rope
     return replace(network, spec=changed)

@@ -15,7 +15,7 @@ AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
 
 
 class Context:
-    """All positions are on this rank. Context parallelism reindices it by one that holds a part of the sequence."""
+    """All positions are on this rank. Context parallelism replaces it by one that holds a part of the sequence."""
 
     def shard(self, full: Tensor) -> Tensor:
         """Return this rank's positions of `full` [B, T]."""

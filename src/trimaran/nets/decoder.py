@@ -1,4 +1,4 @@
-"""The reference decoder: Llama and Qwen, dense or with experts, under Hugging Face's parameter names."""
+"""The decoder: Llama and every family that `models/families` describes, under Hugging Face's parameter names."""
 
 from collections.abc import Callable, Sequence
 from typing import Self

@@ -62,8 +62,10 @@ their questions into rows; scenes of a perception model have one size.
 Compute is the median of five or six steps, whose images differ.
 The model was corrected with traces of `vlm-small-images`, `vlm-windowed-frozen`, `perception-base` and
 `perception-wide`, and then with the results of `perception-base-full` and `perception-narrow`.
-Nothing was set by the others.
-`perception-fsdp8` shows what is missing: the host's time of FSDP around twenty small blocks.
+The count of kernel launches, too, was looked at with `perception-fsdp8` in view, so only `vlm-native`, `-full`,
+`-fsdp8` and `vlm-tiled` are rows that nothing was set by.
+`perception-fsdp8` takes 23 ms longer than the same compute on one device, and no term explains it. We suspect the
+host's time of FSDP around twenty small blocks, but have no trace of it.
 """
 ROWS = """
 ## Rows

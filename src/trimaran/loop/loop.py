@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trimaran.core import Plan, UserError
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
-from trimaran.loop.loop_checkpoint import LoopCheckpointer, LoopState
+from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
@@ -53,7 +53,7 @@ class Loop:
         self._num_backwards, self._last_count = 0, (0, -1)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-        self._checkpointers: dict[Path, LoopCheckpointer] = {}
+        self._folders = CheckpointFolders(self._state, self.plan)
         context.set_syncs.append(gradient_sync(model, plan))
         if self._units and self.world_size > 1:
             model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -282,7 +282,7 @@ class Loop:
         """
         self._meet("loop.save()")
         self._state.others = others
-        return self._checkpointer(folder).save(step)
+        return self._folders.open(folder).save(step)
 
     def resume(self, folder: str | Path, **others: Any) -> int:
         """Load the newest complete checkpoint in `folder` and return its step; 0 when there is none.
@@ -292,14 +292,8 @@ class Loop:
         """
         self._meet("loop.resume()")
         self._state.others = others
-        self._context.num_steps = self._checkpointer(folder).resume()
+        self._context.num_steps = self._folders.open(folder).resume()
         return self._context.num_steps
-
-    def _checkpointer(self, folder: str | Path) -> LoopCheckpointer:
-        path = Path(folder).absolute()
-        if path not in self._checkpointers:
-            self._checkpointers[path] = LoopCheckpointer(path, self._state, self.plan)
-        return self._checkpointers[path]
 
     def _meet(self, call: str) -> None:
         self._context.calls.meet(

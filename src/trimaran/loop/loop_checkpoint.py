@@ -39,6 +39,21 @@ MAX_STATE_BYTES = 1 << 20  # of a tensor in the state of a scheduler or the like
 JSON_TYPES = (bool, int, float, str, type(None))
 
 
+class CheckpointFolders:
+    """The checkpointers of a loop, one for each folder that it has named."""
+
+    def __init__(self, state: "LoopState", plan: Plan) -> None:
+        self._state, self._plan = state, plan
+        self._opened: dict[Path, LoopCheckpointer] = {}
+
+    def open(self, folder: str | Path) -> "LoopCheckpointer":
+        """Return the checkpointer of `folder`. Every rank must call it the first time."""
+        path = Path(folder).absolute()
+        if path not in self._opened:
+            self._opened[path] = LoopCheckpointer(path, self._state, self._plan)
+        return self._opened[path]
+
+
 class LoopCheckpointer:
     """Saves and loads the checkpoints of one folder. Every rank must call `save` and `resume`."""
 

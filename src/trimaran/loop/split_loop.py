@@ -16,7 +16,7 @@ from trimaran.checkpoint.export_hf import all_tensors
 from trimaran.core import Plan, UserError
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module
-from trimaran.loop.loop_checkpoint import LoopCheckpointer, SplitState
+from trimaran.loop.loop_checkpoint import CheckpointFolders, SplitState
 from trimaran.loop.loop_context import LoopContext, has_rows, num_rows_of
 from trimaran.loop.step_result import StepResult
 from trimaran.nets import Network
@@ -51,7 +51,7 @@ class SplitLoop:
         self._batches: list[Any] = []
         self._state = SplitState(ranks.device)
         self._state.add(model, optimizer, None)
-        self._checkpointers: dict[Path, LoopCheckpointer] = {}
+        self._folders = CheckpointFolders(self._state, self.plan)
 
     @property
     def is_main(self) -> bool:
@@ -116,19 +116,13 @@ class SplitLoop:
     def save(self, folder: str | Path, step: int, **others: Any) -> Path:
         """Write a checkpoint, which loads under any other plan, and return its folder. See `Loop.save`."""
         self._state.others = others
-        return self._checkpointer(folder).save(step)
+        return self._folders.open(folder).save(step)
 
     def resume(self, folder: str | Path, **others: Any) -> int:
         """Load the newest complete checkpoint in `folder` and return its step; 0 when there is none."""
         self._state.others = others
-        self._context.num_steps = self._checkpointer(folder).resume()
+        self._context.num_steps = self._folders.open(folder).resume()
         return self._context.num_steps
-
-    def _checkpointer(self, folder: str | Path) -> LoopCheckpointer:
-        path = Path(folder).absolute()
-        if path not in self._checkpointers:
-            self._checkpointers[path] = LoopCheckpointer(path, self._state, self.plan)
-        return self._checkpointers[path]
 
     def _cut(self) -> StageStream:
         """Remove the stages of other ranks, and their parameters from the optimizer."""

@@ -50,13 +50,7 @@ def internvl_config(spec: VlmSpec) -> dict[str, Any]:
         "text_config": spec_to_hf(spec.language),
         "vision_config": {
             "model_type": "internvl_vision",
-            "hidden_size": vision.hidden,
-            "intermediate_size": vision.ffn,
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
-            "hidden_act": "gelu",
-            "layer_norm_eps": block.norm_eps,
-            "norm_type": "rms_norm" if block.rms_norm else "layer_norm",
+            **_tower_fields(spec),
             "attention_bias": block.qkv_bias,
             "use_qk_norm": block.qk_norm,
             "image_size": [vision.tile, vision.tile],
@@ -80,13 +74,7 @@ def chat_config(spec: VlmSpec) -> dict[str, Any]:
         "vision_config": {
             "architectures": ["InternVisionModel"],
             "model_type": "intern_vit_6b",
-            "hidden_size": vision.hidden,
-            "intermediate_size": vision.ffn,
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
-            "hidden_act": "gelu",
-            "layer_norm_eps": block.norm_eps,
-            "norm_type": "rms_norm" if block.rms_norm else "layer_norm",
+            **_tower_fields(spec),
             "qkv_bias": block.qkv_bias,
             "qk_normalization": block.qk_norm,
             "image_size": vision.table_side * vision.patch,
@@ -99,6 +87,20 @@ def chat_config(spec: VlmSpec) -> dict[str, Any]:
         "use_backbone_lora": 0,
         "use_llm_lora": 0,
         **_image_fields(spec),
+    }
+
+
+def _tower_fields(spec: VlmSpec) -> dict[str, Any]:
+    """Return the fields of the vision tower that both layouts name alike."""
+    vision, block = spec.vision, spec.vision.block
+    return {
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.ffn,
+        "num_hidden_layers": vision.layers,
+        "num_attention_heads": vision.heads,
+        "hidden_act": "gelu",
+        "layer_norm_eps": block.norm_eps,
+        "norm_type": "rms_norm" if block.rms_norm else "layer_norm",
     }
 
 

@@ -1,4 +1,8 @@
-"""Hooks of mkdocs: reference pages from the code itself, and pages for files outside docs/ that guides link to."""
+"""Hooks of mkdocs: reference pages from the code itself, and pages for files outside docs/ that guides link to.
+
+Pages of docs/zh get a tab of their own, in the order of the English ones, the texts of the theme in Chinese, and a link
+to the same page in the other language.
+"""
 
 import io
 import json
@@ -16,7 +20,35 @@ from trimaran.app.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)([)#])")
+SECTIONS = {
+    "Plan": "规划", "Pretrain": "预训练", "Fine-tune": "微调", "Own loop": "自己的循环", "Several machines": "多机",
+    "Survive": "容错", "Diagnose": "诊断", "Tune": "调优", "Serve": "推理服务", "Reference": "参考",
+}  # fmt: skip
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the Chinese pages to the navigation, as far as they exist."""
+    found = _chinese_entries(config.nav or [])
+    if config.nav and found and not any("中文" in each for each in config.nav):
+        config.nav.append({"中文": found})
+    return config
+
+
+def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Any) -> dict[str, Any]:
+    """Set the language of the theme to that of the page, and the links that switch it."""
+    uri = page.file.src_uri
+    is_chinese = uri.startswith("zh/")
+    english = uri.removeprefix("zh/") if is_chinese else uri
+    pair = {"en": english if (ROOT / "docs" / english).is_file() else "index.md", "zh": f"zh/{english}"}
+    if not (ROOT / "docs" / pair["zh"]).is_file():
+        pair["zh"] = "zh/index.md"
+    config.theme["language"] = "zh" if is_chinese else "en"
+    config.extra["alternate"] = [
+        {"name": name, "lang": key, "link": pair[key].removesuffix(".md") + ".html"}
+        for key, name in (("en", "English"), ("zh", "中文"))
+    ]
+    return context
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -33,7 +65,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links out of docs/ to the pages that `on_files` made of those files."""
+    """Point links out of docs/ to the pages that `on_files` made of those files.
+
+    The head of a Chinese page is removed: mkdocs takes a title only from the first line.
+    """
+    if page.file.src_uri.startswith("zh/"):
+        markdown = re.sub(r"^<!-- source: .* -->\s*", "", markdown)
     depth = page.file.src_uri.count("/")
     origin = (ROOT / "docs" / page.file.src_uri).parent
     if page.file.generated_by and page.file.src_uri.startswith("outside/"):
@@ -48,6 +85,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{match[1]}{'../' * depth}{_uri(path)}{match[3]}" if path.is_file() else match[0]
 
     return LINK.sub(target, markdown)
+
+
+def _chinese_entries(entries: list[Any]) -> list[Any]:
+    """Return the navigation's entries that have a Chinese page; their titles are those of the pages."""
+    found: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            ((name, inner),) = entry.items()
+            below = _chinese_entries(inner if isinstance(inner, list) else [inner])
+            found += [{SECTIONS.get(name, name): below}] if below and isinstance(inner, list) else below
+        elif (ROOT / "docs" / "zh" / entry).is_file():
+            found.append(f"zh/{entry}")
+    return found
 
 
 def _outside_files(files: Files) -> Iterator[Path]:

@@ -1,0 +1,1 @@
+"""One plug-in of each kind that Trimaran has. docs/guides/plugins.md explains them."""

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PARALLEL := --numprocesses=2 --dist=worksteal
+PARALLEL := --numprocesses=$(or $(JOBS),2) --dist=worksteal
 # Unit tests of more than ten seconds a file: left out of the inner loop.
 LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss
 # Fault tests that wait for what happens, however long it takes: they run beside others.
@@ -11,11 +11,11 @@ UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py)
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow targets chaos soak site check types rules format matrix nccl bench accuracy wheel clean help
+.PHONY: demo test test-fast slow targets chaos soak site zh check types rules format matrix nccl bench accuracy wheel clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
-	@echo "make test       environment, then the test suite, on two cores"
+	@echo "make test       environment, then the test suite, in two processes; JOBS=4 for more"
 	@echo "make test-fast  the inner loop: the shorter unit tests"
 	@echo "make slow       cases that prove little beyond make test"
 	@echo "make targets    runs on every launch target: local, ssh, Slurm, Kubernetes, Ray (needs root; 45 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check      format, lint, types, layer map, names and docs; runs before make test in CI"
 	@echo "make site       the documentation as a web site, in site/; runs in CI"
+	@echo "make zh         the Chinese pages that are missing or older than the English ones; runs in make site"
 	@echo "make matrix     every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
 	@echo "make nccl       parity, faults and resumes over NCCL, ranks sharing a GPU; writes docs/parity-nccl.md"
 	@echo "make bench      the benchmarks that run on a CPU"
@@ -56,6 +57,11 @@ soak: .venv/dev
 site: .venv/dev
 	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python ops/site/check_assets.py site
+	$(BIN)/python ops/site/check_zh.py
+
+# Lists stale and missing Chinese pages; fails on one without a source or with a broken link.
+zh: .venv/dev
+	$(BIN)/python ops/site/check_zh.py
 
 check: .venv/dev
 	$(BIN)/ruff format --check --quiet .

@@ -1,6 +1,6 @@
 """Compares the loss on real text in fp8 and with small optimizer states with bf16 and its variation over seeds.
 
-usage: python benchmarks/curves.py OUT.jsonl [--shape small|tiny] [--steps 500] [--arms fp8,states-8bit] [--seeds 1,2,3]
+usage: python benchmarks/curves.py OUT.jsonl [--shape SHAPE] [--steps 500] [--arms fp8,fp8-block] [--seeds 1,2]
        python benchmarks/curves.py OUT.jsonl --table [--plot docs/images/curves.svg]      (of results that exist)
 
 Every arm is a run of the real trainer on the text of the default recipe, Python's standard library as bytes. All run
@@ -24,14 +24,19 @@ from typing import Any
 SETTINGS: dict[str, list[str]] = {
     "bf16": ["plan.precision=bf16"],
     "fp8": ["plan.precision=fp8"],
+    "fp8-block": ["plan.precision=fp8", "plan.fp8.recipe=block"],
     "states-bf16": ["plan.precision=bf16", "train.optimizer.states=bf16"],
     "states-8bit": ["plan.precision=bf16", "train.optimizer.states=8bit"],
 }
-# 104 M parameters, with layers large enough for fp8; and a model that a CPU trains in seconds.
+# 104 M and 32 M parameters, with layers large enough for fp8; and a model that a CPU trains in seconds.
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "model.shape": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 4, "head_dim": 64, "ffn": 3072},
         "data.seq_len": 1024, "train.global_batch": 16, "train.lr": 6e-4, "train.schedule.warmup_steps": 50,
+    },
+    "narrow": {
+        "model.shape": {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 2048},
+        "data.seq_len": 512, "train.global_batch": 16, "train.lr": 6e-4, "train.schedule.warmup_steps": 50,
     },
     "tiny": {
         "model.shape": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128},
@@ -174,7 +179,7 @@ def plot(lines: Sequence[Line]) -> str:
     )
 
 
-COLOURS = {"bf16": "#999", "fp8": "#c33", "states-bf16": "#27c", "states-8bit": "#2a7"}
+COLOURS = {"bf16": "#999", "fp8": "#c33", "fp8-block": "#b7c", "states-bf16": "#27c", "states-8bit": "#2a7"}
 WIDE, HIGH, ABOVE = 320, 250, 30
 
 

@@ -3,12 +3,14 @@
 usage: python benchmarks/serving.py OUT.jsonl [--shape 1b] [--users 64] [--rate 20] [--requests 200]
                                     [--ways trimaran,static,continuous] [--loads burst,equal,poisson]
                                     [--quantise fp8] [--eager] [--no-overlap] [--rounds 2] [--limit SECONDS]
+                                    [--longest-answer 256]
        python benchmarks/serving.py OUT.jsonl --shape cpu --users 16
        python benchmarks/serving.py --table OUT.jsonl [MORE.jsonl ...]
 
 Weights are random, stop ids are ignored and tokens are greedy, so every request has exactly the tokens it asks for.
 Loads: `burst` has `--users` requests at once with the lengths of a ShareGPT-like mix (log-normal prompts with a median
-of 120 tokens and answers with a median of 160, both at most 1,024; a quarter of that on a CPU), `equal`
+of 120 tokens and answers with a median of 160, both at most 1,024; a quarter of that on a CPU),
+with no more tokens in an answer than `--longest-answer`, `equal`
 as many with 256 and 256 tokens (64 on a CPU), `poisson` `--requests` requests of the mix that arrive at random at
 `--rate` a second.
 
@@ -238,7 +240,11 @@ def loads_of(options: argparse.Namespace, vocabulary: int, seed: int) -> dict[st
         "equal": lambda: equal(options.users, longest // 4, vocabulary=vocabulary, seed=seed),
         "poisson": lambda: mixed(options.requests, vocabulary=vocabulary, seed=seed, rate=options.rate),
     }
-    return {name: made[name]() for name in options.loads.split(",")}
+    loads = {name: made[name]() for name in options.loads.split(",")}
+    if (most := options.longest_answer) is None:
+        return loads
+    return {f"{name}, answers up to {most}": [replace(each, tokens=min(each.tokens, most)) for each in load]
+            for name, load in loads.items()}  # fmt: skip
 
 
 Measure = Callable[[Sequence[Asked]], dict[str, float]]
@@ -274,6 +280,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--longest-answer", type=int)
     parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--cache-tokens", type=int, default=262144)
     options = parser.parse_args()
@@ -301,13 +308,14 @@ def run(way: str, options: argparse.Namespace, device: torch.device) -> None:
             measure([replace(each, tokens=8) for each in mixed(options.users, vocabulary=spec.vocab, seed=7)])
     for number in range(options.rounds):
         for load_name, load in loads_of(options, spec.vocab, seed=number).items():
-            if way == "static" and load_name == "poisson":
+            if way == "static" and load_name.startswith("poisson"):
                 continue
             started = time.process_time()
             found = measure(load)
             found["cpu_seconds"] = time.process_time() - started  # on a busy machine the fairer figure
             line = {"shape": options.shape, "way": label, "load": load_name, "round": number, "users": len(load),
-                    "rate": options.rate if load_name == "poisson" else None, **found, **machine(device)}  # fmt: skip
+                    "rate": options.rate if load_name.startswith("poisson") else None, **found,
+                    **machine(device)}  # fmt: skip
             print(json.dumps({key: value for key, value in line.items() if key not in machine(device)}), flush=True)
             with options.out[0].open("a") as file:
                 file.write(json.dumps(line) + "\n")

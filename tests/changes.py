@@ -116,8 +116,8 @@ def request_after(run: RunDirectory, changes: dict[int, Patch]) -> None:
         if self._path and changes and step >= min(changes) and not self._is_taken:
             write_change_request(run, changes.pop(min(changes)))
             is_requested(self, step)
-            assert self._thread is not None
-            self._thread.join()
+            if self._thread is not None:  # else it is refused already: the check was faster than this call
+                self._thread.join()
         return is_requested(self, step)
 
     change_file.ChangeFile.is_requested = requested  # type: ignore[method-assign]

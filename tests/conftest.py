@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.slow_cases import SLOW_CASES
 from trimaran.app.request import ask_hf_facts, calibrate_cpu
 from trimaran.core import DataSection, ModelSection
 from trimaran.data import ByteTokenizer, Tokenizer, cache_folder, prepare_text
@@ -112,8 +113,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put folders of long tests first, so that short ones fill up the end, and skip what needs a GPU without one."""
+    """Mark slow cases, put folders of long tests first, so that short ones fill up the end, and skip what needs a GPU.
+
+    Slow are those of `tests/slow_cases.py`; others are marked where they are.
+    """
+    for item in items:
+        if item.nodeid in SLOW_CASES:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=_place)
     if not torch.cuda.is_available():
         for item in items:

@@ -13,6 +13,7 @@ from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.engine.model_runner import Runner
 from trimaran.infer.engine.scheduler import EngineSettings
 from trimaran.infer.ranks.serving_rank import RankedRunner, RankPlace, ServedModel, open_ranked_runner, serve_rank
+from trimaran.infer.ranks.sharded_weights import PartSettings
 from trimaran.infer.sampling import Sampling
 
 PAGE_SIZE = 4
@@ -27,7 +28,11 @@ def place_of(tp: int, pp: int, device: str = "cpu") -> RankPlace:
 
 
 def served(folder: Path, family: Any = "decoder", **fields: Any) -> ServedModel:
-    given: dict[str, Any] = {"dtype": torch.float32, "page_size": PAGE_SIZE, "num_pages": 16} | fields
+    """Return a model to serve, in pages of 4; `dtype`, `adapters` and `quantise` are those of `PartSettings`."""
+    given: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": 16} | fields
+    own: dict[str, Any] = {"dtype": torch.float32}
+    own |= {name: given.pop(name) for name in ("dtype", "adapters", "quantise") if name in given}
+    given["settings"] = PartSettings(**own)
     section = ModelSection(family=family, path=str(folder)) if "section" not in given else given.pop("section")
     return ServedModel(section=section, folder=folder, **given)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
+from tests.random_weights import perturb as perturb
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
 from trimaran.models.to_hf_vlm import vlm_to_disk
 from trimaran.models.vlm_spec import IMAGENET_MEAN, IMAGENET_STD, VisionBlock, VisionEnds
@@ -139,13 +140,6 @@ SPECS = {
     "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
 }
 STAGE_SPLITS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))
-
-
-def perturb(module: nn.Module) -> None:
-    """Add noise to every parameter, so that no neutral value hides a mistake."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def random_images(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:

@@ -64,8 +64,12 @@ The model was corrected with traces of `vlm-small-images`, `vlm-windowed-frozen`
 `perception-wide`, and then with the results of `perception-base-full` and `perception-narrow`.
 The count of kernel launches, too, was looked at with `perception-fsdp8` in view, so only `vlm-native`, `-full`,
 `-fsdp8` and `vlm-tiled` are rows that nothing was set by.
-`perception-fsdp8` takes 23 ms longer than the same compute on one device, and no term explains it. We suspect the
-host's time of FSDP around twenty small blocks, but have no trace of it.
+`perception-fsdp8` takes 23 ms longer than the same compute on one device.
+In a trace of it the device is busy for 61 ms of a step, as predicted, and waits for the host for the rest.
+FSDP's hooks take the host 2 to 3 ms for each of its 22 units: with scenes so small that the device always waits,
+`benchmarks/fsdp_host_time.py` measured 43.6 ms on one device and 115.5 ms with FSDP (62.0 and 129.7 ms with six more
+blocks).
+The model had assumed 0.5 ms; it now has 2.2 ms, set by these two runs and `perception-fsdp8`.
 """
 ROWS = """
 ## Rows

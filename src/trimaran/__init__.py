@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimaran.app.request.live_module import plan
     from trimaran.loop.loop import Loop, prepare
+    from trimaran.loop.rank_functions import gather_metrics, print_in_order, seed_rank
+    from trimaran.loop.scale_lr import scale_lr
     from trimaran.loop.split_loop import SplitLoop
 
 __version__ = "0.1.0"
-__all__ = ["Loop", "SplitLoop", "plan", "prepare"]
+__all__ = ["Loop", "SplitLoop", "gather_metrics", "plan", "prepare", "print_in_order", "scale_lr", "seed_rank"]
 
 _MODULES = {
     "Loop": "trimaran.loop.loop",
     "SplitLoop": "trimaran.loop.split_loop",
     "prepare": "trimaran.loop.loop",
+    "gather_metrics": "trimaran.loop.rank_functions",
+    "print_in_order": "trimaran.loop.rank_functions",
+    "seed_rank": "trimaran.loop.rank_functions",
+    "scale_lr": "trimaran.loop.scale_lr",
     "plan": "trimaran.app.request.live_module",
 }
 

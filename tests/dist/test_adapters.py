@@ -44,7 +44,7 @@ LORA, DORA = {"kind": "lora"}, {"kind": "dora"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: save_model(name, root / name) for name in ("llama", "llama-tied", "qwen2")}
+    return {name: save_model(name, root / name) for name in ("llama", "llama-tied", "qwen2", "phi3", "qwen3-moe")}
 
 
 @cache
@@ -61,7 +61,7 @@ def assert_trains_as_one_process(recipe: Recipe, *, grad_accum: int = 1, **field
 
 DECODER_CASES = [
     (TINY, LORA, {"dp_replicate": 2, "grad_accum": 2}),
-    slow((TINY, LORA, {"dp_shard": 2, "grad_accum": 2})),  # below with tp
+    (TINY, LORA, {"dp_shard": 2, "grad_accum": 2}),
     slow((TINY, LORA, {"dp_shard": 2, "sharding": "gradients", "grad_accum": 2})),
     slow((TINY, LORA, {"dp_shard": 2, "sharding": "optimizer", "grad_accum": 2})),
     slow((TINY, LORA, {"tp": 2})),
@@ -71,7 +71,7 @@ DECODER_CASES = [
     slow((TINY, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}})),
     slow((TINY, LORA, {"cp": 2})),
     slow((TINY, LORA, {"cp": 2, "comm": {"context": "exchange"}})),
-    (TINY, LORA, {"dp_shard": 2, "tp": 2}),
+    slow((TINY, LORA, {"dp_shard": 2, "tp": 2})),
     slow((TINY, DORA, {"dp_shard": 2, "tp": 2})),
     slow((TINY, LORA, {"dp_replicate": 2, "tp": 2})),
     slow((TINY, LORA, {"dp_replicate": 2, "dp_shard": 2})),
@@ -120,6 +120,18 @@ HF_CASES = [
     slow(("llama-tied", DORA, {"tp": 2})),  # every layer has a bias
     slow(("llama-tied", LORA, {"dp_shard": 2, "tp": 2})),
     slow(("llama", LORA, {"cp": 2})),
+    ("llama-tied", LORA, {"pp": 2, "grad_accum": 2}),
+    slow(("llama-tied", LORA | {"train": ("lm_head",)}, {"pp": 2, "grad_accum": 2})),
+    slow(("llama-tied", DORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "gpipe"}})),
+    slow(("llama-tied", LORA, {"pp": 2, "dp_shard": 2, "grad_accum": 2})),
+    slow(("llama-tied", LORA, {"pp": 2, "tp": 2, "grad_accum": 2})),
+    ("phi3", DORA, {"tp": 2}),  # packed projections
+    slow(("phi3", LORA, {"pp": 2, "tp": 2, "grad_accum": 2})),
+    slow(("phi3", DORA, {"tp": 2, "dp_shard": 2})),
+    slow(("qwen3-moe", LORA, {"tp": 2})),
+    slow(("qwen3-moe", LORA, {"dp_shard": 2, "ep": 2})),
+    slow(("qwen3-moe", LORA, {"dp_shard": 2, "tp": 2, "ep": 2})),
+    slow(("qwen3-moe", LORA, {"pp": 2, "dp_shard": 2, "ep": 2, "grad_accum": 2})),
 ]
 
 

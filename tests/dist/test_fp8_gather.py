@@ -19,26 +19,29 @@ from trimaran.parallel.fp8_gather import Fp8Parameter
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 
-def two_steps(recipe: str, all_gather: bool, degrees: dict[str, int]) -> tuple[list[Tensor], int, int]:
+def two_steps(
+    recipe: str, all_gather: bool, degrees: dict[str, int], device: str = "cpu"
+) -> tuple[list[Tensor], int, int]:
     """Return loss and gradients of two steps with an update between, how many weights, and how many bytes of them."""
-    join_process_group(read_rank_info(os.environ))
-    mesh = Mesh(**degrees)
+    join_process_group(read_rank_info(os.environ, on_cpu=device == "cpu"))
+    tokens, mesh = TOKENS.to(device), Mesh(**degrees)
     plan = Plan(precision="bf16", mesh=mesh, sharding="parameters", fp8={"recipe": recipe, "all_gather": all_gather})
     network = decoder_network(SPEC)
     initialise(network.module, seed=0, spec=SPEC)
     convert_linears(network, recipe)  # `apply_fp8` refuses a CPU
-    ranks = build_mesh(plan.mesh, device_type="cpu")
+    network.module.to(device)
+    ranks = build_mesh(plan.mesh, device_type=device)
     apply_plan(network, plan, ranks)
     found: list[Tensor] = []
     for _ in range(2):
-        with torch.backends.mkldnn.flags(enabled=False), autocast(plan, torch.device("cpu")):
-            logits, _ = network.forward({"tokens": TOKENS + ranks.data_rank})
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
+        with torch.backends.mkldnn.flags(enabled=False), autocast(plan, torch.device(device)):
+            logits, _ = network.forward({"tokens": tokens + ranks.data_rank})
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss.backward()
-        found.append(loss.detach())
+        found.append(loss.detach().cpu())
         for each in network.module.parameters():
             assert isinstance(each.grad, DTensor)
-            found.append(each.grad.to_local().clone())
+            found.append(each.grad.to_local().clone().cpu())
             with torch.no_grad():
                 each.sub_(0.1 * each.grad)
             each.grad = None

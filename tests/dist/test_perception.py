@@ -82,6 +82,35 @@ def test_a_frozen_tower_does_not_change(folder: Path, reference: Trajectory) -> 
         assert alone.weights[name].equal(value) == name.startswith("camera."), name
 
 
+RADAR_SHAPES = {"all": {"radar_layers": 1}, "lidar-radar": {"radar_layers": 1, "cameras": 0, "fusion_layers": 0}}
+RADAR_PLANS: dict[str, dict[str, Any]] = {
+    "zero-3": {"dp_shard": 2, "grad_accum": 2},
+    "ddp": {"dp_replicate": 2, "grad_accum": 2},
+    "zero-1": {"dp_shard": 2, "grad_accum": 2, "sharding": "optimizer"},
+    "pp-in-the-radar": {"pp": 2, "grad_accum": 2, "pipeline": {"schedule": "gpipe", "stages": (7, 5)}},
+    "tp": {"tp": 2, "grad_accum": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("sensors", "name"),
+    [
+        ("all", "zero-3"),
+        pytest.param("all", "ddp", marks=pytest.mark.slow),
+        pytest.param("all", "zero-1", marks=pytest.mark.slow),
+        pytest.param("all", "pp-in-the-radar", marks=pytest.mark.slow),
+        pytest.param("all", "tp", marks=pytest.mark.slow),
+        pytest.param("lidar-radar", "ddp", marks=pytest.mark.slow),
+        pytest.param("lidar-radar", "zero-3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_with_radar_trains_like_one_process(sensors: str, name: str, tmp_path: Path) -> None:
+    model = ModelSection(family="perception", shape=SHAPE | RADAR_SHAPES[sensors])
+    recipe = RECIPE.model_copy(update={"model": model})
+    expected = train_trajectory(recipe, plan_for(recipe, grad_accum=1), tmp_path)
+    assert_same_trajectory(train_trajectory(recipe, plan_for(recipe, **RADAR_PLANS[name]), tmp_path), expected)
+
+
 @pytest.mark.slow
 def test_recorded_scenes_train_like_one_process(tmp_path: Path) -> None:
     spec = spec_of(RECIPE.model)

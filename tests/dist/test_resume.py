@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.cases import quick_or_slow
-from tests.hf_models import SMALL
+from tests.hf_models import save_model
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import SEGMENT_STEPS, SavedState, TrainedSegment, bits, recipe_for, train_segment
 from trimaran.core import Plan, Recipe
@@ -109,15 +109,22 @@ def test_a_resume_with_dropout_is_exact(tmp_path: Path) -> None:
     assert_exact_resume(recipe, plan, train_segment(recipe, plan, steps=2 * SEGMENT_STEPS))
 
 
-def test_a_hugging_face_model_changes_its_plan(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(**SMALL | {"vocab_size": 97}, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+HF_CHAINS: list[tuple[str, tuple[dict[str, Any], ...]]] = [
+    ("llama-odd", ({"tp": 2}, pipeline("1f1b"))),
+    ("llama-odd", (pipeline("1f1b"), {"dp_shard": 3}, pipeline("gpipe") | {"dp_shard": 2})),
+    ("gpt2", (pipeline("1f1b"), {"tp": 2}, pipeline("1f1b") | {"dp_shard": 2})),
+    ("qwen3-moe", ({"dp_shard": 2, "ep": 2}, pipeline("1f1b") | {"dp_shard": 2, "ep": 2}, {"tp": 2})),
+    ("qwen3-moe", ({"dp_replicate": 2, "tp": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, pipeline("1f1b"))),
+]
+
+
+@pytest.mark.parametrize(("name", "chain"), quick_or_slow(HF_CHAINS, lambda case: case is HF_CHAINS[0]), ids=str)
+def test_a_hugging_face_model_changes_its_plan(name: str, chain: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
+    save_model(name, tmp_path)
     recipe = Recipe.model_validate(recipe_for().model_dump() | {"model": {"family": "hf", "path": str(tmp_path)}})
-    tensor, sharded, alone = plans_of(recipe, ({"tp": 2}, {"dp_shard": 3}, ALONE))
-    reference = train_segment(recipe, alone, steps=4 * SEGMENT_STEPS)
-    losses, saved = reference.losses[: 2 * SEGMENT_STEPS], reference.midway
-    for plan in (tensor, sharded):
+    reference = train_segment(recipe, plan_for(recipe, grad_accum=1), steps=2 * len(chain) * SEGMENT_STEPS)
+    losses, saved = reference.losses[: len(chain) * SEGMENT_STEPS], reference.midway
+    for plan in plans_of(recipe, chain):
         segment = train_segment(recipe, plan, steps=SEGMENT_STEPS, after=saved)
         segment.assert_loaded(saved)
         losses, saved = losses + segment.losses, segment.saved

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import hf_models, vlm_models
 from tests.ranks import _free_port, run_ranks
+from tests.serving_models import DENSE, PROMPTS, SHAPE, SPECS, TOKENS, random_network, save_spec
 from tests.serving_ranks import (
     PAGE_SIZE,
     answers,
@@ -44,41 +45,7 @@ from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.paged_cache import PagedCache
 
-SHAPE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 97,
-                         "max_seq_len": 64}  # fmt: skip
-DENSE = replace(PRESETS["tiny"], **SHAPE)
-SPECS = {
-    "tied-odd-vocabulary": DENSE,
-    "qkv-bias": replace(DENSE, tied=False, block=PRESETS["qwen2.5-7b"].block),
-    "qk-norm": replace(DENSE, tied=False, block=PRESETS["qwen3-8b"].block),
-    "experts": replace(PRESETS["tiny-moe"], layers=2, hidden=32, head_dim=8, vocab=97, max_seq_len=64),
-}
-# The first two share a prefix of two pages. Longer prompts than a step of 16 tokens are computed in parts.
-PREFIX = [(7 * number + 3) % 97 for number in range(2 * PAGE_SIZE)]
-PROMPTS = [
-    [*PREFIX, 5, 11, 17],
-    [*PREFIX, 60],
-    [1, 2, 3],
-    [(5 * number + 1) % 97 for number in range(21)],
-    [42],
-]
-TOKENS = 9
 ORDERS: list[list[int | None]] = [[None, 0, None], [None] * 3, [None, 0, None, 1, None]]  # images by number, and texts
-
-
-def random_network(spec: Any, seed: int = 1) -> Network:
-    torch.manual_seed(seed)
-    network = network_of(spec)
-    initialise(network.module, seed=seed, spec=spec)
-    vlm_models.perturb(network.module)
-    return network
-
-
-def save_spec(spec: Any, folder: Path, *, seed: int = 1) -> Path:
-    """Save our network of this shape with random weights as a Hugging Face folder."""
-    network = random_network(spec, seed)
-    write_hf_folder(folder, network.disk_config(), network.disk_tensors(), origin=None, add_files=lambda _: None)
-    return folder
 
 
 def alone(model: ServedModel) -> ModelRunner:
@@ -87,9 +54,9 @@ def alone(model: ServedModel) -> ModelRunner:
     assert isinstance(model.num_pages, int)
     assert not network.paged_difference(torch.device("cpu"))
     cache = PagedCache(model.num_pages, model.page_size)
-    if model.dtype == torch.bfloat16:
+    if model.settings.dtype == torch.bfloat16:
         compute_in_bf16(network.module)
-    return ModelRunner(network, torch.device("cpu"), model.dtype, cache, traits_of(network))
+    return ModelRunner(network, torch.device("cpu"), model.settings.dtype, cache, traits_of(network))
 
 
 def by_transformers(folder: Path, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> dict[str, list[int]]:
@@ -171,8 +138,8 @@ def test_ranks_load_the_checkpoints_of_a_run_between_two_steps(tmp_path: Path) -
 def part_of(model: ServedModel, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of this rank's own tensors."""
     ranks, watch = join_ranks(place_of(tp, pp))
-    part = open_part(model.weights, ranks, model.dtype)
-    shapes = {name: tuple(local_part(each).shape) for name, each in part.module.named_parameters()}
+    part = open_part(model.weights, ranks, model.settings)
+    shapes = {name: tuple(local_part(each).shape) for name, each in part.network.module.named_parameters()}
     watch.close()
     return shapes
 

@@ -148,7 +148,7 @@ def test_the_schema_has_every_section_of_a_recipe(capsys: pytest.CaptureFixture[
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     sections = {"name", "model", "data", "train", "checkpoint", "faults", "telemetry", "cluster", "nodes", "plan"}
-    assert sections | {"autopilot"} == schema["properties"].keys()
+    assert sections | {"autopilot", "objective"} == schema["properties"].keys()
 
 
 def test_presets_are_printed_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def complete(line: str, *, cwd: Path | None = None) -> list[str]:
 
 
 def test_commands_options_and_fields_complete(tmp_path: Path) -> None:
-    assert complete("trimaran pl") == ["plan"]
+    assert complete("trimaran pla") == ["plan"]
     assert complete("trimaran train --dry") == ["--dry-run"]
     assert complete("trimaran train --set train.st") == ["train.steps="]
     assert "plan.mesh.tp=" in complete("trimaran train --set plan.")

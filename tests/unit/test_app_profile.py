@@ -47,7 +47,12 @@ def test_a_profile_without_steps_is_refused(steps: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "where"),
-    [(["--profile=101:103"], "telemetry.profile"), (["--profile=3:5", "--profile-ranks=7"], "telemetry.profile_ranks")],
+    [
+        (["--profile=101:103"], "telemetry.profile"),
+        (["--profile=3:5", "--profile-ranks=7"], "telemetry.profile_ranks"),
+        (["--set", "telemetry.profile_every=50"], "telemetry.profile_every"),
+        (["--profile=3:9", "--set", "telemetry.profile_every=6"], "telemetry.profile_every"),
+    ],
 )
 def test_steps_and_ranks_that_the_run_does_not_have_are_refused_before_it_starts(
     options: list[str], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

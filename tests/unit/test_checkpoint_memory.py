@@ -167,6 +167,8 @@ def test_copies_that_are_not_wanted_take_no_memory() -> None:
     staging = [MemoryBudget(own_slots=1, keeps_copies=False), MemoryBudget(own_slots=0, keeps_copies=False)]
     assert budget_options(CheckpointSection(memory=0), has_rank_memory=True, pairs=True) == staging
     assert budget_options(CheckpointSection(), has_rank_memory=False, pairs=True) == staging
+    nothing = CheckpointSection.model_validate({"every": "off", "memory": 0})
+    assert budget_options(nothing, has_rank_memory=True, pairs=True) == staging[-1:]
     several = budget_options(CheckpointSection(), has_rank_memory=True, pairs=True)
     assert several[0] == MemoryBudget(own_slots=5, peer_slots=2)
     assert [each.num_slots for each in several] == sorted((each.num_slots for each in several), reverse=True)

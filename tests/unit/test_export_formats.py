@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from tests.hf_models import save_model
+from tests.random_weights import perturb
 from tests.unit.test_checkpoint_export import network_of, save, state_of
 from trimaran.app.main import main
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
@@ -21,6 +22,7 @@ from trimaran.infer.exports.compare_logits import (
     refuse_difference,
     sample_tokens,
 )
+from trimaran.infer.exports.gguf_export import write_gguf
 from trimaran.infer.exports.graph_exports import graph_module, read_onnx, read_program, write_onnx, write_program
 from trimaran.infer.exports.portable_network import portable_module
 from trimaran.infer.exports.torchao_weights import quantise_linears
@@ -105,6 +107,33 @@ def test_transformers_reads_our_gguf_files(tmp_path: Path, capsys: Any) -> None:
 
         found = compare_logits(ours, logits, sample_tokens(257, 64), precision="fp32")
         assert found.relative <= BOUNDS["fp32"], model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_llama_cpp_computes_the_same_with_our_gguf_files(model: str, kind: str, tmp_path: Path) -> None:
+    """Keys and values in fp32, so that only the weights of an fp16 file are rounded."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    network = network_of(parse_recipe(f"name: small\nmodel: {MODELS[model]}", name="test"))
+    torch.manual_seed(3)
+    perturb(network.module)
+    network.module.eval()
+    write_gguf(network, ByteTokenizer(), tmp_path / "model.gguf", name="small", kind=kind)
+    theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=128, n_threads=1, logits_all=True, verbose=False,
+                             type_k=0, type_v=0)  # fmt: skip
+    tokens = np.random.default_rng(0).integers(3, 250, 24).tolist()
+    theirs.eval(tokens)
+    for _ in range(24):  # greedy tokens of llama.cpp
+        tokens.append(int(np.argmax(theirs.scores[len(tokens) - 1])))
+        theirs.eval(tokens[-1:])
+    found = torch.from_numpy(np.array(theirs.scores[: len(tokens) - 1]))
+    theirs.close()
+    with torch.no_grad():
+        ours = network_logits(network)(torch.tensor([tokens[:-1]]))[0]
+    assert float((found - ours).norm() / ours.norm()) < (1e-5 if kind == "fp32" else 5e-3)
+    if kind == "fp32":
+        assert ours[23:].argmax(-1).tolist() == tokens[24:]
 
 
 def test_a_hugging_face_model_with_scaled_positions_becomes_a_gguf_file(tmp_path: Path, capsys: Any) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from trimaran.core import Plan, UserError
 from trimaran.hardware import parse_cluster
+from trimaran.parallel import fp8_blocks
 from trimaran.parallel.fp8_blocks import dequantized, in_mx_blocks, in_row_blocks, in_square_blocks, in_tiles
 from trimaran.parallel.fp8_linear import linear
 from trimaran.planner.legal import check_fp8_recipe
@@ -78,6 +79,34 @@ def test_a_layer_and_its_gradients_are_as_exact_as_e4m3(recipe: str, rows: int) 
     found = {out.view(-1, 384): flat @ true.t(), x.grad.view(-1, 256): sums @ true, weight.grad: sums.t() @ flat}
     for ours, theirs in found.items():
         assert 0.02 < (ours.detach().double() - theirs).norm() / theirs.norm() < ERROR[recipe]
+
+
+def gradients_of(run, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 384, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(128, 384, generator=generator).to(dtype).requires_grad_()
+    out = run(x, weight, "block")
+    out.backward(torch.randn(256, 128, generator=generator).bfloat16())
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [out.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_casts_by_operators_change_no_bit_and_are_compiled_whole(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradients_of(linear, dtype)
+    monkeypatch.setattr(fp8_blocks, "has_kernels", lambda device_type: True)  # as on a GPU; the casts are torch's
+    whole = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for run in (linear, whole):
+        assert all(torch.equal(a, b) for a, b in zip(gradients_of(run, dtype), expected, strict=True))
+
+
+def test_scales_of_operators_lie_as_cublas_reads_them() -> None:
+    values, scales, turned, turned_scales = torch.ops.trimaran.fp8_row_blocks(torch.randn(256, 384), True, True)
+    assert (values.shape, scales.shape) == ((256, 384), (3, 256))
+    assert (turned.shape, turned_scales.shape) == ((384, 256), (2, 384))
+    _, none, *_ = torch.ops.trimaran.fp8_row_blocks(torch.randn(256, 384), False, True)
+    assert none.numel() == 0
 
 
 def test_a_weight_of_other_sizes_is_multiplied_in_bf16() -> None:

@@ -40,6 +40,23 @@ def test_a_memory_limit_is_the_total_in_both_versions(tmp_path: Path) -> None:
         assert total_and_used_bytes(cgroup) == (8 * MIB, 3 * MIB)
 
 
+def test_the_limit_of_a_job_inside_the_container_counts(tmp_path: Path) -> None:
+    make_v2(tmp_path / "v2", limit=str(64 * MIB), used=9 * MIB)
+    make_v2(tmp_path / "v2" / "slurm" / "job_7", limit=str(8 * MIB), used=3 * MIB, cache=MIB)
+    v1 = make_v1(tmp_path / "v1")
+    for name, text in (("limit_in_bytes", 8 * MIB), ("usage_in_bytes", 3 * MIB)):
+        write(v1 / "memory/slurm/job_7" / f"memory.{name}", f"{text}\n")
+    write(v1 / "memory/slurm/job_7/memory.stat", f"total_cache {MIB}\ntotal_shmem 0\n")
+    for version, line in (("v2", "0::/slurm/job_7/step_0"), ("v1", "4:cpu:/x\n3:memory,hugetlb:/slurm/job_7")):
+        where = tmp_path / version, tmp_path / f"{version}.txt"
+        write(where[1], f"{line}\n")
+        assert total_bytes(*where) == 8 * MIB
+        assert total_and_used_bytes(*where) == (8 * MIB, 3 * MIB)
+        assert free_bytes(*where) == 6 * MIB
+    write(tmp_path / "other.txt", "0::/../elsewhere\n")
+    assert total_bytes(tmp_path / "v2", tmp_path / "other.txt") == 64 * MIB
+
+
 def test_used_memory_never_exceeds_the_limit(tmp_path: Path) -> None:
     assert total_and_used_bytes(make_v2(tmp_path, limit=str(MIB), used=2 * MIB)) == (MIB, MIB)
 

@@ -25,7 +25,7 @@ from trimaran.planner import PlanAnswer, check_plan, choose
 from trimaran.planner.search import predicted
 
 REFUSED = UserError("M026", "it has no plan", where="plan.mesh.tp", fix="use dp_shard")
-FACTS = HfFacts(tp_sizes={"num_attention_heads": 4, "width": 48}, max_seq_len=64, has_fp8_layers=False)
+FACTS = HfFacts(tp_sizes={"num_attention_heads": 4, "width": 48}, num_experts=4, max_seq_len=64)
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from torch import nn
 
 from tests.hf_pipeline_models import config_of, save_config
 from trimaran.core import UserError
+from trimaran.models.hf_facts import refuse_ep_degree
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.nets.hf_stages import cut_stage, pipeline_layers
-from trimaran.nets.stacked_experts import refuse_ep_degree, spreadable_experts
+from trimaran.nets.stacked_experts import count_experts, spreadable_experts
 
 TOKENS = torch.arange(16).view(2, 8)
 
@@ -87,5 +88,20 @@ def test_only_stacked_experts_are_spread(tmp_path: Path) -> None:
         spreadable_experts(network_of("llama", tmp_path / "dense").module)
     module = network_of("mixtral", tmp_path / "mixture").module
     assert len(spreadable_experts(module)) == config_of("mixtral").num_hidden_layers
+    assert count_experts(module) == 4
     with pytest.raises(UserError, match=r"P010.*ep 3 does not divide the 4 experts"):
-        refuse_ep_degree(module, 3)
+        refuse_ep_degree(3, 1, 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bloom"])
+def test_the_stream_has_the_dtype_in_which_stages_send_it(name: str, tmp_path: Path) -> None:
+    module, fill = open_hf_model(save_config(name, tmp_path), trust_remote_code=False, seed=0)
+    network, seen = hf_network(module.train(), None), set()
+    fill(module, torch.device("cpu"))
+    for block in network.blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.add((args[0] if args else kwargs["hidden_states"]).dtype), with_kwargs=True
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        network.forward({"tokens": TOKENS})
+    assert seen == {torch.bfloat16}

@@ -212,6 +212,10 @@ def test_only_its_code_says_whether_a_hugging_face_model_has_stages_and_experts_
     check_hf_facts(Plan.model_validate({"mesh": {"pp": 4}, "grad_accum": 8}), recipe, HfFacts(num_layers=4))
     with pytest.raises(UserError, match="P011"):
         check_hf_facts(Plan.model_validate({"mesh": {"pp": 8}, "grad_accum": 8}), recipe, HfFacts(num_layers=4))
+    experts = HfFacts(num_experts=8, tp_sizes={"num_attention_heads": 8})
+    check_hf_facts(Plan.model_validate({"mesh": {"dp_shard": 2, "ep": 2, "tp": 4}}), recipe, experts)
+    with pytest.raises(UserError, match=r"P010: ep 4 x tp 4 does not divide the 8 experts"):
+        check_hf_facts(Plan.model_validate({"mesh": {"dp_shard": 4, "ep": 4, "tp": 4}}), recipe, experts)
 
 
 @pytest.mark.parametrize("extra", [{"compile": True}, {"recompute": "full"}, {"recompute": "selective"}])

@@ -57,6 +57,8 @@ def test_a_sample_has_the_node_its_ranks_and_their_loaders(tmp_path: Path) -> No
     assert sample["ranks"].keys() == {"3"}
     assert sample["ranks"]["3"]["cpu"] < 0.1 < sample["ranks"]["3"]["loader_cpu"] < 1.5
     assert sample["ranks"]["3"]["threads"] == 1
+    assert 0 < sample["ranks"]["3"]["private"] < sample["ranks"]["3"]["ram"]
+    assert sample["ranks"]["3"]["loader_private"] > 0
     assert 0 < sample["ranks"]["3"]["ram"] < sample["ram_used"] < sample["ram"]
     assert 0 < sample["cpu"] <= 1
     assert sample["cores"] == psutil.cpu_count()

@@ -194,6 +194,20 @@ def test_the_recipes_step_range_excludes_its_end() -> None:
     assert recipe_request("", "0") is None
 
 
+@pytest.mark.parametrize(
+    ("step", "every", "expected"),
+    [
+        (1, 0, (10, 3)), (11, 0, (11, 2)), (13, 0, None), (1, 100, (10, 3)), (12, 100, (12, 1)),
+        (13, 100, (110, 3)), (112, 100, (112, 1)), (113, 100, (210, 3)), (1000, 100, (1010, 3)), (13, 4, (14, 3)),
+    ],
+)  # fmt: skip
+def test_a_trace_is_repeated_from_any_step_on(step: int, every: int, expected: tuple[int, int] | None) -> None:
+    asked = recipe_request("10:13", "0")
+    assert asked is not None
+    rest = asked.from_step(step, every=every)
+    assert (None if rest is None else (rest.first, rest.steps)) == expected
+
+
 def test_traces_are_found_by_step_and_rank(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     run.profiles.mkdir()

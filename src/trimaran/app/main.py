@@ -49,6 +49,7 @@ COMMANDS = {
     "bench": "Measure how fast this machine is, for the planner.",
     "mcp": "Offer the commands to a coding assistant as tools.",
     "presets": "List the named model shapes.",
+    "plugins": "List the plug-ins of installed packages.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }
 
@@ -180,10 +181,13 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _print_error(error: "UserError") -> None:
-    """Print three lines for each mistake, with a red code on a terminal."""
-    for each in error.all:
+    """Print three lines for each mistake in the user's language, with a red code on a terminal."""
+    from trimaran.app.messages.error_language import chosen_language, error_lines, shown_errors
+
+    language = chosen_language(os.environ)
+    for each in shown_errors(error, language):
         if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
             raw_stream(sys.stderr).write(typer.style(each.code, fg="red", bold=True))
         else:
             sys.stderr.write(each.code)
-        sys.stderr.write(f": {each.what}\n  where: {each.where}\n  fix:   {each.fix}\n")
+        sys.stderr.write(error_lines(each, language))

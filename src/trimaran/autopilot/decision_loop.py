@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, advise, baseline_steps_needed, decide
+from trimaran.autopilot.choose_policy import choose_change
+from trimaran.autopilot.policy import MemoryTrend, Situation, baseline_steps_needed
 from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal, describe
 from trimaran.autopilot.step_shift import StepShift, find_shift
 from trimaran.autopilot.trial import (
@@ -272,7 +273,7 @@ class DecisionLoop:
             shifted_at=self.shift.step if self.shift else 0,
         )
         acts = self.section.mode == "act"
-        chosen = decide(situation) if acts else advise(situation)
+        chosen = choose_change(self.section, situation)
         if chosen is None:
             self.due, self._recheck = self.step + self._recheck, min(2 * self._recheck, MAX_RECHECK_STEPS)
             if any(each.outcome == "kept" and USUAL_SECONDS in each.baseline for each in self.decisions.values()):

@@ -16,7 +16,8 @@ from trimaran.checkpoint.rank_share import TORCH_DTYPES
 from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorShard
 from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder, spec_of
-from trimaran.nets import Network, network_of
+from trimaran.nets import Network
+from trimaran.nets.family import network_of_section
 
 MODEL_PREFIX = "model/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -98,10 +99,8 @@ def meta_network(section: ModelSection) -> Network:
         assert section.path is not None, "a section without a path has no spec to plan with"
         module, _ = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
         return network_of_hf(module, spec_of(section))
-    spec = spec_of(section)
-    assert spec is not None, "only an unknown Hugging Face architecture has no spec"
     with torch.device("meta"):
-        return network_of(spec)
+        return network_of_section(section)
 
 
 def refuse_occupied(folder: Path) -> None:
@@ -114,7 +113,9 @@ def refuse_occupied(folder: Path) -> None:
 def _read_on_demand(module: nn.Module, source: CheckpointSource) -> None:
     """Let every parameter read its value from `source` when it is needed; buffers are read now."""
     named: dict[str, Any] = dict(module.named_parameters())
-    buffers = {name: each for name, each in module.named_buffers() if MODEL_PREFIX + name in source.index}
+    buffers: dict[str, Any] = {
+        name: each for name, each in module.named_buffers() if MODEL_PREFIX + name in source.index
+    }
     if absent := [name for name in named if MODEL_PREFIX + name not in source.index]:
         raise UserError("K025", f"the checkpoint does not have {len(absent)} of the model's {len(named)} weights, "
                         f"such as {absent[0]}", where="model",
@@ -122,7 +123,11 @@ def _read_on_demand(module: nn.Module, source: CheckpointSource) -> None:
     for name, parameter in named.items():
         parameter.gather_full = lambda key=MODEL_PREFIX + name: read_full_tensor(source, key)
     for name, buffer in buffers.items():
-        buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
+        value = read_full_tensor(source, MODEL_PREFIX + name)
+        if buffer.is_meta:  # of our own networks, which have no memory here
+            buffer.gather_full = lambda value=value: value
+        else:
+            buffer.copy_(value)
 
 
 def not_written(folder: Path, error: Exception) -> UserError:

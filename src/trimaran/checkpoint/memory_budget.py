@@ -40,7 +40,8 @@ def budget_options(section: CheckpointSection, *, has_rank_memory: bool, pairs: 
     `has_rank_memory`: copies are useful, since they can be restored from. `pairs`: each rank has a partner on another
     node.
     """
-    last = [MemoryBudget(own_slots=1, keeps_copies=False), NO_SLOTS]
+    # Without checkpoints nothing waits in a slot for the disk.
+    last = [NO_SLOTS] if section.is_off else [MemoryBudget(own_slots=1, keeps_copies=False), NO_SLOTS]
     if not has_rank_memory or section.memory == 0:
         return last
     alone = [MemoryBudget(own_slots=count) for count in ((3, 2) if section.asynchronous else (2,))]

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trimaran.core.errors import did_you_mean
 from trimaran.core.plan import Plan
+from trimaran.core.plugin_fields import PolicyName
 
 AutopilotMode = Literal["off", "advise", "act"]
 # Fields outside the plan that a running run can change, in place.
@@ -39,6 +40,10 @@ class AutopilotSection(BaseModel):
     budget: Annotated[
         float, Field(ge=0, le=0.5, description="fraction of the run's time that trials may cost; 0: no trials")
     ] = 0.03
+
+    policy: Annotated[PolicyName, Field(description="what chooses the next change: built-in, or a plug-in")] = (
+        "built-in"
+    )
 
     @field_validator("mode", mode="before")
     @classmethod

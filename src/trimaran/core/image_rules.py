@@ -14,7 +14,8 @@ class ImageRules:
     pixels; if there are several, a `thumbnail` precedes or follows them. `anyres` (LLaVA-OneVision) is a thumbnail and
     a grid of tiles with padding, at most `max_tiles` in a square; the tokens of the padding are left out, and each row
     of the others ends with a newline. The tokens `before` and `after` surround each image.
-    `positions` is the position encoding: the token's index, or time, row and column (Qwen2-VL).
+    `positions` is the position encoding: the token's index, or time, row and column (Qwen2-VL). With several `frames`
+    each patch holds the pixels of so many frames of a video; an image is repeated.
     """
 
     patch: int
@@ -29,6 +30,7 @@ class ImageRules:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     positions: Literal["line", "grid"] = "line"
+    frames: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

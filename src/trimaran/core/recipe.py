@@ -7,6 +7,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from trimaran.core.autopilot_section import AutopilotMode, AutopilotSection, section_of_mode
 from trimaran.core.plan import BatchSize, Plan
+from trimaran.core.plugin_fields import FamilyName, ObjectiveName, SinkName, SourceName
+from trimaran.core.scene_rules import Sensor
 
 MAX_COUNT = 10**12  # of steps and the like: far above what a run can reach, and exact in JSON and in a float
 MAX_SECONDS = 10**9  # of a time limit: 31 years, which is none
@@ -52,12 +54,24 @@ class AdapterSection(BaseModel):
     path: Annotated[FilePath | None, Field(description="a PEFT adapter folder to continue from")] = None
 
 
-class ModelSection(BaseModel):
-    """The network. `decoder`, `vlm` and `perception` are ours; `hf` is any local Hugging Face causal LM."""
+class PredictionSection(BaseModel):
+    """Multi-token prediction: layers after the last one that predict later tokens, as in DeepSeek-V3."""
 
     model_config = STRICT
 
-    family: Literal["decoder", "vlm", "perception", "hf"] = "decoder"
+    layers: Annotated[int, Field(ge=1, le=16, description="how many; the k-th predicts k + 1 tokens ahead")] = 1
+    weight: Annotated[float, Field(gt=0, le=1000, description="of the mean of their losses in the loss")] = 0.3
+
+
+class ModelSection(BaseModel):
+    """The network. `decoder`, `vlm` and `perception` are ours; `hf` is any local Hugging Face causal LM.
+
+    Any other family is a plug-in's.
+    """
+
+    model_config = STRICT
+
+    family: FamilyName = "decoder"
     preset: Annotated[FilePath | None, Field(description="a named model shape, such as tiny or llama-3.2-1b")] = None
     path: Annotated[
         FilePath | None, Field(description="a Hugging Face model folder, or a name on the Hub: its shape and weights")
@@ -70,13 +84,11 @@ class ModelSection(BaseModel):
     adapter: Annotated[
         AdapterSection | None, Field(description="train an adapter such as {kind: lora, rank: 16}, not the whole model")
     ] = None
+    multi_token_prediction: Annotated[
+        PredictionSection | None,
+        Field(description="train layers that predict later tokens, such as {layers: 1, weight: 0.3}; not by default"),
+    ] = None
     trust_remote_code: Annotated[bool, Field(description="run the Python code that comes with the hf model")] = False
-
-
-Source = Literal[
-    "python-stdlib", "text", "jsonl", "shards", "datasets",
-    "chat", "webdataset", "parquet", "image-folder", "shapes", "scenes",
-]  # fmt: skip
 
 
 class MixtureSource(BaseModel):
@@ -89,7 +101,7 @@ class MixtureSource(BaseModel):
     model_config = STRICT
 
     name: Slug
-    source: Source
+    source: SourceName
     path: FilePath | None = None
     revision: HubRevision | None = None
     subset: HubPart | None = None
@@ -126,10 +138,28 @@ class SamplesSection(BaseModel):
     max_pixels: Annotated[Count, Field(description="larger images are shrunk; 0: the model's default")] = 0
     frames_per_second: Annotated[float, Field(gt=0, le=1000, description="frames of a video that become images")] = 1.0
     max_frames: Annotated[int, Field(ge=1, le=10_000, description="frames of a video at most, evenly spaced")] = 16
+    temporal_patches: Annotated[
+        bool, Field(description="two frames of a video share their patches, as in Qwen3-VL's own processor")
+    ] = False
     max_bad: Annotated[Fraction, Field(description="fraction of bad samples or lines above which the run stops")] = 0.01
     cache_features: Annotated[
         bool, Field(description="compute the features of a frozen tower once, and cache them")
     ] = False
+
+
+class ScenesSection(BaseModel):
+    """How recorded scenes of a perception model are read."""
+
+    model_config = STRICT
+
+    optional: Annotated[
+        tuple[Sensor, ...],
+        Field(description="sensors whose files may be missing: a scene then has no such points, or a black image"),
+    ] = ()
+    radar_sweeps: Annotated[int, Field(ge=1, le=100, description="newest sweeps of each radar in a scene")] = 6
+    version: Annotated[
+        Slug | None, Field(description="folder of nuScenes' tables, such as v1.0-mini; default: the only one")
+    ] = None
 
 
 class DataSection(BaseModel):
@@ -137,7 +167,7 @@ class DataSection(BaseModel):
 
     model_config = STRICT
 
-    source: Source = "python-stdlib"
+    source: SourceName = "python-stdlib"
     path: Annotated[
         FilePath | None, Field(description="file, folder or a dataset on the Hub; most sources need it")
     ] = None
@@ -172,6 +202,7 @@ class DataSection(BaseModel):
     ] = 0
     mixture: Annotated[tuple[MixtureSource, ...], Field(description="several sources instead of one")] = ()
     samples: SamplesSection = SamplesSection()
+    scenes: ScenesSection = ScenesSection()
 
 
 class Schedule(BaseModel):
@@ -279,6 +310,28 @@ class TrainSection(BaseModel):
         return DEFAULT_SAMPLE_TOKENS if self.steps >= MIN_SAMPLED_STEPS else 0
 
 
+class ObjectiveSection(BaseModel):
+    """What is trained for. `auto` is next-token prediction, or the losses of a perception model; others are plug-ins.
+
+    Label smoothing replaces the one-hot target by (1 - s) of it and s spread evenly over the vocabulary, as torch's
+    `cross_entropy` does. It applies to training, not to the held-out loss.
+    """
+
+    model_config = STRICT
+
+    name: ObjectiveName = "auto"
+    label_smoothing: Annotated[Fraction, Field(description="of next-token prediction; 0 switches it off")] = 0.0
+    options: Annotated[dict[str, Any], Field(description="settings of a plug-in's objective")] = {}
+
+    @model_validator(mode="after")
+    def _only_of_language(self) -> Self:
+        if self.label_smoothing and self.name not in ("auto", "language"):
+            raise ValueError(f"label_smoothing is of next-token prediction, and the objective is {self.name}")
+        if self.options and self.name in ("auto", "language", "perception"):
+            raise ValueError(f"the objective {self.name} has no options")
+        return self
+
+
 class CheckpointSection(BaseModel):
     """When checkpoints are saved, where, and for how long.
 
@@ -347,6 +400,7 @@ class FaultsSection(BaseModel):
     restart: Annotated[bool, Field(description="restart from the newest state")] = True
     cycles: Annotated[Positive, Field(description="restarts without a new step before the run gives up")] = 3
     ranks: Annotated[tuple[Positive, Positive] | None, Field(description="fewest and most ranks to run with")] = None
+    debug: Annotated[bool, Field(description="check every collective and wait for every kernel; slow")] = False
     not_finite: Literal["skip", "rewind", "stop"] = "skip"
     spike: Annotated[Real, Field(description="times the recent mean loss; 0 switches it off")] = 10.0
     max_skips: Annotated[Positive, Field(description="skipped steps in a row before the run stops")] = 10
@@ -402,6 +456,19 @@ class WandbSection(BaseModel):
     entity: str = ""
 
 
+class TargetsSection(BaseModel):
+    """What a run should reach; `doctor` and `report` say whether it does."""
+
+    model_config = STRICT
+
+    gpu_busy: Annotated[float, Field(ge=0, le=1, description="least fraction of time with a running kernel")] = 0.85
+    exposed_comm: Annotated[float, Field(ge=0, le=1, description="largest fraction of a step")] = 0.2
+    scaling: Annotated[float, Field(ge=0, le=1, description="least work of a rank, as a fraction of one alone")] = 0.8
+    recovery_seconds: Annotated[
+        float, Field(ge=0, le=MAX_SECONDS, description="longest time from a failure to the next step")
+    ] = 300.0
+
+
 class TelemetrySection(BaseModel):
     """What is measured, and where it is sent. `metrics.jsonl` and the events are always written.
 
@@ -415,13 +482,18 @@ class TelemetrySection(BaseModel):
         float, Field(ge=0, le=MAX_SECONDS, description="interval of GPU and host samples; 0: never")
     ] = 5.0
     profile: Annotated[str, Field(description="steps FIRST:END to trace, without END")] = ""
+    profile_every: Annotated[Count, Field(description="steps from one such trace to the next; 0: only one")] = 0
     profile_ranks: Annotated[str, Field(description="all, or ranks such as 0,3")] = "0"
     memory_snapshots: Annotated[bool, Field(description="record the history of allocations, for OOM reports")] = False
+    targets: TargetsSection = TargetsSection()
     prometheus: PrometheusSection = PrometheusSection()
     tensorboard: bool = False
     wandb: WandbSection = WandbSection()
     ecs: Annotated[bool, Field(description="logs and events in ECS form, for Elasticsearch")] = False
     otel: Annotated[str, Field(description="an OpenTelemetry collector, such as http://localhost:4318")] = ""
+    sinks: Annotated[
+        dict[SinkName, dict[str, Any]], Field(description="plug-ins with their options, such as {csv: {}}")
+    ] = {}
 
     @field_validator("profile")
     @classmethod
@@ -452,6 +524,7 @@ class Recipe(BaseModel):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    objective: ObjectiveSection = ObjectiveSection()
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
     telemetry: TelemetrySection = TelemetrySection()

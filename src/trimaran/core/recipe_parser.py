@@ -11,6 +11,7 @@ from trimaran.core.autopilot_section import section_of_mode
 from trimaran.core.errors import UserError, collected, raise_together
 from trimaran.core.field_aliases import field_for, section_model
 from trimaran.core.parse_text import TextError, load_yaml, load_yaml_nodes
+from trimaran.core.plugin_fields import UNCHECKED
 from trimaran.core.recipe import Recipe
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -19,10 +20,11 @@ MAX_SHOWN = 80  # characters of a wrong value in an error
 Path = tuple[str | int, ...]
 
 
-def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Recipe:
+def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = (), any_plugin: bool = False) -> Recipe:
     """Return the recipe that `text` and the `--set` pairs describe. Errors call the text `name`.
 
-    All mistakes are raised together, those of the text first and in the order of its lines.
+    All mistakes are raised together, those of the text first and in the order of its lines. `any_plugin`: accept names
+    of plug-ins that are not installed here.
     """
     if len(text) > MAX_RECIPE_BYTES:
         raise UserError("R002", f"the recipe is too large: {len(text):,} characters", where=name,
@@ -35,7 +37,7 @@ def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = ()) -> Reci
             settings.append(_override(tree, pair))
     recipe = None
     try:
-        recipe = Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree, context=UNCHECKED if any_plugin else None)
     except ValidationError as error:
         mistakes += _mistakes(error, Places(name=name, lines=lines, settings=settings), tree)
     raise_together(mistakes)

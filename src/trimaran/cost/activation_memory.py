@@ -117,6 +117,9 @@ def layer_bytes(layer: OutlineLayer, saved: Saved, element_bytes: int, tp: int, 
     none = norms / norm_split + projections / (tp if saved.tp_splits == "all" else 1) + matmuls
     none += adapter_bytes(layer, element_bytes, tp, mask_bytes=element_bytes if cpu else 1)
     full = saved.input_bytes * layer.hidden / norm_split
+    if layer.joining_weights:  # three norms more, and the joined stream and embedding, which is one more input
+        none += (1.5 * norms + 2 * element_bytes * layer.hidden) / norm_split
+        full *= 2
     selective = min(none, full + _selective(layer, saved, element_bytes) / tp)
     elementwise = min(none, full + _elementwise(layer, saved, element_bytes, tp))
     return LayerBytes(none, elementwise, selective, min(none, full))
@@ -309,7 +312,12 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
     one = one._replace(none=one.none + masks + kept)
     ring = _ring_bytes(layer, view.element_bytes, tp) if view.context.is_ring else 0.0
     recomputed = num_recomputed(recompute, count)
-    matrices = layer.dense_weights // tp + layer.router_weights + layer.expert_weights // (tp * view.ep)
+    matrices = (
+        layer.dense_weights // tp
+        + layer.router_weights
+        + layer.joining_weights
+        + layer.expert_weights // (tp * view.ep)
+    )
     if group.tower.compact:  # only adapters are fp32
         matrices = layer.adapter_parameters(tp)
     gradients = view.backward_tensors * layer.active_ffn + 2 * layer.hidden

@@ -75,9 +75,9 @@ class Fp8Cost(NamedTuple):
 
 
 # `block`: three matmuls of 8192 x 4096 x 14336 took 2.48 ms instead of 2.04 on one H200 (torch 2.11, cuBLAS 13.0), and
-# the compiled casts around them 1.8 ms instead of 0.3 to 0.5: blocks along rows need a transposed copy first. `mx` is
-# assumed to be like it, with matmuls at full speed.
-FP8_COSTS = {"": Fp8Cost(), "tensor": Fp8Cost(), "block": Fp8Cost(1.22, 3.8), "mx": Fp8Cost(1.0, 3.8)}
+# its casts by kernels 1.0 ms instead of 0.3 to 0.5. `mx` is cast by compiled operators, which took 1.8 ms for `block`;
+# its matmuls are assumed to be those of one scale a tensor.
+FP8_COSTS = {"": Fp8Cost(), "tensor": Fp8Cost(), "block": Fp8Cost(1.22, 2.1), "mx": Fp8Cost(1.0, 3.8)}
 
 
 class Passes(NamedTuple):
@@ -248,6 +248,8 @@ def matmuls(layer: OutlineLayer, split: BlockSplit, imbalance: float = 1.0, *, j
     `joint`: queries, keys and values are one matmul, and so are gate and up, except those of experts.
     """
     rows, hidden, tp = split.positions, layer.hidden, split.tp
+    if layer.joining_weights:  # of each rank's own part of the sequence
+        yield Matmul(max(1, rows // tp), hidden, 2 * hidden)
     if layer.heads and joint and layer.latent is None:
         yield Matmul(rows, (layer.heads + 2 * layer.kv_heads) * layer.head_dim, hidden)
         yield Matmul(rows, hidden, layer.heads * layer.value_dim, is_saved=True)

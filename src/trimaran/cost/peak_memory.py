@@ -221,7 +221,8 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
     """Return what the last norm and the head save, and the logits while the loss is computed.
 
     GPipe holds the logits of all micro-batches. Tensor parallelism splits the vocabulary. A fused loss computes the
-    gradients of head and input at once and saves nothing for backward.
+    gradients of head and input at once and saves nothing for backward. Layers that predict later tokens have logits, or
+    such gradients, of their own.
     """
     if (tower := part.head_tower) is None:
         return PeakMoment()
@@ -242,7 +243,7 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
         at_loss, waiting = (CPU_SPLIT_LOGIT_BYTES, waiting) if inputs.cpu else (2 * element_bytes, element_bytes)
     if inputs.pp > 1 and plan.pipeline.schedule == "gpipe":
         at_loss += (plan.grad_accum - 1) * waiting
-    logits = positions * inputs.tp * at_loss * tower.head_rows(inputs.tp)
+    logits = positions * inputs.tp * at_loss * tower.head_rows(inputs.tp) * (1 + tower.prediction_layers)
     if inputs.tp > 1 and casts and plan.grad_accum > 1:  # a new gradient of the head, in both precisions, and the sum
         logits = max(logits, (element_bytes + FP32_BYTES) * tower.head_rows(inputs.tp) * tower.hidden)
     return memory._replace(logits=logits)
@@ -265,4 +266,5 @@ def _fused_loss(inputs: MemoryInputs, tower: Tower, *, chunked: bool) -> dict[st
     logit_bytes = element_bytes + FP32_BYTES * inputs.cpu
     gradient_bytes = FP32_BYTES if chunked and at_once < rows else element_bytes
     weight = gradient_bytes * tower.head_parameters if tower.is_head_trained else 0
-    return {"logits": logit_bytes * at_once * tower.outputs, "gradients": element_bytes * rows * tower.hidden + weight}
+    gradients = (1 + tower.prediction_layers) * (element_bytes * rows * tower.hidden + weight)
+    return {"logits": logit_bytes * at_once * tower.outputs, "gradients": gradients}

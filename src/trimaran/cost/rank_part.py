@@ -232,7 +232,9 @@ def _part(
         blocks, tp = [group for group in groups if group.tower is tower], 1 if tower.name in replicated else mesh_tp
         # Samples enter at the first rank, so the main tower's embedding is there.
         first, last = ends if tower is main else (tower.name in starting,) * 2
-        embedding_here = tower.embedding_rows(tp) * tower.hidden if first else 0
+        # A last stage that predicts later tokens has a copy of it; that of a tied model has one as its head.
+        copies = last and tower.prediction_layers > 0 and not tower.tied
+        embedding_here = tower.embedding_rows(tp) * tower.hidden if first or copies else 0
         head_here = 0 if not last or (tower.tied and is_complete) else tower.head_rows(tp) * tower.hidden
         dense = sum(group.count * _dense(group.block, tp) for group in blocks)
         dense += embedding_here + head_here + (tower.extras if last else 0)
@@ -301,7 +303,7 @@ def _dense(block: OutlineLayer | Opaque, tp: int) -> int:
     """Return the parameters of one block on a tensor-parallel rank. Routers, norms and biases are not split."""
     if isinstance(block, Opaque):
         return block.parameters
-    return block.dense_weights // tp + block.router_weights + block.extras
+    return block.dense_weights // tp + block.router_weights + block.joining_weights + block.extras
 
 
 def max_in_flight(schedule: str, *, ranks: int, pp_rank: int, rounds: int, count: int) -> float:

@@ -246,7 +246,7 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
                 full=passes.full + copies[0],
                 input_grad=passes.input_grad + copies[1],
             )
-        dense = block.dense_weights / tp + block.router_weights + block.extras
+        dense = block.dense_weights / tp + block.router_weights + block.joining_weights + block.extras
         experts = block.expert_weights / (tp * ep)
     is_trained, needs_input_grad = not group.tower.frozen, job.outline.has_backward(group.tower)
     trained = (dense, experts) if is_trained else (0.0, 0.0)
@@ -488,6 +488,7 @@ def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[flo
     if (tower := part.head_tower) is None:
         return TimeUnit(1, weights, 0.0, trained, 0.0, None, 0.0, 0.0), (0.0, 0.0)
     positions = inputs.micro_batch * tower.sample_positions(inputs.job.seq_len)[0] // inputs.degrees[2]
+    positions *= 1 + tower.prediction_layers  # each uses the head once more
     split, loss = BlockSplit(positions, 0, inputs.degrees[0], 1), inputs.kind.loss
     passes = head_passes(tower, split, inputs.rates, inputs.job.stack.time)
     ends = passes.forward, passes.input_grad + passes.weight_grad * tower.is_head_trained

@@ -32,7 +32,7 @@ class ImageArrays:
     def __init__(self, table: SampleTable, rules: ImageRules, size: int, features: FeatureSource | None) -> None:
         self._table, self._rules, self._features = table, rules, features
         if features is None:
-            self._name, self._data = "patches", np.empty((size, 3 * rules.patch**2), dtype=np.uint8)
+            self._name, self._data = "patches", np.empty((size, 3 * rules.frames * rules.patch**2), dtype=np.uint8)
         else:
             self._name, self._data = "features", np.empty((size, features.width), dtype=features.dtype)
         self._filled = self._num_grids = 0

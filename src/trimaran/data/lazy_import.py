@@ -7,14 +7,14 @@ from types import ModuleType
 from trimaran.core import UserError
 
 
-def require(package: str, *, where: str) -> None:
-    """Raise unless `package` is installed; does not import it. `where` is the recipe field that needs it."""
+def require(package: str, *, where: str, extra: str = "hf") -> None:
+    """Raise unless `package` is installed; does not import it. `where` needs it, and `extra` of ours brings it."""
     if importlib.util.find_spec(package) is None:
         raise UserError("T013", f"this needs the package '{package}', which is not installed", where=where,
-                        fix="run: pip install 'trimaran[hf]'")  # fmt: skip
+                        fix=f"run: pip install 'trimaran[{extra}]'")  # fmt: skip
 
 
-def load(module: str, package: str, *, where: str) -> ModuleType:
+def load(module: str, package: str, *, where: str, extra: str = "hf") -> ModuleType:
     """Return `trimaran.data.<module>`, the only module that imports `package`."""
-    require(package, where=where)
+    require(package, where=where, extra=extra)
     return importlib.import_module(f"trimaran.data.{module}")

@@ -25,7 +25,14 @@ from trimaran.data.loader_tuner import (
     default_loader_limits,
 )
 from trimaran.data.loader_waits import LoaderWaits
-from trimaran.data.loader_worker import NO_SAMPLE, START_SECONDS, DeadWorkerError, HungWorkerError, RaisedInWorkerError
+from trimaran.data.loader_worker import (
+    NO_SAMPLE,
+    START_SECONDS,
+    DeadWorkerError,
+    HungWorkerError,
+    MistakeInWorkerError,
+    RaisedInWorkerError,
+)
 from trimaran.data.step_batch import StepBatch
 from trimaran.data.worker_pool import MAX_RESTARTS, WorkerPool, WorkerResult
 
@@ -232,6 +239,8 @@ class Loader:
                 return mistake
             except Exception as mistake:
                 error, how = mistake, f"raised {_short(f'{type(mistake).__name__}: {mistake}')}"
+        elif isinstance(error, MistakeInWorkerError):
+            return error.mistake
         elif isinstance(error, DeadWorkerError):
             how = f"crashed ({error})"
         elif isinstance(error, HungWorkerError):

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from trimaran.core import UserError
 from trimaran.data.feed import BadSample, LoadedArrays
 from trimaran.data.shared_slot import SharedSlot
 
@@ -53,6 +54,14 @@ class HungWorkerError(Exception):
 
 class RaisedInWorkerError(Exception):
     """The code in the process raised. The message is the traceback; its last line is the error."""
+
+
+class MistakeInWorkerError(RaisedInWorkerError):
+    """The code in the process raised a UserError, which is `mistake`."""
+
+    def __init__(self, mistake: UserError) -> None:
+        super().__init__(str(mistake))
+        self.mistake = mistake
 
 
 class LoaderWorker:
@@ -122,6 +131,8 @@ class LoaderWorker:
         except (EOFError, OSError):
             self._process.join(timeout=1.0)
             raise DeadWorkerError(_exit_text(self._process.exitcode)) from None
+        if not ok and isinstance(message, Mapping):
+            raise MistakeInWorkerError(UserError(**message))
         if not ok:
             raise RaisedInWorkerError(message)
         arrays = self._slots[self._received % NUM_SLOTS].arrays(message["arrays"], message["slot_bytes"])
@@ -177,6 +188,9 @@ class LoaderWorker:
             locations = slot.fill(loaded.arrays)
             header = _header_of(loaded) | {"arrays": locations, "slot_bytes": slot.num_bytes}
             header["seconds"] = time.perf_counter() - began
+        except UserError as mistake:
+            _send(results, {name: getattr(mistake, name) for name in ("code", "what", "where", "fix")}, ok=False)
+            return False
         except Exception:
             _send(results, traceback.format_exc(), ok=False)
             return False

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import DataSection, UserError
+from trimaran.core.plugins import SOURCES
 from trimaran.core.user_folders import needed_user_cache
 from trimaran.data.bad_lines import BadLines
+from trimaran.data.plugin_source import plugin_fingerprint
 from trimaran.data.sequences import count_sequences
 from trimaran.data.text_files import any_byte_order_mark
 from trimaran.data.text_sources import TextChunk, check_file_starts, find_files, named_path, read_chunks
@@ -103,6 +105,8 @@ def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
         "python": sys.version if section.source == "python-stdlib" else None,
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
+    if section.source not in SOURCES:
+        parts["plugin"] = ", ".join(plugin_fingerprint(section))
     if any_byte_order_mark(files):
         parts["byte_order_mark"] = "skipped"  # earlier versions packed it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

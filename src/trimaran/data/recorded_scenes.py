@@ -1,40 +1,85 @@
-"""Recorded scenes of a perception model: a folder with an index, camera images, LiDAR points and ground truth.
+"""Recorded scenes of a perception model: a folder with an index, images, LiDAR and radar points, and ground truth.
 
 The layout is described in `docs/guides/data.md`. Runs in loader processes: does not import torch.
 """
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file, read_regular_text
-from trimaran.core.scene_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, RIG_NUMBERS, SceneRules
+from trimaran.core.scene_rules import (
+    BOX_NUMBERS,
+    CAMERA_METRES,
+    GROUND,
+    LIDAR_NUMBERS,
+    OBJECTS,
+    RADAR_NUMBERS,
+    RIG_NUMBERS,
+    SceneRules,
+    Sensor,
+)
 from trimaran.data.quarantine import BadSampleError
+from trimaran.data.sensor_files import (
+    MissingFileError,
+    SceneOptions,
+    black_image,
+    flat_pose,
+    inside_grid,
+    joined,
+    no_points,
+    read_camera,
+    read_sensor_file,
+    swept_points,
+)
+from trimaran.data.simulated_radar import RADARS
 from trimaran.data.simulated_scenes import SimulatedScene
-from trimaran.data.vision.decode import BadImageError, pixels_of
 
 INDEX, FORMAT = "scenes.json", "trimaran-scenes-1"
 MAX_INDEX_BYTES = 1 << 30
-MAX_FILE_BYTES = 1 << 30
-MAX_POINTS = 10_000_000
 FORWARD_FIX = "see docs/guides/data.md for the layout of recorded scenes"
+
+
+class SceneRecords(Protocol):
+    """Recorded scenes. `rig` f32 [cameras, RIG_NUMBERS] is for the model's images; None if each scene has its own."""
+
+    @property
+    def rig(self) -> np.ndarray | None: ...
+
+    @property
+    def digest(self) -> str:
+        """Identifies the scenes."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def scene(self, number: int) -> SimulatedScene:
+        """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
+        ...
+
+    def num_points(self, number: int) -> tuple[int, int]:
+        """Return the LiDAR and radar points of a scene inside the grid; 0 for a sensor that the model lacks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedScenes:
-    """The scenes of a folder, in the order of its index. `rig` f32 [cameras, RIG_NUMBERS] is for the model's images."""
+    """The scenes of a folder, in the order of its index. `radars` are the poses [4, 4] of the radars on the vehicle."""
 
     folder: Path
     rules: SceneRules
-    rig: np.ndarray
+    options: SceneOptions
+    rig: np.ndarray | None
+    radars: tuple[np.ndarray, ...]
     entries: tuple[Mapping[str, Any], ...]
     digest: str
 
@@ -42,36 +87,86 @@ class RecordedScenes:
         return len(self.entries)
 
     def scene(self, number: int) -> SimulatedScene:
-        """Return a scene. Raises BadSampleError with the reason if a file is missing or wrong."""
-        entry = self.entries[number]
+        """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
+        entry, rules = self.entries[number], self.rules
         try:
-            cameras = np.stack([self._image(each) for each in _list(entry, "cameras", self.rules.cameras)])
-            ground = self._array(entry.get("ground"), (self.rules.cells, self.rules.cells))
+            cameras = self._cameras(entry)
+            ground = self._array(entry.get("ground"), (rules.cells, rules.cells))
             if ground.min() < 0 or ground.max() >= len(GROUND):
                 raise BadSampleError(f"its ground has classes outside 0 to {len(GROUND) - 1}")
-            points, boxes = self._points(entry), _boxes(entry, self.rules)
-        except BadSampleError as error:
+            points, radar, boxes = self._points(entry), self._radar(number), _boxes(entry, rules)
+        except (BadSampleError, MissingFileError) as error:
             raise BadSampleError(f"scene {number} of {self.folder}: {error}") from None
-        return SimulatedScene(cameras, points, boxes, ground.astype(np.int64))
+        return SimulatedScene(cameras, points, boxes, ground.astype(np.int64), radar)
+
+    def num_points(self, number: int) -> tuple[int, int]:
+        """Return the LiDAR and radar points of a scene inside the grid."""
+        return len(self._points(self.entries[number])), len(self._radar(number))
+
+    def _cameras(self, entry: Mapping[str, Any]) -> np.ndarray:
+        rules, black = self.rules, black_image(self.rules)
+        if not rules.cameras:
+            return black[None][:0]
+        names = _list(entry, "cameras", rules.cameras)
+        return np.stack([
+            self.options.read_or(black, "cameras", lambda name=name: read_camera(self._file(name), rules))
+            for name in names
+        ])  # fmt: skip
 
     def _points(self, entry: Mapping[str, Any]) -> np.ndarray:
         """Return the LiDAR points inside the grid: x, y, z in metres from the vehicle, and intensity."""
-        points = self._array(entry.get("lidar"), (-1, 4)).astype(np.float32)
-        if not np.isfinite(points).all():
-            raise BadSampleError("its LiDAR points are not all finite")
-        return points[(np.abs(points[:, :2]) < self.rules.reach).all(axis=1)]
+        empty = no_points("lidar")
+        if not self.rules.lidar:
+            return empty
+        points = self.options.read_or(
+            empty, "lidar", lambda: self._array(entry.get("lidar"), (-1, LIDAR_NUMBERS), required="lidar")
+        )
+        return inside_grid(points, self.rules, "LiDAR points")
 
-    def _image(self, name: Any) -> np.ndarray:
-        try:
-            (pixels,) = pixels_of(self._file(name).read_bytes(), [(self.rules.width, self.rules.height)])
-        except (OSError, BadImageError) as error:
-            raise BadSampleError(f"{name}: {error}") from None
-        return pixels.transpose(2, 0, 1)
+    def _radar(self, number: int) -> np.ndarray:
+        """Return the radar points of the newest sweeps of each radar, inside the grid."""
+        empty = no_points("radar")
+        if not self.rules.radar:
+            return empty
+        parts = [
+            self.options.read_or(empty, "radar", lambda sweep=sweep: self._sweep(sweep))
+            for sweep in self._sweeps(number)
+        ]
+        return inside_grid(joined(parts, "radar"), self.rules, "radar points")
 
-    def _array(self, name: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def _sweeps(self, number: int) -> list[Mapping[str, Any]]:
+        """Return the newest sweeps of each radar. A scene that names none has no radar."""
+        entry = self.entries[number]
+        if entry.get("radar") is None:
+            return [{"file": None, "scene": number}]
+        by_radar: dict[int, list[Mapping[str, Any]]] = {}
+        for sweep in _list(entry, "radar"):
+            try:
+                age, radar = float(sweep.get("age", 0.0)), int(sweep["radar"])
+            except (KeyError, TypeError, ValueError, AttributeError):
+                raise BadSampleError("a radar sweep lacks radar, file or age") from None
+            if not 0 <= radar < len(self.radars) or not 0 <= age < math.inf:
+                raise BadSampleError(f"a sweep of radar {radar}, {age} s old, is not one of {len(self.radars)} radars")
+            by_radar.setdefault(radar, []).append({**sweep, "age": age, "radar": radar})
+        newest = [sorted(sweeps, key=lambda each: each["age"]) for sweeps in by_radar.values()]
+        return [sweep for sweeps in newest for sweep in sweeps[: self.options.radar_sweeps]]
+
+    def _sweep(self, sweep: Mapping[str, Any]) -> np.ndarray:
+        if sweep["file"] is None:
+            raise MissingFileError(f"{self.folder / INDEX}, scene {sweep['scene']}: it names no radar")
+        points = self._array(sweep["file"], (-1, RADAR_NUMBERS - 1), required="radar").astype(np.float64)
         try:
-            array = np.load(self._file(name), allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            x, y, heading = (float(each) for each in sweep.get("pose", (0.0, 0.0, 0.0)))
+        except (TypeError, ValueError):
+            raise BadSampleError("the pose of a radar sweep is not [x, y, heading]") from None
+        return swept_points(points, flat_pose(x, y, 0.0, heading) @ self.radars[sweep["radar"]], sweep["age"])
+
+    def _array(self, name: Any, shape: tuple[int, ...], *, required: Sensor | None = None) -> np.ndarray:
+        if name is None and required:
+            raise MissingFileError(f"{self.folder / INDEX}: a scene names no {required}")
+        try:
+            array = np.load(io.BytesIO(read_sensor_file(self._file(name))), allow_pickle=False)
+        except (ValueError, EOFError) as error:
             raise BadSampleError(f"{name}: {error}") from None
         fits = isinstance(array, np.ndarray) and array.ndim == len(shape) and array.dtype.kind in "iuf"
         if not fits or any(want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)):
@@ -84,14 +179,11 @@ class RecordedScenes:
         path = (self.folder / name).resolve()
         if not path.is_relative_to(self.folder.resolve()):
             raise BadSampleError(f"{name[:120]!r} leaves the folder")
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
-            raise BadSampleError(f"{name}: it is larger than {MAX_FILE_BYTES:,} bytes")
         return path
 
 
-def open_scenes(path: str, rules: SceneRules) -> RecordedScenes:
-    """Return the scenes in the folder `path`. Raises UserError if its index does not fit the model."""
-    folder = Path(path).expanduser().absolute()
+def open_index(folder: Path, rules: SceneRules, options: SceneOptions) -> RecordedScenes:
+    """Return the scenes of the index in `folder`. Raises UserError if it does not fit the model."""
     where = str(folder / INDEX)
     try:
         check_regular_file(folder / INDEX)
@@ -107,7 +199,9 @@ def open_scenes(path: str, rules: SceneRules) -> RecordedScenes:
     if not isinstance(scenes, list) or not scenes or not all(isinstance(each, Mapping) for each in scenes):
         raise _wrong("the index lists no scenes", where)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return RecordedScenes(folder, rules, _rig(tree.get("cameras"), rules, where), tuple(scenes), digest)
+    rig = _rig(tree.get("cameras"), rules, where) if rules.cameras else None
+    radars = _radars(tree.get("radars", []), where) if rules.radar else ()
+    return RecordedScenes(folder, rules, options, rig, radars, tuple(scenes), digest)
 
 
 def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Path) -> None:
@@ -123,10 +217,26 @@ def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Pa
         np.save(folder / f"{number:06d}-lidar.npy", scene.points)
         np.save(folder / f"{number:06d}-ground.npy", scene.segmentation.astype(np.uint8))
         entry = {"lidar": f"{number:06d}-lidar.npy", "ground": f"{number:06d}-ground.npy"}
+        entry |= {"radar": _write_sweeps(scene.radar, folder, number)} if rules.radar else {}
         entries.append({"cameras": names, **entry, "boxes": [_box_fields(each) for each in scene.boxes.tolist()]})
     cameras = [camera | {"heading": heading} for heading in rules.headings]
-    tree = {"format": FORMAT, "cameras": cameras, "scenes": entries}
+    radars = [{"position": [each.x, each.y, each.metres], "heading": each.heading} for each in RADARS]
+    tree = {"format": FORMAT, "cameras": cameras, "scenes": entries} | ({"radars": radars} if rules.radar else {})
     (folder / INDEX).write_text(json.dumps(tree), encoding="utf-8")
+
+
+def _write_sweeps(points: np.ndarray, folder: Path, number: int) -> list[dict[str, Any]]:
+    """Write radar points as sweeps of the simulated radars, in their coordinates, and return their entries."""
+    sweeps = []
+    for age in np.unique(points[:, 6]):
+        taken = points[points[:, 6] == age]
+        for radar, mount in enumerate(RADARS):
+            name = f"{number:06d}-radar-{radar}-{1000 * age:03.0f}.npy"
+            to_radar = np.linalg.inv(flat_pose(mount.x, mount.y, mount.metres, mount.heading))
+            part = taken[radar :: len(RADARS)].astype(np.float64)
+            np.save(folder / name, swept_points(part[:, :6], to_radar, 0.0)[:, :6])
+            sweeps.append({"radar": radar, "file": name, "age": float(age)})
+    return sweeps
 
 
 def _box_fields(box: list[float]) -> dict[str, Any]:
@@ -144,17 +254,40 @@ def _rig(cameras: Any, rules: SceneRules, where: str) -> np.ndarray:
             wide, tall = (float(camera[name]) for name in ("width", "height"))
             column, row = (float(each) for each in camera["centre"])
             values = (float(camera["heading"]), float(camera["focal"]), float(camera.get("metres", CAMERA_METRES)))
+            x, y = (float(each) for each in camera.get("position", (0.0, 0.0)))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise _wrong(f"camera {number} lacks heading, focal, centre, width or height", where) from None
         heading, focal, metres = values
-        if not all(map(math.isfinite, (*values, column, row))) or min(wide, tall, focal, metres) <= 0:
+        if not all(map(math.isfinite, (*values, column, row, x, y))) or min(wide, tall, focal, metres) <= 0:
             raise _wrong(f"camera {number} has an impossible calibration", where)
-        across, down = rules.width / wide, rules.height / tall
-        if abs(across / down - 1) > MAX_DISTORTION:
-            raise _wrong(f"images of camera {number}, {wide:g} x {tall:g}, would be distorted to {rules.width} x "
-                         f"{rules.height}", where)  # fmt: skip
-        rig[number] = heading, focal * across, column * across, row * down, metres
+        across, down = camera_scale(f"camera {number}", (wide, tall), rules, where)
+        rig[number] = heading, focal * across, column * across, row * down, metres, x, y
     return rig
+
+
+def camera_scale(name: str, size: tuple[float, float], rules: SceneRules, where: str) -> tuple[float, float]:
+    """Return by how much images of this width and height are scaled. Raises UserError if they would be distorted."""
+    across, down = rules.width / size[0], rules.height / size[1]
+    if abs(across / down - 1) > MAX_DISTORTION:
+        raise _wrong(f"images of {name}, {size[0]:g} x {size[1]:g}, would be distorted to {rules.width} x "
+                     f"{rules.height}", where)  # fmt: skip
+    return across, down
+
+
+def _radars(radars: Any, where: str) -> tuple[np.ndarray, ...]:
+    """Return the pose of each radar on the vehicle."""
+    if not isinstance(radars, list):
+        raise _wrong("the radars of the index are not a list", where)
+    poses = []
+    for number, radar in enumerate(radars):
+        try:
+            place = [*map(float, radar["position"]), float(radar["heading"])]
+        except (KeyError, TypeError, ValueError):
+            raise _wrong(f"radar {number} lacks position or heading", where) from None
+        if len(place) != 4 or not all(map(math.isfinite, place)):
+            raise _wrong(f"radar {number} has an impossible calibration", where)
+        poses.append(flat_pose(*place))
+    return tuple(poses)
 
 
 MAX_DISTORTION = 0.02

@@ -6,15 +6,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimaran.core import DataSection
-from trimaran.core.scene_rules import BOX_NUMBERS, SceneRules
+from trimaran.core.scene_rules import BOX_NUMBERS, RIG_NUMBERS, SceneRules, Sensor
 from trimaran.data.feed import DataShare, LoadedArrays
-from trimaran.data.recorded_scenes import RecordedScenes, open_scenes
+from trimaran.data.open_scenes import open_scenes
+from trimaran.data.recorded_scenes import SceneRecords
 from trimaran.data.sample_order import positions
+from trimaran.data.sensor_files import SceneOptions
 from trimaran.data.simulated_scenes import SimulatedScene, make_scene
 
 NUM_SCENES = 100_000  # per epoch; scenes are generated on the fly
 SCENES_SEED = 0  # of the scene content; train.seed only changes their order
 VERSION = 1  # of the simulation; increase it when the content of a scene changes
+# Arrays of different lengths: the array with the row of each element, the field of a scene, and the sensor, if any.
+RAGGED: dict[str, tuple[str, str, Sensor | None]] = {
+    "points": ("point_rows", "points", "lidar"),
+    "radar_points": ("radar_point_rows", "radar", "radar"),
+    "boxes": ("box_rows", "boxes", None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,7 @@ class SceneRange:
     rules: SceneRules
     first: int
     last: int
-    recorded: RecordedScenes | None = None
+    recorded: SceneRecords | None = None
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -54,23 +62,25 @@ class SceneFeed:
             valid.append(number not in self._quarantined)
             scenes.append(self._scenes.scene(number) if valid[-1] else self._blank_scene())
         shape, size = (self.share.grad_accum, self.share.micro_batch), self.share.micro_batch
-        cameras, grounds = (np.stack([getattr(each, name) for each in scenes]) for name in ("cameras", "segmentation"))
-        arrays = {
-            "cameras": cameras.reshape(*shape, *cameras.shape[1:]),
-            "segmentation": grounds.reshape(*shape, *grounds.shape[1:]),
-            "valid": np.array(valid).reshape(shape),
-        }
-        if (recorded := self._scenes.recorded) is not None:
-            arrays["rig"] = np.broadcast_to(recorded.rig, (self.share.grad_accum, *recorded.rig.shape)).copy()
+        rules = self._scenes.rules
+        arrays: dict[str, np.ndarray] = {"valid": np.array(valid).reshape(shape)}
+        for name in ("cameras", "segmentation") if rules.cameras else ("segmentation",):
+            stacked = np.stack([getattr(each, name) for each in scenes])
+            arrays[name] = stacked.reshape(*shape, *stacked.shape[1:])
+        if rules.cameras and (recorded := self._scenes.recorded) is not None:
+            arrays["rig"] = self._rigs(recorded, scenes)
         offsets: dict[str, tuple[int, ...]] = {}
-        for name, rows in (("points", "point_rows"), ("boxes", "box_rows")):
-            ragged = [getattr(each, name) for each in scenes]
+        for name, (rows, field, sensor) in RAGGED.items():
+            if sensor is not None and sensor not in rules.sensors:
+                continue
+            ragged = [getattr(each, field) for each in scenes]
             counts = np.array([len(each) for each in ragged])
             ends = np.concatenate([[0], counts.cumsum()])[::size]
             arrays[name] = np.concatenate(ragged)
             arrays[rows] = np.repeat(np.arange(len(scenes), dtype=np.int32) % size, counts)
             offsets[name] = offsets[rows] = tuple(ends.tolist())
-        metrics = {"points": float(len(arrays["points"])), "objects": float(len(arrays["boxes"]))}
+        counted = {"points": "points", "radar_points": "radar_points", "objects": "boxes"}
+        metrics = {name: float(len(arrays[array])) for name, array in counted.items() if array in arrays}
         return LoadedArrays(arrays=arrays, num_valid=sum(valid), offsets=offsets, metrics=metrics)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -86,6 +96,14 @@ class SceneFeed:
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may extend into the next epoch."""
         return -(-round(epochs * len(self._scenes)) // self.share.global_batch)
+
+    def _rigs(self, recorded: SceneRecords, scenes: Sequence[SimulatedScene]) -> np.ndarray:
+        """Return the calibration of the cameras: of each micro-batch, or of each scene if each has its own."""
+        if recorded.rig is not None:
+            return np.broadcast_to(recorded.rig, (self.share.grad_accum, *recorded.rig.shape)).copy()
+        blank = np.ones((self._scenes.rules.cameras, RIG_NUMBERS), dtype=np.float32)  # of a quarantined scene
+        rigs = np.stack([blank if each.rig is None else each.rig for each in scenes])
+        return rigs.reshape(self.share.grad_accum, self.share.micro_batch, *rigs.shape[1:])
 
     def _blank_scene(self) -> SimulatedScene:
         rules = self._scenes.rules
@@ -106,7 +124,7 @@ def scene_feeds(
     quarantined: frozenset[int] = frozenset(),
 ) -> tuple[SceneFeed, SceneFeed | None]:
     """Return the training feed and the holdout feed (the last `holdout` fraction of the scenes), if any."""
-    recorded = open_scenes(section.path, rules) if section.path is not None else None
+    recorded = recorded_scenes(section, rules) if section.path is not None else None
     count = NUM_SCENES if recorded is None else len(recorded)
     num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
     training = SceneRange(rules, 0, count - num_held_out, recorded)
@@ -115,8 +133,16 @@ def scene_feeds(
     return feed, SceneFeed(holdout, seed=seed, share=share) if num_held_out else None
 
 
+def recorded_scenes(section: DataSection, rules: SceneRules) -> SceneRecords:
+    """Return the scenes in the folder that the section names."""
+    assert section.path is not None
+    return open_scenes(section.path, rules, SceneOptions(**dict(section.scenes)))
+
+
 def scenes_digest(section: DataSection, rules: SceneRules) -> str:
     """Return a string that identifies the content of these scenes. Of recorded ones, only the index is read."""
+    added = "" if rules.sensors == ("cameras", "lidar") else f"-{'-'.join(rules.sensors)}"
     if section.path is not None:
-        return f"recorded-{open_scenes(section.path, rules).digest}-{rules}"
-    return f"scenes-{VERSION}-{SCENES_SEED}-{NUM_SCENES}-{rules}"
+        sweeps = f"-{section.scenes.radar_sweeps}-sweeps" if rules.radar else ""
+        return f"recorded-{recorded_scenes(section, rules).digest}-{rules}{added}{sweeps}"
+    return f"scenes-{VERSION}-{SCENES_SEED}-{NUM_SCENES}-{rules}{added}"

@@ -1,16 +1,17 @@
-"""Simulated traffic scenes with cameras and LiDAR. A scene is a function of the seed and its number.
+"""Simulated traffic scenes with cameras, LiDAR and radar. A scene is a function of the seed and its number.
 
 Both sensors are needed: LiDAR measures position and size; only cameras see colour, which distinguishes a taxi from a
 car and road from terrain.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from trimaran.core.scene_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, SceneRules
+from trimaran.core.scene_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, RADAR_NUMBERS, SceneRules
+from trimaran.data.simulated_radar import radar_points
 
 LIDAR_METRES, LIDAR_BEAMS, LIDAR_COLUMNS = 1.8, 16, 200
 LIDAR_DEGREES = (-22.0, 2.0)  # elevation of the lowest and the highest beam
@@ -37,13 +38,17 @@ class SimulatedScene:
     """One scene.
 
     `cameras` are u8 [cameras, 3, height, width], `points` f32 [P, 4] (x, y, z, intensity), `boxes` f32 [K, 8] (x, y, z,
-    length, width, height, yaw, class), `segmentation` i64 [cells, cells].
+    length, width, height, yaw, class), `segmentation` i64 [cells, cells], UNKNOWN_GROUND where the truth is unknown.
+    `radar` are f32 [R, RADAR_NUMBERS] (x, y, z, cross-section, vx, vy, age), and `rig` [cameras, RIG_NUMBERS] is the
+    calibration of the cameras if each scene has its own. Arrays of sensors that the model lacks are empty.
     """
 
     cameras: np.ndarray
     points: np.ndarray
     boxes: np.ndarray
     segmentation: np.ndarray
+    radar: np.ndarray = field(default_factory=lambda: np.zeros((0, RADAR_NUMBERS), dtype=np.float32))
+    rig: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +81,12 @@ def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
     distances, hits, _ = cast(_lidar(), boxes)
     counts = np.bincount(hits[hits >= 0], minlength=len(boxes))
     points = _points(draw, distances, hits, rules)
-    images = _images(draw, boxes, roads, rules)
+    images = (
+        _images(draw, boxes, roads, rules) if rules.cameras else np.zeros((0, 3, rules.height, rules.width), np.uint8)
+    )
+    radar = radar_points(seed, number, boxes, rules) if rules.radar else np.zeros((0, RADAR_NUMBERS), np.float32)
     boxes = boxes[counts >= MIN_BOX_POINTS]
-    return SimulatedScene(images, points, boxes, _segmentation(boxes, roads, rules))
+    return SimulatedScene(images, points, boxes, _segmentation(boxes, roads, rules), radar)
 
 
 def cast(rig: SensorRays, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -207,9 +215,21 @@ def _images(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rul
 
 def _segmentation(boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
     """Return the class at the centre of each cell."""
-    centres = (np.arange(rules.cells, dtype=np.float32) + 0.5) * rules.cell - rules.reach
+    centres = cell_centres(rules)
     x, y = centres[:, None], centres[None, :]
     classes = np.where(_on_road(roads, x, y), GROUND.index("road"), GROUND.index("terrain"))
+    return with_objects(classes, boxes, rules)
+
+
+def cell_centres(rules: SceneRules) -> np.ndarray:
+    """Return the x, or y, of the centres of the cells along one side of the grid."""
+    return (np.arange(rules.cells, dtype=np.float32) + 0.5) * rules.cell - rules.reach
+
+
+def with_objects(classes: np.ndarray, boxes: np.ndarray, rules: SceneRules) -> np.ndarray:
+    """Return the classes of the cells, where those whose centre is under a box are objects."""
+    centres, classes = cell_centres(rules), classes.copy()
+    x, y = centres[:, None], centres[None, :]
     for box_x, box_y, _, length, width, _, yaw, _ in boxes:
         cos, sin = math.cos(yaw), math.sin(yaw)
         along, across = (x - box_x) * cos + (y - box_y) * sin, (y - box_y) * cos - (x - box_x) * sin

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from trimaran.core import DataSection, UserError, did_you_mean
+from trimaran.core.plugins import SOURCES
 from trimaran.core.regular_files import read_regular_text
 from trimaran.data import lazy_import
 from trimaran.data.bad_lines import BadLines
+from trimaran.data.plugin_source import plugin_documents
 from trimaran.data.text_files import TextFile, data_suffix, open_text_file
 
 HEAD_BYTES = 1 << 16
@@ -38,7 +40,9 @@ class TextChunk:
 
 
 def find_files(section: DataSection) -> list[Path]:
-    """Return the files of the source in reading order. Raises if all of them are empty."""
+    """Return the files of the source in reading order; none of a plug-in's. Raises if all of them are empty."""
+    if section.source not in SOURCES:
+        return []
     if section.source in GENERATED_SOURCES and section.path is not None:
         raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
                         where=f"data.path: {section.path}", fix="set data.source to the type of data.path: "
@@ -83,11 +87,14 @@ def named_path(section: DataSection) -> Path:
 
 def read_chunks(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
     """Yield the text of the files, document by document. Skips empty documents, and counts bad lines in `bad`."""
-    return READERS[section.source](section, files, bad)
+    return READERS.get(section.source, _read_plugin)(section, files, bad)
 
 
 def check_file_starts(section: DataSection, files: list[Path]) -> None:
     """Raise if most lines at the start of the first files are bad; too many, if there is nothing else to read."""
+    if section.source not in SOURCES:
+        next(plugin_documents(section), "")
+        return
     if section.source == "datasets":
         lazy_import.require("datasets", where="data.source")
         return
@@ -194,6 +201,12 @@ def _read_datasets(section: DataSection, files: list[Path], bad: BadLines) -> It
     for text, fraction_read in module.read_rows(named_path(section), files, section.text_field, bad):
         if text:
             yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
+
+
+def _read_plugin(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    for text in plugin_documents(section):
+        bad.add_good()
+        yield TextChunk(text, ends_document=True, fraction_read=0.0)
 
 
 READERS: dict[str, Callable[[DataSection, list[Path], BadLines], Iterator[TextChunk]]] = {

@@ -1,55 +1,52 @@
 """The memory limit, CPU quota and OOM kills of this process's container, from cgroup v2 or v1. Imports no torch.
 
+A memory limit may also be that of a control group inside of it, such as the group of a Slurm job.
 A missing file and a value without a limit (`max` in v2, -1 or a huge number in v1) both mean: no limit.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
-# File names of the limit and the usage, and the page cache counter of memory.stat: first v2, then v1.
+# The controller's folder, the file names of limit and usage, and the page cache counters of memory.stat: v2, then v1.
 MEMORY_FILES = (
-    ("memory.max", "memory.current", "memory.stat", ("file", "shmem")),
-    (
-        "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-        ("total_cache", "total_shmem"),
-    ),
-)  # fmt: skip
+    ("", "memory.max", "memory.current", ("file", "shmem")),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache", "total_shmem")),
+)
 
 
-def total_bytes(cgroup: Path = CGROUP) -> int:
+def total_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Return the memory of this host, or the limit of its container where that is less."""
     total = psutil.virtual_memory().total
-    return min([total, *(limit for limit, _ in _memory_limits(cgroup))])
+    return min([total, *(each.limit for each in _memory_limits(cgroup, membership))])
 
 
-def total_and_used_bytes(cgroup: Path = CGROUP) -> tuple[int, int]:
+def total_and_used_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> tuple[int, int]:
     """Return the memory of this host and how much of it is used; of its container where that has a lower limit.
 
     The usage of a container includes its page cache.
     """
     memory = psutil.virtual_memory()
     total, used = memory.total, memory.total - memory.available
-    for limit, files in _memory_limits(cgroup):
-        usage = _number(cgroup / files[1])
-        if limit < total and usage is not None:
-            total, used = limit, min(limit, usage)
+    for each in _memory_limits(cgroup, membership):
+        if each.limit < total and each.usage is not None:
+            total, used = each.limit, min(each.limit, each.usage)
     return total, used
 
 
-def free_bytes(cgroup: Path = CGROUP) -> int:
+def free_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Return the free memory of this host, or of its container where that has less.
 
     Page cache counts as free, because the kernel drops it on demand; shared memory does not.
     """
     free = psutil.virtual_memory().available
-    for limit, (_, usage_file, stat_file, (cache, shmem)) in _memory_limits(cgroup):
-        usage, stat = _number(cgroup / usage_file), _counters(cgroup / stat_file)
-        if usage is not None and cache in stat and shmem in stat:
-            free = min(free, max(0, limit - (usage - stat[cache] + stat[shmem])))
+    for each in _memory_limits(cgroup, membership):
+        if each.usage is not None and each.cache is not None and each.shmem is not None:
+            free = min(free, max(0, each.limit - (each.usage - each.cache + each.shmem)))
     return free
 
 
@@ -71,10 +68,33 @@ def count_oom_kills(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int
     return sum(_counters(file).get("oom_kill", 0) for file in files)
 
 
-def _memory_limits(cgroup: Path) -> list[tuple[int, tuple[str, str, str, tuple[str, str]]]]:
-    """Return each memory limit that is set, with the names of its files."""
-    limits = [(_number(cgroup / files[0]), files) for files in MEMORY_FILES]
-    return [(limit, files) for limit, files in limits if limit is not None]
+class MemoryLimit(NamedTuple):
+    """The limit of a control group, and what of it is used, in bytes; None if unknown."""
+
+    limit: int
+    usage: int | None
+    cache: int | None
+    shmem: int | None
+
+
+def _memory_limits(cgroup: Path, membership: Path) -> list[MemoryLimit]:
+    """Return each memory limit that is set, of the root and of the groups in it that this process belongs to."""
+    memberships = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
+    found = []
+    for controller, limit_file, usage_file, (cache, shmem) in MEMORY_FILES:
+        paths = [path for controllers, path in memberships if controller in controllers.split(",")]
+        # In a container without a namespace of its own the path is that of the host, and does not exist here.
+        groups = {cgroup / controller / part for path in paths for part in _with_parents(path)}
+        for group in sorted({cgroup / controller} | groups):
+            if (limit := _number(group / limit_file)) is not None:
+                stat = _counters(group / "memory.stat")
+                found.append(MemoryLimit(limit, _number(group / usage_file), stat.get(cache), stat.get(shmem)))
+    return found
+
+
+def _with_parents(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part]
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)] if ".." not in parts else []
 
 
 def _number(path: Path) -> int | None:

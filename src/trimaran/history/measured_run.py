@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.plugin_fields import UNCHECKED
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.history.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS, SteadySteps, steady_steps
 from trimaran.run.journal import JsonlFollower
@@ -76,7 +77,8 @@ def read_measured_run(path: Path) -> MeasuredRun:
 def _read_recipe(run: RunDirectory) -> Recipe:
     """Return the run's recipe. The file is our own, so the lines of its keys, half of the time, are left out."""
     try:
-        return Recipe.model_validate(load_yaml(read_regular_bytes(run.recipe, limit_bytes=MAX_FILE_BYTES)))
+        tree = load_yaml(read_regular_bytes(run.recipe, limit_bytes=MAX_FILE_BYTES))
+        return Recipe.model_validate(tree, context=UNCHECKED)
     except (OSError, TextError, ValidationError):
         return run.read_recipe()  # raises what is wrong with it
 

@@ -15,7 +15,9 @@ from trimaran.data.tokenizer import Tokenizer, open_tokenizer
 from trimaran.infer.next_token import NextTokenModel
 from trimaran.infer.sampling import TokenSampler
 from trimaran.models import spec_of, weight_files
-from trimaran.nets import Network, network_of
+from trimaran.models.plugin_family import is_plugin_family
+from trimaran.nets import Network
+from trimaran.nets.family import network_of_section
 
 TOKENIZER = "trimaran-tokenizer.json"
 
@@ -42,7 +44,10 @@ def load_trained(section: ModelSection, folder: Path, device: torch.device | Non
     if section.family == "hf" and not weight_files(folder):  # they would be random
         raise UserError("M020", "the folder holds no weights", where=str(folder),
                         fix="name a folder with safetensors")  # fmt: skip
-    own = ModelSection(family=section.family, path=str(folder), trust_remote_code=section.trust_remote_code)
+    if is_plugin_family(section.family):  # its code alone knows the network of a shape
+        own = section.model_copy(update={"path": str(folder)})
+    else:
+        own = ModelSection(family=section.family, path=str(folder), trust_remote_code=section.trust_remote_code)
     network = unfilled_network(own, device)
     if section.family != "hf":
         network.load(folder)
@@ -50,20 +55,22 @@ def load_trained(section: ModelSection, folder: Path, device: torch.device | Non
 
 
 def unfilled_network(section: ModelSection, device: torch.device) -> Network:
-    """Return the unsharded network of `section` on `device`. Weights of ours are undefined, those of hf as on disk."""
-    spec = spec_of(section)
+    """Return the unsharded network of `section` on `device`. Weights of ours are undefined, those of hf as on disk.
+
+    Layers that predict later tokens are left out: only training needs them.
+    """
+    section = section.model_copy(update={"multi_token_prediction": None})
     if section.family == "hf":
         from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
         from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
         assert section.path is not None, "the hf family has a folder"
         module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
-        network = network_of_hf(module, spec)
+        network = network_of_hf(module, spec_of(section))
         fill(network.module, device)
         return network
-    assert spec is not None, "our own networks always have a spec"
     with torch.device("meta"):
-        network = network_of(spec)
+        network = network_of_section(section)
     network.module.to_empty(device=device)
     return network
 

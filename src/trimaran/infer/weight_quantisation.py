@@ -11,12 +11,14 @@ from trimaran.core import UserError
 from trimaran.infer.serving_layers import replace_projections
 from trimaran.nets import Network
 from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
 
 Quantisation = Literal["fp8", "int8", "int4"]
 FP8 = torch.float8_e4m3fn
 # An fp8 matmul with a scale for each row needs Hopper.
 MIN_CAPABILITY = {"fp8": (9, 0), "int8": (8, 0), "int4": (8, 0)}
 GROUP = 128  # int4 weights that share a scale and a zero point; our kernel reads so many inputs at a time
+OUTPUTS = 16  # our kernels compute a multiple of so many
 # More tokens than this are one matmul of torch, for int8 and int4 with a bf16 copy of the weight.
 MAX_FEW_TOKENS = {"fp8": 64, "int8": 128, "int4": 128}
 
@@ -31,44 +33,58 @@ def quantise(network: Network, kind: Quantisation, device: torch.device) -> None
     int8: one scale for each row of a weight; int4: a scale and a zero point for 128 inputs; both multiply in bf16.
     Layers that the kernels do not support are left out. Names change: load the weights before this.
     """
-    _refuse_device(kind, device)
+    refuse_device(kind, device)
     count = 0
     for block in network.blocks:
         if isinstance(block, DecoderLayer):
             replace_projections(block)
-        layers = [each for each in block.modules() if _is_supported(each)]
+        layers = [each for each in block.modules() if type(each) is nn.Linear and is_supported(each)]
         for each in layers:
             quantise_linear(each, kind)
         count += len(layers)
     if not count:
-        raise UserError("E052", f"no layer of this model can be quantised to {kind}", where="--quantise",
-                        fix=f"leave --quantise out: only linear layers with a multiple of {GROUP} inputs and of 16 "
-                        "outputs have a kernel")  # fmt: skip
+        raise nothing_to_quantise(kind)
+    torch.cuda.empty_cache()  # the cache of keys and values may have the memory of the old weights
     log.info("%d linear layers have %s weights", count, kind)
 
 
-def quantise_linear(layer: nn.Module, kind: Quantisation) -> None:
-    """Turn a linear layer into a `QuantisedLinear` in place."""
-    assert isinstance(layer, nn.Linear), "the caller checks this"
-    weight, scales, zeros = quantised_weight(layer.weight.detach(), kind)
+def quantise_linear(layer: nn.Linear, kind: Quantisation, row_maxima: Tensor | None = None) -> None:
+    """Turn a linear layer, or this rank's slice of one, into a `QuantisedLinear` in place.
+
+    `row_maxima` [outputs] are the largest absolute values of whole rows, if the slice has only a part of each.
+    """
+    is_partial_sum = is_sharded_by_inputs(layer)
+    weight, scales, zeros = quantised_weight(local_part(layer.weight), kind, row_maxima)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach().to(torch.bfloat16), requires_grad=False)
+        layer.bias = nn.Parameter(local_part(layer.bias).to(torch.bfloat16), requires_grad=False)
     layer.__class__ = QuantisedLinear
     assert isinstance(layer, QuantisedLinear)
-    layer.kind = kind
+    layer.kind, layer.is_partial_sum = kind, is_partial_sum
     layer.register_buffer("scales", scales, persistent=False)
     layer.register_buffer("zeros", zeros, persistent=False)
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer with a quantised weight, bf16 inputs and outputs. Created by `quantise_linear`."""
+    """A linear layer with a quantised weight, bf16 inputs and outputs. Created by `quantise_linear`.
+
+    If it `is_partial_sum`, the bias is added to the sum over ranks and not here. On a CPU, which has no kernel, it
+    computes with the restored weight.
+    """
 
     kind: Quantisation
+    is_partial_sum: bool
     scales: Tensor
     zeros: Tensor | None
 
+    @property
+    def _own_bias(self) -> Tensor | None:
+        return None if self.is_partial_sum else self.bias
+
     def forward(self, input: Tensor) -> Tensor:
+        if not input.is_cuda:
+            weight, bias = restored_weight(self.weight, self.scales, self.zeros).to(input.dtype), self._own_bias
+            return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
         rows = input.flatten(0, -2).to(torch.bfloat16)
         out = self._few_tokens(rows) if len(rows) <= MAX_FEW_TOKENS[self.kind] else self._many_tokens(rows)
         return out.unflatten(0, input.shape[:-1])
@@ -79,7 +95,7 @@ class QuantisedLinear(nn.Linear):
 
         rows, row_scales = fp8_rows(rows) if self.kind == "fp8" else (rows.contiguous(), None)
         return quantised_matmul(
-            rows, self.weight, self.scales, kind=self.kind, x_scales=row_scales, zeros=self.zeros, bias=self.bias
+            rows, self.weight, self.scales, kind=self.kind, x_scales=row_scales, zeros=self.zeros, bias=self._own_bias
         )
 
     def _many_tokens(self, rows: Tensor) -> Tensor:
@@ -87,21 +103,27 @@ class QuantisedLinear(nn.Linear):
         from trimaran.nets.kernels.quantised_matmul import dequantised  # noqa: PLC0415
 
         if self.kind != "fp8":
-            return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=self.kind), self.bias)
+            return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=self.kind), self._own_bias)
         rows, row_scales = fp8_rows(rows)
         return torch._scaled_mm(
-            rows, self.weight.t(), row_scales, self.scales[None], bias=self.bias, out_dtype=torch.bfloat16,
+            rows, self.weight.t(), row_scales, self.scales[None], bias=self._own_bias, out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )  # fmt: skip
 
 
-def quantised_weight(weight: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a weight [outputs, inputs] in `kind`, its scales, and its zero points; see `quantised_matmul`."""
+def quantised_weight(
+    weight: Tensor, kind: Quantisation, row_maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a weight [outputs, inputs] in `kind`, its scales, and its zero points; see `quantised_matmul`.
+
+    For `row_maxima` see `quantise_linear`.
+    """
     weight = weight.float()
     if kind == "int4":
         return _quantised_in_groups(weight)
     largest = torch.finfo(FP8).max if kind == "fp8" else 127.0
-    scales = weight.abs().amax(dim=1).clamp(min=1e-12) / largest
+    maxima = weight.abs().amax(dim=1) if row_maxima is None else row_maxima
+    scales = maxima.clamp(min=1e-12) / largest
     scaled = weight / scales[:, None]
     return (scaled.to(FP8) if kind == "fp8" else scaled.round().to(torch.int8)), scales, None
 
@@ -126,7 +148,8 @@ def _quantised_in_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed, scales.t().contiguous(), zeros.t().to(torch.uint8).contiguous()
 
 
-def _refuse_device(kind: Quantisation, device: torch.device) -> None:
+def refuse_device(kind: Quantisation, device: torch.device) -> None:
+    """Raise UserError unless the device has kernels for these weights."""
     if device.type != "cuda":
         raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
                         fix="leave --quantise out, or serve on a GPU")  # fmt: skip
@@ -136,5 +159,13 @@ def _refuse_device(kind: Quantisation, device: torch.device) -> None:
                         fix="fp8 needs Hopper or newer, int8 and int4 need Ampere or newer")  # fmt: skip
 
 
-def _is_supported(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.in_features % GROUP == 0 and module.out_features % 16 == 0
+def is_supported(layer: nn.Linear) -> bool:
+    """Return whether the kernels take a linear layer of this size."""
+    return layer.in_features % GROUP == 0 and layer.out_features % OUTPUTS == 0
+
+
+def nothing_to_quantise(kind: Quantisation) -> UserError:
+    """Return what to say of a model without a layer that can be quantised."""
+    return UserError("E052", f"no layer of this model can be quantised to {kind}", where="--quantise",
+                     fix=f"leave --quantise out: only linear layers with a multiple of {GROUP} inputs and of {OUTPUTS} "
+                     "outputs have a kernel")  # fmt: skip

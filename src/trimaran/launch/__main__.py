@@ -134,7 +134,8 @@ def run_on_this_machine(
 
     def environment(plan: Plan) -> dict[str, str]:
         on_cpu, deterministic = cluster.device.kind == "cpu", recipe.train.deterministic
-        return worker_environment(os.environ, plan, on_cpu=on_cpu, deterministic=deterministic)
+        debug = recipe.faults.debug
+        return worker_environment(os.environ, plan, on_cpu=on_cpu, deterministic=deterministic, debug=debug)
 
     with take_lease(run) as lease:
         preflight = PreflightProcess(run, kind=cluster.device.kind) if check else None

@@ -42,7 +42,19 @@ def allocator_settings(plan: Plan) -> dict[str, str]:
     return {ALLOCATOR_VARIABLES[0]: EXPANDABLE_SEGMENTS} if uses_expandable_segments(plan) else {}
 
 
-def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, deterministic: bool) -> dict[str, str]:
+# Of `faults.debug`: all ranks compare every collective before it runs, libraries log what they do, the host waits for
+# every kernel, and errors of C++ code have their stack.
+DEBUG_VARIABLES = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "NCCL_DEBUG": "INFO",
+    "CUDA_LAUNCH_BLOCKING": "1",
+}
+
+
+def worker_environment(
+    outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, deterministic: bool, debug: bool = False
+) -> dict[str, str]:
     """Return the variables of the ranks of `plan` on top of `outer`. Variables that the user has set in `outer` win,
     except that a run on CPUs hides all GPUs."""
     cores = len(os.sched_getaffinity(0))
@@ -54,6 +66,8 @@ def worker_environment(outer: Mapping[str, str], plan: Plan, *, on_cpu: bool, de
     }
     if plan.mesh.world_size > MAX_RANKS_ALL_CONNECTED:
         ours[LAZY_CONNECTIONS] = "1"
+    if debug:
+        ours |= DEBUG_VARIABLES
     if deterministic:
         ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if on_cpu:

@@ -66,8 +66,8 @@ class NodeAgent:
 
     def environment(self, plan: Plan) -> dict[str, str]:
         """Return the variables of the ranks of `plan` on top of our environment."""
-        deterministic = self.recipe.train.deterministic
-        return worker_environment(os.environ, plan, on_cpu=self._on_cpu, deterministic=deterministic)
+        deterministic, debug = self.recipe.train.deterministic, self.recipe.faults.debug
+        return worker_environment(os.environ, plan, on_cpu=self._on_cpu, deterministic=deterministic, debug=debug)
 
     def close(self) -> None:
         if self.preflight is not None:

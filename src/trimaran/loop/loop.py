@@ -24,6 +24,8 @@ from trimaran.loop.prepare_split import prepare_split
 from trimaran.loop.split_loop import SplitLoop
 from trimaran.loop.step_result import StepResult
 from trimaran.loop.uneven_data import uneven_batches
+from trimaran.loop.weights_file import write_weights
+from trimaran.loop.wrap_blocks import Wrap, blocks_of
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_norm, gradient_sync
 from trimaran.parallel.apply import SHARDING
@@ -71,13 +73,13 @@ class Loop:
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
-        scaler: Scaler | None = None,
+        scaler: Scaler | None = None, wrap: Wrap | None = None,
     ) -> "Loop":  # fmt: skip
         """Return the loop of another model and optimizer of the same training, such as a GAN's discriminator.
 
         Both work on the batches that either yields, and `save` and `resume` of either cover both.
         """
-        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler), self._context, self._state)
+        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler, wrap), self._context, self._state)
 
     def micro_batches(self, batch: Any, *, size: int) -> Iterator[Any]:
         """Yield this rank's micro-batches of up to `size` rows out of the global `batch`, on the device.
@@ -274,6 +276,13 @@ class Loop:
         with self._context.evaluating():
             return full_state_dict(self.model, is_main=self.is_main)
 
+    def save_weights(self, file: str | Path) -> Path:
+        """Write the whole weights and buffers, nothing else, to a .safetensors file; return its path.
+
+        Every rank must call it. `model.load_state_dict(safetensors.torch.load_file(file))` loads them anywhere.
+        """
+        return write_weights(file, self.state_dict())
+
     def save(self, folder: str | Path, step: int, **others: Any) -> Path:
         """Write a checkpoint after `step` steps; return its folder once it is complete and verified.
 
@@ -320,7 +329,7 @@ class Loop:
 @overload
 def prepare(
     model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
-    scaler: Scaler | None = None,
+    scaler: Scaler | None = None, wrap: Wrap | None = None,
 ) -> Loop: ...  # fmt: skip
 
 
@@ -333,8 +342,8 @@ def prepare(
 
 def prepare(  # noqa: PLR0913 - two ways to split a model
     model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
-    scaler: Scaler | None = None, plan: Plan | Mapping[str, Any] | None = None, forward: Forward | None = None,
-    example: Any = None, tensor: Mapping[str, str] | None = None,
+    scaler: Scaler | None = None, wrap: Wrap | None = None, plan: Plan | Mapping[str, Any] | None = None,
+    forward: Forward | None = None, example: Any = None, tensor: Mapping[str, str] | None = None,
 ) -> Loop | SplitLoop:  # fmt: skip
     """Join torchrun's process group (or start one of a single rank), split `model` in place, and return its `Loop`.
 
@@ -344,6 +353,10 @@ def prepare(  # noqa: PLR0913 - two ways to split a model
     (`frozen`). `scaler` is torch's GradScaler, for fp16. All ranks start from rank 0's weights. Parameter names do not
     change. `optimizer` gets the sharded parameters.
 
+    `wrap` says which modules of a sharded model are gathered one at a time: those of a class or of several
+    (`wrap=Block`), or the smallest with at least so many parameters (`wrap=1_000_000`). By default these are the layers
+    of the largest `nn.ModuleList`.
+
     With `plan`, such as `{"pp": 2}` or `{"tp": 2}`, the model is cut into pipeline stages and slices instead, and a
     `SplitLoop` is returned. `forward(rows)` returns the summed loss of the rows of a batch and their count, `example`
     is a batch, and `tensor` says which linear layers tp splits, and how: `{"*.up": "columns", "*.down": "rows"}`.
@@ -352,10 +365,10 @@ def prepare(  # noqa: PLR0913 - two ways to split a model
         if forward is not None or example is not None or tensor is not None:
             raise UserError("P103", "forward, example and tensor belong to a plan", where="prepare(plan=...)",
                             fix="pass plan={'pp': 2} or plan={'tp': 2}, or leave them out")  # fmt: skip
-        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler), None, None)
-    if forward is None or example is None or (sharding, batch_norm, scaler) != ("none", "local", None):
-        raise UserError("P103", "a plan needs forward and example, and supports neither sharding, batch_norm nor a "
-                        "scaler", where="prepare(plan=...)",
+        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler, wrap), None, None)
+    if forward is None or example is None or (sharding, batch_norm, scaler, wrap) != ("none", "local", None, None):
+        raise UserError("P103", "a plan needs forward and example, and supports neither sharding, wrap, batch_norm nor "
+                        "a scaler", where="prepare(plan=...)",
                         fix="prepare(model, optimizer, plan=..., forward=forward, example=batch)")  # fmt: skip
     device = _join_process_group()
     return prepare_split(model, optimizer, plan, device, forward=forward, example=example, tensor=tensor)
@@ -366,6 +379,7 @@ class _Options:
     sharding: str
     batch_norm: str
     scaler: Scaler | None
+    wrap: Wrap | None
 
 
 def _prepare(
@@ -378,6 +392,7 @@ def _prepare(
     if batch_norm not in BATCH_NORM:
         raise UserError("P042", f"batch_norm={batch_norm!r} is not a BatchNorm mode", where="prepare(batch_norm=...)",
                         fix="use 'local', 'sync' or 'frozen'")  # fmt: skip
+    blocks = blocks_of(model, options.wrap, is_sharded=sharding != "none")
     device = _join_process_group()
     world_size = dist.get_world_size()
     axes = {"dp_replicate": world_size} if sharding == "none" else {"dp_shard": world_size}
@@ -388,7 +403,7 @@ def _prepare(
     ranks = build_mesh(plan.mesh, device_type=device.type)
     apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
     names = {id(each): name for name, each in model.named_parameters()}
-    apply_plan(Network(module=model, blocks=_blocks(model), spec=None), plan, ranks)
+    apply_plan(Network(module=model, blocks=blocks, spec=None), plan, ranks)
     connect_replicas(model)
     _replace_parameters(optimizer, names, dict(model.named_parameters()))
     context = context or LoopContext(device)
@@ -412,13 +427,6 @@ def _join_process_group() -> torch.device:
     device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
     torch.cuda.set_device(device)
     return device
-
-
-def _blocks(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the layers of the ModuleList that holds the most parameters."""
-    stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
-    largest = max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=())
-    return tuple(largest)
 
 
 def _replace_parameters(optimizer: Optimizer, names: Mapping[int, str], sharded: Mapping[str, nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module
 from trimaran.loop.loop_checkpoint import CheckpointFolders, SplitState
 from trimaran.loop.loop_context import LoopContext, has_rows, num_rows_of
 from trimaran.loop.step_result import StepResult
+from trimaran.loop.weights_file import write_weights
 from trimaran.nets import Network
 from trimaran.nets.absent_modules import StageStream
 from trimaran.nets.local_shards import gathered
@@ -112,6 +113,10 @@ class SplitLoop:
         tensors = all_tensors([Network(self.model, (), None)], self._stages, self.rank, self._full_tensors)
         full = dict(tensors)
         return full if self.is_main else {}
+
+    def save_weights(self, file: str | Path) -> Path:
+        """Write the whole weights, nothing else, to a .safetensors file; return its path. See `Loop.save_weights`."""
+        return write_weights(file, self.state_dict())
 
     def save(self, folder: str | Path, step: int, **others: Any) -> Path:
         """Write a checkpoint, which loads under any other plan, and return its folder. See `Loop.save`."""

@@ -69,9 +69,14 @@ def disk_layout(spec: ModelSpec) -> PartsOf:
     return FAMILIES[kind].parts if kind in FAMILIES else plain_parts
 
 
+def has_prediction_layers(spec: ModelSpec) -> bool:
+    """Return whether folders of the spec's architecture may have layers that predict later tokens."""
+    return spec.family in FAMILIES and FAMILIES[spec.family].extra_layers
+
+
 def is_extra_layer(name: str, spec: ModelSpec) -> bool:
     """Return whether a tensor on disk belongs to a layer after the last one that this architecture may have."""
-    if spec.family not in FAMILIES or not FAMILIES[spec.family].extra_layers:
+    if not has_prediction_layers(spec):
         return False
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= spec.layers
@@ -105,6 +110,8 @@ def _written_as(kind: str, spec: ModelSpec) -> dict[str, Any] | None:
     if kind == "llama" and spec.hidden % spec.heads:  # only LlamaConfig requires this
         return None
     family = FAMILIES[kind]
+    if spec.prediction_layers and not family.extra_layers:
+        return None
     config = {"architectures": [family.architecture], "model_type": kind} | write_decoder(spec) | family.write(spec)
     if unsupported(config):
         return None
@@ -116,8 +123,12 @@ def _written_as(kind: str, spec: ModelSpec) -> dict[str, Any] | None:
 
 
 def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
-    """Return the same network: the settings of a scaling are unused without one, and layers that do not exist."""
-    spec = replace(spec, block=replace(spec.block, attention=spec.block.attention.shortest(spec.layers)))
+    """Return the same network: the settings of a scaling are unused without one, and layers that do not exist.
+
+    Layers that predict later tokens are an option of training, which config.json does not switch on.
+    """
+    attention = spec.block.attention.shortest(spec.layers)
+    spec = replace(spec, block=replace(spec.block, attention=attention, prediction=None))
     rope = spec.block.rope
     plain = Rope(theta=rope.theta, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
     return spec if rope.factor != 1 or rope.longrope else replace(spec, block=replace(spec.block, rope=plain))

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from trimaran.core import Bytes, Flops, UserError
+from trimaran.core import Bytes, Flops, ModelSection, UserError
 from trimaran.models.outline import Opaque, Outline, Tower
 from trimaran.models.outline_hf import outline_from_hf
+from trimaran.models.plugin_family import build_family
 
 LISTS = (nn.ModuleList, nn.Sequential)
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -36,6 +37,15 @@ def outline_from_module(module: nn.Module, *inputs: Any, **named: Any) -> Outlin
     """
     module = getattr(module, "_orig_mod", module)  # unwrap torch.compile
     return _outline_from_config(module) or _traced_outline(module, inputs, named)
+
+
+def outline_of_family(section: ModelSection, seq_len: int) -> Outline:
+    """Return the outline of the network of a plug-in's family, which is built without memory."""
+    with torch.device("meta"):
+        built = build_family(section)
+        tokens = torch.zeros(1, seq_len, dtype=torch.long)
+    outline = _traced_outline(built.module, (tokens,), {})
+    return replace(outline, name=section.preset or section.family)
 
 
 def _outline_from_config(module: nn.Module) -> Outline | None:

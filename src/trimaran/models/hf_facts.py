@@ -19,7 +19,7 @@ from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
 from trimaran.models.resolve import MAX_CONFIG_BYTES, model_folder
 
-FORMAT = 2  # of the files in the cache; a change of what they hold needs another number
+FORMAT = 3  # of the files in the cache; a change of what they hold needs another number
 MAX_FACTS_BYTES = 1_000_000
 PACKAGES = ("torch", "transformers")  # whose versions decide what a model can do
 
@@ -29,7 +29,8 @@ class HfFacts:
     """What training refuses, as the mistakes that it raises, and the sizes that it checks.
 
     untrainable: why the model cannot be trained at all. without_tp and the like: why the axis is not possible.
-    tp_sizes: what tp must divide, by name. num_layers: how many layers a pipeline splits.
+    tp_sizes: what tp must divide, by name. num_layers: how many layers a pipeline splits. num_experts: of a layer with
+    stacked experts, which ep splits; if layers differ, what divides all of them.
     max_seq_len: the longest sequence; 0 if the model gives no limit.
     """
 
@@ -40,17 +41,19 @@ class HfFacts:
     without_ep: UserError | None = None
     tp_sizes: Mapping[str, int] = field(default_factory=dict)
     num_layers: int = 0
+    num_experts: int = 0
     max_seq_len: int = 0
     has_fp8_layers: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for a file."""
         mistakes = {name: _mistake_as_dict(getattr(self, name)) for name in MISTAKES}
-        sizes = {"tp_sizes": dict(self.tp_sizes), "num_layers": self.num_layers, "max_seq_len": self.max_seq_len}
-        return {**mistakes, **sizes, "has_fp8_layers": self.has_fp8_layers}
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return {**mistakes, **sizes, "tp_sizes": dict(self.tp_sizes), "has_fp8_layers": self.has_fp8_layers}
 
 
 MISTAKES = ("untrainable", "without_tp", "without_cp", "without_pp", "without_ep")
+SIZES = ("num_layers", "num_experts", "max_seq_len")
 
 
 def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
@@ -61,6 +64,7 @@ def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
         **mistakes,
         tp_sizes=sizes,
         num_layers=int(tree["num_layers"]),
+        num_experts=int(tree["num_experts"]),
         max_seq_len=int(tree["max_seq_len"]),
         has_fp8_layers=bool(tree["has_fp8_layers"]),
     )
@@ -72,6 +76,14 @@ def refuse_tp_degree(degree: int, sizes: Mapping[str, int]) -> None:
         works = [str(each) for each in range(1, degree) if not any(size % each for size in sizes.values())]
         raise UserError("M027", f"tp is {degree}, which does not divide {bad[0]}", where="plan.mesh.tp",
                         fix=f"use a tp of {' or '.join(works)}")  # fmt: skip
+
+
+def refuse_ep_degree(ep: int, tp: int, num_experts: int) -> None:
+    """Raise unless the degrees divide the stacked experts: with both, tp splits the experts of each ep rank."""
+    if ep > 1 and num_experts % (ep * tp):
+        degrees = f"ep {ep}" if tp == 1 else f"ep {ep} x tp {tp}"
+        raise UserError("P010", f"{degrees} does not divide the {num_experts} experts of the model",
+                        where="plan.mesh.ep", fix="use degrees whose product divides them")  # fmt: skip
 
 
 def refuse_seq_len(seq_len: int, most: int) -> None:

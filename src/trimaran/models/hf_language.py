@@ -25,6 +25,8 @@ LOGIT_SCALING_FIELDS = (
 LOGIT_SCALING_FAMILIES = ("cohere", "granite", "hyperclovax")  # these always scale them, if only by 1
 # Families that transformers (5.22) has no SDPA for: their own attention keeps the scores of every layer. HF_LAUNCHES.
 EAGER_FAMILIES = frozenset({"bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm"})
+# Families whose linear attention (the gated delta rule) has an outline, and the tokens of one of its chunks.
+LINEAR_FAMILIES, LINEAR_CHUNK = ("qwen3_next",), 64
 EAGER_ATTENTION = LayerOperators(launches=150, keeps_scores=True)
 NEEDED = {"width": HIDDEN, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCAB}
 
@@ -118,6 +120,13 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "starcoder2": replace(
         _PLAIN, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", tied=True, usual={"use_bias": True}
     ),
+    "qwen3_next": FamilyTraits(
+        head_norms=True,
+        usual={
+            "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "head_dim": 256, "num_key_value_heads": 2,
+        },
+    ),
     "hunyuan_v1_moe": FamilyTraits(head_norms=True, usual={"n_shared_experts": 1}),
     "glm": FamilyTraits(out_bias=False, usual={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2}),
     "glm4": FamilyTraits(
@@ -152,6 +161,8 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
     for window, mixed in zip(windows, sparse, strict=True):
         block = replace(layer, window=window, experts=experts if mixed else None)
         blocks.append(replace(block, extras=_extras(block, traits, fields) + extra(block)))
+    if kind in LINEAR_FAMILIES:
+        blocks = [_next_layer(block, fields, number) for number, block in enumerate(blocks)]
     vocab, norm = fields.size(*VOCAB), layer.hidden * (1 + traits.shifted)
     table = 0 if traits.learned is None else layer.hidden * (fields.size(*CONTEXT) + traits.learned)
     if tied is None:
@@ -190,6 +201,7 @@ def _refuse_unsupported(fields: Fields, traits: FamilyTraits, kind: str) -> None
         raise unknown_network(f"it lacks {', '.join(missing)}", fields.where)
     types = fields.config.get("layer_types") or []
     known = ("full_attention", "sliding_attention", "chunked_attention")
+    known += ("linear_attention",) if kind in LINEAR_FAMILIES else ()
     for each in types if isinstance(types, list) else [types]:
         if each not in known:
             raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
@@ -286,6 +298,27 @@ def _guess(fields: Fields) -> FamilyTraits:
 
 def _unchanged(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
     return fields, traits
+
+
+def _next_layer(layer: OutlineLayer, fields: Fields, number: int) -> OutlineLayer:
+    """Return a layer of Qwen3-Next: its full attention has a gate as wide as the queries, the others are linear.
+
+    A linear layer is described as attention with a window: a token meets its chunk, and the state of each head twice,
+    to read and to write it. Its projections are counted by their weights.
+    """
+    types = fields.config.get("layer_types")
+    interval = fields.size("full_attention_interval", default=4)
+    kind = types[number] if isinstance(types, list) and number < len(types) else ""
+    if kind == "full_attention" or (not kind and (number + 1) % interval == 0):
+        return replace(layer, extras=layer.extras + layer.hidden * layer.heads * layer.head_dim)
+    heads, width = fields.size("linear_num_value_heads", default=32), fields.size("linear_value_head_dim", default=128)
+    keys = fields.size("linear_num_key_heads", default=16) * fields.size("linear_key_head_dim", default=128)
+    values, kernel = heads * width, fields.size("linear_conv_kernel_dim", default=4)
+    weights = layer.hidden * (2 * keys + 3 * values + 2 * heads)
+    linear = replace(layer, heads=heads, kv_heads=heads, head_dim=width, window=LINEAR_CHUNK + 2 * width, qk_norm=False)
+    small = kernel * (2 * keys + values) + 2 * heads + width  # convolution, step and decay, norm
+    extras = 2 * layer.hidden + small + weights - linear.attention_weights
+    return replace(linear, extras=extras)
 
 
 def _falcon(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:

@@ -122,4 +122,16 @@ class Ends:
         return self.logit_scale == 1.0 and not self.logit_softcap
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionSpec:
+    """Multi-token prediction (DeepSeek-V3, GLM-4.5): `layers` more layers after the last one, trained but not served.
+
+    The k-th of them predicts the token k + 1 places ahead, from the output of the one before it and the embedding of
+    the token k places ahead. The mean of their losses, times `weight`, is added to the loss.
+    """
+
+    layers: int
+    weight: float
+
+
 PLAIN_ATTENTION, PLAIN_NORMS, PLAIN_ENDS = AttentionSpec(), NormSpec(), Ends()

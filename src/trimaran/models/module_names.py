@@ -44,8 +44,10 @@ def _vlm(spec: VlmSpec) -> list[str]:
 
 def _decoder(spec: ModelSpec) -> list[str]:
     names = ["embed_tokens", "layers", "norm", "lm_head"]
-    for number in range(spec.layers):
+    for number in range(spec.num_blocks):
         layer = f"layers.{number}"
+        if number >= spec.layers:
+            names += [f"{layer}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head", "shared_head.norm")]
         names += [layer, *(f"{layer}.{norm}" for norm in norm_names(spec.block.norm)), f"{layer}.self_attn"]
         names += [f"{layer}.self_attn.{part}" for part in _attention(spec)]
         names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in _feed_forward(spec.layer(number)))]

@@ -1,7 +1,7 @@
 """The planner's view of any network: towers of layers in forward order, with their shapes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -104,6 +104,11 @@ class OutlineLayer:
         return self.hidden * (self.experts.num_experts + self.experts.shared_gate) if self.experts else 0
 
     @property
+    def joining_weights(self) -> int:
+        """Weights that join stream and embedding, whole on every tensor-parallel rank. A `LaterTokenLayer` has some."""
+        return 0
+
+    @property
     def dense_weights(self) -> int:
         """Weights of the matmuls that every token passes and tensor parallelism splits, without the router."""
         ffn = self.experts.shared_ffn if self.experts else self.ffn
@@ -118,11 +123,11 @@ class OutlineLayer:
     def active_weights(self) -> int:
         """Weights that a token is multiplied with."""
         routed = self.matrices * self.hidden * self.experts.ffn * self.experts.top_k if self.experts else 0
-        return self.dense_weights + self.router_weights + routed
+        return self.dense_weights + self.router_weights + self.joining_weights + routed
 
     @property
     def parameters(self) -> int:
-        return self.dense_weights + self.expert_weights + self.router_weights + self.extras
+        return self.dense_weights + self.expert_weights + self.router_weights + self.joining_weights + self.extras
 
     @property
     def adapted_linears(self) -> tuple[LinearShape, ...]:
@@ -166,6 +171,15 @@ class AdaptedLayer(OutlineLayer):
     @property
     def operators(self) -> LayerOperators | None:
         return self.own_operators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterTokenLayer(OutlineLayer):
+    """A layer that predicts a later token (multi-token prediction). It uses the embedding and the head once more."""
+
+    @property
+    def joining_weights(self) -> int:
+        return 2 * self.hidden * self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +324,11 @@ class Tower:
         return sum(count for _, count in self.runs)
 
     @property
+    def prediction_layers(self) -> int:
+        """The layers that predict later tokens."""
+        return sum(count for block, count in self.runs if isinstance(block, LaterTokenLayer))
+
+    @property
     def adapter(self) -> LayerAdapter | None:
         """The adapter of the first layer that has one."""
         for block, _ in self.runs:  # a search asks often
@@ -445,9 +464,12 @@ class Outline:
         return Flops(total)
 
     def head_flops(self, seq_len: int) -> Flops:
-        """Return the FLOPs of one sample's forward and backward through the head of the main tower."""
+        """Return the FLOPs of one sample's forward and backward through the head of the main tower.
+
+        Each layer that predicts later tokens uses the head once more.
+        """
         main = self.main
-        passes = 1 + main.is_head_trained + self.has_backward(main)
+        passes = (1 + main.is_head_trained + self.has_backward(main)) * (1 + main.prediction_layers)
         return Flops(2.0 * passes * main.sample_positions(seq_len)[0] * main.head_parameters)
 
     def training_flops(self, seq_len: int) -> Flops:
@@ -462,7 +484,7 @@ def outline_of(spec: ModelSpec) -> Outline:
     """Return the outline of our decoder with the shape `spec`."""
     tower = Tower(
         name="language",
-        runs=((_layer_of(spec, 0), spec.layers),) if spec.is_uniform else _runs_of(spec),
+        runs=(*(((_layer_of(spec, 0), spec.layers),) if spec.is_uniform else _runs_of(spec)), *_later_runs(spec)),
         hidden=spec.hidden,
         vocab=spec.vocab,
         outputs=spec.vocab,
@@ -476,6 +498,16 @@ def outline_of(spec: ModelSpec) -> Outline:
 def _runs_of(spec: ModelSpec) -> tuple[tuple[OutlineLayer, int], ...]:
     layers = (_layer_of(spec, number) for number in range(spec.layers))
     return tuple((layer, len(list(run))) for layer, run in groupby(layers))
+
+
+def _later_runs(spec: ModelSpec) -> tuple[tuple[LaterTokenLayer, int], ...]:
+    """Return the layers that predict later tokens: one more norm for each input, and one before the head."""
+    if not spec.prediction_layers:
+        return ()
+    layer = _layer_of(spec, spec.layers)
+    layer = replace(layer, extras=layer.extras + 3 * spec.hidden)
+    own = LaterTokenLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)})
+    return ((own, spec.prediction_layers),)
 
 
 def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:

@@ -1,4 +1,4 @@
-"""The shape of a perception model: cameras, LiDAR, their fusion and two heads."""
+"""The shape of a perception model: cameras, LiDAR, radar, their fusion and two heads."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
-from trimaran.core.scene_rules import GROUND, OBJECTS, SceneRules
+from trimaran.core.scene_rules import GROUND, LIDAR_NUMBERS, OBJECTS, RADAR_NUMBERS, ScenePoints, SceneRules
 from trimaran.core.user_folders import expand_user
 from trimaran.models.json_file import read_json
 from trimaran.models.outline import LayerOperators, Opaque, Outline, Tower, TowerLayer
@@ -14,13 +14,15 @@ from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 
 MODEL_TYPE = "trimaran_perception"
 MAX_CONFIG_BYTES = 1_000_000
-POINT_FEATURES = 6  # x, y, z, intensity, and the offset within the cell (2)
+POINT_FEATURES = LIDAR_NUMBERS + 2  # and the offset within the cell
+RADAR_FEATURES = RADAR_NUMBERS + 2  # and the offset within the cell
 BOX_OUTPUTS = 8  # offset of the centre within its cell (2), height, three sizes, and sine and cosine of the yaw
 GROUPS = 8  # of GroupNorm
 # For the cost model: points of a simulated scene, and at most so many in a cell on average.
-NUM_POINTS, POINTS_A_CELL = 2500, 4
+NUM_POINTS, NUM_RADAR_POINTS, POINTS_A_CELL = 2500, 64, 4
 # A fusion layer, as traced on one H200 (torch 2.11): its residual stream and what its norms save are fp32.
 FUSION = LayerOperators(launches=90, norm_bytes=8, residual_bytes=96, biased=True)
+BIAS_BYTES = 4  # of the attention bias of a cell and a token
 LARGEST = 1 << 16  # for any number in a shape
 
 # Kernels of the forward of a convolution with a norm and a ReLU, casts included: half as many without.
@@ -35,7 +37,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "camera.neck": ("proj", "places", "norm"),
     "lidar.stem": ("fc1", "norm1", "fc2", "norm2"),
     "lidar.layers": _CONVOLUTIONS[:-1],
-    "fusion.stem": ("queries", "norm"),
+    "radar.stem": ("fc1", "norm1", "fc2", "norm2"),
+    "radar.layers": _CONVOLUTIONS[:-1],
+    "fusion.stem": ("queries", "join", "norm"),
     "fusion.layers": (
         "attention_norm", "attention", *(f"attention.{each}_proj" for each in "qkvo"),
         "mlp_norm", "mlp", "mlp.up_proj", "mlp.down_proj",
@@ -52,7 +56,8 @@ class PerceptionSpec:
     """The shape of a perception model.
 
     `camera_widths` are the channels of the camera's residual blocks, each at half the resolution of the previous one.
-    LiDAR pillars and fusion queries have `hidden` features. See `SceneRules` for the rest.
+    LiDAR and radar pillars and fusion queries have `hidden` features. A sensor is left out by `cameras`, `lidar_layers`
+    or `radar_layers` 0. Fusion layers attend to cameras, so without them there are none. See `SceneRules` for the rest.
     """
 
     name: str
@@ -67,14 +72,28 @@ class PerceptionSpec:
     ffn: int
     cells: int
     reach: float
+    radar_layers: int = 0
 
     @property
     def block_names(self) -> tuple[str, ...]:
         """The blocks in forward order: the units of sharding, recompute and pipeline stages."""
-        camera = [f"camera.layers.{number}" for number in range(len(self.camera_widths))]
-        lidar = [f"lidar.layers.{number}" for number in range(self.lidar_layers)]
-        fusion = [f"fusion.layers.{number}" for number in range(self.fusion_layers)]
-        return "camera.stem", *camera, "camera.neck", "lidar.stem", *lidar, "fusion.stem", *fusion, "heads"
+        names: list[str] = []
+        if self.cameras:
+            names += ["camera.stem", *_numbered("camera", len(self.camera_widths)), "camera.neck"]
+        for sensor, count in self.point_sensors.items():
+            names += [f"{sensor}.stem", *_numbered(sensor, count)]
+        return *names, "fusion.stem", *_numbered("fusion", self.fusion_layers), "heads"
+
+    @property
+    def point_sensors(self) -> dict[str, int]:
+        """The sensors whose points become pillars, in forward order, with their number of layers."""
+        layers = {"lidar": self.lidar_layers, "radar": self.radar_layers}
+        return {sensor: count for sensor, count in layers.items() if count}
+
+    @property
+    def tower_names(self) -> tuple[str, ...]:
+        """The towers, in forward order."""
+        return *(("camera",) if self.cameras else ()), *self.point_sensors, "fusion", "heads"
 
     @property
     def layers(self) -> int:
@@ -107,11 +126,18 @@ class PerceptionSpec:
     def scenes(self) -> SceneRules:
         """Return the rules by which the data renders scenes for this model."""
         return SceneRules(
-            cameras=self.cameras, height=self.height, width=self.width, cells=self.cells, reach=self.reach
-        )
+            cameras=self.cameras, height=self.height, width=self.width, cells=self.cells, reach=self.reach,
+            lidar=self.lidar_layers > 0, radar=self.radar_layers > 0,
+        )  # fmt: skip
+
+
+def _numbered(tower: str, count: int) -> list[str]:
+    return [f"{tower}.layers.{number}" for number in range(count)]
 
 
 SHAPE = tuple(field.name for field in fields(PerceptionSpec) if field.name != "name")
+OPTIONAL_SHAPE = ("radar_layers",)  # not in the config.json of older models
+ABSENT_AT_ZERO = ("cameras", "lidar_layers", "radar_layers", "fusion_layers")
 
 PERCEPTION_PRESETS = {
     "tiny": PerceptionSpec(
@@ -123,6 +149,10 @@ PERCEPTION_PRESETS = {
         fusion_layers=6, hidden=256, heads=8, ffn=1024, cells=96, reach=48.0,
     ),
 }  # fmt: skip
+PERCEPTION_PRESETS |= {
+    "tiny-radar": replace(PERCEPTION_PRESETS["tiny"], name="tiny-radar", radar_layers=1),
+    "base-radar": replace(PERCEPTION_PRESETS["base"], name="base-radar", radar_layers=2),
+}
 
 
 def perception_spec(section: ModelSection) -> PerceptionSpec:
@@ -150,7 +180,7 @@ def read_perception_config(path: Path) -> PerceptionSpec:
         raise UserError("M040", f"the model is of type {kind!r}, and not {MODEL_TYPE}", where=str(file),
                         fix="name the model folder of a perception run, or use another model.family")  # fmt: skip
     shape = {key: config[key] for key in SHAPE if key in config}
-    if missing := [key for key in SHAPE if key not in shape]:
+    if missing := [key for key in SHAPE if key not in shape and key not in OPTIONAL_SHAPE]:
         raise UserError("M040", f"the shape is not complete: {missing[0]} is missing", where=str(file),
                         fix="copy the folder again")  # fmt: skip
     spec = replace(PERCEPTION_PRESETS["tiny"], name=folder.resolve().name)
@@ -165,10 +195,11 @@ def perception_config(spec: PerceptionSpec) -> dict[str, Any]:
 
 def perception_module_names(spec: PerceptionSpec) -> list[str]:
     """Return the name of every module."""
-    names = [name for tower in ("camera", "lidar", "fusion") for name in (tower, f"{tower}.layers")]
+    names = [name for tower in spec.tower_names[:-1] for name in (tower, f"{tower}.layers")]
     for block in spec.block_names:
         kind = block.rpartition(".")[0] if ".layers." in block else block
-        names += [block, *(f"{block}.{part}" for part in PARTS[kind])]
+        parts = [part for part in PARTS[kind] if part != "join" or len(spec.point_sensors) > 1]
+        names += [block, *(f"{block}.{part}" for part in parts)]
     return names
 
 
@@ -183,12 +214,11 @@ def _reshaped(spec: PerceptionSpec, shape: Mapping[str, Any], where: str) -> Per
 def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
     """Yield (field, problem) for each invalid field."""
     for field in SHAPE:
-        value = getattr(spec, field)
+        value, least = getattr(spec, field), 0 if field in ABSENT_AT_ZERO else 1
         values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(0 < each <= LARGEST for each in values):
-            yield field, f"{value} is not from 1 to {LARGEST}"
-    if spec.cameras < 3:
-        yield "cameras", "fewer than 3 do not cover all directions"
+        if not values or not all(0 < each <= LARGEST or each == least == 0 for each in values):
+            yield field, f"{value} is not from {least} to {LARGEST}"
+    yield from _invalid_sensors(spec)
     stride = 2 ** len(spec.camera_widths)
     for field in ("height", "width"):
         if getattr(spec, field) % stride:
@@ -200,25 +230,45 @@ def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
             yield field, f"{wrong[0]} channels are not a multiple of {GROUPS} groups"
 
 
-def perception_outline(spec: PerceptionSpec) -> Outline:
-    """Return the outline. Cameras, LiDAR and heads are convolutions, given to the planner as totals."""
+def _invalid_sensors(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
+    if 0 < spec.cameras < 3:
+        yield "cameras", "fewer than 3 do not cover all directions"
+    if not spec.cameras and not spec.point_sensors:
+        yield "cameras", "the model has no sensor: no cameras, no lidar_layers and no radar_layers"
+    if (spec.fusion_layers > 0) != (spec.cameras > 0):
+        reason = "attend to cameras, and there are none" if spec.fusion_layers else "leave the cameras without effect"
+        yield "fusion_layers", f"{spec.fusion_layers} fusion layers {reason}"
+
+
+def perception_outline(spec: PerceptionSpec, points: ScenePoints | None = None) -> Outline:
+    """Return the outline. Cameras, LiDAR, radar and heads are convolutions, given to the planner as totals.
+
+    `points` are those of a scene of the data; without them, of a simulated one.
+    """
     cells, hidden = spec.cells * spec.cells, spec.hidden
     layer = TowerLayer(
         own_operators=FUSION, hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads,
         ffn=spec.ffn, gated=False, causal=False, extras=4 * hidden,
     )  # fmt: skip
     queries = _elementwise("queries", cells * hidden + 2 * hidden, cells, hidden)
+    if len(spec.point_sensors) > 1:
+        join = _convolution(cells, len(spec.point_sensors) * hidden, hidden, kernel=1, images=0)
+        queries = _merged("queries", [join, queries])
+    if points is not None and points.own_rigs:  # all fusion layers share the bias of a scene
+        queries = replace(queries, saved_bytes=Bytes(queries.saved_bytes + BIAS_BYTES * cells * spec.num_tokens))
     heads = _merged("heads", [
         part
         for outputs in (spec.num_heats + BOX_OUTPUTS, spec.num_grounds)
         for part in (_convolution(cells, hidden, hidden), _with_bias(cells, hidden, outputs))
     ])  # fmt: skip
     towers = (
-        Tower(name="camera", runs=_camera(spec), hidden=spec.camera_widths[-1], positions=spec.num_tokens),
-        Tower(name="lidar", runs=_lidar(spec), hidden=hidden, positions=cells),
+        *([Tower(name="camera", runs=_camera(spec), hidden=spec.camera_widths[-1], positions=spec.num_tokens)]
+          if spec.cameras else []),
+        *(Tower(name=sensor, runs=_pillars(spec, sensor, points), hidden=hidden, positions=cells)
+          for sensor in spec.point_sensors),
         Tower(
-            name="fusion", runs=((queries, 1), (layer, spec.fusion_layers)), hidden=hidden, positions=cells,
-            segment=spec.num_tokens,
+            name="fusion", runs=((queries, 1), (layer, spec.fusion_layers))[: 2 if spec.cameras else 1], hidden=hidden,
+            positions=cells, segment=spec.num_tokens,
         ),
         Tower(name="heads", runs=((heads, 1),), hidden=hidden, positions=cells),
     )  # fmt: skip
@@ -247,13 +297,17 @@ def _camera(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
     return tuple((each, 1) for each in blocks)
 
 
-def _lidar(spec: PerceptionSpec) -> tuple[tuple[Opaque, int], ...]:
+def _pillars(spec: PerceptionSpec, sensor: str, points: ScenePoints | None) -> tuple[tuple[Opaque, int], ...]:
+    """Return the blocks of LiDAR or radar: an MLP for each point of a scene, then convolutions over the cells."""
     cells, hidden = spec.cells * spec.cells, spec.hidden
-    points = min(NUM_POINTS, POINTS_A_CELL * cells)
-    mlp = [_convolution(points, each, hidden, kernel=1, images=points) for each in (POINT_FEATURES, hidden)]
-    stem = _merged("lidar stem", [*mlp, _elementwise("", 0, cells, hidden)])
-    layer = _merged("lidar layer", [_convolution(cells, hidden, hidden)] * 2)
-    return (stem, 1), (layer, spec.lidar_layers)
+    features, simulated = (POINT_FEATURES, NUM_POINTS) if sensor == "lidar" else (RADAR_FEATURES, NUM_RADAR_POINTS)
+    count = min(simulated, POINTS_A_CELL * cells)
+    if points is not None:
+        count = max(1, round(points.lidar if sensor == "lidar" else points.radar))
+    mlp = [_convolution(count, each, hidden, kernel=1, images=count) for each in (features, hidden)]
+    stem = _merged(f"{sensor} stem", [*mlp, _elementwise("", 0, cells, hidden)])
+    layer = _merged(f"{sensor} layer", [_convolution(cells, hidden, hidden)] * 2)
+    return (stem, 1), (layer, spec.point_sensors[sensor])
 
 
 def _convolution(

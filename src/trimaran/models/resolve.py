@@ -2,23 +2,29 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
+from trimaran.core.plugin_fields import UNCHECKED
+from trimaran.core.scene_rules import ScenePoints
 from trimaran.core.user_folders import expand_user
 from trimaran.hub import near_folder, repo_name
 from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import Spec
-from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported
+from trimaran.models.from_hf import has_prediction_layers, lacks_expert_field, spec_from_hf, unsupported
 from trimaran.models.from_hf_vlm import FOREIGN, interleaved_sections, vlm_from_disk
 from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
+from trimaran.models.layer_variations import PredictionSpec
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, outline_of
 from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PerceptionSpec, perception_outline, perception_spec
+from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.validate_spec import first_invalid_field
@@ -32,8 +38,16 @@ DEFAULT_PRESET = "tiny"
 
 
 def spec_of(section: ModelSection) -> Spec | None:
-    """Return the shape of the model in `section`; None for a Hugging Face model that no spec of ours describes."""
+    """Return the shape of the model in `section`; None for a Hugging Face model that no spec of ours describes.
+
+    None, too, for a plug-in's family: only its code knows the network.
+    """
     _refuse_contradictions(section)
+    spec = None if is_plugin_family(section.family) else _spec_of(section)
+    return spec if section.multi_token_prediction is None else _predicting(spec, section)
+
+
+def _spec_of(section: ModelSection) -> Spec | None:
     if section.family == "vlm":
         return _vlm(section)
     if section.family == "perception":
@@ -50,6 +64,26 @@ def spec_of(section: ModelSection) -> Spec | None:
     return _reshaped(replace(spec, name=repo_name(folder)), section.shape)
 
 
+def _predicting(spec: Spec | None, section: ModelSection) -> ModelSpec:
+    """Return the decoder with layers that predict later tokens, if its architecture has them."""
+    wanted = section.multi_token_prediction
+    assert wanted is not None
+    reason = ""
+    if section.family != "decoder" or not isinstance(spec, ModelSpec):
+        reason = f"the family {section.family} has no layers that predict later tokens"
+    elif not has_prediction_layers(spec):
+        reason = f"{spec.family or spec.name} has no layers that predict later tokens"
+    elif section.adapter is not None:
+        reason = "an adapter trains no new layers"
+    if reason or not isinstance(spec, ModelSpec):
+        raise UserError("M085", f"multi-token prediction is not possible: {reason}",
+                        where="model.multi_token_prediction",
+                        fix="remove it, or train a folder of DeepSeek-V3, Kimi-K2 or GLM-4.5 in full with "
+                        "model.family decoder")  # fmt: skip
+    prediction = PredictionSpec(layers=wanted.layers, weight=wanted.weight)
+    return replace(spec, block=replace(spec.block, prediction=prediction))
+
+
 def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
     """Return the shape of a Hugging Face vision-language model; None if our image pipeline does not support it.
 
@@ -62,14 +96,16 @@ def _foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
         return None
 
 
-def outline_for(section: ModelSection, data: DataSection | None = None) -> Outline:
-    """Return the outline of the model in `section`, with the images per sample of `data`."""
+def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
+    """Return the outline of the model in `section`, with the images per sample of `data`, or the points of a scene."""
     images = _images(data)
     spec = spec_of(section)
+    if is_plugin_family(section.family):
+        return _family_outline(section, (data or DataSection()).seq_len)
     if isinstance(spec, VlmSpec) and section.family == "vlm":
         outline = vlm_outline(spec, images)
     elif isinstance(spec, PerceptionSpec):
-        outline = perception_outline(spec)
+        outline = perception_outline(spec, points)
     elif isinstance(spec, ModelSpec):
         outline = outline_of(spec)
         if section.path is not None and section.family == "decoder":
@@ -83,10 +119,23 @@ def outline_for(section: ModelSection, data: DataSection | None = None) -> Outli
     return with_adapter(outline, section.adapter) if section.adapter else outline
 
 
-def outline_if_known(section: ModelSection, data: DataSection | None = None) -> Outline | None:
+@lru_cache(maxsize=4)
+def _family_outline_of(text: str, seq_len: int) -> Outline:
+    """Return the outline of a plug-in's family, traced once without computing anything. It imports torch."""
+    from_module = import_module("trimaran.models.from_module")
+    return from_module.outline_of_family(ModelSection.model_validate_json(text, context=UNCHECKED), seq_len)
+
+
+def _family_outline(section: ModelSection, seq_len: int) -> Outline:
+    return _family_outline_of(section.model_dump_json(), seq_len)
+
+
+def outline_if_known(
+    section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None
+) -> Outline | None:
     """Return the outline; None if config.json lacks the sizes. Such a model can be trained but not predicted."""
     try:
-        return outline_for(section, data)
+        return outline_for(section, data, points)
     except UserError as error:
         if error.code != "M011":
             raise
@@ -229,7 +278,7 @@ def _sections(pairs: int) -> tuple[int, int, int]:
 
 def _reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
     """Return `spec` with the fields in `shape`; fields of its block are named without `block`."""
-    inner = {field.name for field in fields(Block)}
+    inner = {field.name for field in fields(Block) if field.name != "prediction"}  # model.multi_token_prediction
     known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block", "family")] + sorted(inner)
     refuse_unknown(shape, known, "model.shape")
     inside = {key: shape[key] for key in shape if key in inner}

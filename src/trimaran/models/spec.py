@@ -1,10 +1,18 @@
 """The shape of a decoder, and its parameter count."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trimaran.models.expert_variations import PLAIN_ROUTER, PLAIN_UNIT, ExpertUnit, RouterSpec
-from trimaran.models.layer_variations import PLAIN_ATTENTION, PLAIN_ENDS, PLAIN_NORMS, AttentionSpec, Ends, NormSpec
+from trimaran.models.layer_variations import (
+    PLAIN_ATTENTION,
+    PLAIN_ENDS,
+    PLAIN_NORMS,
+    AttentionSpec,
+    Ends,
+    NormSpec,
+    PredictionSpec,
+)
 from trimaran.models.rope import PLAIN_ROPE, Rope
 
 
@@ -56,6 +64,7 @@ class Block:
     norm: NormSpec = PLAIN_NORMS
     ends: Ends = PLAIN_ENDS
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    prediction: PredictionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +108,26 @@ class ModelSpec:
         attention, experts = self.block.attention, self.block.experts
         has_dense_layers = experts is not None and bool(experts.dense_layers)
         return len(attention.windows) <= 1 and len(attention.rope_layers) <= 1 and not has_dense_layers
+
+    @property
+    def prediction_layers(self) -> int:
+        """The number of layers after the last one that predict later tokens; see `PredictionSpec`."""
+        return self.block.prediction.layers if self.block.prediction else 0
+
+    @property
+    def num_blocks(self) -> int:
+        """All layers, with those that predict later tokens."""
+        return self.layers + self.prediction_layers
+
+    @property
+    def without_prediction(self) -> "ModelSpec":
+        """The same decoder without the layers that predict later tokens, as it is served and evaluated."""
+        return replace(self, block=replace(self.block, prediction=None))
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last pipeline stage needs the embedding, too: as the head, or to predict later tokens."""
+        return self.tied or self.prediction_layers > 0
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` has."""
@@ -163,4 +192,6 @@ class ModelSpec:
         ends = self.vocab * self.hidden * (1 if self.tied else 2)
         dense = len(self.block.experts.dense_layers) if self.block.experts else 0
         fewer = dense * (self.feed_forward_parameters - 3 * self.hidden * self.ffn)
-        return self.layers * self.layer_parameters - fewer + self.hidden + ends
+        # A prediction layer has three norms more, and the projection of the stream beside an embedding.
+        predicting = self.prediction_layers * (self.layer_parameters + self.hidden * (3 + 2 * self.hidden))
+        return self.layers * self.layer_parameters - fewer + predicting + self.hidden + ends

@@ -17,9 +17,10 @@ Spec = ModelSpec | VlmSpec | PerceptionSpec
 
 def stage_ranges(spec: Spec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
     """Return the blocks of each stage, in order: as the plan lists them, or split by cost. One without a pipeline."""
-    counts = plan.pipeline.stages if plan.mesh.pp > 1 else (spec.layers,)
+    num_blocks = spec.num_blocks if isinstance(spec, ModelSpec) else spec.layers
+    counts = plan.pipeline.stages if plan.mesh.pp > 1 else (num_blocks,)
     counts = counts or split_by_cost(spec, plan.num_stages, seq_len=seq_len)
-    assert sum(counts) == spec.layers, "a legal plan's stages hold every layer once"
+    assert sum(counts) == num_blocks, "a legal plan's stages hold every layer once"
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
@@ -54,17 +55,21 @@ def split_outline(outline: Outline, num_stages: int, *, seq_len: int) -> tuple[i
 
     The cost of a block is its FLOPs, including backward if it has one. The head is added to the last block; an
     embedding is a lookup and free. With more stages than blocks, which some systems allow, the last ones stay empty.
+    Layers that predict later tokens stay together with the head.
     """
-    if num_stages > outline.layers:
-        return (1,) * outline.layers + (0,) * (num_stages - outline.layers)
+    together = max(1, outline.main.prediction_layers)
+    parts = outline.layers - together + 1
+    if num_stages > parts:
+        return (1,) * (parts - 1) + (together,) + (0,) * (num_stages - parts)
     costs = [
         int(outline.block_flops(tower, block, seq_len))
         for tower in outline.towers
         for block, count in tower.runs
         for _ in range(count)
     ]
-    costs[-1] += int(outline.head_flops(seq_len))
-    return cheapest_split(costs, num_stages)
+    costs[parts - 1 :] = [sum(costs[parts - 1 :]) + int(outline.head_flops(seq_len))]
+    *counts, last = cheapest_split(costs, num_stages)
+    return *counts, last + together - 1
 
 
 def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:

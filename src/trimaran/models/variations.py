@@ -26,6 +26,7 @@ def variations(spec: ModelSpec) -> list[str]:
         "interleaved rotary pairs": rope.interleaved,
         "latent attention": attention.latent is not None,
         "chunked attention": attention.chunk > 0,
+        "multi-token prediction": block.prediction is not None,
         "varied routing or experts": block.experts is not None and not block.experts.is_plain,
     }
     return [name for name, present in has.items() if present]

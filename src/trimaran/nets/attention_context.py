@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
+from trimaran.nets.flex_kernel import flexible_attention, has_flex_kernel
 from trimaran.nets.key_value_cache import CachedLayer
 from trimaran.nets.paged_cache import PagedLayer
 from trimaran.nets.varlen_attention import Segments, attention, document_mask, segment_attention, windowed_attention
@@ -69,6 +70,11 @@ def _attend_with_options(
     if isinstance(scope, Segments) and not options.changes_scores and scope.has_kernel(query, value):
         assert options.window is not None, "only a window is left"
         return windowed_attention(query, key, value, scope, options.window, scale=options.scale)
+    if options.changes_scores and not isinstance(scope, Tensor) and has_flex_kernel(query, value):
+        window = options.window if options.limits(query.shape[2]) else None
+        return flexible_attention(
+            query, key, value, scope, window=window, softcap=options.softcap, sinks=options.sinks, scale=options.scale
+        )
     positions = torch.arange(query.shape[2], device=query.device)
     mask = causal_window(positions, positions, options.window)
     if scope is not None:
@@ -89,7 +95,12 @@ def document_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
     if documents is None:
         return torch.full_like(positions, positions.shape[1])
     indices = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    return last_indices(documents) - indices + positions + 1
+
+
+def last_indices(documents: Tensor) -> Tensor:
+    """Return the index of the last token of each token's document in its row, [B, T]."""
+    indices = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     ends = torch.full_like(indices, documents.shape[1] - 1)
     ends[:, :-1] = torch.where(documents[:, 1:] != documents[:, :-1], indices[:, :-1], ends[:, :-1])
-    last = ends.flip(1).cummin(dim=1).values.flip(1)
-    return last - indices + positions + 1
+    return ends.flip(1).cummin(dim=1).values.flip(1)

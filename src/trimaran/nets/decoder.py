@@ -1,6 +1,6 @@
 """The decoder: Llama and every family that `models/families` describes, under Hugging Face's parameter names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -16,6 +16,7 @@ from trimaran.nets.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.joint_projections import norm_and_residual
 from trimaran.nets.key_value_cache import CacheExtension
 from trimaran.nets.latent_attention import LatentAttention
+from trimaran.nets.later_tokens import IGNORED, labels_ahead, tokens_ahead
 from trimaran.nets.module_dtype import own_dtype
 from trimaran.nets.moe import FeedForward, MoeLayer, as_autocast
 from trimaran.nets.paged_cache import PagedExtension
@@ -114,6 +115,32 @@ def attention_of(spec: ModelSpec, layer: LayerSpec) -> Attention | LatentAttenti
     return Attention(spec, layer) if latent is None else LatentAttention(spec, layer, latent)
 
 
+class PredictionLayer(DecoderLayer):
+    """A layer that predicts a later token (multi-token prediction), with the names of DeepSeek's folders.
+
+    Its input is a projection of the embedding of a later token beside the stream of the layer before it, each with a
+    norm. The folders have the embedding first, although the DeepSeek-V3 report writes it second.
+    """
+
+    def __init__(self, spec: ModelSpec, number: int) -> None:
+        super().__init__(spec, number)
+        self.enorm, self.hnorm = (norm_of(spec.block.norm, spec.hidden, spec.block.norm_eps) for _ in range(2))
+        self.eh_proj = nn.Linear(2 * spec.hidden, spec.hidden, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": norm_of(spec.block.norm, spec.hidden, spec.block.norm_eps)})
+
+    def forward(  # pyrefly: ignore[bad-override]
+        self, x: Tensor, rotation: Rotation | None, scope: AttentionScope, embedded: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the input of the head, which is also that of the next such layer, and the layer's balance loss.
+
+        `x` is the normed stream of the decoder, or the output of the prediction layer before; `embedded` are the
+        embeddings of the later tokens.
+        """
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), dim=-1))
+        stream, balance = super().forward(joined.to(embedded.dtype), rotation, scope)
+        return self.shared_head["norm"](stream), balance
+
+
 # The norms before and after the feed-forward, by the placement of norms.
 FEED_FORWARD_NORMS = {
     "before": ("post_attention_layernorm", ""),
@@ -126,29 +153,46 @@ class Decoder(nn.Module):
     """Maps tokens to logits; or one pipeline stage, which holds only some of the layers.
 
     A tied head is the embedding's own parameter and stays tied when the module is moved. The last stage of a tied model
-    has its own embedding for that, under the same name.
+    has its own embedding for that, under the same name; so does the last stage of a model that predicts later tokens.
     """
 
     def __init__(self, spec: ModelSpec, layers: range | None = None, *, embeds: bool | None = None) -> None:
         """`embeds`: whether this stage has the embedding; by default the stage with the first layer does."""
         super().__init__()
-        held = range(spec.layers) if layers is None else layers
+        held = range(spec.num_blocks) if layers is None else layers
         self.spec, self.context = spec, Context()
-        self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.layers
+        self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.num_blocks
         self.place: nn.Module | None = None  # inserts image tokens into the stream, in a vision-language model
-        needs_embedding = self.is_first or (self.is_last and spec.tied)
+        needs_embedding = self.is_first or (self.is_last and spec.shares_embedding)
         self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()
-        for number in range(spec.layers):  # layers of other stages are None, so that names do not change
-            self.layers.add_module(str(number), DecoderLayer(spec, number) if number in held else None)
+        for number in range(spec.num_blocks):  # layers of other stages are None, so that names do not change
+            kind = DecoderLayer if number < spec.layers else PredictionLayer
+            self.layers.add_module(str(number), kind(spec, number) if number in held else None)
         self.norm: Norm | None = norm_of(spec.block.norm, spec.hidden, spec.block.norm_eps) if self.is_last else None
         self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
+        # Of multi-token prediction: the trainer sets how a summed loss is computed from the input of the head and
+        # labels. The sums of loss and labels of each layer since they were last taken are not a buffer: buffers are
+        # broadcast from rank 0 and saved in checkpoints.
+        self.loss_of_later: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.later_sums = torch.zeros(spec.prediction_layers, 2, dtype=torch.float64)
         self._tie()
 
     @property
     def blocks(self) -> tuple[DecoderLayer, ...]:
-        """The layers of this stage."""
+        """The layers of this stage, also those that predict later tokens."""
         return tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
+
+    @property
+    def prediction_layers(self) -> tuple[PredictionLayer, ...]:
+        """The layers of this stage that predict later tokens."""
+        return tuple(layer for layer in self.layers if isinstance(layer, PredictionLayer))
+
+    def take_later_sums(self) -> Tensor:
+        """Return the summed loss and the number of labels of each prediction layer since the last call."""
+        taken = self.later_sums.clone()
+        self.later_sums.zero_()
+        return taken
 
     def use_context(self, context: Context) -> None:
         """Use `context` in every layer: from now on each rank holds a part of each sequence."""
@@ -168,6 +212,7 @@ class Decoder(nn.Module):
         placed: tuple[Tensor, Tensor] | None = None,
         added: Sequence[Tensor] = (),
         extension: CacheExtension | PagedExtension | None = None,
+        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, vocab] and the balance loss, an fp32 scalar summed over sequences and layers.
 
@@ -177,7 +222,8 @@ class Decoder(nn.Module):
         next takes them as `stream`. The balance loss is that of this stage's layers. `rotation` overrides that of this
         rank's tokens; `placed` are the arguments of `place`; `added` are added to the stream after the first layers.
         With an `extension` of a cache the tokens follow the cached ones, and the logits are those of each row's last
-        token, [B, 1, vocab]; with pages, of `kept` tokens.
+        token, [B, 1, vocab]; with pages, of `kept` tokens. With `labels` [B, T] the weighted loss of later tokens is
+        added to the balance loss, if the model predicts them.
         """
         scope: AttentionScope = None
         if extension is not None:
@@ -192,7 +238,8 @@ class Decoder(nn.Module):
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
         balance = torch.zeros((), device=tokens.device)
-        for number, layer in enumerate(self.blocks):
+        num_layers = len(self.blocks) - len(self.prediction_layers)
+        for number, layer in enumerate(self.blocks[:num_layers]):
             attention = layer.self_attn
             turned = rotations.get(attention.rope or attention.temperature) if rotation is None else rotation
             seen = scopes[attention.chunk] if extension is None else extension.layer(number)
@@ -201,8 +248,40 @@ class Decoder(nn.Module):
             balance = balance if of_layer is None else balance + of_layer
         if self.norm is None or self.lm_head is None:
             return x, balance
-        logits = self.lm_head(self.norm(x if extension is None else extension.last_of(x)))
-        return self._ended(logits), balance
+        x = self.norm(x if extension is None else extension.last_of(x))
+        logits = self.ended(self.lm_head(x))
+        if labels is not None and self.loss_of_later is not None:
+            balance = balance + self._later_loss(x, (tokens, labels, documents), rotations, scopes)
+        return logits, balance
+
+    def _later_loss(
+        self,
+        stream: Tensor,
+        full: tuple[Tensor, Tensor, Tensor | None],
+        rotations: Mapping[Rope | TemperatureSpec | None, Rotation],
+        scopes: Mapping[int | None, AttentionScope],
+    ) -> Tensor:
+        """Return the loss of the prediction layers, summed over labels and weighted, with their balance loss.
+
+        `full` are tokens, labels and documents of the unsharded sequences, so that no rank needs tokens of another.
+        """
+        prediction, compute_loss = self.spec.block.prediction, self.loss_of_later
+        assert prediction is not None
+        assert compute_loss is not None
+        (tokens, labels, documents), sums = full, []
+        total = torch.zeros((), device=tokens.device)
+        for places, layer in enumerate(self.prediction_layers, 1):
+            attention = layer.self_attn
+            turned = rotations.get(attention.rope or attention.temperature)
+            embedded = self._embed(tokens_ahead(tokens, documents, places))
+            stream, balance = layer(stream, turned, scopes[attention.chunk], embedded)
+            targets = self.context.shard(labels_ahead(labels, documents, places))
+            loss = compute_loss(stream, targets)
+            sums.append(torch.stack([loss.detach(), (targets != IGNORED).sum()]))
+            total = total + loss * (prediction.weight / prediction.layers)
+            total = total if balance is None else total + balance
+        self.later_sums = self.later_sums.to(tokens.device).add_(torch.stack(sums))
+        return total
 
     def _whole_rows(self, tokens: Tensor) -> AttentionScope:
         """Return each row as one segment, if only the kernel for segments has windows; else None."""
@@ -252,7 +331,7 @@ class Decoder(nn.Module):
                     scopes[chunk] = self.context.scope(*inside)
         return scopes
 
-    def _ended(self, logits: Tensor) -> Tensor:
+    def ended(self, logits: Tensor) -> Tensor:
         """Return the logits, scaled and capped as the spec says."""
         ends = self.spec.block.ends
         if ends.logit_scale != 1:
@@ -271,6 +350,7 @@ class Decoder(nn.Module):
         # Moving off the meta device creates a new parameter for each name, which unties them.
         super()._apply(fn, recurse)
         self._tie()
+        self.later_sums = torch.zeros_like(self.later_sums, device=next(self.parameters()).device)
         return self
 
     def _tie(self) -> None:

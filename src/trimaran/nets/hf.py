@@ -252,15 +252,29 @@ def _cast_stream(module: Any) -> None:
     """Cast the residual stream to the autocast dtype, from the embedding on; rotary tables stay fp32.
 
     Autocast alone leaves the stream in fp32, the dtype of the embedding's weights: every addition, norm and copy
-    between two matmuls would move twice the bytes. Only hooks are added.
+    between two matmuls would move twice the bytes, and pipeline stages, between which the stream is sent in the
+    autocast dtype, would compute something else than one process. Only hooks are added.
     """
-    module.get_input_embeddings().register_forward_hook(_to_autocast_dtype)
+    for part in _stream_sources(module):
+        part.register_forward_hook(_to_autocast_dtype)
     for part in module.modules():
         if type(part).__name__.endswith("RotaryEmbedding"):
             part.register_forward_pre_hook(_with_fp32_input)
 
 
-def _to_autocast_dtype(embedding: nn.Module, _: Any, out: Tensor) -> Tensor:
+def _stream_sources(module: Any) -> Iterator[nn.Module]:
+    """Yield the embedding of tokens and what is added to it, or normalises it, before the first layer."""
+    tokens = module.get_input_embeddings()
+    owner = next(part for part in module.modules() if any(child is tokens for child in part.children()))
+    for name, part in owner.named_children():
+        is_rotary = "Rotary" in type(part).__name__ or "rotary" in name
+        if part is tokens or (not is_rotary and (isinstance(part, nn.Embedding) or "embed" in name)):
+            yield part
+
+
+def _to_autocast_dtype(embedding: nn.Module, _: Any, out: Any) -> Any:
+    if not isinstance(out, Tensor) or not out.is_floating_point():
+        return out
     device = out.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # torch refuses to say it for the meta device
         return out

@@ -135,9 +135,9 @@ class QwenVisionAdapter(VisionAdapter):
         if layout.window_segments is not None and layout.order is not None:
             arguments["window_index"] = layout.order[:: merge * merge] // (merge * merge)
             arguments |= {"cu_window_seqlens": layout.window_segments, "max_window_seqlen": 0}
-        # An image is a video of equal frames.
         pixels = normalise_patches(patches, vision.ends)
-        pixels = pixels.unflatten(1, (CHANNELS, 1, -1)).expand(-1, -1, vision.frames, -1)
+        if pixels.shape[1] == CHANNELS * vision.patch * vision.patch:  # an image is a video of equal frames
+            pixels = pixels.unflatten(1, (CHANNELS, 1, -1)).expand(-1, -1, vision.frames, -1)
         return self._model.visual(
             pixels.flatten(1), grid_thw=F.pad(grids, (1, 0), value=1), **arguments
         ).pooler_output  # fmt: skip

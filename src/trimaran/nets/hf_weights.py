@@ -16,7 +16,7 @@ from trimaran.models import ModelSpec, weight_files
 from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
 from trimaran.models.from_hf import disk_layout, is_extra_layer
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.decoder import Decoder
+from trimaran.nets.decoder import Decoder, PredictionLayer
 from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
 from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_slices
 
@@ -29,13 +29,15 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     """Fill a Decoder in place from the safetensors in `folder`, in the parameters' own dtypes.
 
     Each rank reads only the rows it holds, and a stage only its layers. Names and shapes are checked before the first
-    value is written; on the meta device nothing else is done. An adapter is not filled. `report_progress` is called
-    after each tensor.
+    value is written; on the meta device nothing else is done. Neither an adapter nor `absent_layers` are filled.
+    `report_progress` is called after each tensor.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
     with ExitStack() as stack, torch.no_grad():
         sources = open_weights(folder, stack)
-        parameters = loadable_weights(module) | correction_biases(module)
+        absent = _absent_layers(module, sources)
+        named = loadable_weights(module) | correction_biases(module)
+        parameters = {name: each for name, each in named.items() if not name.startswith(absent)}
         parts = {name: _parts(disk_layout(module.spec), name, each, module.spec) for name, each in parameters.items()}
         _refuse_mismatch(parts, sources, folder, module.spec)
         if is_on_meta(module):
@@ -50,11 +52,29 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
             raise damaged(folder, error) from None
 
 
+def absent_layers(module: nn.Module, folder: Path) -> tuple[str, ...]:
+    """Return the prefixes of layers that predict later tokens and that the weights in `folder` do not have.
+
+    Many models are published without these layers, and some have fewer than a recipe may ask for.
+    """
+    if not isinstance(module, Decoder) or not module.prediction_layers:
+        return ()
+    with ExitStack() as stack:
+        return _absent_layers(module, open_weights(folder, stack))
+
+
+def _absent_layers(module: Decoder, sources: Mapping[str, Any]) -> tuple[str, ...]:
+    found = {name.split(".")[2] for name in sources if name.startswith("model.layers.")}
+    numbers = map(str, range(module.spec.layers, module.spec.num_blocks))
+    return tuple(f"layers.{number}." for number in numbers if number not in found)
+
+
 def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a Decoder unsharded, on the CPU, under its Hugging Face name; a tied head is omitted.
 
-    So is the last stage's copy of a tied embedding, which the first stage has too. Each item is a collective for
-    sharded weights: every rank must take every item.
+    So is the last stage's copy of an embedding, which the first stage has too. Layers that predict later tokens have
+    copies of the embedding and the head on disk. Each item is a collective for sharded weights: every rank must take
+    every item.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
     return joined_tensors(_parts_and_values(module, spec))
@@ -64,7 +84,7 @@ def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPa
     layout = disk_layout(spec)
     named = [*module.named_parameters(remove_duplicate=False), *correction_biases(module).items()]
     for name, parameter in named:
-        if spec.tied and (name == HEAD or (name == EMBEDDING and not module.is_first)):
+        if (spec.tied and name == HEAD) or (name == EMBEDDING and not module.is_first):
             continue
         value = full_tensor(parameter)
         parts = _parts(layout, name, value, spec)
@@ -72,6 +92,14 @@ def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPa
             yield parts[0], value
         else:
             yield from ((each, expert.clone()) for each, expert in zip(parts, value, strict=True))
+    for number, layer in module.layers.named_children():
+        if isinstance(layer, PredictionLayer):
+            assert module.embed_tokens is not None
+            assert module.lm_head is not None
+            copies = {"embed_tokens": module.embed_tokens, "shared_head.head": module.lm_head}
+            for name, owner in copies.items():
+                value = full_tensor(owner.weight)
+                yield DiskPart(f"model.layers.{number}.{name}.weight", tuple(value.shape)), value.clone()
 
 
 def correction_biases(module: nn.Module) -> dict[str, Tensor]:

@@ -20,15 +20,19 @@ STD = 0.02
 RESIDUAL = ("o_proj", "down_proj")  # modules that add to the residual stream, 2 * layers times in total
 
 
-def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
+def initialise(module: nn.Module, *, seed: int, spec: Spec | None, within: tuple[str, ...] = ("",)) -> None:
     """Fill every parameter in place: matrices are normal, norms one, biases and sinks zero. An adapter is not filled.
+
+    `within` are the prefixes of the names of those to fill; by default all. Without a `spec`, as for a plug-in's
+    network, all matrices have the same standard deviation.
 
     A value depends only on the seed, the parameter's name and shape, and its position in the parameter: not on the
     sharding or the order of the parameters. A rank draws only the rows that it holds.
     """
     with ThreadPoolExecutor(max_workers=min(16, len(os.sched_getaffinity(0)))) as pool, torch.no_grad():
         futures: list[Future[None]] = []
-        for name, weight in loadable_weights(module).items():
+        named = loadable_weights(module).items()
+        for name, weight in ((name, weight) for name, weight in named if name.startswith(within)):
             with weight_to_fill(module, name, weight) as parameter:
                 started = _fill(name, parameter, seed, spec, pool)
                 if weight.is_meta:  # it is packed now
@@ -38,15 +42,15 @@ def initialise(module: nn.Module, *, seed: int, spec: Spec) -> None:
             each.result()  # raises the error of a thread
 
 
-def _fill(name: str, parameter: Tensor, seed: int, spec: Spec, pool: ThreadPoolExecutor) -> list[Future[None]]:
+def _fill(name: str, parameter: Tensor, seed: int, spec: Spec | None, pool: ThreadPoolExecutor) -> list[Future[None]]:
     """Fill one parameter, and return the threads that still write to it."""
     local, here = local_part(parameter).detach(), local_slices(parameter)
-    if name.endswith((".bias", "_proj_bias")):
+    if name.endswith((".bias", "_proj_bias")) or name == "bias":
         local.zero_()
     elif parameter.ndim == 1:
         local.fill_(_vector_value(name, spec))
     elif local.numel():
-        residual = any(part in RESIDUAL for part in name.split("."))
+        residual = spec is not None and any(part in RESIDUAL for part in name.split("."))
         std = _std(name, parameter.shape, spec) / math.sqrt(2 * _depth(name, spec) if residual else 1)
         normal = NormalRows(parameter.shape, here[0], key=f"{seed}/{name}", std=std)
         if local.is_contiguous() and local.shape[1:] == parameter.shape[1:]:
@@ -57,14 +61,14 @@ def _fill(name: str, parameter: Tensor, seed: int, spec: Spec, pool: ThreadPoolE
     return []
 
 
-def _vector_value(name: str, spec: Spec) -> float:
+def _vector_value(name: str, spec: Spec | None) -> float:
     """Return the first value of a vector that is no bias: 1 for a norm, 0 for a difference from 1, and for sinks."""
     language = spec.language if isinstance(spec, VlmSpec) and name.startswith("language.") else spec
     is_offset = isinstance(language, ModelSpec) and language.block.norm.unit_offset
     return 0.0 if is_offset or name.endswith(".sinks") else 1.0
 
 
-def _std(name: str, shape: torch.Size, spec: Spec) -> float:
+def _std(name: str, shape: torch.Size, spec: Spec | None) -> float:
     """Return the standard deviation of a matrix: a constant, or 1 / sqrt(fan_in) in vision towers and projectors.
 
     Vision towers of small models are narrow, and with the constant they take long to start learning. In large towers
@@ -74,12 +78,13 @@ def _std(name: str, shape: torch.Size, spec: Spec) -> float:
     return 1 / math.sqrt(math.prod(shape[1:])) if vision or isinstance(spec, PerceptionSpec) else STD
 
 
-def _depth(name: str, spec: Spec) -> int:
+def _depth(name: str, spec: Spec | None) -> int:
     """Return the number of layers of the residual stream that the parameter `name` adds to."""
+    assert spec is not None, "only our own networks name these parameters"
     if isinstance(spec, VlmSpec):
         return (spec.vision if name.startswith("vision.") else spec.language).layers
     if isinstance(spec, PerceptionSpec):
-        return spec.fusion_layers
+        return max(1, spec.fusion_layers)
     return spec.layers
 
 

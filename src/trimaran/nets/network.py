@@ -41,7 +41,14 @@ class Network:
         other than the last returns its hidden states instead, and the next takes them as `stream`.
         """
         lengths = {"lengths": run_lengths(inputs["host_documents"])} if "host_documents" in inputs else {}
-        return self.module(*stream, tokens=inputs["tokens"], documents=inputs.get("documents"), **lengths)
+        labels = {"labels": inputs["labels"]} if self.predicts_later and "labels" in inputs else {}
+        return self.module(*stream, tokens=inputs["tokens"], documents=inputs.get("documents"), **lengths, **labels)
+
+    @property
+    def predicts_later(self) -> bool:
+        """Whether `forward` also computes the loss of later tokens (multi-token prediction): in training only."""
+        has_layers = isinstance(self.spec, ModelSpec) and self.spec.prediction_layers > 0
+        return has_layers and self.module.training and torch.is_grad_enabled()
 
     def has_cache(self, device: torch.device) -> bool:
         """Return whether the network, on `device`, computes the same with a cache as without. Every rank calls it."""
@@ -96,9 +103,12 @@ class Network:
 
     @property
     def tied_embedding(self) -> nn.Parameter | None:
-        """This stage's copy of a tied embedding, if another stage has the other copy; else None."""
+        """This stage's copy of the embedding, if another stage has the other copy; else None.
+
+        That is so if it is tied to the head, and if the last stage predicts later tokens.
+        """
         decoder = self._stage_decoder
-        if decoder is None or not decoder.spec.tied or decoder.is_first == decoder.is_last:
+        if decoder is None or not decoder.spec.shares_embedding or decoder.is_first == decoder.is_last:
             return None
         return None if decoder.embed_tokens is None else next(decoder.embed_tokens.parameters())
 

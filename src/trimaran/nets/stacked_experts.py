@@ -1,6 +1,7 @@
 """The stacked experts of a Hugging Face mixture: how they are called, and with a rank's own of them."""
 
 from collections.abc import Callable
+from math import gcd
 from typing import Any
 
 import torch
@@ -38,26 +39,27 @@ def spreadable_experts(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def refuse_ep_degree(module: nn.Module, degree: int) -> None:
-    """Raise unless the degree divides the experts of every layer."""
-    for each in spreadable_experts(module):
-        count: Any = each.num_experts
-        if count % degree:
-            raise UserError("P010", f"ep {degree} does not divide the {count} experts of {type(module).__name__}",
-                            where="plan.mesh.ep", fix="use a degree that divides them")  # fmt: skip
+def count_experts(module: nn.Module) -> int:
+    """Return the number of experts of each layer with stacked experts; if layers differ, what divides all of them."""
+    counts: list[Any] = [each.num_experts for each in spreadable_experts(module)]
+    return gcd(*counts)
 
 
-def spread(experts: Any, dispatch: HfDispatch, degree: int) -> None:
+def spread(experts: Any, dispatch: HfDispatch, degree: int, split: Callable[[nn.Module], None] | None = None) -> None:
     """Let experts, of which this rank holds a part, send rows with `dispatch` to the ranks of the experts they chose.
 
-    The model's own code computes the experts of a rank, as if each row had chosen one expert with weight 1.
+    The model's own code computes the experts of a rank, as if each row had chosen one expert with weight 1. If several
+    ranks have the same rows, `split` lets each compute some of these experts.
     """
-    own, num_experts = experts.forward, experts.num_experts
-    experts.num_experts = num_experts // degree
+    num_experts = experts.num_experts
+    here = experts.num_experts = num_experts // degree
+    if split is not None:
+        split(experts)
+    own = experts.forward
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
         numbers = torch.arange(len(rows), device=rows.device)
-        chosen = torch.searchsorted(ends, numbers, right=True).clamp(max=experts.num_experts - 1)
+        chosen = torch.searchsorted(ends, numbers, right=True).clamp(max=here - 1)
         with with_local_parameters(experts):
             return own(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
 

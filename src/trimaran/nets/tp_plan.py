@@ -56,9 +56,19 @@ LATENT = {
 }
 
 
+# The layers that predict later tokens. Each rank joins its own part of the sequence, so that all have the whole weight.
+PREDICTION = {
+    "layers.*.enorm": "parameters",
+    "layers.*.hnorm": "parameters",
+    "layers.*.eh_proj": "partial-replicated",
+    "layers.*.shared_head.norm": "parameters",
+}
+
+
 def tensor_plan(spec: ModelSpec) -> dict[str, str]:
     """Return the style of every module of a decoder that has parameters or moves the stream."""
-    return ENDS | ATTENTION | LATENT | feed_forward_plan(spec, MOE, FEED_FORWARD)
+    prediction = PREDICTION if spec.prediction_layers else {}
+    return ENDS | ATTENTION | LATENT | prediction | feed_forward_plan(spec, MOE, FEED_FORWARD)
 
 
 def feed_forward_plan(spec: ModelSpec, moe: Mapping[str, str], dense: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +78,7 @@ def feed_forward_plan(spec: ModelSpec, moe: Mapping[str, str], dense: Mapping[st
         return {**(dense if experts is None else moe)}
     return {
         name.replace("*", str(number), 1): style
-        for number in range(spec.layers)
+        for number in range(spec.num_blocks)
         for name, style in (dense if spec.layer(number).experts is None else moe).items()
     }
 

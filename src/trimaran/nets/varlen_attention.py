@@ -38,6 +38,7 @@ class Segments:
     max_length_carrier: Tensor
     lengths: tuple[int, ...] | None
     _masks: dict[bool, Tensor] = field(default_factory=dict)
+    block_masks: dict[int | None, Any] = field(default_factory=dict)  # of flex attention, by window
 
     @classmethod
     def of_documents(cls, documents: Tensor, lengths: Sequence[int] | None = None) -> Self:

@@ -127,8 +127,11 @@ class Stem(nn.Module):
         self.norm = norm_of(spec, spec.hidden) if ends.first_norm else None
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order."""
-        weight = self._weight()
+        """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order.
+
+        Patches of a video are [P, channel x frame x row x column].
+        """
+        weight = self._weight(patches.shape[1])
         x = F.linear(normalise_patches(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
         if self.spec.variant == "native":
             x = layout.permuted(x if self.positions is None else x + self._table_values(layout, x.dtype))
@@ -145,10 +148,10 @@ class Stem(nn.Module):
         rows, weights = layout.table
         return (self.positions[rows] * weights.unsqueeze(-1)).sum(1).to(dtype)
 
-    def _weight(self) -> Tensor:
-        """Return the weight for an image: a video of equal frames, so the weights of the frames add up."""
+    def _weight(self, width: int) -> Tensor:
+        """Return the weight for patches of this width. An image is a video of equal frames: their weights add up."""
         weight = self.patch_embed.weight
-        if self.spec.frames == 1:
+        if width == weight.shape[1]:
             return weight
         return weight.unflatten(1, (CHANNELS, self.spec.frames, -1)).sum(2).flatten(1)
 

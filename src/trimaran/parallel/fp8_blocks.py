@@ -3,7 +3,6 @@
 A block scale follows outliers more closely than one scale for a whole tensor, so gradients are e4m3, too.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from trimaran.core.optional_packages import FP8_BLOCK, MX_BLOCK
 from trimaran.nets.operators import define_operator
+from trimaran.parallel.batched.address_table import has_kernels
 
 DTYPE = torch.float8_e4m3fn
 MAX_VALUE = torch.finfo(DTYPE).max  # 448
@@ -79,38 +79,53 @@ class BlockMatmul(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, is_mx: bool, values: Tensor | None = None, scales: Tensor | None = None
     ) -> Tensor:
         for_rows, for_weight, *_ = ctx.needs_input_grad
-        cast, cast_weight = CASTS[is_mx]
-        saved = cast(rows.t()) if for_weight else (None, None)
+        plain, turned = cast_rows(rows, is_mx, turned=for_weight)
         gathered = None if values is None or scales is None else Blocks(values, scales)
         # What FSDP gathers is freed and gathered again, in the same tensors.
         of_weight = (
             (None, None, None) if not for_rows else (weight, None, None) if gathered is None else (None, *gathered)
         )
-        ctx.save_for_backward(*saved, *of_weight)
+        ctx.save_for_backward(*(turned or (None, None)), *of_weight)
         ctx.weight_dtype, ctx.is_mx = weight.dtype, is_mx
-        return multiply(cast(rows), gathered or cast_weight(weight), torch.bfloat16)
+        assert plain is not None
+        return multiply(plain, gathered or cast_weight(weight, is_mx), torch.bfloat16)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (gradient,) = gradients
         columns, scales, weight, values, weight_scales = ctx.saved_tensors
-        cast, cast_weight = CASTS[ctx.is_mx]
+        needs_rows = weight is not None or values is not None
+        plain, turned = cast_rows(gradient, ctx.is_mx, plain=needs_rows, turned=columns is not None)
         for_rows = for_weight = None
-        if weight is not None:
-            for_rows = multiply(cast(gradient), cast_weight(weight.t()), torch.bfloat16)
-        elif values is not None:
-            for_rows = multiply(cast(gradient), Blocks(values.t(), weight_scales.t()), torch.bfloat16)
-        if columns is not None:
-            for_weight = multiply(cast(gradient.t()), Blocks(columns, scales), ctx.weight_dtype)
+        if plain is not None:
+            of_weight = (
+                Blocks(values.t(), weight_scales.t()) if weight is None else cast_weight(weight, ctx.is_mx, turned=True)
+            )
+            for_rows = multiply(plain, of_weight, torch.bfloat16)
+        if turned is not None:
+            for_weight = multiply(turned, Blocks(columns, scales), ctx.weight_dtype)
         return for_rows, for_weight, None, None, None
 
 
-Cast = Callable[[Tensor], Blocks]
-CASTS: dict[bool, tuple[Cast, Cast]] = {
-    False: (in_row_blocks, in_square_blocks),
-    True: (in_mx_blocks, in_mx_blocks),
-}
-"""How rows and weights are cast, by whether the blocks are MXFP8's."""
+def cast_rows(
+    x: Tensor, is_mx: bool, *, plain: bool = True, turned: bool = True
+) -> tuple[Blocks | None, Blocks | None]:
+    """Return a matrix, and its transpose, in fp8 with blocks along their columns; None for what is not asked for."""
+    if is_mx or not has_kernels(x.device.type):
+        cast = in_mx_blocks if is_mx else in_row_blocks
+        return cast(x) if plain else None, cast(x.t()) if turned else None
+    values, scales, turned_values, turned_scales = torch.ops.trimaran.fp8_row_blocks(x, plain, turned)
+    return (
+        Blocks(values, scales.t()) if plain else None,
+        Blocks(turned_values, turned_scales.t()) if turned else None,
+    )  # fmt: skip
+
+
+def cast_weight(weight: Tensor, is_mx: bool = False, *, turned: bool = False) -> Blocks:
+    """Return a weight, or its transpose, in fp8."""
+    if is_mx or not has_kernels(weight.device.type):
+        return (in_mx_blocks if is_mx else in_square_blocks)(weight.t() if turned else weight)
+    return Blocks(*torch.ops.trimaran.fp8_square_blocks(weight, turned))
 
 
 def multiply(left: Blocks, right: Blocks, dtype: torch.dtype) -> Tensor:
@@ -170,3 +185,56 @@ define_operator(
     _multiply,
     _empty,
 )
+
+
+def _row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a matrix in fp8 and its scales, transposed, and the same of its transpose, see `row_blocks`."""
+    out = _empty_row_blocks(x, plain, turned)
+    if x.device.type != "cpu":
+        from trimaran.nets.kernels.fp8_block_casts import row_blocks  # noqa: PLC0415  needs Triton
+
+        row_blocks(x, *out)
+        return out
+    for number, source in ((0, x if plain else None), (2, x.t() if turned else None)):
+        if source is not None:
+            values, scales = in_row_blocks(source)
+            out[number].copy_(values)
+            out[number + 1].copy_(scales.t())
+    return out
+
+
+def _empty_row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for `_row_blocks`; that of what is not asked for is empty."""
+    rows, width = x.shape
+    one, other = (rows, width) if plain else (0, 0), (width, rows) if turned else (0, 0)
+    return (
+        x.new_empty(one, dtype=DTYPE), x.new_empty(one[1] // FP8_BLOCK, one[0], dtype=torch.float32),
+        x.new_empty(other, dtype=DTYPE), x.new_empty(other[1] // FP8_BLOCK, other[0], dtype=torch.float32),
+    )  # fmt: skip
+
+
+def _square_blocks(x: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+    """Return a matrix, or its transpose, in fp8, and the scale of each 128x128 block."""
+    values, scales = out = _empty_square_blocks(x, turned)
+    if x.device.type != "cpu":
+        from trimaran.nets.kernels.fp8_block_casts import square_blocks  # noqa: PLC0415  needs Triton
+
+        square_blocks(x, values, scales, turned=turned)
+    else:
+        for target, source in zip(out, in_square_blocks(x.t() if turned else x), strict=True):
+            target.copy_(source)
+    return out
+
+
+def _empty_square_blocks(x: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+    rows, width = reversed(x.shape) if turned else x.shape
+    scales = x.new_empty(rows // FP8_BLOCK, width // FP8_BLOCK, dtype=torch.float32)
+    return x.new_empty(rows, width, dtype=DTYPE), scales
+
+
+define_operator(
+    "fp8_row_blocks(Tensor x, bool plain, bool turned) -> (Tensor, Tensor, Tensor, Tensor)",
+    _row_blocks,
+    _empty_row_blocks,
+)
+define_operator("fp8_square_blocks(Tensor x, bool turned) -> (Tensor, Tensor)", _square_blocks, _empty_square_blocks)

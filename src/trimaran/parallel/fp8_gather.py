@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from trimaran.core.optional_packages import FP8_BLOCK
-from trimaran.parallel.fp8_blocks import in_square_blocks
+from trimaran.parallel.fp8_blocks import cast_weight
 from trimaran.parallel.fp8_linear import FORWARD_DTYPE, MIN_AMAX, Fp8Linear, GatheredWeight, cast
 
 COMPUTE_DTYPE = torch.bfloat16  # in which a layer would get the weight otherwise
@@ -41,7 +41,7 @@ class Fp8Parameter(FSDPParam):
         shard = self._sharded_param_data.view(self.padded_sharded_param_size).to(COMPUTE_DTYPE)
         if not self.in_blocks:
             return [cast(shard, self.amax, FORWARD_DTYPE).view(torch.uint8).view(-1)]
-        values, scales = in_square_blocks(shard)
+        values, scales = cast_weight(shard)
         return [values.view(torch.uint8).view(-1), scales.contiguous().view(-1)]
 
     def init_unsharded_param(self) -> None:

@@ -4,7 +4,7 @@ torch's `loss_parallel` does the same, but backward must run inside its context 
 inside torch), and it keeps a second copy of the logits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,16 @@ from torch.distributed.tensor import DTensor
 from trimaran.parallel.comm.axis_waits import axis_span
 
 
-def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
+def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
     """Return the summed cross-entropy of `logits` [..., vocabulary], sharded along the last dim, in fp32."""
-    return vocab_parallel_token_losses(logits, labels, ignored=ignored).sum()
+    return vocab_parallel_token_losses(logits, labels, ignored=ignored, smoothing=smoothing).sum()
 
 
-def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int) -> Tensor:
+def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`, NaN if it is no token.
 
-    The last ranks hold fewer columns than the others if the number of ranks does not divide the vocabulary.
+    `smoothing` is the part of the target that is spread evenly over the whole vocabulary. The last ranks hold fewer
+    columns than the others if the number of ranks does not divide the vocabulary.
     """
     (placement,) = logits.placements
     assert placement.is_shard(logits.ndim - 1), "the head must shard its columns"
@@ -31,7 +32,10 @@ def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int
     columns = -(-logits.shape[-1] // group.size())  # of every rank but the last ones
     labels = labels.flatten()
     local_labels, valid = labels - group.rank() * columns, labels != ignored
-    if local.is_cuda:
+    if smoothing:
+        target = SmoothedTarget(smoothing, logits.shape[-1])
+        losses = _SmoothedCrossEntropy.apply(local.float(), local_labels, valid, group, target)
+    elif local.is_cuda:
         losses = _FusedCrossEntropy.apply(local, torch.where(valid, local_labels, -1), valid, group)
     else:
         losses = _VocabParallelCrossEntropy.apply(local.float(), local_labels, valid, group)
@@ -88,3 +92,42 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         probabilities, columns, is_local, valid = ctx.saved_tensors
         gradient = probabilities.scatter_add(-1, columns, -is_local[:, None].to(probabilities.dtype))
         return gradient.mul_((valid * gradients[0])[:, None]), None, None, None
+
+
+class SmoothedTarget(NamedTuple):
+    """The part of a target that is spread evenly over the vocabulary, and the size of the whole vocabulary."""
+
+    smoothing: float
+    vocabulary: int
+
+
+class _SmoothedCrossEntropy(torch.autograd.Function):
+    """The same with label smoothing: forward also all-reduces the sum of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, local_labels: Tensor, valid: Tensor, group: dist.ProcessGroup, target: SmoothedTarget
+    ) -> Tensor:
+        highest = logits.max(dim=-1).values
+        with axis_span("tp"):
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        is_local = valid & (local_labels >= 0) & (local_labels < logits.shape[-1])
+        columns = local_labels.clamp(0, logits.shape[-1] - 1)[:, None]
+        shifted = logits - highest[:, None]
+        of_label, total = shifted.gather(-1, columns)[:, 0] * is_local, shifted.sum(dim=-1)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), of_label, total])
+        with axis_span("tp"):
+            dist.all_reduce(sums, group=group)
+        ctx.target = target
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), columns, is_local, valid)
+        expected = (1 - target.smoothing) * sums[1] + target.smoothing / target.vocabulary * sums[2]
+        return (sums[0].log() - expected) * valid
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        probabilities, columns, is_local, valid = ctx.saved_tensors
+        smoothing, vocabulary = ctx.target
+        on_label = (smoothing - 1) * is_local[:, None].to(probabilities.dtype)
+        gradient = probabilities.scatter_add(-1, columns, on_label).sub_(smoothing / vocabulary)
+        return gradient.mul_((valid * gradients[0])[:, None]), None, None, None, None

@@ -5,6 +5,7 @@ import math
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.models import ModelSpec, VlmSpec
 from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.models.plugin_family import check_plugin_family
 from trimaran.models.stages import Spec
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.degrees import degrees, divisors, either, multiples_around
@@ -19,10 +20,11 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """
     if recipe.model.family == "hf":
         check_hf_model(plan, spec)
+    check_plugin_family(plan, recipe)
     check_regather(plan, recipe, spec)
     check_pipeline(plan, recipe)
     if isinstance(spec, PerceptionSpec):
-        check_perception(plan)
+        check_perception(plan, spec)
     if spec is not None:
         check_tensor(plan, spec)
         if recipe.model.family != "hf":
@@ -32,6 +34,7 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
         check_context(plan, language)
         check_experts(plan, language)
         check_correction(plan, language)
+        check_prediction(plan, language)
     if not isinstance(spec, PerceptionSpec):
         check_positions(plan, recipe, known=spec is not None)
 
@@ -41,12 +44,18 @@ def language_of(spec: Spec | None) -> ModelSpec | None:
     return spec.language if isinstance(spec, VlmSpec) else spec if isinstance(spec, ModelSpec) else None
 
 
-def check_perception(plan: Plan) -> None:
-    """Raise for axes that a perception model does not have: it has neither sequences nor experts."""
-    for axis, what in (("cp", "sequences to split"), ("ep", "experts to spread")):
+def check_perception(plan: Plan, spec: PerceptionSpec) -> None:
+    """Raise for axes that a perception model does not have: no sequences, no experts, and perhaps no fusion."""
+    missing = [
+        ("cp", "a perception model has no sequences to split"),
+        ("ep", "a perception model has no experts to spread"),
+    ]
+    if not spec.fusion_layers:
+        missing.append(("tp", "a perception model without cameras has no fusion layers to split"))
+    for axis, what in missing:
         if getattr(plan.mesh, axis) > 1:
-            raise UserError("P055", f"a perception model has no {what}", where=f"plan.mesh.{axis}",
-                            fix=f"set {axis} to 1, and use dp_shard, dp_replicate, pp or tp")  # fmt: skip
+            others = "dp_shard, dp_replicate or pp" if not spec.fusion_layers else "dp_shard, dp_replicate, pp or tp"
+            raise UserError("P055", what, where=f"plan.mesh.{axis}", fix=f"set {axis} to 1, and use {others}")
 
 
 def check_hf_model(plan: Plan, spec: Spec | None) -> None:
@@ -204,9 +213,31 @@ def check_correction(plan: Plan, spec: ModelSpec) -> None:
                         "biases as they are, or train in step")  # fmt: skip
 
 
+def check_prediction(plan: Plan, spec: ModelSpec) -> None:
+    """Raise if layers that predict later tokens could not be trained: they need our trainer, and one stage."""
+    layers, stages = spec.prediction_layers, plan.pipeline.stages
+    if layers and plan.engine == "deepspeed":
+        raise UserError("P120", "DeepSpeed's engine does not train layers that predict later tokens",
+                        where="plan.engine", fix="set plan.engine to torch, or remove "
+                        "model.multi_token_prediction")  # fmt: skip
+    if layers and plan.mesh.pp > 1 and plan.pipeline.schedule == "zero-bubble":
+        raise UserError("P122", "zero-bubble does not train layers that predict later tokens: torch cannot split a "
+                        "backward in which the embedding and the head are used several times",
+                        where="plan.pipeline.schedule", fix="use 1f1b or interleaved")  # fmt: skip
+    if plan.mesh.pp > 1 and stages and stages[-1] < layers:
+        raise UserError("P121", f"the last stage has {stages[-1]} layers, and the {layers} that predict later tokens "
+                        "need the head", where="plan.pipeline.stages",
+                        fix=f"give the last stage at least {layers}, or leave the stages out")  # fmt: skip
+
+
 def check_stages(plan: Plan, spec: Spec) -> None:
-    """Raise unless the schedule allows that many stages, none is empty, and together they hold every layer once."""
+    """Raise unless the schedule allows that many stages, none is empty, and together they hold every layer once.
+
+    Layers that predict later tokens count as the last ones, and stay together.
+    """
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
+    layers = spec.num_blocks if isinstance(spec, ModelSpec) else spec.layers
+    parts = min(layers, spec.layers + 1)
     if pp == 1 and not stages:
         return
     if pp == 1:
@@ -217,16 +248,16 @@ def check_stages(plan: Plan, spec: Spec) -> None:
         allowed += f", {3 * pp} or more in steps of {pp}" if schedule == "interleaved" else ""
         raise UserError("P011", f"{schedule} with pp {pp} does not allow {len(stages)} stages",
                         where="plan.pipeline.stages", fix=f"list {allowed}, or leave them out")  # fmt: skip
-    if plan.num_stages > spec.layers:
-        most = spec.layers // (plan.num_stages // pp)
+    if plan.num_stages > parts:
+        most = parts // (plan.num_stages // pp)
         fix = f"use pp of at most {most}" if most > 1 else "use a schedule with fewer stages, or a deeper model"
-        raise UserError("P011", f"{plan.num_stages} stages are more than the {spec.layers} layers of {spec.name}",
+        raise UserError("P011", f"{plan.num_stages} stages are more than the {parts} layers of {spec.name}",
                         where="plan.mesh.pp", fix=fix)  # fmt: skip
-    if stages and (sum(stages) != spec.layers or min(stages) < 1):
-        raise UserError("P011", f"stages of {', '.join(map(str, stages))} layers do not add up to the {spec.layers} of "
+    if stages and (sum(stages) != layers or min(stages) < 1):
+        raise UserError("P011", f"stages of {', '.join(map(str, stages))} layers do not add up to the {layers} of "
                         f"{spec.name}", where="plan.pipeline.stages",
                         fix="give every stage at least one layer and all of them together "
-                        f"{spec.layers}, or leave them out")  # fmt: skip
+                        f"{layers}, or leave them out")  # fmt: skip
 
 
 def check_pipeline(plan: Plan, recipe: Recipe) -> None:

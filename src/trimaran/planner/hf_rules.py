@@ -2,7 +2,7 @@
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.optional_packages import no_fp8_layers
-from trimaran.models.hf_facts import HfFacts, refuse_seq_len, refuse_tp_degree
+from trimaran.models.hf_facts import HfFacts, refuse_ep_degree, refuse_seq_len, refuse_tp_degree
 
 
 def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
@@ -39,6 +39,7 @@ def check_hf_axes(facts: HfFacts, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: 
         raise facts.without_tp
     if tp > 1:
         refuse_tp_degree(tp, facts.tp_sizes)
+    refuse_ep_degree(ep, tp, facts.num_experts)
     if cp > 1 and facts.without_cp is not None:
         raise facts.without_cp
 

@@ -3,6 +3,7 @@
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.deepspeed_config import check_deepspeed
 from trimaran.core.optional_packages import MIN_FP8_FEATURES, RECIPE_MULTIPLES, refused_recipe
+from trimaran.core.plugins import KINDS
 from trimaran.hardware import Cluster
 from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
 from trimaran.models.adapter_rules import refuse_adapter
@@ -52,6 +53,7 @@ def check_plan(
     check_memory(plan, spec)
     check_compiled(plan, cluster)
     check_loss(plan, spec, outline)
+    check_objective(plan, recipe)
     check_towers(plan, recipe, spec)
     refuse_adapter(recipe.model, plan, spec)
     check_axes(plan, recipe, spec)
@@ -231,6 +233,25 @@ def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) ->
         if holds:
             raise UserError("P056", f"loss {plan.loss} is not possible: {why}", where="plan.loss",
                             fix="set plan.loss to logits, or leave it out")  # fmt: skip
+
+
+def check_objective(plan: Plan, recipe: Recipe) -> None:
+    """Raise for an objective that does not suit the model, or that cannot be fused with the head."""
+    objective, is_perception = recipe.objective, recipe.model.family == "perception"
+    if objective.name not in ("auto", "perception" if is_perception else "language") and is_reserved(objective.name):
+        raise UserError("K079", f"the objective {objective.name} is not for the family {recipe.model.family}",
+                        where="objective.name", fix="leave it at auto")  # fmt: skip
+    if objective.label_smoothing and is_perception:
+        raise UserError("K079", "a perception model has no labels to smooth", where="objective.label_smoothing",
+                        fix="leave it out: it is of next-token prediction")  # fmt: skip
+    if plan.loss != "logits" and not is_reserved(objective.name):
+        raise UserError("P056", f"loss {plan.loss} is not possible: the objective {objective.name} of a plug-in needs "
+                        "logits", where="plan.loss", fix="set plan.loss to logits, or leave it out")  # fmt: skip
+
+
+def is_reserved(objective: str) -> bool:
+    """Return whether an objective is built in."""
+    return objective in KINDS["objective"].reserved
 
 
 def check_batch(plan: Plan, global_batch: int) -> None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from trimaran.core.plugins import KINDS
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.loss_kind import chunk_rows
 from trimaran.models.perception_spec import PerceptionSpec
@@ -56,9 +57,10 @@ def losses_of(question: Question) -> LossChoices:
     has_logits = (
         main is not None and main.outputs > 0 and main.bare_head and not isinstance(question.spec, PerceptionSpec)
     )
+    is_plugin = question.recipe.objective.name not in KINDS["objective"].reserved  # which takes logits
     return LossChoices(
         pinned=pins.loss if "loss" in pins.model_fields_set else "",
-        can_fuse=ours and has_logits,
+        can_fuse=ours and has_logits and not is_plugin,
         rows=main.sample_positions(question.recipe.data.seq_len)[0] if main else 0,
         outputs=main.outputs if main else 0,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimaran.core import Bytes, Plan, Recipe, RowSizes
+from trimaran.core.plugins import SOURCES
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
@@ -15,6 +16,11 @@ GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus", "goodp
 NO_BYTES = Bytes(0)
 # Sources of text that is cut into sequences of one length. Others have samples of different lengths, or images.
 SEQUENCE_SOURCES = ("python-stdlib", "text", "jsonl", "shards", "datasets")
+
+
+def is_sequence_source(source: str) -> bool:
+    """Return whether a source is text that is cut into sequences of one length, as is that of every plug-in."""
+    return source in SEQUENCE_SOURCES or source not in SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +66,14 @@ class Question:
     def can_capture(self) -> bool:
         """Whether steps can be CUDA graphs: every batch has the same shapes, and the model's code is known."""
         data, model = self.recipe.data, self.recipe.model
-        is_text = data.source in SEQUENCE_SOURCES and not data.mixture and not data.isolate_documents
+        is_text = is_sequence_source(data.source) and not data.mixture and not data.isolate_documents
         return is_text and model.family in ("decoder", "hf") and not model.trust_remote_code
 
     @property
     def isolates_documents(self) -> bool:
         """Whether rows hold several documents or samples that do not attend to each other."""
         data = self.recipe.data
-        return data.isolate_documents if data.source in SEQUENCE_SOURCES else data.samples.batching == "pack"
+        return data.isolate_documents if is_sequence_source(data.source) else data.samples.batching == "pack"
 
     @property
     def positions(self) -> int:

@@ -14,6 +14,7 @@ from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import rates_of
 from trimaran.models import ModelSpec, Tower, VlmSpec, split_outline
 from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.stages import Spec
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.axis_rules import check_axes, takes_micro_batches
@@ -364,7 +365,7 @@ class Space:
             return False
         if question.for_trainer and question.recipe.model.family == "hf":
             return self._may_use_hf(axis)
-        return True
+        return not (question.for_trainer and is_plugin_family(question.recipe.model.family))
 
     def _may_use_hf(self, axis: str) -> bool:
         """Return whether the planner may split a Hugging Face model along the axis, by what its code says."""
@@ -474,9 +475,9 @@ class Space:
             yield pipeline.schedule, ()
             return
         schedules = ("1f1b", "interleaved", "zero-bubble")
-        if "schedule" in pipeline.model_fields_set:
-            schedules = (pipeline.schedule,)
-        for schedule in schedules:
+        if self.question.outline is not None and self.question.outline.main.prediction_layers:
+            schedules = schedules[:2]  # P122
+        for schedule in (pipeline.schedule,) if "schedule" in pipeline.model_fields_set else schedules:
             if schedule == "zero-bubble" and self.pinned("compile") and self.pins.compile:
                 continue
             if pipeline.stages:

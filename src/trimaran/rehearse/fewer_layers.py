@@ -20,6 +20,9 @@ def refuse_fewer_layers(recipe: Recipe, spec: Spec | None, plan: Plan, layers: i
     where, fix = "--layers", "rehearse the whole rank: leave out --layers"
     if not isinstance(spec, ModelSpec) or recipe.model.family != "decoder":
         raise UserError("P091", "only a decoder can be rehearsed with fewer layers", where=where, fix=fix)
+    if spec.prediction_layers:
+        raise UserError("P091", "a decoder with multi-token prediction cannot be rehearsed with fewer layers: its "
+                        "stages differ", where=where, fix=fix)  # fmt: skip
     most = spec.layers // plan.num_stages // 2
     if layers > most:
         least = f"name at most {most}, or leave out --layers" if most else fix

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trimaran.core.regular_files import read_regular_bytes
@@ -13,6 +13,7 @@ from trimaran.run.run_directory import RunDirectory
 
 MAX_STEPS = 100  # a trace grows by some hundred thousand spans a step
 MAX_REQUEST_BYTES = 4096
+RECIPE_ID = "recipe"
 RANKS_PATTERN = re.compile(r"^(all|\d{1,9}(,\d{1,9})*)$")
 TRACE_NAME = re.compile(r"^step-(\d{8})-rank-(\d+)\.trace\.json\.gz$")
 
@@ -32,6 +33,13 @@ class ProfileRequest:
 
     def is_for(self, rank: int) -> bool:
         return self.ranks == "all" or str(rank) in self.ranks.split(",")
+
+    def from_step(self, step: int, *, every: int) -> "ProfileRequest | None":
+        """Return the part of this request from `step` on, which is repeated `every` so many steps; None without one."""
+        over = step - (self.first + self.steps)  # steps since its end
+        first = self.first if over < 0 or not every else self.first + every * (over // every + 1)
+        left = first + self.steps - max(first, step)
+        return replace(self, first=max(first, step), steps=left) if left > 0 else None
 
     def ranks_of(self, world_size: int) -> list[int]:
         """Return the requested ranks that exist in a run of this size."""
@@ -84,7 +92,7 @@ def recipe_request(profile: str, ranks: str) -> ProfileRequest | None:
     if not profile:
         return None
     first, end = (int(each) for each in profile.split(":"))
-    return ProfileRequest(first=max(1, first), steps=max(1, end - max(1, first)), ranks=ranks, id="recipe")
+    return ProfileRequest(first=max(1, first), steps=max(1, end - max(1, first)), ranks=ranks, id=RECIPE_ID)
 
 
 def find_traces(run: RunDirectory) -> dict[int, dict[int, Path]]:

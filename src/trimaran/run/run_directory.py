@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from trimaran.core import Bytes, Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe, show_bytes
 from trimaran.core.parse_text import TextError, load_json
+from trimaran.core.recipe_plugins import plugin_records
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.run.reserve import DISK_FULL_ERRORS
 
@@ -89,6 +90,11 @@ class RunDirectory:
 
     def incident(self, name: str) -> Path:
         return self.path / "incidents" / name
+
+    @property
+    def plugins(self) -> Path:
+        """The plug-ins that the recipe names, with distribution and version; there is none without plug-ins."""
+        return self.path / "plugins.json"
 
     @property
     def attempts(self) -> Path:
@@ -228,7 +234,9 @@ def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
         for folder in ("events", "logs"):
             (path / folder).mkdir()
             written.append(path / folder)
-        for file, text in ((run.recipe, dump_recipe(recipe)), (run.plan, dump_plan(plan))):
+        plugins = plugin_records(recipe)
+        texts = {run.plugins: json.dumps(plugins, indent=2) + "\n"} if plugins else {}
+        for file, text in (texts | {run.recipe: dump_recipe(recipe), run.plan: dump_plan(plan)}).items():
             written.append(file)
             _write_new(file, text)
     except FileExistsError:
@@ -346,8 +354,11 @@ def _read_text(path: Path) -> str:
 
 @lru_cache(maxsize=4)
 def _parsed_recipe(text: str, name: str) -> Recipe:
-    """Return the recipe of the text. A process reads that of its run several times, and parsing takes 14 ms."""
-    return parse_recipe(text, name=name)
+    """Return the recipe of the text. A process reads that of its run several times, and parsing takes 14 ms.
+
+    Its plug-ins need not be installed where it is read: only the ranks and the sinks load them.
+    """
+    return parse_recipe(text, name=name, any_plugin=True)
 
 
 def _unreadable(path: Path, why: str, *, line: int = 0) -> UserError:

@@ -68,13 +68,21 @@ class HostSampler:
         """Return what each rank on this node uses; processes that end meanwhile are left out."""
         found: dict[str, dict[str, Any]] = {}
         counters: dict[tuple[str, str, int], float] = {}
+        loaders: dict[str, int] = {}
         with contextlib.suppress(*UNAVAILABLE):
             for rank, what, process in _rank_processes(self._supervisor):
                 with contextlib.suppress(*UNAVAILABLE), process.oneshot():
                     times = process.cpu_times()
                     counters[rank, what, process.pid] = times.user + times.system
+                    memory = process.memory_info()
+                    private = memory.rss - getattr(memory, "shared", 0)  # without mapped files and shared memory
                     if what == "cpu":
-                        found[rank] = {"ram": process.memory_info().rss, "threads": process.num_threads()}
+                        found[rank] = {"ram": memory.rss, "private": private, "threads": process.num_threads()}
+                    else:
+                        loaders[rank] = loaders.get(rank, 0) + private
+        for rank, private in loaders.items():
+            if rank in found:
+                found[rank]["loader_private"] = private
         for (rank, what, _), cores in self._rank_rates.of(counters, time.monotonic()).items():
             if rank in found:
                 found[rank][what] = round(found[rank].get(what, 0.0) + cores, 3)

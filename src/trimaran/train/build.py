@@ -1,5 +1,6 @@
 """Builds the parts of a worker from the recipe and the plan: networks, data, stepper, trainer."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,6 +18,7 @@ from trimaran.data.loader import Loader
 from trimaran.data.row_ledger import RowLedger
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
 from trimaran.models.adapter_rules import refuse_adapter
+from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.adapters.attach import attach_adapter, linears_to_pack
@@ -24,6 +26,7 @@ from trimaran.nets.adapters.initialise_adapter import initialise_adapter
 from trimaran.nets.adapters.nf4_linear import pack_frozen_weights
 from trimaran.nets.adapters.peft_format import refuse_inexpressible
 from trimaran.nets.adapters.peft_read import load_peft_adapter
+from trimaran.nets.hf_weights import absent_layers
 from trimaran.nets.local_shards import is_on_meta
 from trimaran.optim import build_optimizer
 from trimaran.optim.loss_scale import LossScale, build_loss_scale
@@ -43,6 +46,7 @@ from trimaran.train.agreement import RunRequests, StopRequest
 from trimaran.train.async_sgd.async_recorder import AsyncRecorder
 from trimaran.train.async_sgd.async_stepper import AsyncStepper, build_async_stepper
 from trimaran.train.async_sgd.async_trainer import AsyncTrainer
+from trimaran.train.build_family import open_family_network
 from trimaran.train.build_hf import open_hf_network, open_hf_stages
 from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing
 from trimaran.train.checkpointing.checkpointer import Checkpointer
@@ -74,11 +78,14 @@ from trimaran.train.metrics.step_recorder import StepRecorder
 from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
+from trimaran.train.process.torch_modes import set_torch_modes
 from trimaran.train.steppers.deepspeed_stepper import build_deepspeed_stepper
 from trimaran.train.steppers.pipeline_stepper import PipelineStepper
 from trimaran.train.steppers.stepper import PlainStepper, Stepper
 from trimaran.train.steppers.update import Updater
 from trimaran.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +153,7 @@ def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
         change_requested=change_requested,
         ledger=ledger,
     )
-    if recipe.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+    set_torch_modes(recipe)
     set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
@@ -389,6 +395,15 @@ def shard_networks(
         for network in networks:
             _shard_network(network, whole, recipe, plan, ranks)
         return [(network, partial(fill_hf, network)) for network in networks]
+    if is_plugin_family(recipe.model.family):
+        network = open_family_network(recipe)
+        _shard_network(network, None, recipe, plan, ranks)
+
+        def fill_family(device: torch.device) -> None:
+            network.module.to_empty(device=device)
+            fill_base(network, recipe, None, report_progress)
+
+        return [(network, fill_family)]
     spec = spec_of(recipe.model)
     assert spec is not None, "only a foreign Hugging Face architecture has no spec"
     refuse_unmatched(recipe.train.precision, module_names(spec))
@@ -408,10 +423,13 @@ def shard_networks(
     return [(network, partial(fill, network)) for network in networks]
 
 
-def fill_base(network: Network, recipe: Recipe, spec: Spec, report_progress: Callable[[], None]) -> None:
+def fill_base(network: Network, recipe: Recipe, spec: Spec | None, report_progress: Callable[[], None]) -> None:
     """Give a stage of our own network its weights: those on disk, or random ones. An adapter is not filled."""
-    if recipe.model.path and weight_files(model_folder(recipe.model.path)):
-        network.load(model_folder(recipe.model.path), report_progress)
+    if recipe.model.path and weight_files(folder := model_folder(recipe.model.path)):
+        if (absent := absent_layers(network.module, folder)) and not is_on_meta(network.module):
+            log.warning("%s has no weights of %s, which start from random ones", folder, ", ".join(absent))
+            initialise(network.module, seed=recipe.train.seed, spec=spec, within=absent)
+        network.load(folder, report_progress)
     elif not is_on_meta(network.module):
         initialise(network.module, seed=recipe.train.seed, spec=spec)
 

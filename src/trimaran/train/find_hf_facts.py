@@ -16,7 +16,7 @@ from trimaran.nets.hf import HfNetwork
 from trimaran.nets.hf_stages import pipeline_layers
 from trimaran.nets.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
-from trimaran.nets.stacked_experts import spreadable_experts
+from trimaran.nets.stacked_experts import count_experts
 from trimaran.parallel.fp8 import fp8_layers
 from trimaran.train.build_hf import open_hf_network
 
@@ -34,7 +34,7 @@ def find_hf_facts(section: ModelSection) -> HfFacts:
     sizes, without_tp = _tried(lambda: hf_tp_sizes(network.module))
     has_fp8_layers = bool(fp8_layers(network))
     layers, without_pp = _tried(lambda: pipeline_layers(network))
-    without_ep = _tried(lambda: spreadable_experts(network.module))[1]
+    num_experts, without_ep = _tried(lambda: count_experts(network.module))
     without_cp = _tried(lambda: network.use_context(Context()))[1]
     return HfFacts(
         without_tp=without_tp,
@@ -42,6 +42,7 @@ def find_hf_facts(section: ModelSection) -> HfFacts:
         without_pp=without_pp,
         without_ep=without_ep,
         num_layers=layers.count if layers else 0,
+        num_experts=num_experts or 0,
         tp_sizes=sizes or {},
         max_seq_len=0 if network.max_seq_len == sys.maxsize else network.max_seq_len,
         has_fp8_layers=has_fp8_layers,

@@ -20,6 +20,7 @@ from trimaran import __version__
 from trimaran.checkpoint.export_hf import save_network
 from trimaran.checkpoint.export_peft import AdapterFacts, save_adapter, whole_modules
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
+from trimaran.core.recipe_plugins import plugin_records
 from trimaran.data.loader import LoaderFault
 from trimaran.infer.generate import save_tokenizer
 from trimaran.models import model_folder
@@ -39,6 +40,7 @@ from trimaran.train.elastic.elastic_loop import build_elastic_loop
 from trimaran.train.elastic.replica import Replica, check_replica, find_replica, join_replica
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
+from trimaran.train.process.agree_plugins import agree_on_plugins
 from trimaran.train.process.bind_cores import bind_cores
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
 from trimaran.train.process.rank_info import RankInfo, join_process_group
@@ -175,7 +177,10 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     timer.lap("join")
     here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
     here |= bound | ({"fork_server": link.note} if link.note else {})
+    recipe = run.read_recipe()
+    here |= {"plugins": records} if (records := plugin_records(recipe)) else {}
     journal.event("start", world_size=of_run.world_size, version=__version__, **here)
+    agree_on_plugins(recipe)
     ask: dict[str, Any] = {"stop": stop, "change_requested": change_file.is_requested} if replica is None else {}
     parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, replica=replica, **ask)
     timer.lap("build")

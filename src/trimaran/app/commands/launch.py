@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 def complete_target(incomplete: str) -> list[str]:
     """Return the targets that complete `incomplete`."""
-    from trimaran.launch.targets.target import TARGET_CLASSES
+    from trimaran.launch.targets.target import target_names
 
-    return [name for name in TARGET_CLASSES if name.startswith(incomplete)]
+    return [name for name in target_names() if name.startswith(incomplete)]
 
 
 On = Annotated[
     str,
-    typer.Option("--on", metavar="TARGET", help="local, ssh, slurm, k8s, ray or sky.", autocompletion=complete_target),
+    typer.Option(
+        "--on", metavar="TARGET", help="local, ssh, slurm, k8s, ray, sky or a plug-in.", autocompletion=complete_target
+    ),
 ]
 RunDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A new folder for the run, as the nodes see it. [default: runs/NAME]")

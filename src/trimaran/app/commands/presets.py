@@ -71,8 +71,9 @@ def _vlms() -> "Table":
 
 
 def _perceptions() -> "Table":
-    table = _table("weights", "cameras", "pixels", "hidden", "lidar layers", "fusion layers", "cells")
+    table = _table("weights", "cameras", "pixels", "hidden", "lidar", "radar", "fusion", "cells")
     for name, spec in PERCEPTION_PRESETS.items():
         cells = [show_count(spec.num_parameters), str(spec.cameras), f"{spec.width}x{spec.height}", str(spec.hidden)]
-        table.add_row(name, *cells, str(spec.lidar_layers), str(spec.fusion_layers), f"{spec.cells}x{spec.cells}")
+        cells += [str(spec.lidar_layers), str(spec.radar_layers), str(spec.fusion_layers)]
+        table.add_row(name, *cells, f"{spec.cells}x{spec.cells}")
     return table

@@ -49,6 +49,11 @@ Autopilot = Annotated[
 ]
 
 
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Check every collective, wait for every kernel; slow, to find a fault.")
+]
+
+
 def train(  # noqa: PLR0913 - each option of a command is a parameter
     recipe: RecipeFile = None,
     run_dir: NewFolder = None,
@@ -63,6 +68,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     profile_ranks: ProfileRanks = "",
     warm: Warm = False,
     autopilot: Autopilot = "",
+    debug: Debug = False,
 ) -> int:
     """Train a model: plan, start the ranks, show the run live.
 
@@ -84,7 +90,7 @@ def train(  # noqa: PLR0913 - each option of a command is a parameter
     torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
     """
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    overrides = (settings or []) + profile_settings(profile, profile_ranks) + autopilot_settings(autopilot)
+    overrides = (settings or []) + profile_settings(profile, profile_ranks) + mode_settings(autopilot, debug=debug)
     request = resolve(recipe, overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_missing_sinks(request.recipe.telemetry)
     refuse_bad_profile(request)
@@ -122,18 +128,26 @@ def profile_settings(profile: str, ranks: str) -> list[str]:
     return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value]
 
 
-def autopilot_settings(mode: str) -> list[str]:
-    """Return the recipe setting for `--autopilot`."""
-    return [f"autopilot.mode={json.dumps(mode)}"] if mode else []
+def mode_settings(autopilot: str, *, debug: bool) -> list[str]:
+    """Return the recipe settings for `--autopilot` and `--debug`."""
+    mode = [f"autopilot.mode={json.dumps(autopilot)}"] if autopilot else []
+    return mode + (["faults.debug=true"] if debug else [])
 
 
 def refuse_bad_profile(request: Request) -> None:
     """Raise if the profile names steps or ranks that the run does not have."""
     section = request.recipe.telemetry
     steps, world = request.recipe.train.steps, request.plan.mesh.world_size
+    if not section.profile and section.profile_every:
+        raise UserError("R013", "telemetry.profile_every repeats a trace, and the recipe names none",
+                        where="telemetry.profile_every", fix="name its steps, such as --profile 10:13")  # fmt: skip
     if not section.profile:
         return
-    if int(section.profile.partition(":")[0]) > steps and not request.recipe.data.epochs:
+    first, end = map(int, section.profile.split(":"))
+    if 0 < section.profile_every <= end - first:
+        raise UserError("R013", f"telemetry.profile_every is {section.profile_every}: the trace itself has "
+                        f"{end - first} steps", where="telemetry.profile_every", fix="name more steps")  # fmt: skip
+    if first > steps and not request.recipe.data.epochs:
         raise UserError("R013", f"telemetry.profile is {section.profile}: the run has {steps} steps",
                         where="telemetry.profile", fix="name steps that the run reaches, such as 3:6")  # fmt: skip
     if section.profile_ranks != "all" and max(map(int, section.profile_ranks.split(","))) >= world:

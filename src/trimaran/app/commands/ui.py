@@ -1,6 +1,7 @@
 """`trimaran ui`: the runs, the planner and the views in a browser."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -36,11 +37,13 @@ def ui(
     if find_spec("nicegui") is None:
         raise UserError("W004", "the web page needs the nicegui package", where="trimaran ui",
                         fix="pip install 'trimaran[ui]'")  # fmt: skip
+    from trimaran.app.messages.error_language import chosen_language
     from trimaran.app.web.runs_root import check_runs_root
     from trimaran.app.web.server import bind, open_browser, serve
     from trimaran.app.web.web_state import WebState
 
-    state = WebState(runs=check_runs_root(runs or RUNS, named=runs is not None), may_write=write)
+    root = check_runs_root(runs or RUNS, named=runs is not None)
+    state = WebState(runs=root, may_write=write, language=chosen_language(os.environ))
 
     def on_start(url: str) -> None:
         typer.echo(json.dumps({"url": url}) if as_json else f"open {url}")

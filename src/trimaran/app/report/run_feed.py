@@ -155,7 +155,7 @@ class RunFeed:
 
     def _findings(self) -> Tree:
         found = [each.as_dict() for each in self._poller.findings]
-        return {"findings": found, "doctor_trouble": self._poller.error}
+        return {"findings": found, "doctor_trouble": self._poller.error, "targets": [*self._poller.targets]}
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -75,8 +75,16 @@ def findings(facts: Tree) -> Html:
         return section(title, tag("p", {"class": "fair"}, facts["doctor_trouble"]))
     if not facts["findings"]:
         none = "The doctor found no problem." if facts["steps"] else "There is no finished step to diagnose yet."
-        return section(title, tag("p", None, say(none)))
-    return section(title, *map(_finding, facts["findings"]))
+        return section(title, tag("p", None, say(none)), *_targets(facts))
+    return section(title, *map(_finding, facts["findings"]), *_targets(facts))
+
+
+def _targets(facts: Tree) -> list[Html]:
+    """Return the targets that were measured, each with whether it is met; nothing without any."""
+    rows = [tag("li", {"class": "good" if each["met"] else "fair"},
+                say("Target met: {what}", what=each["text"]) if each["met"]
+                else say("Target missed: {what}", what=each["text"])) for each in facts["targets"]]  # fmt: skip
+    return [tag("ul", {"class": "targets"}, *rows)] if rows else []
 
 
 def _finding(each: Tree) -> Html:

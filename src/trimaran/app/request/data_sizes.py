@@ -1,9 +1,10 @@
-"""What the rows of a recipe's data hold, for the prediction of a vision-language model."""
+"""What the rows of a recipe's data hold, and the points of its scenes, for the prediction of a model."""
 
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.core import Recipe, RowSizes, UserError
+from trimaran.core.scene_rules import ScenePoints
 from trimaran.hub import is_hub_name
-from trimaran.models import Spec, VlmSpec
+from trimaran.models import PerceptionSpec, Spec, VlmSpec
 from trimaran.models.recipe_images import recipe_image_rules
 
 
@@ -28,4 +29,22 @@ def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
     try:
         return estimate_rows(with_model_tokenizer(recipe).data, recipe_image_rules(recipe))
     except (UserError, OSError):
+        return None
+
+
+def scene_points_of(recipe: Recipe, spec: Spec | None) -> ScenePoints | None:
+    """Return the points of a recorded scene on average, found in a few scenes.
+
+    None for simulated scenes, and for scenes that cannot be read here (training reports why).
+    """
+    data = recipe.data
+    if not isinstance(spec, PerceptionSpec) or data.source != "scenes" or data.path is None:
+        return None
+    from trimaran.data.open_scenes import measure_points
+    from trimaran.data.quarantine import BadSampleError
+    from trimaran.data.scene_feed import recorded_scenes
+
+    try:
+        return measure_points(recorded_scenes(data, spec.scenes()))
+    except (UserError, BadSampleError, OSError):
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError
+from trimaran.core.plugins import SOURCES
 from trimaran.hub import hub_repo_of, is_hub_name
 from trimaran.hub.fetch_dataset import fetch_dataset
 from trimaran.hub.fetch_model import fetch_model, fetch_small_files
@@ -67,6 +68,8 @@ Section = TypeVar("Section", DataSection, MixtureSource)
 
 def _is_on_hub(section: DataSection | MixtureSource) -> bool:
     if not section.path or not is_hub_name(section.path) or section.source in ("python-stdlib", "shapes", "scenes"):
+        return False
+    if section.source not in SOURCES:  # a plug-in reads what it is given
         return False
     if section.source in TEXT_SOURCES:
         raise UserError("T064", f"{section.path} is a dataset on the Hub, and the source {section.source} reads files",

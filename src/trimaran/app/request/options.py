@@ -154,8 +154,17 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[
         if section:
             yield from _fields(section, f"{prefix}{name}.")
         else:
-            presets = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
-            yield f"{prefix}{name}", presets or tuple(str(each) for each in options if isinstance(each, str))
+            listed = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
+            listed = listed or _plugin_choices(f"{prefix}{name}")
+            yield f"{prefix}{name}", listed or tuple(str(each) for each in options if isinstance(each, str))
+
+
+def _plugin_choices(path: str) -> tuple[str, ...]:
+    """Return the names that a field takes which may name a plug-in; empty for other fields."""
+    from trimaran.core.plugins import KINDS, plugin_names
+
+    kind = next((name for name, kind in KINDS.items() if kind.field == path and name != "sink"), None)
+    return (*KINDS[kind].reserved, *plugin_names(kind)) if kind else ()
 
 
 def _options(annotation: Any) -> list[Any]:

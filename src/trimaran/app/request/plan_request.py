@@ -13,6 +13,7 @@ from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.user_folders import expand_user
 from trimaran.hub import is_hub_name
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
+from trimaran.models.plugin_family import is_plugin_family
 from trimaran.planner import Question
 
 DEFAULT_SEQ_LEN = 4096
@@ -53,7 +54,8 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
         recipe = _with_fields(question.recipe, defaults)
         question = replace(question, recipe=recipe, outline=outline_for(recipe.model, recipe.data))
     # The limits of our trainer do not apply to a model that it does not have: any framework may run the plan.
-    question = replace(question, for_trainer=question.spec is not None)
+    is_ours = question.spec is not None or is_plugin_family(question.recipe.model.family)
+    question = replace(question, for_trainer=is_ours)
     return PlanRequest(question=question, file=file, settings=tuple(arguments))
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.app.request.calibrate_cpu import cluster_of_text
-from trimaran.app.request.data_sizes import row_sizes_of
+from trimaran.app.request.data_sizes import row_sizes_of, scene_points_of
 from trimaran.app.request.hub_files import with_local_model
 from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
+from trimaran.core.recipe_plugins import load_used_plugins
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import expand_user
 from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
@@ -42,6 +43,7 @@ def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | Non
     question = read_question(file, settings, cluster=cluster, trains=True)
     recipe, spec, outline = with_absolute_paths(question.recipe), question.spec, question.outline
     refuse_freezing(recipe.model)
+    load_used_plugins(recipe, ("data source", "autopilot policy"))  # those of ranks and sinks are checked there
     plan = _choose_for_trainer(replace(question, recipe=recipe))
     return Request(recipe=recipe, spec=spec, outline=outline, cluster=question.cluster, plan=plan)
 
@@ -75,7 +77,8 @@ def read_question(
     with collected(mistakes):
         recipe = with_local_model(recipe, only_config=not trains)
         spec = spec_of(recipe.model)
-        outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data)
+        points = scene_points_of(recipe, spec)
+        outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data, points)
         rows = row_sizes_of(recipe, spec)
     if mistakes:
         _add_other_mistakes(mistakes, recipe, trains=trains)

@@ -46,6 +46,7 @@ from trimaran.infer.exports.torchao_weights import hf_logits, quantise_hf_folder
 from trimaran.infer.generate import TOKENIZER, open_saved_tokenizer, save_tokenizer
 from trimaran.infer.trained_model import TrainedModel, stored_dtype
 from trimaran.infer.weights_location import TrainedWeights
+from trimaran.models.plugin_family import is_plugin_family
 
 Progress = Callable[[str, float], None]
 
@@ -93,7 +94,8 @@ def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progre
             progress("quantising", 0.5)
             quantise_hf_folder(Path(scratch) / "plain", Path(scratch) / "quantised", width)
             write_folder(target, lambda draft: _copy_folder(Path(scratch) / "quantised", draft, add_files))
-    if not request.check or recipe.model.family == "perception" or recipe.model.trust_remote_code:
+    family = recipe.model.family  # transformers knows neither perception models nor plug-ins
+    if not request.check or family == "perception" or is_plugin_family(family) or recipe.model.trust_remote_code:
         return {}
     trained = _open(request, path)
     return {"check": _compare(request, trained, _hf_reader(request, target), target, progress).as_dict()}

@@ -24,13 +24,13 @@ from trimaran.core.errors import raise_together
 from trimaran.launch.targets.job_records import new_record, state_folder, write_record
 from trimaran.launch.targets.site_file import read_site_file, site_path
 from trimaran.launch.targets.target import (
-    TARGET_CLASSES,
     JobRecord,
     LaunchFiles,
     LaunchRequest,
     SiteCheck,
     Target,
     open_target,
+    target_names,
 )
 from trimaran.run import create_run
 from trimaran.run.run_directory import dump_plan
@@ -59,7 +59,7 @@ def check_launch(
         f"{path}: {', '.join(sections) or 'no sections'}" if path.exists() else f"{path} does not exist: no defaults"
     )
     checks = [SiteCheck(name="site file", found=found)]
-    for name in TARGET_CLASSES:
+    for name in target_names():
         if name in sections and name != target.name:
             read_site(open_target(name), ())  # raises if a section has a mistake
     if recipe is None and not settings:

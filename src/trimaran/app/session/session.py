@@ -123,7 +123,7 @@ def _end(
 
 def print_result(state: RunState, console: Console, code: int, *, as_json: bool) -> int:
     """Print the result of a run, as text or as one JSON object, and return the exit code."""
-    findings, error = read_findings(state.run)
+    findings, error, _ = read_findings(state.run)
     if as_json:
         keys = {"findings": [each.as_dict() for each in findings], "doctor_trouble": error}
         typer.echo(json.dumps(state.as_dict() | {"exit": code} | keys))

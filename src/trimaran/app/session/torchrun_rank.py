@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
+from trimaran.app.messages.error_language import chosen_language, error_lines, shown_errors
 from trimaran.app.request.machine_check import refuse_unfit_machine
 from trimaran.app.request.options import program_name
 from trimaran.app.request.request import Request
@@ -22,7 +23,7 @@ from trimaran.app.session.session import print_result
 from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.live import print_plain
 from trimaran.app.views.run_state import RunState
-from trimaran.core import EXIT_DONE, Recipe
+from trimaran.core import EXIT_DONE, Recipe, UserError
 from trimaran.data import cache_folder
 from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.launch.sidecar_process import SidecarProcess
@@ -133,12 +134,14 @@ def _sidecar(run: RunDirectory, rank_info: RankInfo) -> Iterator[None]:
 
 def _print_outcome(run: RunDirectory, rank_info: RankInfo, code: int, console: Console, *, as_json: bool) -> int:
     """Print this rank's error or, on rank 0, the result; return the exit code."""
-    state = RunState(run)
+    state, language = RunState(run), chosen_language(os.environ)
     state.refresh()
     for event in state.events_of_kind("error"):
         if event.rank == rank_info.rank and "code" in event.data:
-            text = "{code}: {what}\n  where: {where}\n  fix:   {fix}".format(**event.data)
-            print_plain(open_console(stderr=True), text)
+            data = event.data
+            error = UserError(data["code"], data["what"], where=data["where"], fix=data["fix"])
+            (shown,) = shown_errors(error, language)
+            print_plain(open_console(stderr=True), f"{shown.code}{error_lines(shown, language)}".rstrip("\n"))
     if rank_info.rank != 0 or code != EXIT_DONE:
         return code
     return print_result(state, console, code, as_json=as_json)

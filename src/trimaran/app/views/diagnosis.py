@@ -14,7 +14,11 @@ from trimaran.core import Finding, UserError
 from trimaran.run import RunDirectory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
+
+    from trimaran.doctor.targets import TargetCheck
 
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
 
@@ -26,6 +30,7 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
     """
     from trimaran.doctor.diagnose import diagnose
     from trimaran.doctor.evidence import read_evidence
+    from trimaran.doctor.targets import check_targets
     from trimaran.hardware import calibration_folder
 
     directory, other = find_run(run), find_run(against) if against else None
@@ -36,8 +41,9 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
     except (OSError, ValueError, KeyError) as error:
         raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
                         fix="name a complete run directory of `trimaran train`") from None  # fmt: skip
-    findings = diagnose(evidence)
-    answer = {"time": time.time(), "step": evidence.last_step, "findings": [each.as_dict() for each in findings]}
+    findings, targets = diagnose(evidence), check_targets(evidence)
+    answer = {"time": time.time(), "step": evidence.last_step, "findings": [each.as_dict() for each in findings],
+              "targets": [each.as_dict() for each in targets]}  # fmt: skip
     with contextlib.suppress(OSError):  # a read-only run can be diagnosed, too
         write_findings(directory, answer)
     if as_json:
@@ -45,6 +51,7 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
         typer.echo(json.dumps(answer | {"findings": shown}))
     else:
         _print(findings, directory, steps=len(evidence.steps), last=evidence.last_step)
+        _print_targets(targets)
     return 0
 
 
@@ -76,6 +83,19 @@ def _print(findings: list[Finding], run: RunDirectory, *, steps: int, last: int)
         _print_one(console, finding, run)
     span = f"the last {steps} steps, up to step {last}" if steps else "a run without a finished step"
     console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {span}", soft_wrap=True)
+
+
+def _print_targets(targets: "Sequence[TargetCheck]") -> None:
+    """Print the targets that were measured, each with whether it is met."""
+    from rich.text import Text
+
+    from trimaran.app.views.clean_console import open_console
+
+    console = open_console()
+    for each in targets:
+        if each.is_met is not None:
+            word, style = ("met   ", "green") if each.is_met else ("missed", "bold yellow")
+            console.print(Text.assemble(("target ", ""), (word, style), f" {each}"), soft_wrap=True)
 
 
 def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:

@@ -3,10 +3,10 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trimaran.core import Finding
 from trimaran.run import RunDirectory
@@ -26,19 +26,31 @@ class RunFinding:
         return self.finding.as_dict() | {"command": self.command}
 
 
-def read_findings(run: RunDirectory) -> tuple[list[RunFinding], str]:
-    """Return the doctor's findings and the doctor's own error, if any: it must not disturb the live view."""
+class RunDiagnosis(NamedTuple):
+    """The doctor's findings, its own error, if any, and the targets that were measured."""
+
+    findings: list[RunFinding]
+    error: str = ""
+    targets: Sequence[dict[str, Any]] = ()
+
+
+def read_findings(run: RunDirectory) -> RunDiagnosis:
+    """Return what the doctor says. Its own error is part of the answer: it must not disturb the live view."""
     try:
         from trimaran.app.views.diagnosis import command_of
         from trimaran.doctor.diagnose import diagnose
         from trimaran.doctor.evidence import read_evidence
+        from trimaran.doctor.targets import check_targets
         from trimaran.hardware import calibration_folder
 
         with _captured_warnings("trimaran.doctor") as warnings:
-            found = diagnose(read_evidence(run, calibrations=calibration_folder(os.environ)))
-        return [RunFinding(finding=each, command=command_of(each, run)) for each in found], "; ".join(warnings)
+            evidence = read_evidence(run, calibrations=calibration_folder(os.environ))
+            found, targets = diagnose(evidence), check_targets(evidence)
+        measured = [each.as_dict() | {"text": str(each)} for each in targets if each.is_met is not None]
+        findings = [RunFinding(finding=each, command=command_of(each, run)) for each in found]
+        return RunDiagnosis(findings, "; ".join(warnings), measured)
     except Exception as error:
-        return [], f"the doctor failed: {type(error).__name__}: {error}"
+        return RunDiagnosis([], f"the doctor failed: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -72,6 +84,7 @@ class FindingsPoller:
         self.run = run
         self.findings: list[RunFinding] = []
         self.error = ""
+        self.targets: Sequence[dict[str, Any]] = ()
         self._due = 0.0 if at_once else time.monotonic() + POLL_SECONDS
         self._shown: dict[tuple[str, str], bool] = {}  # by code and culprit: whether as a fault
         self._error_shown = False
@@ -81,7 +94,7 @@ class FindingsPoller:
         began = time.monotonic()
         if began < self._due:
             return
-        self.findings, self.error = read_findings(self.run)
+        self.findings, self.error, self.targets = RunDiagnosis(*read_findings(self.run))
         took = time.monotonic() - began
         self._due = began + max(POLL_SECONDS, took / MAX_CPU_FRACTION)
 

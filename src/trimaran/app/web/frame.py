@@ -13,6 +13,7 @@ from importlib.resources import files
 
 from nicegui import Client, ui
 
+from trimaran.app.messages.error_language import shown_errors
 from trimaran.app.report.markup import Html, tag
 from trimaran.app.web.language import LANGUAGES, current_language, say
 from trimaran.core import UserError
@@ -89,7 +90,7 @@ def error_state(error: UserError) -> Html:
             tag("h3", None, tag("code", None, each.code), " ", each.what),
             tag("p", {"class": "quiet"}, say("where: {where}", where=each.where)),
             tag("p", None, say("fix: {fix}", fix=each.fix)))
-        for each in error.all
+        for each in shown_errors(error, current_language())
     ]  # fmt: skip
     return Html("".join(cards))
 

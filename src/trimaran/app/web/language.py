@@ -1,4 +1,8 @@
-"""The texts of the web page in English and Chinese. The English text is the key, and what is shown without another."""
+"""The texts of the web page in English and Chinese. The English text is the key, and what is shown without another.
+
+The language of a page is that of its cookie, which the button sets; else that of `TRIMARAN_LANG` when the server was
+started; else that which the browser prefers.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,11 +10,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.resources import files
-from typing import Literal
 
+from nicegui import app as nicegui_app
 from nicegui import context
 
-Language = Literal["en", "zh"]
+from trimaran.app.messages.error_language import Language
+
 LANGUAGES: Mapping[Language, str] = {"en": "English", "zh": "中文"}
 LANGUAGE_COOKIE = "trimaran-language"
 _CHOSEN: ContextVar[Language | None] = ContextVar("language", default=None)
@@ -37,10 +42,21 @@ def current_language() -> Language:
     return language_of(request.cookies.get(LANGUAGE_COOKIE), request.headers.get("accept-language", ""))
 
 
+def set_server_language(language: Language | None) -> None:
+    """Set the language of all pages without a cookie; None leaves it to the browsers."""
+    nicegui_app.state.trimaran_language = language
+
+
+def server_language() -> Language | None:
+    return getattr(nicegui_app.state, "trimaran_language", None)
+
+
 def language_of(cookie: str | None, accepted: str) -> Language:
-    """Return the language of the cookie, or else that which the browser prefers."""
+    """Return the language of the cookie, or else the server's, or else that which the browser prefers."""
     if cookie == "en" or cookie == "zh":
         return cookie
+    if (chosen := server_language()) is not None:
+        return chosen
     return "zh" if accepted.strip().lower().startswith("zh") else "en"
 
 

@@ -25,7 +25,7 @@ from trimaran.app.web import (
     workshop_page,
 )
 from trimaran.app.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
-from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in
+from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in, set_server_language
 from trimaran.app.web.security import Credentials, SecurityMiddleware
 from trimaran.app.web.web_state import WebState
 from trimaran.core import UserError
@@ -46,6 +46,7 @@ PAGES = (
 def build_app(state: WebState, credentials: Credentials) -> SecurityMiddleware:
     """Return the application with all pages, behind the checks of `SecurityMiddleware`. Call it once in a process."""
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    set_server_language(state.language)
     outer.add_api_route(f"{ASSET_PATH}{{name}}", _serve_asset, methods=["GET"])
     for page in PAGES:
         page.add_page(state)

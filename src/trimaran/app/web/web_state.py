@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from trimaran.app.messages.error_language import Language
 from trimaran.app.web.runs_root import RunsRoot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebState:
-    """The runs, and whether pages may change or start something."""
+    """The runs, whether pages may change or start something, and the language of those that have not chosen one."""
 
     runs: RunsRoot
     may_write: bool = False
+    language: Language | None = None

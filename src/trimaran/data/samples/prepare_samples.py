@@ -31,6 +31,7 @@ from trimaran.data.tokenizer import load_tokenizer
 
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
+FRAMES_TOGETHER = 2  # with temporal patches
 DEFAULT_FRAMES = (1.0, 16)  # of SamplesSection: frames of a video per second, and at most
 MAX_SHOWN_BAD = 5
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -103,7 +104,8 @@ def find_source_files(section: DataSection, source: MixtureSource, rules: ImageR
         raise UserError(error.code, error.what, where=where, fix=error.fix) from None
     samples = section.samples
     frames = (samples.frames_per_second, samples.max_frames)
-    return SourceFiles(source, files, source.images or samples.images, frames)
+    together = FRAMES_TOGETHER if samples.temporal_patches else 1
+    return SourceFiles(source, files, source.images or samples.images, frames, together)
 
 
 def _is_compressed(path: Path) -> bool:
@@ -220,6 +222,8 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
         "made": {"python-stdlib": sys.version, "shapes": drawn_shapes.VERSION}.get(source.source),
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
+    if files.frames_together > 1:
+        parts["frames_together"] = files.frames_together
     if files.frames != DEFAULT_FRAMES:
         parts["frames"] = files.frames  # data without videos has the fingerprint of earlier versions
     if source.source == "text" and any_byte_order_mark(files.files):

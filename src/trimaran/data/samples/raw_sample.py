@@ -61,13 +61,14 @@ class RawSample:
 class SourceFiles:
     """A source and its files, in order. `images` is the folder that image paths are relative to.
 
-    `frames` says how many frames of a video are used: per second, and at most.
+    `frames` says how many frames of a video are used: per second, and at most; `frames_together` share a patch.
     """
 
     source: MixtureSource
     files: Sequence[Path]
     images: str | None = None
     frames: tuple[float, int] = (1.0, 16)
+    frames_together: int = 1
 
 
 def origin(file: str, row: int) -> str:

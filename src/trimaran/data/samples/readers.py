@@ -27,7 +27,9 @@ def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
 
 def _finder(source_files: SourceFiles, folder: Path) -> ImageFinder:
     """Return how images and videos are found that a file in `folder` names."""
-    return ImageFinder(os.path.abspath(source_files.images or folder), FrameChoice(*source_files.frames))
+    return ImageFinder(
+        os.path.abspath(source_files.images or folder), FrameChoice(*source_files.frames, source_files.frames_together)
+    )
 
 
 def _read_chat(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -55,7 +57,9 @@ def _read_image_folder(source_files: SourceFiles) -> Iterator[RawSample]:
     listed: set[str] = set()
     for file in source_files.files:
         if file.name in CAPTION_FILES:
-            finder = ImageFinder(os.path.abspath(file.parent), FrameChoice(*source_files.frames))
+            finder = ImageFinder(
+                os.path.abspath(file.parent), FrameChoice(*source_files.frames, source_files.frames_together)
+            )
             for number, row, _ in json_rows(file, lambda position: 0.0):
                 raw = sample_of(file, number, row, finder, source_files.source.text_field)
                 listed.update(image.file for image in raw.images if isinstance(image, ImageLocation))

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from trimaran.core.regular_files import open_regular_file
+from trimaran.data.lazy_import import load
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
+from trimaran.data.vision.joined_frames import join_frames
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
@@ -20,10 +23,11 @@ MAX_RATE = 1e6  # frames per second
 
 @dataclass(frozen=True, slots=True)
 class FrameChoice:
-    """Which frames of a video are used: `per_second`, and `most` of them, evenly spaced."""
+    """Which frames of a video are used: `per_second`, and `most`, evenly spaced; so many `together` are one image."""
 
     per_second: float = 1.0
     most: int = 16
+    together: int = 1
 
 
 DEFAULT_CHOICE = FrameChoice()
@@ -38,21 +42,22 @@ class Video:
 
 
 def read_video(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Video:
-    """Return the chosen frames of a video: a mapping with `frames`, a folder or a list, and `fps` or `times`.
+    """Return the chosen frames of a video: a file, or a mapping with `frames`, a folder or a list, and their times.
 
-    `find` resolves the reference of a frame or a folder. Raises BadSampleError if the video cannot be used.
+    The times are `fps` or `times`; a file has its own. `find` resolves the reference of a file, a frame or a folder.
+    Raises BadSampleError if the video cannot be used, and UserError if the package that decodes files is missing.
     """
+    if isinstance(value, Mapping) and "frames" not in value:
+        value = next((value[key] for key in ("path", "url", "video") if value.get(key)), value)
     if isinstance(value, str) and value.lower().endswith(VIDEO_SUFFIXES):
-        raise BadSampleError(
-            f"videos are not decoded: write the frames of {value[:80]!r} as images, and name their folder"
-        )
+        return _decoded(value, find, choice)
     if not isinstance(value, Mapping):
         raise BadSampleError("a video is not an object with 'frames' and 'fps' or 'times'")
     frames = _frames(value.get("frames"), find)
     times = _times(value, len(frames))
     chosen = choose_frames(times, choice)
     start = times[0]
-    return Video(tuple(find(frames[each]) for each in chosen), tuple(round(times[each] - start, 3) for each in chosen))
+    return _joined([find(frames[each]) for each in chosen], [times[each] - start for each in chosen], choice)
 
 
 def choose_frames(times: Sequence[float], choice: FrameChoice) -> list[int]:
@@ -66,6 +71,44 @@ def choose_frames(times: Sequence[float], choice: FrameChoice) -> list[int]:
     if len(unique) > choice.most:
         unique = unique[np.linspace(0, len(unique) - 1, choice.most).round().astype(np.int64)]
     return unique.tolist()
+
+
+def _decoded(value: str, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Video:
+    """Return the chosen frames of a video file, as images inside the index."""
+    located = find(value)
+    if not isinstance(located, ImageLocation):
+        raise BadSampleError(f"a video is not a file: {value[:80]!r}")
+    files = load("samples.video_files", "av", where=value[:80], extra="video")
+    times = files.frame_times(located.file)
+    chosen = choose_frames(times, choice)
+    frames = files.decode_frames(located.file, [times[each] for each in chosen])
+    return _joined(frames, [times[each] - times[0] for each in chosen], choice)
+
+
+def _joined(frames: Sequence[ImageSource], times: Sequence[float], choice: FrameChoice) -> Video:
+    """Return the video. Frames that share a patch become one image, at the middle of their times.
+
+    The last frame is repeated if the number does not divide, as Qwen3-VL's processor does.
+    """
+    if choice.together == 1:
+        return Video(tuple(frames), tuple(round(each, 3) for each in times))
+    missing = -len(frames) % choice.together
+    frames, times = [*frames, *[frames[-1]] * missing], [*times, *[times[-1]] * missing]
+    starts = range(0, len(frames), choice.together)
+    joined = [join_frames([_content(each) for each in frames[at : at + choice.together]]) for at in starts]
+    middles = [(times[at] + times[at + choice.together - 1]) / 2 for at in starts]
+    return Video(tuple(joined), tuple(round(each, 3) for each in middles))
+
+
+def _content(frame: ImageSource) -> bytes:
+    if isinstance(frame, bytes):
+        return frame
+    try:
+        with open_regular_file(frame.file, follow_links=True) as stream:
+            stream.seek(frame.offset)
+            return stream.read(frame.length)
+    except (OSError, ValueError) as error:
+        raise BadSampleError(f"a frame of a video cannot be read: {error}"[:200]) from None
 
 
 def _frames(value: Any, find: Callable[[Any], ImageSource]) -> Sequence[Any]:

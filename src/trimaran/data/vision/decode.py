@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+from trimaran.data.vision.joined_frames import split_frames
+
 MAX_PIXELS = 89_478_485  # about 270 MB as RGB; above this Pillow warns
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them starts another program
 DRAFT_FACTOR = 1.5  # a JPEG may be decoded at a reduced size that is at least this much larger than the target
@@ -28,9 +30,12 @@ class BadImageError(Exception):
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
-    """Return width and height after EXIF rotation. The first bytes are enough, except for WebP and AVIF."""
+    """Return width and height after EXIF rotation. The first bytes are enough, except for WebP and AVIF.
+
+    Frames that were joined have the size of the first.
+    """
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(split_frames(data)[0]), formats=FORMATS) as image:
             width, height = _checked(image).size
             return (height, width) if _orientation(image) >= FIRST_SWAPPED_ORIENTATION else (width, height)
     except BadImageError:

@@ -6,13 +6,20 @@ from trimaran.core import ImageRules
 from trimaran.data.vision.anyres import anyres_tiles
 from trimaran.data.vision.decode import pixels_of
 from trimaran.data.vision.image_grid import canvas_of, tile_side
+from trimaran.data.vision.joined_frames import split_frames
 
 GREY = 128
 
 
 def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
-    """Write the patches of an image of `size` (width, height) to `out` u8 [patches, 3 * patch * patch]."""
+    """Write the patches of an image of `size` (width, height) to `out` u8 [patches, 3 * frames * patch * patch].
+
+    Joined frames share their patches; an image is repeated in all frames.
+    """
     rows, columns = canvas_of(size, rules)
+    if rules.variant == "native" and rules.frames > 1:
+        _fill_frames(split_frames(data), (columns * rules.patch, rows * rules.patch), rules, out)
+        return
     if rules.variant == "native":
         (pixels,) = pixels_of(data, [(columns * rules.patch, rows * rules.patch)])
         cut_patches(pixels, rules, out)
@@ -30,6 +37,16 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
     ordered = [*tiles, *thumbnail] if rules.thumbnail == "last" else [*thumbnail, *tiles]
     for number, tile in enumerate(ordered):
         cut_patches(tile, rules, out[number * per_tile : (number + 1) * per_tile])
+
+
+def _fill_frames(frames: list[bytes], size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
+    """Write patches ordered by channel, frame, row, column: Qwen2-VL's order. The last frame is repeated."""
+    target = out.reshape(len(out), 3, rules.frames, rules.patch**2)
+    one = np.empty((len(out), 3 * rules.patch**2), dtype=out.dtype)
+    for number in range(rules.frames):
+        if number < len(frames):
+            cut_patches(pixels_of(frames[number], [size])[0], rules, one)
+        target[:, :, number] = one.reshape(len(out), 3, -1)
 
 
 def grey_patches(out: np.ndarray) -> None:

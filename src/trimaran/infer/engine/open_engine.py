@@ -44,7 +44,7 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cache_folder = None if config.cache is None else Path(config.cache)
     network, dtype = open_network(config.weights, device, config.dtype, cache=cache_folder)
-    bank = _open_adapters(network, config, cache_folder) if config.adapters else None
+    bank = _open_adapters(network, config) if config.adapters else None
     if config.quantise is not None:
         quantise(network, config.quantise, device)
     runner = open_runner(network, device, dtype, cache_settings(network, device, config), bank=bank)
@@ -83,8 +83,8 @@ def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
     recipe = weights.run.read_recipe() if weights.run else None
     if has_adapter(weights, recipe):
         raise UserError("U014", "weights with an adapter are merged in one process, and cannot be split over ranks",
-                        where="--tp, --pp", fix="merge it first: trimaran export RUN --merge, and serve that folder"
-                        )  # fmt: skip
+                        where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
+                        "trimaran export RUN --merge, and serve that folder")  # fmt: skip
     return section_of(weights, recipe), weights.path
 
 
@@ -95,19 +95,32 @@ def _with_graphs(runner: ModelRunner, config: EngineConfig) -> Runner:
     return found
 
 
-def _open_adapters(network: Network, config: EngineConfig, cache_folder: Path | None) -> AdapterBank:
-    """Return the adapters of the config, loaded beside the base. Raises UserError if one has another base."""
-    bank = AdapterBank(network, output_head(network))
-    recipe = config.weights.run.read_recipe() if config.weights.run else None
-    base = section_of(config.weights, recipe)
-    for name, folder in config.adapters.items():
-        path = Path(folder)
+def adapter_folders(config: EngineConfig) -> dict[str, Path]:
+    """Return the folders of the config's adapters by name. Raises UserError if one is not a PEFT folder."""
+    folders = {name: Path(folder) for name, folder in config.adapters.items()}
+    for name, path in folders.items():
         if not (path / "adapter_config.json").is_file():
-            raise UserError("U014", f"{folder} is not a PEFT folder: adapter_config.json is missing",
+            raise UserError("U014", f"{path} is not a PEFT folder: adapter_config.json is missing",
                             where=f"--adapter {name}", fix="name a folder that PEFT or `trimaran export` has written"
                             )  # fmt: skip
-        if base.path and recipe is None:
-            refuse_other_base(base, saved_base(path), seed=0, cache=cache_folder)
+    return folders
+
+
+def refuse_other_bases(config: EngineConfig) -> None:
+    """Raise UserError if an adapter of the config was trained on another base."""
+    recipe = config.weights.run.read_recipe() if config.weights.run else None
+    base = section_of(config.weights, recipe)
+    if base.path and recipe is None:
+        cache = None if config.cache is None else Path(config.cache)
+        for path in adapter_folders(config).values():
+            refuse_other_base(base, saved_base(path), seed=0, cache=cache)
+
+
+def _open_adapters(network: Network, config: EngineConfig) -> AdapterBank:
+    """Return the adapters of the config, loaded beside the base. Raises UserError if one has another base."""
+    refuse_other_bases(config)
+    bank = AdapterBank(network, output_head(network))
+    for name, path in adapter_folders(config).items():
         load_peft_folder(network, bank, name, path)
     network.module.requires_grad_(False)
     return bank

@@ -4,10 +4,19 @@ import torch
 
 from trimaran.core import UserError
 from trimaran.infer.engine.engine_config import EngineConfig
-from trimaran.infer.engine.open_engine import OpenEngine, cache_settings, new_engine, section_and_folder
+from trimaran.infer.engine.open_engine import (
+    OpenEngine,
+    adapter_folders,
+    cache_settings,
+    new_engine,
+    refuse_other_bases,
+    section_and_folder,
+)
 from trimaran.infer.engine.open_runner import bytes_of_page
 from trimaran.infer.open_weights import usual_dtype
 from trimaran.infer.ranks.serving_rank import RankPlace, ServedModel, open_ranked_runner, serve_rank
+from trimaran.infer.ranks.sharded_weights import PartSettings
+from trimaran.infer.weight_quantisation import refuse_device
 from trimaran.nets import Network
 from trimaran.parallel.precision import DTYPES
 
@@ -27,10 +36,6 @@ def serve_other_rank(config: EngineConfig, rank: int, address: str) -> int:
 
 def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[RankPlace, ServedModel]:
     """Return where a rank is, and what it loads, as `infer/ranks` takes them."""
-    for option, value in (("--adapter", config.adapters), ("--quantise", config.quantise)):
-        if value:
-            raise UserError("U014", f"{option} is for one rank", where=option,
-                            fix=f"leave {option} out, or serve with --tp 1 --pp 1")  # fmt: skip
     num_ranks, num_gpus = config.tp * config.pp, torch.cuda.device_count()
     if 0 < num_gpus < num_ranks:
         raise UserError("U014", f"{num_ranks} ranks need as many GPUs, and this machine has {num_gpus}",
@@ -47,7 +52,11 @@ def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[Ran
         pages = settings.max_bytes // bytes_of_page(network, on, dtype, settings.page_size)
         return min(pages, -(-(settings.max_tokens or pages) // settings.page_size))
 
+    if config.quantise is not None:
+        refuse_device(config.quantise, device)
+    settings = PartSettings(dtype=dtype, quantise=config.quantise, adapters=adapter_folders(config),
+                            check_adapters=lambda: refuse_other_bases(config))  # fmt: skip
     place = RankPlace(rank=rank, tp=config.tp, pp=config.pp, address=address, device=device)
-    model = ServedModel(section=section, folder=folder, step=config.weights.step, dtype=dtype,
+    model = ServedModel(section=section, folder=folder, step=config.weights.step, settings=settings,
                         page_size=config.sizes.page_size, num_pages=num_pages)  # fmt: skip
     return place, model

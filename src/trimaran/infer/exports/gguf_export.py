@@ -24,6 +24,8 @@ from trimaran.nets import Decoder, Network, network_of
 FILE = "model.gguf"
 # The name of llama.cpp's architecture for each of transformers'.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+# llama.cpp finds no head in a file of these without one, and does not use the embedding instead.
+WITH_OWN_HEAD = frozenset({"qwen2_moe"})
 # What a file can hold, with the names of `gguf.GGMLQuantizationType` and `gguf.LlamaFileType`. The package quantises to
 # no K-quants: llama.cpp's `llama-quantize` makes those of an f16 file.
 TYPES = {
@@ -90,7 +92,7 @@ def write_gguf(
     if spec.block.rope.factor != 1:
         writer.add_tensor(ROPE_FACTORS, rope_factors(spec.block.rope, spec.head_dim))
     done, total = 0, spec.num_parameters
-    for tensor_name, tensor in _stacked(network.disk_tensors(), spec):
+    for tensor_name, tensor in _with_head(_stacked(network.disk_tensors(), spec), spec, config["model_type"]):
         written = _written_name(names, tensor_name)
         values = _permuted(tensor, tensor_name, spec).numpy() if config["model_type"] == "llama" else tensor.numpy()
         data, data_type = _encode(gguf, written, values, kind)
@@ -154,6 +156,14 @@ def _stacked(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator
             yield key, torch.stack([parts[number] for number in range(count)])
             del waiting[key]
     assert not waiting, f"experts are missing: {list(waiting)}"
+
+
+def _with_head(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, and the embedding once more as a tied head if llama.cpp needs one."""
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == "model.embed_tokens.weight" and spec.tied and model_type in WITH_OWN_HEAD:
+            yield "lm_head.weight", tensor
 
 
 def _written_name(names: Any, name: str) -> str:

@@ -18,7 +18,15 @@ from trimaran.infer.engine.engine_batch import EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import traits_of
 from trimaran.infer.ranks.peer_watch import PeerWatch, watch_peers
-from trimaran.infer.ranks.sharded_weights import WeightsFolder, agreed, check_weights, open_part, refuse_unservable
+from trimaran.infer.ranks.sharded_weights import (
+    OpenPart,
+    PartSettings,
+    WeightsFolder,
+    agreed,
+    check_weights,
+    open_part,
+    refuse_unservable,
+)
 from trimaran.infer.ranks.staged_network import StagedNetwork, StageLinks
 from trimaran.infer.ranks.step_channel import MessageKind, StepChannel, command_numbers, read_command
 from trimaran.nets import Network
@@ -54,7 +62,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What to serve: weights, the dtype of matmuls, and the pages of the cache.
+    """What to serve: weights, how each rank holds them, and the pages of the cache.
 
     `folder` is a Hugging Face folder, or with a `step` the checkpoint of a run; `section` is the run's or the folder's
     model section. `num_pages` may be a function of the loaded part and its device, such as one that measures free
@@ -63,7 +71,7 @@ class ServedModel:
 
     section: ModelSection
     folder: Path
-    dtype: torch.dtype
+    settings: PartSettings
     page_size: int
     num_pages: int | Callable[[Network, torch.device], int]
     step: int | None = None
@@ -136,14 +144,20 @@ class OpenRank:
 
     def _open_runner(self) -> ModelRunner:
         model = self.model
-        network = self._linked(open_part(model.weights, self.ranks, model.dtype))
+        part = open_part(model.weights, self.ranks, model.settings)
+        network = self._linked(part.network)
         pages = model.num_pages if isinstance(model.num_pages, int) else model.num_pages(network, self.ranks.device)
         least = torch.tensor([pages])
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        cache, traits = PagedCache(int(least), model.page_size), traits_of(network)
+        return self._runner_of(part, PagedCache(int(least), model.page_size))
+
+    def _runner_of(self, part: OpenPart, cache: PagedCache) -> ModelRunner:
+        """Return what computes this rank's part of each step."""
+        network, dtype = self._linked(part.network), self.model.settings.dtype
+        traits = traits_of(network)
         if self.ranks.degrees.pp > 1:  # rank 0 has no last layer
             traits = replace(traits, embeds=False)
-        return ModelRunner(network, self.ranks.device, model.dtype, cache, traits)
+        return ModelRunner(network, self.ranks.device, dtype, cache, traits, part.bank)
 
     def load(self, folder: Path, step: int | None) -> None:
         """Read other weights of the same model. The old ones are freed first: there may be no room for both.
@@ -152,10 +166,11 @@ class OpenRank:
         """
         weights = replace(self.model.weights, folder=folder, step=step)
         agreed(lambda: check_weights(weights))
-        del self.runner.network
+        cache = self.runner.cache
+        del self.runner
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.runner.network = self._linked(open_part(weights, self.ranks, self.model.dtype))
+        self.runner = self._runner_of(open_part(weights, self.ranks, self.model.settings), cache)
 
     def leave(self) -> None:
         """Leave the other ranks in order."""
@@ -164,7 +179,7 @@ class OpenRank:
 
     def _linked(self, part: Network) -> StagedNetwork:
         hidden = part.spec.hidden if part.spec is not None and self.ranks.degrees.pp > 1 else 0
-        links = StageLinks(self.ranks, hidden, part.vocabulary, self.model.dtype)
+        links = StageLinks(self.ranks, hidden, part.vocabulary, self.model.settings.dtype)
         return StagedNetwork(part.module, part.blocks, part.spec, part, links)
 
 
@@ -202,7 +217,7 @@ def _load_if_there(rank: OpenRank, folder: Path, step: int | None) -> None:
     try:
         rank.load(folder, step)
     except UserError as error:
-        if not hasattr(rank.runner, "network"):
+        if not hasattr(rank, "runner"):
             raise
         log.warning("the weights stay as they are: %s", error.what)
 

@@ -1,7 +1,7 @@
 """Builds a rank's part of a network to serve with, and reads its slices of the weights: never the whole model."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,11 +16,15 @@ from trimaran.checkpoint.load_state import fill_shards
 from trimaran.checkpoint.rank_share import TORCH_DTYPES
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Mesh, ModelSection, Plan, UserError
+from trimaran.infer.ranks.sharded_adapters import DescribedAdapter, describe_adapters, load_adapters
+from trimaran.infer.ranks.sharded_quantisation import quantise_part, refuse_inexact_slices
 from trimaran.infer.trained_model import compute_in_bf16
+from trimaran.infer.weight_quantisation import Quantisation
 from trimaran.models import ModelSpec, VlmSpec, spec_of, weight_files
 from trimaran.models.stages import stage_ranges
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.nets import Network, network_of
+from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.serving_tp_plan import serving_tensor_plan
@@ -49,20 +53,45 @@ class WeightsFolder:
         return ModelSection(family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code)
 
 
-def open_part(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenPart:
+    """A rank's part of a network, ready to compute, and the adapters that sequences may use."""
+
+    network: Network
+    bank: AdapterBank | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartSettings:
+    """How a rank holds its weights: `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them, or quantised.
+
+    `adapters` are PEFT folders by name, which stay unmerged. Rank 0 calls `check_adapters`, which raises UserError if
+    one was trained on another base.
+    """
+
+    dtype: torch.dtype
+    quantise: Quantisation | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    check_adapters: Callable[[], None] = lambda: None
+
+
+def open_part(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> OpenPart:
     """Return this rank's part of the network, with its weights, ready to compute. Every rank must call it.
 
-    Matmuls have their weights in `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them. Raises UserError
-    on every rank if one of them cannot load its part.
+    Raises UserError on every rank if one of them cannot load its part.
     """
     refuse_unservable(weights.described, ranks.degrees)
     load = _open_hf if weights.section.family == "hf" else _open_own
-    network = agreed(lambda: load(weights, ranks, dtype))
+    network, described = agreed(lambda: load(weights, ranks, settings))
     if reason := network.paged_difference(ranks.device):
         raise _not_split(f"{type(network.module).__name__} cannot attend to pages: it {reason}")
     network.module.eval().requires_grad_(False)
+    bank = load_adapters(network, described, agreed) if settings.adapters else None
+    if (kind := settings.quantise) is not None:
+        agreed(lambda: refuse_inexact_slices(network, kind))
+        quantise_part(network, kind, ranks)
     _keep_local_parameters(network.module)
-    return network
+    return OpenPart(network, bank)
 
 
 def agreed(act: Callable[[], Result]) -> Result:
@@ -130,25 +159,30 @@ def _not_split(what: str) -> UserError:
                      fix="leave them out, or use --tp alone")  # fmt: skip
 
 
-def _open_own(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
-    """Return a stage of our own network, or a slice of it, with its weights."""
-    spec = spec_of(weights.described)
-    assert spec is not None, "our own networks always have a spec"
+def _open_own(
+    weights: WeightsFolder, ranks: RankMesh, settings: PartSettings
+) -> tuple[Network, list[DescribedAdapter]]:
+    """Return a stage of our own network, or a slice of it, with its weights; and what its adapters change."""
+    spec = spec_of(weights.described.model_copy(update={"multi_token_prediction": None}))  # only training needs it
+    if spec is None:
+        raise _not_split(f"only its plug-in knows the family {weights.described.family}")
     plan = Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp)
     layers = stage_ranges(spec, plan, seq_len=1)[ranks.rank("pp")] if ranks.degrees.pp > 1 else None
     with torch.device("meta"):
         network = network_of(spec, layers)
-    _shard(network, ranks, dtype)
+        whole = network if layers is None or not settings.adapters else network_of(spec)
+    described = _described(whole, ranks, settings)
+    _shard(network, ranks, settings.dtype)
     network.module.to_empty(device=ranks.device)
     if weights.step is None:
         network.load(weights.folder)
     else:
         _load_checkpoint(network.module, weights.folder)
-    return network
+    return network, described
 
 
-def _open_hf(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Network:
-    """Return a slice of a Hugging Face model, with its weights."""
+def _open_hf(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> tuple[Network, list[DescribedAdapter]]:
+    """Return a slice of a Hugging Face model, with its weights; and what its adapters change."""
     from trimaran.nets.hf_build import materialise, open_hf_model  # noqa: PLC0415  transformers takes seconds to import
     from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 
@@ -157,13 +191,20 @@ def _open_hf(weights: WeightsFolder, ranks: RankMesh, dtype: torch.dtype) -> Net
     check_weights(weights)
     module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
     network = network_of_hf(module, spec_of(section))
-    _shard(network, ranks, dtype)
+    described = _described(network, ranks, settings)
+    _shard(network, ranks, settings.dtype)
     if weights.step is None:
         fill(network.module, ranks.device)
     else:
         materialise(network.module, ranks.device)
         _load_checkpoint(network.module, weights.folder)
-    return network
+    return network, described
+
+
+def _described(whole: Network, ranks: RankMesh, settings: PartSettings) -> list[DescribedAdapter]:
+    if settings.adapters and dist.get_rank() == 0:
+        settings.check_adapters()
+    return describe_adapters(whole, settings.adapters, is_staged=ranks.degrees.pp > 1)
 
 
 def _shard(network: Network, ranks: RankMesh, dtype: torch.dtype) -> None:

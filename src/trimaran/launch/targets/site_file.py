@@ -11,7 +11,7 @@ from trimaran.core import UserError, did_you_mean
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.hardware.validation_error import first_error
-from trimaran.launch.targets.target import TARGET_CLASSES
+from trimaran.launch.targets.target import TARGET_CLASSES, target_names
 
 MAX_SITE_BYTES = 1 << 16
 EXAMPLE = "slurm: {partition: gpu, account: llm}"
@@ -45,9 +45,9 @@ def read_site_file(path: Path) -> dict[str, Any]:
         raise UserError("L003", "the site file is not a mapping of targets", where=str(path),
                         fix=f"start from: {EXAMPLE}")  # fmt: skip
     for name in tree:
-        if name not in TARGET_CLASSES:
-            raise UserError("L003", f"there is no target '{name}'{did_you_mean(str(name), TARGET_CLASSES)}",
-                            where=str(path), fix=f"the targets are {', '.join(TARGET_CLASSES)}")  # fmt: skip
+        if name not in TARGET_CLASSES and name not in (known := target_names()):
+            raise UserError("L003", f"there is no target '{name}'{did_you_mean(str(name), known)}", where=str(path),
+                            fix=f"the targets are {', '.join(known)}")  # fmt: skip
     return tree
 
 

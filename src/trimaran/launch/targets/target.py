@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel
 
 from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean
+from trimaran.core.plugins import installed_plugins, load_plugin, plugin_names
 from trimaran.hardware import Cluster
 
 # By name, in the order in which help and completion list them. Only the requested one is imported.
@@ -129,7 +130,10 @@ class SiteCheck:
 
 
 class Target(Protocol):
-    """One place to launch runs. Methods raise UserError for a person's mistake, also when the target's tool fails."""
+    """One place to launch runs. Methods raise UserError for a person's mistake, also when the target's tool fails.
+
+    That of a plug-in also has `contract`, version 1, and the name of its entry point.
+    """
 
     name: str
     site_model: type[BaseModel]  # of the target's section in the site file
@@ -170,12 +174,20 @@ class Target(Protocol):
 
 
 def open_target(name: str) -> Target:
-    """Return the target with this name; raise UserError if there is none."""
+    """Return the target with this name, built in or a plug-in's; raise UserError if there is none."""
     if name not in TARGET_CLASSES:
-        raise UserError("L001", f"there is no target '{name}'{did_you_mean(name, TARGET_CLASSES)}", where="--on",
-                        fix=f"name one of {', '.join(TARGET_CLASSES)}")  # fmt: skip
+        if any(each.name == name for each in installed_plugins("launch target")):
+            return load_plugin("launch target", name)
+        known = target_names()
+        raise UserError("L001", f"there is no target '{name}'{did_you_mean(name, known)}", where="--on",
+                        fix=f"name one of {', '.join(known)}")  # fmt: skip
     module, _, kind = TARGET_CLASSES[name].partition(":")
     return getattr(import_module(module), kind)()
+
+
+def target_names() -> tuple[str, ...]:
+    """Return the names of all targets: those built in first, then those of plug-ins."""
+    return (*TARGET_CLASSES, *plugin_names("launch target"))
 
 
 def job_name(name: str) -> str:

@@ -17,7 +17,7 @@ class Family:
     fields of config.json beyond those that all architectures have: what `read` makes of the result must be the same
     spec, or the architecture cannot express it. `off` are features that the decoder lacks in this architecture, with
     the values that switch them off; `lacks` returns any other such feature, or an empty string. `extra_layers`: folders
-    may have layers after the last one, which predict later tokens (MTP) and are not read.
+    may have layers after the last one, which predict later tokens (MTP). They are read if the recipe trains them.
     """
 
     architecture: str

@@ -18,7 +18,9 @@ _OFF = OFF | {"hidden_act": (None, "silu"), "use_qk_norm": (None, False)}
 
 
 def _read(fields: Fields) -> ModelSpec:
-    max_seq_len = fields.integer("max_position_embeddings", default=8192)
+    # Command R's config.json has 8,192 positions, but says that the model was trained with model_max_length of them.
+    positions = fields.integer("max_position_embeddings", default=8192)
+    max_seq_len = max(positions, fields.integer("model_max_length", default=0))
     biased = fields.boolean("attention_bias", default=False)
     block = Block(
         norm_eps=fields.number("layer_norm_eps", default=1e-5),

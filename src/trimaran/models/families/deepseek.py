@@ -68,7 +68,10 @@ def _read(fields: Fields, block: Block, *, max_seq_len: int, interleaved: bool) 
 
 
 def _write_v3(spec: ModelSpec) -> dict[str, Any]:
-    return _write(spec) | {"rope_interleave": spec.block.rope.interleaved, "num_nextn_predict_layers": 0}
+    return _write(spec) | {
+        "rope_interleave": spec.block.rope.interleaved,
+        "num_nextn_predict_layers": spec.prediction_layers,
+    }
 
 
 def _write_v2(spec: ModelSpec) -> dict[str, Any]:

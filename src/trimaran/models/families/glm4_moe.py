@@ -36,7 +36,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": spec.block.qkv_bias,
         "use_qk_norm": spec.block.qk_norm,
         "partial_rotary_factor": (spec.block.rope.rotary_dim or spec.head_dim) / spec.head_dim,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.prediction_layers,
     }
 
 

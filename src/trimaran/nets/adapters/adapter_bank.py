@@ -12,12 +12,16 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.adapters.lora_linear import ADAPTER_PARAMETERS, LoraLinear
+from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
 from trimaran.nets.network import Network
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterUpdate:
-    """The update of one linear layer: `scaling * up @ down`. `factor` [out] rescales the sum with the base (DoRA)."""
+    """The update of one linear layer: `scaling * up @ down`. `factor` [out] rescales the sum with the base (DoRA).
+
+    Of a sharded layer these are the rank's own slices.
+    """
 
     down: Tensor
     up: Tensor
@@ -49,8 +53,8 @@ class AdapterBank:
     def take(self, name: str) -> None:
         """Move the adapter that is attached to the network, and filled, into the bank under this name.
 
-        The network has no adapter afterwards. Raises if the adapter also trains modules in full, or image towers: these
-        exist once for all sequences.
+        The network has no adapter afterwards. Every rank that shards the network must call it. Raises if the adapter
+        also trains modules in full, or image towers: these exist once for all sequences.
         """
         layers = {path: each for path, each in self._network.module.named_modules() if isinstance(each, LoraLinear)}
         self._refuse_shared_parts(name, layers)
@@ -64,7 +68,10 @@ class AdapterBank:
         for layer in layers.values():
             if layer not in self._updates:
                 self._updates[layer] = {}
-                layer.register_forward_hook(partial(self._add_updates, self._updates[layer]))
+                # Of a layer that is sharded by its inputs the output has no bias yet, and is summed over ranks by the
+                # next hook: an update is a part of that sum.
+                has_bias = layer.bias is not None and not is_sharded_by_inputs(layer)
+                layer.register_forward_hook(partial(self._add_updates, self._updates[layer], has_bias), prepend=True)
             self._updates[layer][number] = _taken(layer)
 
     def discard(self) -> None:
@@ -90,14 +97,10 @@ class AdapterBank:
         full = [path for path, each in named if each.requires_grad and id(each) not in adapted]
         language = [*self._network.towers.values()][-1]
         outside = [path for path in layers if not path.startswith(language) and layers[path] is not self._head]
-        if full or outside:
-            what = f"trains {full[0]} in full" if full else f"changes {outside[0]}, which all sequences share"
-            raise UserError("E009", f"the adapter {name!r} {what}", where="adapters",
-                            fix="serve it alone, merged into its base, or train it on linear layers of the language "
-                            "model only")  # fmt: skip
+        refuse_shared_parts(name, full, outside)
 
     def _add_updates(
-        self, updates: Mapping[int, AdapterUpdate], layer: nn.Module, args: tuple[Any, ...], out: Tensor
+        self, updates: Mapping[int, AdapterUpdate], has_bias: bool, layer: nn.Linear, args: tuple[Any, ...], out: Tensor
     ) -> Tensor | None:
         """Return a layer's output with the updates of its tokens; None, for no change, if no token has one."""
         groups = [each for each in (self._head_groups if layer is self._head else self._groups)
@@ -105,7 +108,7 @@ class AdapterBank:
         if not groups:
             return None
         x, flat = args[0].flatten(0, -2), out.flatten(0, -2)
-        bias = getattr(layer, "bias", None)
+        bias = local_part(layer.bias) if has_bias else None
         for group in groups:
             update = updates[group.adapter]
             if group.rows is None:
@@ -113,6 +116,15 @@ class AdapterBank:
             else:
                 flat[group.rows] = _updated(x[group.rows], flat[group.rows], update, bias)
         return flat.view_as(out)
+
+
+def refuse_shared_parts(name: str, full: Sequence[str], outside: Sequence[str]) -> None:
+    """Raise UserError if an adapter trains the parameters `full`, or changes linear layers `outside` the text model."""
+    if full or outside:
+        what = f"trains {full[0]} in full" if full else f"changes {outside[0]}, which all sequences share"
+        raise UserError("E009", f"the adapter {name!r} {what}", where="adapters",
+                        fix="serve it alone, merged into its base, or train it on linear layers of the language "
+                        "model only")  # fmt: skip
 
 
 def _updated(x: Tensor, base: Tensor, update: AdapterUpdate, bias: Tensor | None) -> Tensor:
@@ -142,8 +154,8 @@ def _groups(of_tokens: np.ndarray, device: torch.device) -> list[TokenGroup]:
 @torch.no_grad()
 def _taken(layer: LoraLinear) -> AdapterUpdate:
     """Return the update of a layer, which becomes a plain linear layer again."""
-    factor = None if layer.lora_magnitude is None else (layer.lora_magnitude / layer.weight_norms()).detach()
-    found = AdapterUpdate(layer.lora_A.detach(), layer.lora_B.detach(), layer.scaling, factor)
+    factor = None if layer.lora_magnitude is None else local_part(layer.lora_magnitude / layer.weight_norms())
+    found = AdapterUpdate(local_part(layer.lora_A), local_part(layer.lora_B), layer.scaling, factor)
     _remove_adapter({"": layer})
     return found
 
@@ -152,4 +164,4 @@ def _remove_adapter(layers: Mapping[str, LoraLinear]) -> None:
     for layer in layers.values():
         for name in ADAPTER_PARAMETERS:
             delattr(layer, name)
-        layer.__class__ = nn.Linear  # pyrefly: ignore[bad-argument-type]
+        layer.__class__ = layer.base_class  # pyrefly: ignore[bad-argument-type]

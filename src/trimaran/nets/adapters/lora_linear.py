@@ -47,6 +47,7 @@ class LoraLinear(nn.Linear):
     lora_magnitude: nn.Parameter | None
     scaling: float
     dropout: float
+    base_class: type[nn.Linear] = nn.Linear  # what the layer is without its adapter
 
     def base_forward(self, x: Tensor) -> Tensor:
         """Return the frozen layer's output, with its bias; under tensor parallelism that of this rank's shard."""

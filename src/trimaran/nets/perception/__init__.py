@@ -1,4 +1,4 @@
-"""The reference perception model: camera images and LiDAR points in, boxes and a bird's-eye-view segmentation out."""
+"""The reference perception model: cameras, LiDAR and radar in, boxes and a bird's-eye-view segmentation out."""
 
 from trimaran.nets.perception.model import Perception
 from trimaran.nets.perception.perception_network import PerceptionNetwork, load_perception_weights, perception_network

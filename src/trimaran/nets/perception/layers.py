@@ -1,14 +1,17 @@
 """The blocks of the perception model. Their norms cover one scene at a time, so results do not depend on the plan."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core.scene_rules import SceneRules
-from trimaran.models.perception_spec import BOX_OUTPUTS, GROUPS, POINT_FEATURES, PerceptionSpec
+from trimaran.models.perception_spec import BOX_OUTPUTS, GROUPS, POINT_FEATURES, RADAR_FEATURES, PerceptionSpec
 
 INITIAL_HEAT = -2.0  # added to the heat logits: few cells hold an object, and learning that first would take long
 PIXEL_MEAN, PIXEL_STD = 0.5, 0.25
+RADAR_DBSM_MEAN, RADAR_DBSM_STD, RADAR_METRES_A_SECOND = 5.0, 10.0, 5.0
 
 
 class GroupNorm(nn.GroupNorm):
@@ -80,23 +83,28 @@ class CameraNeck(nn.Module):
         return self.norm(tokens + self.places.weight.to(tokens.dtype))
 
 
-class LidarStem(nn.Module):
-    """Maps points to pillars: an MLP for each point, and the maximum over the points of each cell.
+class PillarStem(nn.Module):
+    """Maps the points of a sensor to pillars: an MLP for each point, and the maximum over the points of each cell.
 
-    A maximum does not depend on the order of the points, so results are the same on every device.
+    A maximum does not depend on the order of the points, so results are the same on every device. `values` returns
+    what is known of each point besides its place, scaled to about 1.
     """
 
-    def __init__(self, spec: PerceptionSpec) -> None:
+    def __init__(self, spec: PerceptionSpec, num_features: int, values: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.rules = spec.scenes()
-        self.fc1 = nn.Linear(POINT_FEATURES, spec.hidden, bias=False)
+        self.rules, self.values = spec.scenes(), values
+        self.fc1 = nn.Linear(num_features, spec.hidden, bias=False)
         self.norm1 = SceneLayerNorm(spec.hidden)
         self.fc2 = nn.Linear(spec.hidden, spec.hidden, bias=False)
         self.norm2 = SceneLayerNorm(spec.hidden)
 
     def forward(self, points: Tensor, rows: Tensor, num_scenes: int) -> Tensor:
-        """Return pillars [num_scenes, hidden, cells, cells] of `points` [P, 4] of the scenes `rows` [P]; P may be 0."""
-        features, cell_numbers = point_features(points, self.rules)
+        """Return pillars [num_scenes, hidden, cells, cells] of `points` [P, ...] of the scenes `rows` [P]; P may be 0.
+
+        All points must be inside the grid.
+        """
+        place, cell_numbers = place_features(points, self.rules)
+        features = torch.cat([place[:, :2], self.values(points), place[:, 2:]], dim=1)
         x = F.relu(self.norm2(self.fc2(F.relu(self.norm1(self.fc1(features))))))
         cells = self.rules.cells
         cell_numbers = cell_numbers + rows.long() * cells * cells
@@ -106,27 +114,60 @@ class LidarStem(nn.Module):
         return pillars.view(num_scenes, cells, cells, -1).permute(0, 3, 1, 2).contiguous()
 
 
-def point_features(points: Tensor, rules: SceneRules) -> tuple[Tensor, Tensor]:
-    """Return the features of each point, scaled to about 1, and its cell number. All points must be inside the grid."""
+class LidarStem(PillarStem):
+    """Pillars of LiDAR points [P, 4]: x, y, z, intensity."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__(spec, POINT_FEATURES, lidar_values)
+
+
+class RadarStem(PillarStem):
+    """Pillars of radar points [P, 7]: x, y, z, radar cross-section, radial velocity (vx, vy), age."""
+
+    def __init__(self, spec: PerceptionSpec) -> None:
+        super().__init__(spec, RADAR_FEATURES, radar_values)
+
+
+def lidar_values(points: Tensor) -> Tensor:
+    """Return height and intensity of each point, scaled to about 1."""
+    return points[:, 2:] - 0.5
+
+
+def radar_values(points: Tensor) -> Tensor:
+    """Return height, cross-section, velocity and age of each point, scaled to about 1."""
+    z, cross_section, *velocity, age = points[:, 2:].unbind(1)
+    velocity = [each / RADAR_METRES_A_SECOND for each in velocity]
+    return torch.stack([z - 0.5, (cross_section - RADAR_DBSM_MEAN) / RADAR_DBSM_STD, *velocity, 2 * age], dim=1)
+
+
+def place_features(points: Tensor, rules: SceneRules) -> tuple[Tensor, Tensor]:
+    """Return the place of each point in the grid and in its cell [P, 4], scaled to about 1, and its cell number."""
     flat = (points[:, :2] + rules.reach) / rules.cell
     cells = flat.floor().clamp(0, rules.cells - 1)
     inside = 2 * (flat - cells) - 1
-    features = torch.cat([points[:, :2] / rules.reach, points[:, 2:] - 0.5, inside], dim=1)
     index = cells.long()
-    return features, index[:, 0] * rules.cells + index[:, 1]
+    return torch.cat([points[:, :2] / rules.reach, inside], dim=1), index[:, 0] * rules.cells + index[:, 1]
 
 
 class FusionStem(nn.Module):
-    """Makes the queries: the LiDAR pillar of each cell plus a learnt embedding of the cell."""
+    """Makes the queries: the pillars of each cell plus a learnt embedding of the cell.
+
+    `join` maps the pillars of several sensors to one.
+    """
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
+        num_sensors = len(spec.point_sensors)
         self.queries = nn.Embedding(spec.cells * spec.cells, spec.hidden)
+        self.join = nn.Linear(num_sensors * spec.hidden, spec.hidden, bias=False) if num_sensors > 1 else None
         self.norm = SceneLayerNorm(spec.hidden)
 
-    def forward(self, pillars: Tensor) -> Tensor:
-        """Return queries [B, cells * cells, hidden] of pillars [B, hidden, cells, cells]."""
-        x = pillars.flatten(2).transpose(1, 2)
+    def forward(self, num_scenes: int, *pillars: Tensor) -> Tensor:
+        """Return queries [B, cells * cells, hidden] of pillars [B, hidden, cells, cells], one for each sensor."""
+        maps = [each.flatten(2).transpose(1, 2) for each in pillars]
+        if not maps:
+            return self.norm(self.queries.weight.expand(num_scenes, -1, -1))
+        x = maps[0] if self.join is None else self.join(torch.cat(maps, dim=2))
         return self.norm(x + self.queries.weight.to(x.dtype))
 
 
@@ -141,7 +182,10 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
-        """Return the attention output for queries `x` [B, Q, hidden]; `bias` [Q, num_tokens] is added to the scores."""
+        """Return the attention output for queries `x` [B, Q, hidden].
+
+        `bias` [Q, num_tokens], or [B, 1, Q, num_tokens] if scenes differ, is added to the scores.
+        """
         query, key, value = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for each in (self.q_proj(x), self.k_proj(tokens), self.v_proj(tokens))

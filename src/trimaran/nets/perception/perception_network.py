@@ -18,8 +18,6 @@ from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.perception.model import Perception
 
-TOWERS = {"camera": "camera.", "lidar": "lidar.", "fusion": "fusion.", "heads": "heads."}
-
 # Between these modules queries and tokens are replicated, and every rank computes all the rest.
 TENSOR_PLAN = {
     "fusion.layers.*.attention.q_proj": "colwise",
@@ -44,10 +42,10 @@ class PerceptionNetwork(Network):
 
     @property
     def towers(self) -> Mapping[str, str]:
-        return TOWERS
+        return {name: f"{name}." for name in self.spec.tower_names}
 
     def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        module, num_scenes = self.module, len(inputs["cameras"])
+        module, num_scenes = self.module, len(inputs["valid"])
         return module.stream_shape(num_scenes, module.held.start), module.stream_shape(num_scenes, module.held.stop)
 
     def use_context(self, context: Context) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trimaran.core import Plan
+from trimaran.models.hf_facts import refuse_ep_degree
 from trimaran.nets import Network
 from trimaran.nets.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
-from trimaran.nets.stacked_experts import refuse_ep_degree, spread, spreadable_experts, stacked_experts
+from trimaran.nets.stacked_experts import count_experts, spread, spreadable_experts, stacked_experts
+from trimaran.parallel.axes.foreign_layers import compute_some_experts
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.tensor_collectives import await_rows, exchange_rows, start_exchange
 from trimaran.parallel.mesh import RankMesh
@@ -54,17 +56,19 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
 def _spread_hf_experts(network: Network, ranks: RankMesh) -> None:
     """Shard the stacked experts of a Hugging Face model over `ep`, and dispatch tokens to them.
 
-    A pipeline stage may have no layer with experts; the whole model has.
+    Tensor-parallel ranks have the same tokens: each holds and computes some of the experts of an `ep` rank. A pipeline
+    stage may have no layer with experts; the whole model has.
     """
-    degree, mesh = ranks.degrees.ep, ranks.experts["ep"]
-    whole = network.whole_module
-    refuse_ep_degree(whole, degree)
+    ep, tp = ranks.degrees.ep, ranks.degrees.tp
+    refuse_ep_degree(ep, tp, count_experts(network.whole_module))
+    mesh = ranks.experts["ep", "tp"] if tp > 1 else ranks.experts["ep"]
+    split = partial(compute_some_experts, mesh=ranks.experts["tp"]) if tp > 1 else None
     dispatcher = TokenDispatcher(ranks.experts.get_group("ep"))
     for experts in spreadable_experts(network.module) if stacked_experts(network.module) else ():
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            shard = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-        spread(experts, partial(dispatcher.exchange, own_dtype(experts) is None), degree)
+        spread(experts, partial(dispatcher.exchange, own_dtype(experts) is None), ep, split)
 
 
 def _shard_experts(experts: ExpertWeights, ranks: RankMesh, axes: list[str]) -> None:

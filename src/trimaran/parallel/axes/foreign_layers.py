@@ -5,6 +5,8 @@ that the model's own code can cut it, and the next layer takes its part of a rep
 heads in between.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from trimaran.nets.local_shards import local_for_compute, with_local_parameters
+from trimaran.parallel.axes.sharded_modules import computes_with_shards
 from trimaran.parallel.comm.tensor_collectives import gather_columns, reduce_gradient, reduce_sum, take_columns
 
 
@@ -26,11 +29,10 @@ class ForeignColumns(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, weight=Shard(1 if is_conv1d(module) else 0), bias=Shard(0))
+        columns = _own_forward(module) or partial(_columns, module)
 
         def forward(x: Tensor) -> Tensor:
-            bias: Any = module.bias
-            local = None if bias is None else local_for_compute(bias)
-            out = F.linear(reduce_gradient(x, device_mesh), _matrix(module), local)
+            out = columns(reduce_gradient(x, device_mesh))
             return gather_columns(out, device_mesh) if self._gathers else out
 
         module.forward = forward
@@ -46,9 +48,10 @@ class ForeignRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, weight=Shard(0 if is_conv1d(module) else 1))
+        rows = _own_forward(module) or partial(_rows, module)
 
         def forward(x: Tensor) -> Tensor:
-            out = reduce_sum(F.linear(take_columns(x, device_mesh) if self._takes else x, _matrix(module)), device_mesh)
+            out = reduce_sum(rows(take_columns(x, device_mesh) if self._takes else x), device_mesh)
             bias: Any = module.bias
             return out if bias is None else out + local_for_compute(bias, gradient_is_partial=False).to(out.dtype)
 
@@ -80,21 +83,29 @@ class ForeignExperts(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         placements = {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
         distribute(module, device_mesh, **placements)
-        own, count = module.forward, module.num_experts // device_mesh.size()
-        first = count * device_mesh.get_local_rank()
-        module.num_experts, module._is_expert_parallel = count, True
-
-        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            numbers = top_k_index - first
-            elsewhere = (numbers < 0) | (numbers >= count)
-            weights = reduce_gradient(top_k_weights, device_mesh).masked_fill(elsewhere, 0)
-            with with_local_parameters(module):
-                rows = reduce_gradient(hidden_states, device_mesh)
-                out = own(rows, numbers.masked_fill(elsewhere, count), weights)
-            return reduce_sum(out, device_mesh)
-
-        module.forward = forward
+        compute_some_experts(module, device_mesh)
         return module
+
+
+def compute_some_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Let each rank of the mesh compute the experts that it holds, for rows that all of them have, and sum the results.
+
+    The experts are already sharded.
+    """
+    own, count = module.forward, module.num_experts // mesh.size()
+    first = count * mesh.get_local_rank()
+    module.num_experts, module._is_expert_parallel = count, True
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        numbers = top_k_index - first
+        elsewhere = (numbers < 0) | (numbers >= count)
+        weights = reduce_gradient(top_k_weights, mesh).masked_fill(elsewhere, 0)
+        with with_local_parameters(module):
+            rows = reduce_gradient(hidden_states, mesh)
+            out = own(rows, numbers.masked_fill(elsewhere, count), weights)
+        return reduce_sum(out, mesh)
+
+    module.forward = forward
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -107,6 +118,20 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether it is GPT-2's linear layer, whose weight is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _own_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return the forward of a layer that computes with its shard and more than its weight, as one with an adapter."""
+    return module.forward if computes_with_shards(module) else None
+
+
+def _columns(module: nn.Module, x: Tensor) -> Tensor:
+    bias: Any = module.bias
+    return F.linear(x, _matrix(module), None if bias is None else local_for_compute(bias))
+
+
+def _rows(module: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, _matrix(module))
 
 
 def _matrix(module: Any) -> Tensor:

@@ -20,7 +20,7 @@ from trimaran.core.fsdp_units import unit_sizes
 from trimaran.core.plan import Sharding
 from trimaran.nets import Network
 from trimaran.nets.adapters.nf4_linear import packed_parameters
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets.decoder import DecoderLayer, PredictionLayer
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.stacked_experts import is_spread
 from trimaran.nets.tower_names import tower_of
@@ -112,7 +112,10 @@ def _joined(units: Sequence[FsdpUnit], names: Mapping[int, str], plan: Plan) -> 
     rows: dict[tuple[object, ...], list[FsdpUnit]] = {}
     for unit in units:
         (module,) = unit.modules
-        if isinstance(module, DecoderLayer) and unit.sharding != "none":
+        joins = isinstance(module, DecoderLayer) and not isinstance(
+            module, PredictionLayer
+        )  # which not all forwards call
+        if joins and unit.sharding != "none":
             rows.setdefault((names[id(module)].rpartition(".")[0], unit.dtype, unit.sharding), []).append(unit)
     joined: dict[int, tuple[nn.Module, ...]] = {}  # by the last layer of a unit; the others have none
     for row in rows.values():

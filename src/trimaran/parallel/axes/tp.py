@@ -72,9 +72,14 @@ def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, st
 
 
 def tensor_styles(network: Network, plan: Plan, ranks: RankMesh) -> dict[str, str]:
-    """Return the style of each module name pattern, without towers that are not sharded."""
+    """Return the style of each module name pattern, without towers that are not sharded.
+
+    Stacked experts that are spread over `ep`, too, are left to `apply_ep`.
+    """
     replicated = tp_replicated_towers(network, plan)
     styles = network.tensor_plan(ranks.degrees.tp)
+    if ranks.degrees.ep > 1:
+        styles = {name: style for name, style in styles.items() if style != "foreign-experts"}
     return {name: style for name, style in styles.items() if tower_of(name, network.towers) not in replicated}
 
 

@@ -1,13 +1,13 @@
 """Tables on a device that tell one kernel the addresses and sizes of many tensors."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+HAS_TRITON = find_spec("triton") is not None
 ALIGNED_BYTES = 16  # what the widest loads and stores of a GPU need
 ALIGNED_VALUES = 16  # of a tensor's size, so that all lanes of a wide load are inside of it or none is
 
@@ -72,7 +72,6 @@ def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     return [(each._local_tensor if isinstance(each, DTensor) else each).data_ptr() for each in tensors]
 
 
-@cache
 def has_kernels(device_type: str) -> bool:
-    """Return whether kernels in Triton can run on such a device."""
-    return device_type == "cuda" and find_spec("triton") is not None
+    """Return whether kernels in Triton can run on such a device. The compiler can trace this."""
+    return device_type == "cuda" and HAS_TRITON

@@ -108,7 +108,11 @@ class DiskParameter(FSDPParam):
             dim = self.fsdp_placement.dim
             length = local.size(dim) if local.numel() else 0
             parameter._local_tensor = data.narrow(dim, 0, length)
+        self.pin_memory = False  # a file cannot be pinned
         super().reset_sharded_param()
+        # Gradients are copied to pinned memory, which is used again in every step: a copy to new pages takes 40 times
+        # as long, and backward waits for it.
+        self.pin_memory = self.offload_to_cpu and self.device.type == "cuda"
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:

@@ -2,11 +2,13 @@
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any, Protocol
 
 from trimaran.core import TelemetrySection, UserError
+from trimaran.core.plugins import load_plugin
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.sink import Sink
 
@@ -24,6 +26,16 @@ class SinkKind:
     is_enabled: Callable[[TelemetrySection], bool]
     package: str = ""
     extra: str = "metrics"
+
+
+class SinkPlugin(Protocol):
+    """The contract of a plug-in's sink, version 1."""
+
+    contract: int
+
+    def open(self, run: RunDirectory, options: Mapping[str, Any]) -> Sink:
+        """Return the sink of a run, with its options of `telemetry.sinks`. It runs in the sidecar of node 0."""
+        ...
 
 
 SINKS = {
@@ -49,7 +61,12 @@ SINKS = {
 
 
 def refuse_missing_sinks(telemetry: TelemetrySection) -> None:
-    """Raise UserError if an enabled sink needs a package that is not installed. The package is not imported."""
+    """Raise UserError if an enabled sink needs a package that is not installed, or is a plug-in that does not load.
+
+    The package is not imported; a plug-in is.
+    """
+    for name in telemetry.sinks:
+        load_plugin("sink", name)
     for name, kind in SINKS.items():
         if kind.is_enabled(telemetry) and not _is_installed(kind.package):
             raise UserError("A018", f"{name} needs the package '{kind.package}', which is not installed",
@@ -66,6 +83,11 @@ def open_sinks(telemetry: TelemetrySection, run: RunDirectory) -> list[Sink]:
             module = importlib.import_module(f"trimaran.telemetry.sinks.{name}")
             opened.append(module.open_sink(telemetry, run))
         except Exception as error:  # a library may raise anything; the other sinks still open
+            log.warning("cannot open sink %s: %s: %s", name, type(error).__name__, error)
+    for name, options in telemetry.sinks.items():
+        try:
+            opened.append(load_plugin("sink", name).open(run, options))
+        except Exception as error:
             log.warning("cannot open sink %s: %s: %s", name, type(error).__name__, error)
     return opened
 

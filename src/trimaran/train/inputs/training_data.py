@@ -25,7 +25,8 @@ from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.models.row_cost import row_cost
 from trimaran.nets import Network
-from trimaran.train.loss.objective import LanguageObjective, Objective
+from trimaran.train.loss.choose_objective import choose_objective
+from trimaran.train.loss.objective import Objective
 from trimaran.train.loss.perception_objective import PerceptionObjective
 
 CacheFeatures = Callable[[SampleIndex, ImageRules, Path], FeatureSource]
@@ -84,7 +85,7 @@ def _load_text(
     return TrainingData(
         training=lambda quarantined: feed(training, quarantined),
         holdout=feed(holdout, frozenset()) if len(holdout) else None,
-        objective=LanguageObjective(),
+        objective=choose_objective(recipe),
         digest=shards.digest,
         tokenizer=shards.tokenizer,
     )
@@ -118,7 +119,7 @@ def _load_samples(
     return TrainingData(
         training=lambda quarantined: feeds(quarantined)[0],
         holdout=feeds(frozenset())[1],
-        objective=LanguageObjective(index.source_names, scored=True),
+        objective=choose_objective(recipe, index.source_names, scored=True),
         digest=index.digest,
         tokenizer=index.tokenizer,
     )

@@ -172,7 +172,7 @@ def _load_patches(number: int, index: SampleIndex, rules: ImageRules) -> tuple[n
     """Return the patches of an image, its grids, and the error if it could not be decoded."""
     width, height = index.image_sizes[number].tolist()
     grids = grids_of((width, height), rules)
-    patches = np.zeros((int(grids.prod(1).sum()), 3 * rules.patch**2), dtype=np.uint8)
+    patches = np.zeros((int(grids.prod(1).sum()), 3 * rules.frames * rules.patch**2), dtype=np.uint8)
     try:
         fill_patches(index.image_bytes(number), (width, height), rules, patches)
     except Exception as error:

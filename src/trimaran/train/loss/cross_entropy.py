@@ -1,4 +1,7 @@
-"""Cross-entropy, summed over tokens. The stepper divides it once, by the valid tokens of the global batch."""
+"""Cross-entropy, summed over tokens. The stepper divides it once, by the valid tokens of the global batch.
+
+With label smoothing s the target is 1 - s of the label and s spread evenly over the vocabulary, as in torch.
+"""
 
 import torch
 from torch import Tensor
@@ -11,26 +14,28 @@ from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
 IGNORED = -100
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy summed over the labels that are not `IGNORED`, in fp32."""
     if isinstance(logits, DTensor):
-        return vocab_parallel_cross_entropy(logits, labels, ignored=IGNORED)
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return vocab_parallel_cross_entropy(logits, labels, ignored=IGNORED, smoothing=smoothing)
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum",
+                           label_smoothing=smoothing)  # fmt: skip
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each label, flat, in fp32; 0 where the label is `IGNORED`."""
     if isinstance(logits, DTensor):
-        return vocab_parallel_token_losses(logits, labels, ignored=IGNORED)
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return vocab_parallel_token_losses(logits, labels, ignored=IGNORED, smoothing=smoothing)
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none",
+                           label_smoothing=smoothing)  # fmt: skip
 
 
-def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None) -> Tensor:
+def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each row of `logits` [N, V], in fp32 or wider; 0 where the label is `IGNORED`.
 
     The logits are overwritten with their gradient times `grad_scale`. With `grad_scale` None they are not changed.
     """
-    if logits.is_cuda:
+    if logits.is_cuda and not smoothing:  # our kernel does not smooth
         from trimaran.train.loss.kernels import cross_entropy  # noqa: PLC0415  only CUDA builds have Triton
 
         return cross_entropy.row_losses(logits, labels, ignored=IGNORED, grad_scale=grad_scale)
@@ -38,12 +43,16 @@ def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None) -> T
     valid = labels != IGNORED
     tokens = torch.where(valid, labels, 0).unsqueeze(1)
     of_label = wide.gather(1, tokens)
+    if smoothing:
+        of_label = (1 - smoothing) * of_label + smoothing * wide.mean(1, keepdim=True)
     if grad_scale is None:
         return torch.where(valid, (wide.logsumexp(1, keepdim=True) - of_label).squeeze(1), 0.0)
     largest = wide.amax(1, keepdim=True)
     gradient = torch.softmax(wide, 1, out=wide)  # in place: an exponential of each logit is slow, so it is the only one
     log_sum = largest - gradient.amax(1, keepdim=True).log()  # exact, as the largest probability is at least 1 / V
-    gradient.scatter_add_(1, tokens, gradient.new_full((1, 1), -1.0).expand_as(tokens))
+    gradient.scatter_add_(1, tokens, gradient.new_full((1, 1), smoothing - 1.0).expand_as(tokens))
+    if smoothing:
+        gradient.sub_(smoothing / gradient.shape[1])
     if grad_scale != 1:
         gradient.mul_(grad_scale)
     if not bool(valid.all()):

@@ -7,7 +7,7 @@ with that gradient, and backward only multiplies their results by the factor.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +34,23 @@ class LossHead:
         assert head.bias is None, "the fused loss does not compute the gradient of a bias"
         self._head, self._chunked, self._original_forward = head, chunked, head.forward
         self._labels: Tensor | None = None
+        self._smoothing = 0.0
         head.forward = self._forward
 
     @contextmanager
-    def computing_losses(self, labels: Tensor) -> Iterator[None]:
+    def computing_losses(self, labels: Tensor, *, smoothing: float = 0.0) -> Iterator[None]:
         """In this context the head returns the losses of these labels: [1 + number of labels], in fp32.
 
         The first value is the sum, through which gradients flow. The others are the loss of each label, 0 where it is
-        `IGNORED`. One tensor holds both, because a single tensor passes through any module around the head.
+        `IGNORED`. One tensor holds both, because a single tensor passes through any module around the head. Inside this
+        context another one may have other labels.
         """
-        self._labels = labels.flatten()
+        before = self._labels, self._smoothing
+        self._labels, self._smoothing = labels.flatten(), smoothing
         try:
             yield
         finally:
-            self._labels = None
+            self._labels, self._smoothing = before
 
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
@@ -56,7 +59,7 @@ class LossHead:
         assert not isinstance(weight, DTensor), "a head sharded by tp returns logits"
         hidden = hidden.flatten(0, -2).to(self._dtype(hidden))
         rows = chunk_rows(weight.shape[0], hidden.element_size()) if self._chunked else max(1, len(hidden))
-        return torch.cat(head_losses(hidden, weight, self._labels, rows=rows))
+        return torch.cat(head_losses(hidden, weight, self._labels, rows=rows, smoothing=self._smoothing))
 
     def _dtype(self, hidden: Tensor) -> torch.dtype:
         """Return the dtype of the head's matmuls: the recipe's or the plan's, else that of `hidden`."""
@@ -83,29 +86,35 @@ def chunk_rows(vocab: int, element_size: int) -> int:
     return max(MIN_CHUNK_ROWS, CHUNK_LOGITS_BYTES // (vocab * element_size) // CHUNK_ROW_MULTIPLE * CHUNK_ROW_MULTIPLE)
 
 
-def head_losses(hidden: Tensor, weight: Tensor, labels: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
+def head_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, rows: int, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy [1] of `hidden` [N, H] times `weight` [V, H], and that of each row [N], in fp32.
 
     Matmuls are in the dtype of `hidden`. At most `rows` rows of logits exist at a time. Gradients flow through the sum.
     """
     assert len(labels) == len(hidden), "each row has a label"
-    return _HeadLoss.apply(hidden, weight, labels, rows, torch.is_grad_enabled())
+    return _HeadLoss.apply(hidden, weight, LabelRows(labels, rows, smoothing), torch.is_grad_enabled())
+
+
+class LabelRows(NamedTuple):
+    """The labels, how many rows of logits exist at a time, and the label smoothing."""
+
+    labels: Tensor
+    rows: int
+    smoothing: float
 
 
 class _HeadLoss(torch.autograd.Function):
     """See `head_losses`. `grad_enabled` is an argument because forward of an autograd function always runs no_grad."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, grad_enabled: bool
-    ) -> tuple[Any, ...]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: LabelRows, grad_enabled: bool) -> tuple[Any, ...]:
         needs = tuple(grad_enabled and each for each in ctx.needs_input_grad[:2])
         ctx.needs, ctx.dtypes = needs, (hidden.dtype, weight.dtype)
         ctx.grad_scale = FP16_GRAD_SCALE if hidden.dtype == torch.float16 else 1.0
         with torch.autocast(hidden.device.type, enabled=False):
-            losses, *gradients = _losses_and_gradients(
-                hidden, weight.to(hidden.dtype), labels, rows, needs, ctx.grad_scale
-            )
+            losses, *gradients = _losses_and_gradients(hidden, weight.to(hidden.dtype), labels, needs, ctx.grad_scale)
         ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
         ctx.mark_non_differentiable(losses)
         return losses.sum().reshape(1), losses
@@ -116,13 +125,14 @@ class _HeadLoss(torch.autograd.Function):
         factor, saved = gradients[0] / ctx.grad_scale, iter(ctx.saved_tensors)
         pairs = zip(ctx.needs, ctx.dtypes, strict=True)
         scaled = (scale_to_dtype(next(saved), factor, dtype) if needed else None for needed, dtype in pairs)
-        return *scaled, None, None, None
+        return *scaled, None, None
 
 
 def _losses_and_gradients(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, needs: tuple[bool, ...], grad_scale: float
+    hidden: Tensor, weight: Tensor, labels: LabelRows, needs: tuple[bool, ...], grad_scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss of each row, and `grad_scale` times those gradients of their sum that are needed."""
+    rows, scale = labels.rows, grad_scale if any(needs) else None
     # 16 bits do not hold a sum over chunks, nor a sum of scaled fp16 gradients.
     in_fp32 = rows < len(hidden) or hidden.dtype == torch.float16
     hidden_grad, weight_grad = torch.empty_like(hidden) if needs[0] else None, None
@@ -130,7 +140,8 @@ def _losses_and_gradients(
     for start in range(0, max(1, len(hidden)), rows):
         chunk = hidden[start : start + rows]
         logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
-        losses.append(row_losses(logits, labels[start : start + rows], grad_scale=grad_scale if any(needs) else None))
+        own = labels.labels[start : start + rows]
+        losses.append(row_losses(logits, own, grad_scale=scale, smoothing=labels.smoothing))
         if hidden_grad is not None:  # `logits` now holds their gradient
             torch.mm(logits, weight, out=hidden_grad[start : start + rows])
         if needs[1]:

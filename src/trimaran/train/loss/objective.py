@@ -45,19 +45,25 @@ class Objective(Protocol):
 class LanguageObjective:
     """Next-token prediction. With several sources, each is a part of the loss. With `scored`, answers are scored.
 
-    An answer is the targets of one document of a row. It is correct if the most likely token is correct at every
-    target, which is exactly when greedy decoding would generate it.
+    Labels are smoothed in training only: the held-out loss stays comparable with that of other runs. An answer is the
+    targets of one document of a row. It is correct if the most likely token is correct at every target, which is
+    exactly when greedy decoding would generate it.
     """
 
-    def __init__(self, sources: tuple[str, ...] = (), *, scored: bool = False) -> None:
+    def __init__(self, sources: tuple[str, ...] = (), *, scored: bool = False, label_smoothing: float = 0.0) -> None:
         self.part_names = sources if len(sources) > 1 else ()
         self.score_names = ("tokens", "answers") if scored else ()
+        self._label_smoothing = label_smoothing
+
+    def smoothing(self, network: Network) -> float:
+        """Return the label smoothing of a forward: none in evaluation."""
+        return self._label_smoothing if network.module.training else 0.0
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
         labels = network.context.shard(inputs["labels"])
         if not self.part_names or "sources" not in inputs:
-            return LossSums(summed_loss(output, labels))
-        losses = token_losses(output, labels)
+            return LossSums(summed_loss(output, labels, smoothing=self.smoothing(network)))
+        losses = token_losses(output, labels, smoothing=self.smoothing(network))
         return self.split_by_source(network, losses.sum(), losses.detach(), inputs)
 
     def split_by_source(self, network: Network, total: Tensor, losses: Tensor, inputs: Inputs) -> LossSums:

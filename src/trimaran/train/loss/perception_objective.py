@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.core.scene_rules import GROUND, SceneRules
+from trimaran.core.scene_rules import GROUND, UNKNOWN_GROUND, SceneRules
 from trimaran.data.step_batch import Inputs
 from trimaran.models.perception_spec import BOX_OUTPUTS, PerceptionSpec
 from trimaran.nets import Network
@@ -48,7 +48,7 @@ class PerceptionObjective:
         objects = valid.new_zeros(len(valid)).index_add(0, rows, ones).clamp(min=1)
         heat = self._heat_loss(cells.heat, boxes, rows) / objects
         box = torch.zeros_like(heat).index_add(0, rows, self._box_losses(cells.box_values, boxes, rows)) / objects
-        ground = F.cross_entropy(cells.ground, inputs["segmentation"], reduction="none").mean(dim=(1, 2))
+        ground = _ground_loss(cells.ground, inputs["segmentation"])
         losses = torch.stack([HEAT_WEIGHT * heat, BOX_WEIGHT * box, ground]) * valid
         sums = losses.sum(dim=1)
         count = valid.sum()
@@ -59,7 +59,7 @@ class PerceptionObjective:
         """Return [correct, total] of each score. A peak finds an object if it is near its centre and of its class."""
         predicted, valid, truth = self._split_output(output), inputs["valid"], inputs["segmentation"]
         ground = predicted.ground.argmax(dim=1)
-        cells = valid[:, None, None].expand_as(truth)
+        cells = valid[:, None, None] & (truth != UNKNOWN_GROUND)
         road = GROUND.index("road")
         both = ((ground == road) & (truth == road) & cells).sum()
         either = (((ground == road) | (truth == road)) & cells).sum()
@@ -134,6 +134,12 @@ class PerceptionObjective:
         close = distances.gather(1, nearest[:, None])[:, 0] <= MAX_MATCH_METRES
         same_class = classes[row, x, y] == boxes[nearest, -1].long()
         return (mutual & close & same_class).sum(), peaks.sum(), peaks.new_zeros(()).long() + len(boxes)
+
+
+def _ground_loss(ground: Tensor, truth: Tensor) -> Tensor:
+    """Return the mean loss of each scene over its cells with ground truth; 0 if it has none."""
+    losses = F.cross_entropy(ground, truth, ignore_index=UNKNOWN_GROUND, reduction="none")
+    return losses.sum(dim=(1, 2)) / (truth != UNKNOWN_GROUND).sum(dim=(1, 2)).clamp(min=1)
 
 
 def box_targets(boxes: Tensor, rules: SceneRules) -> Tensor:

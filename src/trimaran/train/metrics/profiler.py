@@ -23,6 +23,7 @@ from trimaran.core import TelemetrySection
 from trimaran.nets import Network
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.profile_request import (
+    RECIPE_ID,
     ProfileRequest,
     read_request,
     recipe_request,
@@ -36,6 +37,8 @@ from trimaran.train.metrics.step_clock import BETWEEN_SPANS, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 log = logging.getLogger(__name__)
+
+MAX_REPEATED_TRACES = 10  # of `telemetry.profile_every`, on each rank
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +65,9 @@ class Profiler:
         link: SupervisorLink = NO_SUPERVISOR,
     ) -> None:
         self._run, self._journal, self._clock, self._snapshotter, self._link = run, journal, clock, snapshotter, link
-        self._recipe_request = recipe_request(telemetry.profile, telemetry.profile_ranks)
+        self._planned, self._every = recipe_request(telemetry.profile, telemetry.profile_ranks), telemetry.profile_every
+        self._repeated: list[Path] = []  # traces that the recipe asks for again and again; writers change it
+        self._repeated_lock = threading.Lock()
         self._file = os.fspath(request_file(run))
         self._served_id = ""
         self._recording: Recording | None = None
@@ -91,7 +96,7 @@ class Profiler:
         """
         self._step = done + 1
         recording = self._recording
-        if recording is None and not requested and self._recipe_request is None:
+        if recording is None and not requested and self._planned is None:
             return
         is_over = recording is not None and done >= recording.last
         if is_over:
@@ -139,11 +144,11 @@ class Profiler:
 
     def _next_request(self, done: int, *, requested: bool) -> ProfileRequest | None:
         """Return the request of the recording that starts with the next step; None without one."""
-        planned = self._recipe_request
-        if planned is not None and planned.first <= done + 1:
-            self._recipe_request = None
-            if left := max(0, planned.first + planned.steps - (done + 1)):
-                return ProfileRequest(first=done + 1, steps=left, ranks=planned.ranks, id=planned.id)
+        planned = self._planned.from_step(done + 1, every=self._every) if self._planned is not None else None
+        if planned is None:
+            self._planned = None  # it is over
+        elif planned.first == done + 1:
+            return planned
         request = read_request(self._run) if requested else None
         if request is None or request.id == self._served_id:
             if requested and request is None and self._journal.rank == 0:
@@ -225,10 +230,20 @@ class Profiler:
             trace.export_chrome_trace(str(temporary))
             temporary.replace(path)
             self._write_event(recording, path, done)
+            if self._every and recording.request.id == RECIPE_ID:
+                self._remove_older(path)
         except Exception as error:
             self._write_failure_event(error)
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)  # free the space if the disk is full
+
+    def _remove_older(self, path: Path) -> None:
+        """Keep only the newest of the traces that are repeated: a run of weeks would fill the disk."""
+        with self._repeated_lock:
+            self._repeated = sorted([*self._repeated, path])  # by step
+            for each in self._repeated[:-MAX_REPEATED_TRACES]:
+                each.unlink(missing_ok=True)
+            del self._repeated[:-MAX_REPEATED_TRACES]
 
     def _write_event(self, recording: Recording, path: Path, done: int) -> None:
         what = "memory" if recording.request.memory else "trace"

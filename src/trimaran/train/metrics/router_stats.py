@@ -25,7 +25,7 @@ def routing_counts(networks: Sequence[Network], device: torch.device) -> Tensor 
     if spec is None:
         return None
     columns = _experts(spec).num_experts + NUM_EXTRA_STATS
-    table = torch.zeros(spec.layers, columns, dtype=torch.float64, device=device)
+    table = torch.zeros(spec.num_blocks, columns, dtype=torch.float64, device=device)
     for layer, moe_layer in _moe_layers(networks):
         table[layer] = moe_layer.take_routing_stats()
     return table.flatten()
@@ -37,8 +37,8 @@ def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callab
     if spec is None or counts is None:
         return dict
     copy = copy_to_host_async(counts)
-    layers = [number for number in range(spec.layers) if spec.layer(number).experts is not None]
-    return lambda: {"router": _router_metrics(copy().view(spec.layers, -1)[layers], _experts(spec))}
+    layers = [number for number in range(spec.num_blocks) if spec.layer(number).experts is not None]
+    return lambda: {"router": _router_metrics(copy().view(spec.num_blocks, -1)[layers], _experts(spec))}
 
 
 def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused: Tensor) -> None:
@@ -49,7 +49,7 @@ def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused:
     spec = _moe_spec(networks)
     if spec is None or counts is None or not _experts(spec).router.correction_rate:
         return
-    table, applied = counts.view(spec.layers, -1)[:, :-NUM_EXTRA_STATS], 1.0 - refused
+    table, applied = counts.view(spec.num_blocks, -1)[:, :-NUM_EXTRA_STATS], 1.0 - refused
     for layer, moe_layer in _moe_layers(networks):
         if moe_layer.correction_bias is not None and moe_layer.gate.weight.requires_grad:
             moe_layer.update_correction(table[layer], applied)

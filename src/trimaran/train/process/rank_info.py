@@ -53,6 +53,7 @@ def join_process_group(rank_info: RankInfo, link: SupervisorLink = NO_SUPERVISOR
     Ranks meet in the supervisor's store or, without a supervisor, at MASTER_ADDR and MASTER_PORT. A single rank uses a
     store of its own.
     """
+    dist.set_debug_level_from_env()  # torch reads it when it is imported, which may have been in another process
     backend = "gloo"
     if rank_info.device.type == "cuda":
         torch.cuda.set_device(rank_info.device)

@@ -1,25 +1,31 @@
 """Sums over all ranks, for the metrics: the parts of a step's loss, and the loader's counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimaran.data.step_batch import StepBatch
+from trimaran.nets import Network
 from trimaran.parallel import RankMesh
+from trimaran.train.loss.later_loss import later_loss_names, later_loss_sums
 from trimaran.train.loss.objective import LossSums, Objective, mean_losses
 from trimaran.train.metrics.host_copy import copy_to_host_async
 
 
 class LossPartSums:
-    """Adds up the loss parts of one step's micro-batches on this rank."""
+    """Adds up the loss parts of one step's micro-batches on this rank. Losses of later tokens are parts of their own.
 
-    def __init__(self, objective: Objective, ranks: RankMesh) -> None:
-        self._names, self._ranks = objective.part_names, ranks
+    The latter are those of `networks` since the last step.
+    """
+
+    def __init__(self, objective: Objective, ranks: RankMesh, networks: Sequence[Network] = ()) -> None:
+        self._names, self._ranks = (*objective.part_names, *later_loss_names(networks)), ranks
+        self._networks = networks
         self._parts: Tensor | None = None
-        if self._names:
-            self._parts = torch.zeros(len(self._names), 2, dtype=torch.float64, device=ranks.device)
+        if objective.part_names:
+            self._parts = torch.zeros(len(objective.part_names), 2, dtype=torch.float64, device=ranks.device)
 
     def add(self, losses: LossSums) -> None:
         if self._parts is not None and losses.parts is not None:
@@ -34,6 +40,8 @@ class LossPartSums:
         if self._parts is not None:
             # The ranks of a tp group have the same loss. In a pipeline only the last stage has one.
             held.append((self._parts if self._ranks.rank("tp") == 0 else torch.zeros_like(self._parts)).flatten())
+        if later_loss_names(self._networks):
+            held.append(later_loss_sums(self._networks, self._ranks).flatten())
         if batch.metrics:
             counts = [float(each) if self._ranks.counts_samples else 0.0 for each in batch.metrics.values()]
             host = torch.tensor(counts, dtype=torch.float64, pin_memory=self._ranks.device.type == "cuda")

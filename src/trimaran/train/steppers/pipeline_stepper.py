@@ -28,6 +28,7 @@ from trimaran.parallel.axes.pp import (
 )
 from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.checkpointing.training_state import TrainingState
+from trimaran.train.loss.later_loss import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.lap_waits import LapWaits
@@ -72,6 +73,7 @@ class PipelineStepper:
         self._waits, self._data_axis = LapWaits(clock), data_axis(plan)
         for network in networks:
             time_gathers(network.module, self._data_axis)
+            compute_later_loss(network, None)
         self._span_timer, self._wait_seconds = clock.span_timer(), lambda: 0.0
         self._scale = self._loss_sum = torch.zeros((), device=self._device)
         self._parts = LossPartSums(self._objective, ranks)
@@ -82,7 +84,7 @@ class PipelineStepper:
         totals = self.updater.begin_totals(batch, requests)
         self._scale = self.updater.scale * self._plan.mesh.data / totals.num_valid()
         self._loss_sum = torch.zeros((), device=self._device)
-        self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks)
+        self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks, self._networks)
         indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
         schedule = self._schedule(batch.micro(0))
         self._clock.lap("comm", WORLD)

@@ -21,6 +21,7 @@ from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
+from trimaran.train.loss.later_loss import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.lap_waits import LapWaits
@@ -121,6 +122,7 @@ class PlainStepper:
         trained = [each for each in network.module.parameters() if each.requires_grad]
         self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
         captures = plan.captures_steps and self._device.type == "cuda" and has_known_code(network.module)
+        captures = captures and not torch.is_anomaly_enabled()  # kernels of a graph do not run one by one
         self._graphs = (
             StepGraphs(self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets)
             if captures
@@ -134,7 +136,8 @@ class PlainStepper:
         remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
         totals = self.updater.begin_totals(batch, requests)  # overlaps the first forward
-        total, parts = torch.zeros((), device=self._device), LossPartSums(self._objective, self._ranks)
+        total = torch.zeros((), device=self._device)
+        parts = LossPartSums(self._objective, self._ranks, [self._network])
         graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
         self.updater.begin_step(batch.step)
         if self._buckets is not None:
@@ -276,7 +279,9 @@ def end_lap_after_backward(loss: Tensor, waits: LapWaits) -> None:
 
 def build_loss_function(objective: Objective, network: Network, plan: Plan) -> LossFunction:
     """Return the function that computes the losses of a micro-batch: from logits, or in the head if the plan says."""
-    if isinstance(objective, LanguageObjective) and (head := build_loss_head(network, plan)) is not None:
+    head = build_loss_head(network, plan) if isinstance(objective, LanguageObjective) else None
+    compute_later_loss(network, head)
+    if isinstance(objective, LanguageObjective) and head is not None:
         return partial(compute_losses_in_head, head, objective, network)
     return partial(compute_losses, objective, network)
 
@@ -285,7 +290,8 @@ def compute_losses_in_head(
     head: LossHead, objective: LanguageObjective, network: Network, inputs: Inputs
 ) -> tuple[LossSums, Tensor]:
     """Return the same as `compute_losses`, without full logits: the head computes the losses."""
-    with head.computing_losses(network.context.shard(inputs["labels"])):
+    labels = network.context.shard(inputs["labels"])
+    with head.computing_losses(labels, smoothing=objective.smoothing(network)):
         losses, balance = network.forward(inputs)
     return objective.split_by_source(network, losses[0], losses[1:].detach(), inputs), balance
 

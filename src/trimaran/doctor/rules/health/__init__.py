@@ -4,6 +4,7 @@ from trimaran.doctor.evidence import Rule
 from trimaran.doctor.rules.health.bad_samples import bad_samples
 from trimaran.doctor.rules.health.compression_harm import compression_harm
 from trimaran.doctor.rules.health.crash import crash
+from trimaran.doctor.rules.health.debug_on import debug_on
 from trimaran.doctor.rules.health.disk import disk
 from trimaran.doctor.rules.health.expert_collapse import expert_collapse
 from trimaran.doctor.rules.health.fragmentation import fragmentation
@@ -16,6 +17,7 @@ from trimaran.doctor.rules.health.learning_rate_high import learning_rate_high
 from trimaran.doctor.rules.health.learning_rate_low import learning_rate_low
 from trimaran.doctor.rules.health.loss_scale_collapse import loss_scale_collapse
 from trimaran.doctor.rules.health.loss_spike import loss_spike
+from trimaran.doctor.rules.health.memory_growth import memory_growth
 from trimaran.doctor.rules.health.memory_tight import memory_tight
 from trimaran.doctor.rules.health.mismatch import mismatch
 from trimaran.doctor.rules.health.network import network
@@ -41,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     compression_harm,
     expert_collapse,
     fragmentation,
+    memory_growth,
     memory_tight,
     out_of_memory,
     hang,
@@ -55,4 +58,5 @@ RULES: tuple[Rule, ...] = (
     swap,
     bad_samples,
     replicas_differ,
+    debug_on,
 )

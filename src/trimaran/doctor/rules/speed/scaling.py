@@ -65,6 +65,12 @@ def scaling(evidence: Evidence) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def efficiency(evidence: Evidence) -> float | None:
+    """Return the fraction of a step in which ranks compute, or their throughput relative to the reference run."""
+    lost = _losses(evidence)
+    return None if lost is None else 1 - sum(lost.values())
+
+
 def _shares_cores(evidence: Evidence) -> bool:
     """Whether ranks share CPU cores: then they wait for each other, and only the machine is the cause."""
     question = evidence.planner_inputs()

@@ -1,0 +1,226 @@
+"""Plug-ins: objects of installed distributions, found by their entry points and loaded when a name is first used.
+
+Only distributions that are installed count: on `sys.path`, without the current folder. A recipe names a plug-in, never
+a path. Nothing is imported to list them.
+"""
+
+import importlib
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from trimaran.core.errors import UserError, did_you_mean
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+FAMILIES = ("decoder", "vlm", "perception", "hf")
+SOURCES = (
+    "python-stdlib", "text", "jsonl", "shards", "datasets",
+    "chat", "webdataset", "parquet", "image-folder", "shapes", "scenes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginKind:
+    """One kind of plug-in: the group of its entry points, and what its objects must have.
+
+    `contract` is the version of the interface that this release supports: an object says in its attribute `contract`
+    which one it was written for. `methods` are its functions; empty if the object itself is called. `reserved` are the
+    names of what is built in, which no plug-in may take. `field` is where a user names it; empty if all are used.
+    """
+
+    group: str
+    methods: tuple[str, ...]
+    field: str
+    reserved: tuple[str, ...] = ()
+    contract: int = 1
+
+
+KINDS: dict[str, PluginKind] = {
+    "objective": PluginKind(
+        group="trimaran.objectives",
+        methods=("open",),
+        field="objective.name",
+        reserved=("auto", "language", "perception"),
+    ),
+    "data source": PluginKind(
+        group="trimaran.data_sources",
+        methods=("documents", "fingerprint"),
+        field="data.source",
+        reserved=SOURCES,
+    ),
+    "network family": PluginKind(
+        group="trimaran.families", methods=("build",), field="model.family", reserved=FAMILIES
+    ),
+    "sink": PluginKind(
+        group="trimaran.sinks",
+        methods=("open",),
+        field="telemetry.sinks",
+        reserved=("prometheus", "tensorboard", "wandb", "ecs", "otel"),
+    ),
+    "doctor rule": PluginKind(group="trimaran.doctor_rules", methods=(), field=""),
+    "launch target": PluginKind(
+        group="trimaran.launch_targets",
+        methods=("check", "render", "submit", "submit_again", "state", "stop", "commands"),
+        field="--on",
+        reserved=("local", "ssh", "slurm", "k8s", "ray", "sky"),
+    ),
+    "autopilot policy": PluginKind(
+        group="trimaran.autopilot_policies",
+        methods=("choose",),
+        field="autopilot.policy",
+        reserved=("built-in",),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """One entry point of an installed distribution. `problem` says why it is left out; empty if it can be loaded."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    target: str  # module:object
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """Return what a run records of it."""
+        return {"kind": self.kind, "name": self.name, "distribution": self.distribution, "version": self.version}
+
+
+def installed_plugins(kind: str) -> tuple[Plugin, ...]:
+    """Return the installed plug-ins of a kind by name, also those that are left out. Nothing is imported."""
+    return tuple(each for each in _scan(tuple(_search_path())) if each.kind == kind)
+
+
+def plugin_names(kind: str) -> tuple[str, ...]:
+    """Return the names of the plug-ins of a kind that can be used."""
+    return tuple(each.name for each in installed_plugins(kind) if not each.problem)
+
+
+def find_plugin(kind: str, name: str) -> Plugin:
+    """Return the installed plug-in of this name; raise UserError if there is none, or if it is left out."""
+    found = [each for each in installed_plugins(kind) if each.name == name]
+    if found and all(each.problem for each in found):
+        raise left_out(found[0])
+    if not found:
+        known = (*KINDS[kind].reserved, *plugin_names(kind))
+        raise UserError("K075", f"there is no {kind} '{name}' on this machine{did_you_mean(name, known)}",
+                        where=KINDS[kind].field or kind, fix=f"install the package that has it, on every machine of "
+                        f"the run, or use one of {', '.join(known) or 'none'}")  # fmt: skip
+    return next(each for each in found if not each.problem)
+
+
+def load_plugin(kind: str, name: str) -> Any:
+    """Return the object of the plug-in of this name; raise UserError if it is not installed or cannot be used."""
+    return load(find_plugin(kind, name))
+
+
+def load(plugin: Plugin) -> Any:
+    """Import the plug-in and return its object, an instance if it is a class; raise UserError if it cannot be used."""
+    if plugin.problem:
+        raise left_out(plugin)
+    loaded = _load(plugin)
+    if isinstance(loaded, str):
+        raise left_out(replace(plugin, problem=loaded))
+    return loaded
+
+
+@contextmanager
+def plugin_errors(error_of: Callable[[str, str], UserError]) -> Iterator[None]:
+    """Raise a UserError for anything else that a plug-in raises in this context.
+
+    `error_of` gets the name of the error's type and the first line of its message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a plug-in may raise anything
+        raise error_of(type(error).__name__, str(error).strip().partition("\n")[0][:200]) from error
+
+
+def left_out(plugin: Plugin) -> UserError:
+    """Return the error about a plug-in that cannot be used."""
+    return UserError("K076", f"the {plugin.kind} '{plugin.name}' is left out: {plugin.problem}",
+                     where=f"{plugin.distribution} {plugin.version}, {plugin.target}",
+                     fix=f"correct the package, or remove it: pip uninstall {plugin.distribution}")  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _load(plugin: Plugin) -> Any:
+    """Return the object, or why it cannot be used, as a text."""
+    from importlib.metadata import EntryPoint  # noqa: PLC0415  takes as long to import as the rest of this package
+
+    kind = KINDS[plugin.kind]
+    importlib.invalidate_caches()  # it may have been installed after this process started
+    try:
+        loaded = EntryPoint(plugin.name, plugin.target, kind.group).load()
+        loaded = loaded() if isinstance(loaded, type) else loaded
+    except (Exception, SystemExit) as error:  # a package may raise anything
+        return f"it cannot be imported: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    version = getattr(loaded, "contract", None)
+    if version != kind.contract:
+        has = "has no attribute `contract`" if version is None else f"was written for contract {version!r:.40}"
+        return f"it {has}, and this release supports contract {kind.contract} of a {plugin.kind}"
+    if missing := [name for name in kind.methods if not callable(getattr(loaded, name, None))]:
+        return f"it has no {', '.join(f'{name}()' for name in missing)}, which contract {kind.contract} asks for"
+    if not kind.methods and not callable(loaded):
+        return "it cannot be called"
+    return loaded
+
+
+def _search_path() -> Iterator[str]:
+    """Yield the folders of installed packages: `python -m` puts the current folder first, which may be anybody's."""
+    here = os.path.realpath(os.curdir)
+    yield from (each for each in sys.path if each and os.path.realpath(each) != here)
+
+
+@lru_cache(maxsize=4)
+def _scan(paths: tuple[str, ...]) -> tuple[Plugin, ...]:
+    """Return the plug-ins of all distributions in these folders, of which the first of a name counts."""
+    from importlib.metadata import distributions  # noqa: PLC0415
+
+    kinds = {kind.group: name for name, kind in KINDS.items()}
+    found: list[Plugin] = []
+    seen: set[str] = set()
+    for each in distributions(path=[*paths]):
+        name = str(each.metadata["Name"] or "") if _has_our_groups(each) else ""
+        normalised = re.sub(r"[-_.]+", "-", name).lower()
+        if not name or normalised in seen:
+            continue
+        seen.add(normalised)
+        found += [
+            Plugin(kind=kinds[point.group], name=point.name, distribution=name, version=each.version,
+                   target=point.value)
+            for point in each.entry_points
+            if point.group in kinds
+        ]  # fmt: skip
+    return tuple(sorted(_with_problems(found), key=lambda each: (each.kind, each.name, each.distribution)))
+
+
+def _has_our_groups(distribution: Any) -> bool:
+    """Return whether a distribution may have plug-ins. Of most this reads one small file, or none."""
+    return "trimaran." in (distribution.read_text("entry_points.txt") or "")
+
+
+def _with_problems(found: Iterable[Plugin]) -> Iterator[Plugin]:
+    plugins = list(found)
+    owners = Counter((each.kind, each.name) for each in plugins)
+    for each in plugins:
+        problem = ""
+        if not NAME.fullmatch(each.name):
+            problem = "its name is not lower-case letters, digits, dots, dashes and underscores"
+        elif each.name in KINDS[each.kind].reserved:
+            problem = f"there is a {each.kind} of this name in Trimaran itself"
+        elif owners[each.kind, each.name] > 1:
+            others = [other.distribution for other in plugins if (other.kind, other.name) == (each.kind, each.name)]
+            problem = f"several packages have one of this name: {', '.join(sorted(others))}"
+        yield replace(each, problem=problem)

@@ -1,0 +1,202 @@
+"""The JSON tables of nuScenes, with only the fields that training needs.
+
+The largest table has 2.6 million records, so each record is reduced as soon as it is parsed.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trimaran.core import UserError
+from trimaran.core.regular_files import check_regular_file, read_regular_text
+
+MAX_TABLE_BYTES = 8 << 30
+MODALITIES = {"camera": "cameras", "lidar": "lidar", "radar": "radar"}  # of nuScenes, and the sensors of a model
+TABLES = (
+    "sample", "sample_data", "calibrated_sensor", "ego_pose", "sample_annotation", "category", "instance", "sensor",
+    "log", "scene",
+)  # fmt: skip
+
+
+class SensorRecording(NamedTuple):
+    """One file of a sensor: a record of sample_data."""
+
+    sample: str
+    ego_pose: str
+    calibration: str
+    file: str
+    microseconds: int
+    is_key_frame: bool
+    previous: str
+    size: tuple[int, int]
+
+
+class SensorCalibration(NamedTuple):
+    """A sensor on the vehicle: its channel, its pose [4, 4], and the matrix of a camera [3, 3]."""
+
+    channel: str
+    modality: str
+    pose: np.ndarray
+    intrinsic: np.ndarray
+
+
+class BoxAnnotation(NamedTuple):
+    """A box in the world: its pose [4, 4], width, length, height, class of nuScenes, LiDAR and radar points in it."""
+
+    pose: np.ndarray
+    size: tuple[float, float, float]
+    category: str
+    num_points: int
+
+
+class KeyFrame(NamedTuple):
+    """A key frame: its token, the key frames of its sensors by channel, and the map of its place, if there is one."""
+
+    token: str
+    recordings: Mapping[str, str]
+    map: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NuscenesTables:
+    """The samples in the order of their scenes and times, and what they refer to, by token."""
+
+    samples: tuple[KeyFrame, ...]
+    recordings: Mapping[str, SensorRecording]
+    calibrations: Mapping[str, SensorCalibration]
+    ego_poses: Mapping[str, np.ndarray]
+    annotations: Mapping[str, tuple[BoxAnnotation, ...]]
+
+
+def read_tables(folder: Path, sensors: Collection[str], categories: Collection[str]) -> NuscenesTables:
+    """Return the tables in `folder`, for the given sensors and categories of boxes. Raises UserError."""
+    for table in TABLES:
+        if not (folder / f"{table}.json").is_file():
+            raise wrong_table(f"the table {table}.json is missing", folder)
+    try:
+        return _tables(folder, sensors, categories)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise wrong_table(f"a table refers to what is not there, or lacks a field: {error!r}", folder) from None
+
+
+def _tables(folder: Path, sensors: Collection[str], categories: Collection[str]) -> NuscenesTables:
+    calibrations = _calibrations(folder)
+    wanted = {token for token, each in calibrations.items() if MODALITIES.get(each.modality) in {*sensors, "lidar"}}
+
+    def recording(row: dict[str, Any]) -> tuple[str, SensorRecording] | None:
+        calibration = row["calibrated_sensor_token"]
+        if calibration not in wanted or not (row["is_key_frame"] or calibrations[calibration].modality == "radar"):
+            return None
+        size = int(row.get("width") or 0), int(row.get("height") or 0)
+        return row["token"], SensorRecording(row["sample_token"], row["ego_pose_token"], calibration, row["filename"],
+                                       int(row["timestamp"]), row["is_key_frame"], row["prev"], size)  # fmt: skip
+
+    recordings = dict(_rows(folder, "sample_data", recording))
+    needed = {each.ego_pose for each in recordings.values()}
+
+    def ego_pose(row: dict[str, Any]) -> tuple[str, np.ndarray] | None:
+        return (row["token"], pose_of(row)) if row["token"] in needed else None
+
+    ego_poses = dict(_rows(folder, "ego_pose", ego_pose))
+    if missing := needed - set(ego_poses):
+        raise ValueError(f"ego_pose {min(missing)}")
+    samples = _samples(folder, recordings, calibrations)
+    return NuscenesTables(samples, recordings, calibrations, ego_poses, _annotations(folder, categories))
+
+
+def _calibrations(folder: Path) -> dict[str, SensorCalibration]:
+    sensors = dict(_rows(folder, "sensor", lambda row: (row["token"], (row["channel"], row["modality"]))))
+
+    def calibration(row: dict[str, Any]) -> tuple[str, SensorCalibration]:
+        matrix = np.array(row["camera_intrinsic"] or np.eye(3), dtype=np.float64).reshape(3, 3)
+        channel, modality = sensors[row["sensor_token"]]
+        return row["token"], SensorCalibration(channel, modality, pose_of(row), matrix)
+
+    return dict(_rows(folder, "calibrated_sensor", calibration))
+
+
+def _samples(
+    folder: Path, recordings: Mapping[str, SensorRecording], calibrations: Mapping[str, SensorCalibration]
+) -> tuple[KeyFrame, ...]:
+    """Return the samples, scene after scene, each in the order of time."""
+    scenes = {token: (number, log) for number, (token, log) in enumerate(
+        _rows(folder, "scene", lambda row: (row["token"], row["log_token"])))}  # fmt: skip
+    logs = set(_rows(folder, "log", lambda row: row["token"]))
+    by_sample: dict[str, dict[str, str]] = {}
+    for token, each in recordings.items():
+        if each.is_key_frame:
+            by_sample.setdefault(each.sample, {})[calibrations[each.calibration].channel] = token
+    maps = _maps(folder)
+    rows = list(_rows(folder, "sample", lambda row: (row["scene_token"], int(row["timestamp"]), row["token"])))
+    rows.sort(key=lambda row: (scenes[row[0]][0], row[1]))
+    for scene, _, _ in rows:
+        if scenes[scene][1] not in logs:
+            raise ValueError(f"log {scenes[scene][1]}")
+    return tuple(KeyFrame(token, by_sample.get(token, {}), maps.get(scenes[scene][1])) for scene, _, token in rows)
+
+
+def _maps(folder: Path) -> dict[str, str]:
+    """Return the file of the map of each log: the drivable surface, as a mask. The table is optional."""
+    if not (folder / "map.json").is_file():
+        return {}
+    rows = _rows(folder, "map", lambda row: (row["filename"], row["log_tokens"]))
+    return {log: file for file, logs in rows if file for log in logs}
+
+
+def _annotations(folder: Path, categories: Collection[str]) -> dict[str, tuple[BoxAnnotation, ...]]:
+    """Return the boxes of these categories, by sample."""
+    names = dict(_rows(folder, "category", lambda row: (row["token"], row["name"])))
+    instances = dict(_rows(folder, "instance", lambda row: (row["token"], names[row["category_token"]])))
+
+    def annotation(row: dict[str, Any]) -> tuple[str, BoxAnnotation] | None:
+        category = instances[row["instance_token"]]
+        if category not in categories:
+            return None
+        width, length, height = map(float, row["size"])
+        points = int(row["num_lidar_pts"]) + int(row["num_radar_pts"])
+        return row["sample_token"], BoxAnnotation(pose_of(row), (width, length, height), category, points)
+
+    found: dict[str, list[BoxAnnotation]] = {}
+    for sample, each in _rows(folder, "sample_annotation", annotation):
+        found.setdefault(sample, []).append(each)
+    return {sample: tuple(each) for sample, each in found.items()}
+
+
+def pose_of(row: Mapping[str, Any]) -> np.ndarray:
+    """Return the homogeneous matrix of a translation and a rotation, which is a quaternion w, x, y, z."""
+    w, x, y, z = np.array(row["rotation"], dtype=np.float64) / np.linalg.norm(row["rotation"])
+    pose = np.eye(4)
+    pose[:3, :3] = [
+        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+    ]
+    pose[:3, 3] = row["translation"]
+    if not np.isfinite(pose).all():
+        raise ValueError("a rotation or translation is not finite")
+    return pose
+
+
+def _rows(folder: Path, table: str, reduce: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """Return what `reduce` makes of each record of a table; None leaves the record out."""
+    path = folder / f"{table}.json"
+    try:
+        check_regular_file(path)
+        if path.stat().st_size > MAX_TABLE_BYTES:
+            raise ValueError(f"it is larger than {MAX_TABLE_BYTES:,} bytes")
+        rows = json.loads(read_regular_text(path), object_hook=lambda row: reduce(row) if "token" in row else row)
+    except (OSError, json.JSONDecodeError, RecursionError) as error:
+        raise wrong_table(f"the table cannot be read: {error}", path) from None
+    if not isinstance(rows, list):
+        raise wrong_table("the table is not a list of records", path)
+    return [row for row in rows if row is not None]
+
+
+def wrong_table(what: str, path: Path) -> UserError:
+    return UserError(
+        "D016", what, where=str(path), fix="compare the folder with nuScenes' v1.0 layout, and copy it again"
+    )

@@ -1,0 +1,98 @@
+"""Small functions about ranks, for a loop of one's own. Without a process group there is one rank."""
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, TextIO, overload
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimaran.core import UserError
+from trimaran.parallel.comm.json_exchange import all_gather_json
+
+Reduce = Literal["mean", "sum", "max", "min"]
+
+
+@overload
+def gather_metrics(
+    metrics: Mapping[str, float | Tensor], *, reduce: Reduce = "mean", weight: float | Tensor = 1.0
+) -> dict[str, float]: ...
+
+
+@overload
+def gather_metrics(metrics: Mapping[str, float | Tensor], *, reduce: Literal["list"]) -> dict[str, list[float]]: ...
+
+
+def gather_metrics(
+    metrics: Mapping[str, float | Tensor],
+    *,
+    reduce: Reduce | Literal["list"] = "mean",
+    weight: float | Tensor = 1.0,
+) -> dict[str, float] | dict[str, list[float]]:
+    """Return the metrics of all ranks, the same on every rank: their mean, sum, max or min, or a list by rank.
+
+    The mean is weighted: `weight` is how many samples or tokens this rank's values are a mean of, so that ranks with
+    more of them count more. Every rank must call it, with the same names. Values are numbers or tensors of one element;
+    reading those of a GPU synchronises with it.
+    """
+    values = {name: float(value) for name, value in metrics.items()}
+    ranks = _all_gather([values, float(weight)])
+    for rank, (other, _) in enumerate(ranks):
+        if other.keys() != ranks[0][0].keys():
+            raise UserError("K081", f"rank 0 has the metrics {_listed(ranks[0][0])}, and rank {rank} {_listed(other)}",
+                            where="trimaran.gather_metrics(metrics)",
+                            fix="pass the same names on every rank; 0 with weight=0 where there is none")  # fmt: skip
+    names = list(ranks[0][0])
+    if reduce == "list":
+        return {name: [other[name] for other, _ in ranks] for name in names}
+    if reduce == "mean":
+        total = sum(share for _, share in ranks)
+        return {
+            name: sum(other[name] * share for other, share in ranks if share) / total if total else float("nan")
+            for name in names
+        }
+    reduced = {"sum": sum, "max": max, "min": min}
+    if reduce not in reduced:
+        raise UserError("K081", f"reduce={reduce!r} is not a way to reduce metrics",
+                        where="trimaran.gather_metrics(reduce=...)",
+                        fix="use 'mean', 'sum', 'max', 'min' or 'list'")  # fmt: skip
+    return {name: reduced[reduce]([other[name] for other, _ in ranks]) for name in names}
+
+
+def print_in_order(*values: Any, sep: str = " ", file: TextIO | None = None) -> None:
+    """Print what each rank passes, rank 0 first. Rank 0 prints all of it, so that lines are never mixed.
+
+    Every rank must call it. A rank without values prints nothing.
+    """
+    texts = _all_gather(sep.join(map(str, values)) if values else None)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        out = sys.stdout if file is None else file
+        out.writelines(f"{text}\n" for text in texts if text is not None)
+        out.flush()
+
+
+def seed_rank(seed: int) -> int:
+    """Seed torch, NumPy and Python's random on this rank, and return its seed: another one on every rank.
+
+    For what should differ between ranks, such as dropout, noise and augmentation. Call it after `prepare`. Before it, a
+    model would start from other weights on every rank, which `prepare` then replaces by those of rank 0. Data must be
+    drawn from a generator of its own, the same on every rank: `torch.Generator().manual_seed(seed)`.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = int.from_bytes(hashlib.sha256(f"{seed}/{rank}".encode()).digest()[:8], "little") >> 1
+    torch.manual_seed(own)
+    np.random.seed(own % 2**32)
+    random.seed(own)
+    return own
+
+
+def _all_gather(value: Any) -> list[Any]:
+    return all_gather_json(value) if dist.is_initialized() else [value]
+
+
+def _listed(metrics: Mapping[str, float]) -> str:
+    return ", ".join(metrics) or "none"

@@ -1,0 +1,84 @@
+"""Network families of plug-ins: they build a module, and our trainer shards it over the data-parallel ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trimaran.core import ModelSection, Plan, Recipe, UserError
+from trimaran.core.plugins import FAMILIES, load_plugin, plugin_errors
+
+AXES_OF_OURS = ("tp", "pp", "cp", "ep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyModule:
+    """What a family builds: an `nn.Module`, called with tokens [B, T], that returns logits [B, T, vocabulary].
+
+    `blocks` are its layers in forward order, which are sharded, compiled and recomputed one by one. A module that
+    `takes_documents` is also called with `documents`, [B, T] or None: tokens with different numbers must not see each
+    other. It has no buffers: under a plan it is built without memory, and only parameters get values afterwards.
+    """
+
+    module: Any
+    blocks: Sequence[Any]
+    vocabulary: int
+    max_seq_len: int
+    takes_documents: bool = False
+
+
+class NetworkFamily(Protocol):
+    """The contract of a network family, version 1."""
+
+    contract: int
+
+    def build(self, model: ModelSection) -> FamilyModule:
+        """Return the network that the recipe's section describes: `preset`, `shape`. torch's device may be meta."""
+        ...
+
+
+def is_plugin_family(family: str) -> bool:
+    """Return whether the family is a plug-in's."""
+    return family not in FAMILIES
+
+
+def build_family(section: ModelSection) -> FamilyModule:
+    """Return the network of a plug-in's family on the default device; raise UserError if it cannot be built."""
+    family: NetworkFamily = load_plugin("network family", section.family)
+    with plugin_errors(
+        lambda kind, message: UserError(
+            "K077", f"the network family '{section.family}' was not built: {kind}: {message}", where="model.shape",
+            fix="check model.preset and model.shape, and what the plug-in says about them",
+        )
+    ):  # fmt: skip
+        built = family.build(section)
+    if wrong := _broken_promise(built):
+        raise UserError("K077", f"the network family '{section.family}' {wrong}", where="model.family",
+                        fix="let build() return a FamilyModule as docs/guides/plugins.md describes it")  # fmt: skip
+    return built
+
+
+def _broken_promise(built: Any) -> str:
+    """Return what is wrong with what a family built; empty if nothing is."""
+    if not isinstance(built, FamilyModule):
+        return f"returns a {type(built).__name__}, not a FamilyModule"
+    parts = {id(each) for each in built.module.modules()}
+    if not built.blocks or any(id(each) not in parts for each in built.blocks):
+        return "has no blocks, or blocks that are not parts of its module"
+    if names := [name for name, _ in built.module.named_buffers()]:
+        return f"has the buffers {', '.join(names[:3])}: compute them in forward, or make them parameters"
+    return ""
+
+
+def check_plugin_family(plan: Plan, recipe: Recipe) -> None:
+    """Raise for what needs more of a network than a plug-in's family says about it."""
+    if not is_plugin_family(recipe.model.family):
+        return
+    reasons = {f"plan.mesh.{axis}": getattr(plan.mesh, axis) > 1 for axis in AXES_OF_OURS}
+    reasons["plan.precision"] = plan.precision == "fp8"
+    reasons["model.adapter"] = recipe.model.adapter is not None
+    reasons["model.freeze"] = bool(recipe.model.freeze)
+    for field, is_set in reasons.items():
+        if is_set:
+            raise UserError("K080", f"a plug-in's network family is trained whole on data-parallel ranks: it does not "
+                            f"support {field}", where=field, fix=f"leave {field} out; dp_replicate, dp_shard, every "
+                            "sharding, accumulation, recompute and offload work")  # fmt: skip

@@ -1,0 +1,99 @@
+"""The `Network` of a plug-in's family. Its weights on disk have the names of its parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from trimaran.core import ModelSection, UserError
+from trimaran.models.plugin_family import FamilyModule, build_family
+from trimaran.nets.attention_context import Context
+from trimaran.nets.hf_weights import damaged, full_tensor, open_weights
+from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
+from trimaran.nets.network import Network
+
+MODEL_TYPE = "trimaran_plugin"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginNetwork(Network):
+    """See `Network`. It has no cache, no balance loss and no parts that other axes than data parallelism split."""
+
+    built: FamilyModule
+    section: ModelSection
+
+    def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, T, vocabulary], and a balance loss of 0."""
+        documents = {"documents": inputs.get("documents")} if self.built.takes_documents else {}
+        logits = self.module(inputs["tokens"], **documents)
+        return logits, torch.zeros((), device=logits.device)
+
+    def has_cache(self, device: torch.device) -> bool:
+        return False
+
+    def paged_difference(self, device: torch.device) -> str:
+        return "is a plug-in's, which has no key-value cache"
+
+    @property
+    def context(self) -> Context:
+        return Context()
+
+    def use_context(self, context: Context) -> None:
+        raise AssertionError("a legal plan does not split the sequences of a plug-in's family")
+
+    @property
+    def head(self) -> nn.Module | None:
+        return None
+
+    @property
+    def vocabulary(self) -> int:
+        return self.built.vocabulary
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.built.max_seq_len
+
+    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight unsharded, on the CPU, under its parameter name. Every rank must take every item."""
+        return ((name, full_tensor(each)) for name, each in self.module.named_parameters())
+
+    def disk_config(self) -> dict[str, Any]:
+        named = {"family": self.section.family, "preset": self.section.preset, "shape": self.section.shape}
+        return {"model_type": MODEL_TYPE, **named, "vocab_size": self.vocabulary}
+
+    def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
+        """Fill the module in place from the safetensors in `folder`. Each rank reads only its shards."""
+        with ExitStack() as stack, torch.no_grad():
+            sources = open_weights(folder, stack)
+            _refuse_mismatch(self.module, sources, folder)
+            if is_on_meta(self.module):
+                return
+            try:
+                for name, parameter in self.module.named_parameters():
+                    if (local := local_part(parameter)).numel():
+                        local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
+                    report_progress()
+            except SafetensorError as error:
+                raise damaged(folder, error) from None
+
+
+def plugin_network(section: ModelSection) -> PluginNetwork:
+    """Return the network of a plug-in's family on the default device, uninitialised."""
+    built = build_family(section)
+    return PluginNetwork(built.module, tuple(built.blocks), None, built, section)
+
+
+def _refuse_mismatch(module: nn.Module, sources: Mapping[str, Any], folder: Path) -> None:
+    """Raise unless the names and shapes of the weights on disk are those of the module's parameters."""
+    shapes = {name: list(each.shape) for name, each in module.named_parameters()}
+    found = {name: list(each.get_slice(name).get_shape()) for name, each in sources.items()}
+    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    if wrong:
+        raise UserError("M021", f"the weights do not match the model: {', '.join(wrong[:3])}"
+                        + (f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""), where=str(folder),
+                        fix="use the model.preset and model.shape that belong to the weights")  # fmt: skip

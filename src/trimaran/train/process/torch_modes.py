@@ -1,0 +1,15 @@
+"""The modes of torch in the process of a rank."""
+
+import torch
+
+from trimaran.core import Recipe
+
+
+def set_torch_modes(recipe: Recipe) -> None:
+    """Set torch's modes as the recipe says.
+
+    With anomaly mode an error in backward names the line of the forward. NaN is left to the guard.
+    """
+    if recipe.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(recipe.faults.debug, check_nan=False)

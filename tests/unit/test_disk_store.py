@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,29 @@ def test_a_failed_write_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             each["exp_avg"].fill_(1)
         with pytest.raises(OSError, match="no space left"):
             stream.wait()
+
+
+def test_chunks_in_memory_between_those_on_disk_hide_no_pending_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, 1 << 16)
+    on_disk, in_memory = ([{"exp_avg": make((1024,), dtype=torch.float32)} for _ in range(4)]
+                          for make in (store.allocate, torch.zeros))  # fmt: skip
+    chunks = on_disk[:2] + in_memory + on_disk[2:]  # each slot has one on disk, one in memory, or one after the other
+    write = os.pwritev
+
+    def slow_write(*args: Any) -> int:
+        time.sleep(0.1)
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow_write)
+    stream = DiskStream(CPU)
+    for turn in range(2):
+        for number, each in enumerate(stream.stream(chunks)):
+            each["exp_avg"].add_(10 * turn + number)
+    stream.wait()
+    for number, each in enumerate(chunks):
+        assert each["exp_avg"].unique().tolist() == [10 + 2 * number]
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])

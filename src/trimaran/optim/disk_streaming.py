@@ -123,9 +123,10 @@ class DiskStream:
         ]
 
     def _write(self, slot: DiskSlot, placed: Sequence[PlacedState], after: Any) -> None:
-        slot.writes = [
-            future for each in placed for future in each.store.write(each.tensor, each.bytes_in(slot.memory), after)
-        ]
+        if placed:  # otherwise the slot still has the writes of an earlier chunk, which the next one waits for
+            slot.writes = [
+                future for each in placed for future in each.store.write(each.tensor, each.bytes_in(slot.memory), after)
+            ]
 
     def _allocate(self, num_bytes: int) -> None:
         if not self._slots or len(self._slots[0].memory) < num_bytes:

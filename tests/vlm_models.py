@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import InternVLConfig, LlavaConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import (
+    InternVLConfig,
+    LlavaConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 from tests.random_weights import perturb as perturb
 from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
@@ -64,15 +72,15 @@ CONFIGS: dict[str, Any] = {
 INTERN_VIT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 INTERN_VIT |= {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
 INTERN_TOKENS: dict[str, Any] = {"image_token_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
+QWEN_3_TEXT = TEXT | {"num_hidden_layers": 3, "head_dim": 12}
+QWEN_3_TEXT |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
+QWEN_3_VISION = VISION | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+QWEN_3_VISION |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CONFIGS |= {
-    "qwen3-vl": Qwen3VLConfig(
-        text_config=TEXT
-        | {"num_hidden_layers": 3, "head_dim": 12}
-        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}},
-        vision_config=VISION
-        | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 25}
-        | {"deepstack_visual_indexes": [0, 1]},
-        **TOKENS,
+    "qwen3-vl": Qwen3VLConfig(text_config=QWEN_3_TEXT, vision_config=QWEN_3_VISION, **TOKENS),
+    "qwen3-vl-moe": Qwen3VLMoeConfig(
+        text_config=QWEN_3_TEXT | EXPERTS, vision_config=QWEN_3_VISION, tie_word_embeddings=False, **TOKENS
     ),
     "internvl": InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2"},
@@ -87,7 +95,7 @@ CONFIGS |= {
         **INTERN_TOKENS,
     ),
 }
-HF_CONFIGS = [name for name in CONFIGS if name != "qwen3-vl"]  # those that family hf trains with images
+HF_CONFIGS = [name for name in CONFIGS if not name.startswith("qwen3-vl")]  # those that family hf trains with images
 SQUARES = ((4, 4), (4, 4), (4, 4))
 SHAPES = dict.fromkeys(("llava", "internvl", "internvl-6b"), SQUARES)  # rows and columns of patches; one for each image
 VARIOUS = ((4, 6), (10, 2), (6, 6))

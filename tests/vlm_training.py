@@ -16,6 +16,7 @@ from trimaran.core import AdapterSection, Plan, TrainSection
 from trimaran.data.feed import DataShare
 from trimaran.data.step_batch import StepBatch
 from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
+from trimaran.models.spec import ExpertSpec
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise
 from trimaran.nets.adapters.attach import attach_adapter
@@ -46,6 +47,13 @@ DEEP = replace(
     projector=replace(SPEC.projector, deepstack=(0, 1)),
     language=replace(SPEC.language, layers=3, block=replace(SPEC.language.block, qk_norm=True)),
     sections=(1, 1, 1, 1),
+)
+MIXTURE = replace(
+    DEEP,
+    language=replace(
+        DEEP.language,
+        block=replace(DEEP.language.block, experts=ExpertSpec(num_experts=4, top_k=2, ffn=16, normalize_top_k=True)),
+    ),
 )
 # A large eps: otherwise the first AdamW updates have the same size for any gradient, even for rounding noise.
 TRAIN: dict[str, Any] = {"lr": 3e-3, "steps": STEPS, "global_batch": GLOBAL_BATCH, "optimizer": {"eps": 1e-3}}

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from tests.vlm_training import (
     DEEP,
     GLOBAL_BATCH,
+    MIXTURE,
     SPEC,
     STEPS,
     TIED,
@@ -112,6 +114,21 @@ SLOW_DEEP_PLANS: dict[str, dict[str, Any]] = {
                        "pipeline": {"schedule": "interleaved", "stages": [1, 2, 2, 1]}},
     "pp and zero-3": {"mesh": {"pp": 2, "dp_shard": 2}, "sharding": "parameters", "pipeline": {"stages": [4, 2]}},
 }  # fmt: skip
+# Qwen3-VL-MoE: the same with experts in the decoder.
+MIXTURE_PLANS: dict[str, dict[str, Any]] = {
+    "ep and zero-3": {"mesh": {"dp_shard": 2, "ep": 2}, "sharding": "parameters"},
+    "tp": {"mesh": {"tp": 2}},
+}
+SLOW_MIXTURE_PLANS: dict[str, dict[str, Any]] = {
+    "pp after the first decoder layer": {"mesh": {"pp": 2}, "pipeline": {"stages": [4, 2]}},
+    "cp and ep": {"mesh": {"cp": 2, "ep": 2}, "sharding": "parameters"},
+    "ep, zero-3 and tp": {"mesh": {"dp_shard": 2, "tp": 2, "ep": 2}, "sharding": "parameters"},
+    "pp, ep and zero-3": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "sharding": "parameters",
+        "pipeline": {"stages": [1, 5]},
+    },
+}
 STAGES = {"gpipe": [1, 4], "1f1b": [2, 3], "interleaved": [1, 1, 1, 2], "zero-bubble": [1, 1, 1, 2]}
 
 
@@ -160,6 +177,17 @@ def test_deepstack_trains_the_trajectory_of_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", SLOW_DEEP_PLANS)
 def test_deepstack_trains_it_under_combined_axes(name: str) -> None:
     assert_traces_match(train_all_ranks(DEEP, plan_of(**SLOW_DEEP_PLANS[name])), alone_with_deepstack())
+
+
+@cache
+def alone_with_experts() -> TrainingTrace:
+    return train_all_ranks(MIXTURE, plan_of(grad_accum=1))[0]
+
+
+@pytest.mark.parametrize("name", [*MIXTURE_PLANS, *map(slow, SLOW_MIXTURE_PLANS)])
+def test_experts_train_the_trajectory_of_one_process(name: str) -> None:
+    plans = MIXTURE_PLANS | SLOW_MIXTURE_PLANS
+    assert_traces_match(train_all_ranks(MIXTURE, plan_of(**plans[name])), alone_with_experts())
 
 
 @pytest.mark.parametrize("schedule", STAGES)

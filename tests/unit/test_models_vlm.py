@@ -36,6 +36,7 @@ PUBLISHED = {  # parameters, from the published safetensors
     "internvl-26b": 25_514_186_112,
     "qwen3-vl-4b": 4_437_815_808,
     "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
 }
 FORMS = {
     "tiny": "qwen2_vl",
@@ -47,6 +48,7 @@ FORMS = {
     "llava-1.5-7b": "llava",
     "qwen3-vl-4b": "qwen3_vl",
     "qwen3-vl-8b": "qwen3_vl",
+    "qwen3-vl-30b-a3b": "qwen3_vl_moe",
     "internvl-26b": "internvl",
 }
 
@@ -188,7 +190,10 @@ LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"model_type": "gemma3"}, "model_type is 'gemma3'; it supports qwen2_vl, qwen2_5_vl, qwen3_vl, llava, "),
+        (
+            {"model_type": "gemma3"},
+            "model_type is 'gemma3'; it supports qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, llava, ",
+        ),
         ({}, "model_type is None"),
         (LLAVA | {"vision_config": {"model_type": "siglip_vision_model"}}, "its vision is 'siglip_vision_model'"),
         (LLAVA | {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),

@@ -95,7 +95,8 @@ def _qwen_language(fields: Fields, text: Fields) -> tuple[ModelSpec, tuple[int, 
 
 def _qwen_3(fields: Fields) -> VlmSpec:
     """Return the shape of Qwen3-VL: learned and rotary positions, features of several layers, interleaved M-RoPE."""
-    below = fields.below("vision_config").assuming(USUAL["qwen3_vl"])
+    kind = fields.word("model_type", default="")
+    below = fields.below("vision_config").assuming(USUAL[kind])
     text = fields.below("text_config")
     rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
@@ -105,6 +106,8 @@ def _qwen_3(fields: Fields) -> VlmSpec:
         raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
     theta = rope.get("rope_theta") or text.config.get("rope_theta") or _QWEN_3_THETA
     plain = {"model_type": "qwen3", "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    if kind == "qwen3_vl_moe":  # its router has no option not to normalise
+        plain |= {"model_type": "qwen3_moe", "norm_topk_prob": True}
     language = spec_from_hf({**text.config, **plain, "tie_word_embeddings": _tied(fields, text)}, where=text.where)
     if (out := below.size("out_hidden_size", default=language.hidden)) != language.hidden:
         raise bad_field("vision_config.out_hidden_size", f"{out} is not the language's {language.hidden}", fields.where)
@@ -114,7 +117,7 @@ def _qwen_3(fields: Fields) -> VlmSpec:
     if len(parts) != 3:
         raise bad_field("mrope_section", f"{list(parts)} are not those of time, row and column", text.where)
     return VlmSpec(
-        name="qwen3_vl",
+        name=kind,
         vision=vision,
         projector=ProjectorSpec(
             merge=merge, hidden=vision.hidden * merge * merge, deepstack=below.numbers("deepstack_visual_indexes")
@@ -297,6 +300,9 @@ def _activation(below: Fields, usual: str) -> Activation:
 
 
 def _tied(fields: Fields, text: Fields) -> bool:
+    if fields.word("model_type", default="") == "qwen3_vl_moe":
+        # transformers writes true into the language part, and ignores it.
+        return fields.boolean("tie_word_embeddings", default=False)
     # Before transformers 5, either the language part or the whole configuration had it.
     return any(each.boolean("tie_word_embeddings", default=False) for each in (fields, text))
 
@@ -310,6 +316,7 @@ READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen_3,
+    "qwen3_vl_moe": _qwen_3,
     "llava": _llava,
     ONEVISION: _llava_onevision,
     OWN_LAYOUT: lambda fields: internvl_spec(fields, _cannot),

@@ -8,16 +8,26 @@ from trimaran.models.config_fields import Fields
 from trimaran.models.from_hf import spec_to_hf
 from trimaran.models.from_hf_internvl import CHAT, OWN_LAYOUT, chat_layout
 from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN, interleaved_sections
+from trimaran.models.spec import ModelSpec
 from trimaran.models.to_hf_internvl import chat_config, fits_transformers, internvl_config, is_internvl
 from trimaran.models.vlm_spec import VisionBlock, VisionEnds, VlmSpec
 
 Form = Literal[
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "internvl_chat", "internvl_internlm2", "trimaran_vlm"
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "llava",
+    "internvl",
+    "internvl_chat",
+    "internvl_internlm2",
+    "trimaran_vlm",
 ]
 ARCHITECTURES: Mapping[Form, str] = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "internvl_chat": "InternVLChatModel",
@@ -36,7 +46,7 @@ def vlm_to_disk(spec: VlmSpec) -> dict[str, Any]:
         return config | {"shape": {field: value for field, value in asdict(spec).items() if field != "name"}}
     if form in CHAT_FORMS:
         return config | {"model_type": CHAT} | chat_config(spec)
-    writers = {"llava": _llava, "qwen3_vl": _qwen_3, OWN_LAYOUT: internvl_config}
+    writers = {"llava": _llava, "qwen3_vl": _qwen_3, "qwen3_vl_moe": _qwen_3, OWN_LAYOUT: internvl_config}
     return config | writers.get(form, _qwen)(spec)
 
 
@@ -54,7 +64,7 @@ def disk_form(spec: VlmSpec) -> Form:
         if block.gated and block.rms_norm and spec.vision.window:
             return "qwen2_5_vl"
     if _is_qwen_3(spec):
-        return "qwen3_vl"
+        return "qwen3_vl_moe" if spec.language.block.experts else "qwen3_vl"
     if is_internvl(spec) and (spec.layout or fits_transformers(spec)):
         return spec.layout or OWN_LAYOUT
     return "llava" if _is_llava(spec) else OWN
@@ -92,8 +102,15 @@ def _is_qwen_3(spec: VlmSpec) -> bool:
         and len(spec.sections) > 3
         and interleaved_sections(axis_pairs(spec.sections), spec.language.head_dim // 2) == spec.sections
         and (len(spec.before), len(spec.after)) == (1, 1)
-        and (block.qkv_bias, block.qk_norm, block.experts, block.rope.factor) == (False, True, None, 1)
+        and (block.qkv_bias, block.qk_norm, block.rope.factor) == (False, True, 1)
+        and (block.experts is None or _has_experts_of_qwen_3(spec.language))
     )
+
+
+def _has_experts_of_qwen_3(language: ModelSpec) -> bool:
+    """Return whether the experts are those of Qwen3-MoE, as the router of Qwen3-VL weights them."""
+    experts = language.block.experts
+    return experts is not None and experts.normalize_top_k and spec_to_hf(language)["model_type"] == "qwen3_moe"
 
 
 def axis_pairs(sections: tuple[int, ...]) -> tuple[int, int, int]:
@@ -106,10 +123,11 @@ def _qwen_3(spec: VlmSpec) -> dict[str, Any]:
     vision, text = spec.vision, spec_to_hf(spec.language)
     del text["architectures"]
     sections = list(axis_pairs(spec.sections))
-    text |= {"model_type": "qwen3_vl_text", "attention_bias": False}
+    kind = disk_form(spec)
+    text |= {"model_type": f"{kind}_text", "attention_bias": False}
     text["rope_scaling"] = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
     vision_config = {
-        "model_type": "qwen3_vl",
+        "model_type": kind,
         "depth": vision.layers,
         "hidden_size": vision.hidden,
         "num_heads": vision.heads,

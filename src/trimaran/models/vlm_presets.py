@@ -159,6 +159,7 @@ _TABLE = (
         "qwen3-vl-4b", _qwen_3_vision(layers=24, hidden=1024, ffn=4096), PRESETS["qwen3-4b"], deepstack=(5, 11, 17)
     ),
     _qwen_3("qwen3-vl-8b", _qwen_3_vision(), PRESETS["qwen3-8b"], deepstack=(8, 16, 24)),
+    _qwen_3("qwen3-vl-30b-a3b", _qwen_3_vision(), PRESETS["qwen3-30b-a3b"], deepstack=(8, 16, 24)),
     VlmSpec(
         name="llava-1.5-7b",
         vision=_CLIP_VISION,

@@ -86,7 +86,7 @@ def _vlm_reader(network: Network, spec: VlmSpec, files: dict[str, Any]) -> Calla
         stored = on_disk(name, spec, form)
         file, name_in_file = sources[stored.name]
         value = file.get_tensor(name_in_file)
-        value = stored.taken_from(value) if stored.parts > 1 else value
+        value = stored.taken_from(value) if stored.parts > 1 or stored.transposed else value
         return value.reshape(network.module.get_parameter(name).shape)
 
     return read

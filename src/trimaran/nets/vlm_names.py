@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ class DiskTensor:
     """The tensor on disk that holds a parameter: part number `part` of `parts` ones, split along the rows.
 
     `shape` is the shape on disk, if the parameter's is different. The parts are equally long, unless `shares` has their
-    lengths relative to each other. In InternLM2 they alternate: the rows are `groups` of all parts.
+    lengths relative to each other. In InternLM2 they alternate: the rows are `groups` of all parts. The weights of
+    `stacked` experts have a dimension for these before their rows, and may be `transposed` in the other two.
     """
 
     name: str
@@ -25,6 +27,26 @@ class DiskTensor:
     shape: tuple[int, ...] | None = None
     groups: int = 1
     shares: tuple[int, ...] = ()
+    stacked: bool = False
+    transposed: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the rows in the parameter."""
+        return 1 if self.stacked else 0
+
+    def disk_shape(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape on disk of a parameter with this shape."""
+        whole = list(self.shape or (*shape[: self.dim], self.num_rows(shape[self.dim]), *shape[self.dim + 1 :]))
+        return [*whole[:-2], whole[-1], whole[-2]] if self.transposed else whole
+
+    def read(self, source: Any, rows: slice, others: Sequence[slice]) -> Tensor:
+        """Return these rows on disk, and these slices of the other dimensions, as the parameter has them.
+
+        `source` is what safetensors' `get_slice` returns.
+        """
+        index = (*others[: self.dim], rows, *others[self.dim :])
+        return source[*index[:-2], index[-1], index[-2]].transpose(-2, -1) if self.transposed else source[index]
 
     def num_rows(self, rows: int) -> int:
         """Return the number of rows on disk, if the parameter has `rows`."""
@@ -48,13 +70,16 @@ class DiskTensor:
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Return the tensor on disk of all its parts, in order."""
         if self.groups == 1:
-            return torch.cat(list(values))
+            whole = torch.cat(list(values), self.dim) if len(values) > 1 else values[0]
+            return whole.transpose(-2, -1).contiguous() if self.transposed else whole
         return torch.cat([each.unflatten(0, (self.groups, -1)) for each in values], 1).flatten(0, 1)
 
     def taken_from(self, whole: Tensor) -> Tensor:
         """Return the part of `whole`, the tensor on disk, that is this parameter."""
-        rows = len(whole) * self._shares[self.part] // sum(self._shares)
-        return torch.cat([whole[each] for each in self.row_slices(rows, slice(0, rows))])
+        whole = whole.transpose(-2, -1) if self.transposed else whole
+        rows = whole.shape[self.dim] * self._shares[self.part] // sum(self._shares)
+        found = self.row_slices(rows, slice(0, rows))
+        return torch.cat([whole.narrow(self.dim, each.start, each.stop - each.start) for each in found], self.dim)
 
     @property
     def _shares(self) -> tuple[int, ...]:
@@ -69,7 +94,7 @@ def on_disk(name: str, spec: VlmSpec, form: Form) -> DiskTensor:
 def in_memory(name: str, spec: VlmSpec, form: Form) -> DiskTensor:
     """Return the parameter of transformers' model, once it is loaded, that holds the parameter `name`."""
     stored = on_disk(name, spec, form)
-    return replace(stored, name=to_memory(stored.name, form))
+    return replace(stored, name=to_memory(stored.name, form), transposed=False)
 
 
 def to_memory(name: str, form: Form) -> str:
@@ -157,6 +182,8 @@ def _qwen(name: str, spec: VlmSpec) -> DiskTensor:
 
 def _qwen_3(name: str, spec: VlmSpec) -> DiskTensor:
     tower, _, rest = name.partition(".")
+    if tower == "language" and ".experts." in rest:
+        return _qwen_3_experts(f"model.language_model.{rest}", spec)
     if tower == "language":
         return DiskTensor(rest if rest.startswith("lm_head") else f"model.language_model.{rest}")
     linears = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
@@ -173,6 +200,18 @@ def _qwen_3(name: str, spec: VlmSpec) -> DiskTensor:
         return DiskTensor(f"model.visual.{where}", shape=shape if rest == "stem.patch_embed.weight" else None)
     stored = _qwen(name, spec)
     return replace(stored, name=f"model.{stored.name}")
+
+
+def _qwen_3_experts(name: str, spec: VlmSpec) -> DiskTensor:
+    """Return the tensor of all experts: transposed, unless it is square, which transformers takes as it is."""
+    experts = spec.language.block.experts
+    assert experts is not None
+    owner, _, leaf = name.rpartition(".")
+    if leaf == "down_proj":
+        return DiskTensor(name, stacked=True, transposed=experts.ffn != spec.hidden)
+    part = ("gate_proj", "up_proj").index(leaf)
+    square = 2 * experts.ffn == spec.hidden
+    return DiskTensor(f"{owner}.gate_up_proj", part=part, parts=2, stacked=True, transposed=not square)
 
 
 def _llava(name: str, spec: VlmSpec) -> DiskTensor:
@@ -309,6 +348,7 @@ FORMS: Mapping[Form, Callable[[str, VlmSpec], DiskTensor]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen_3,
+    "qwen3_vl_moe": _qwen_3,
     "llava": _llava,
     "internvl": _internvl,
     "internvl_chat": _internvl_chat,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
         parts = waiting.setdefault(stored.name, [])
         parts.append(value)
         if len(parts) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
-            tensor = stored.joined(waiting.pop(stored.name)) if stored.parts > 1 else value
+            tensor = stored.joined(waiting.pop(stored.name))
             yield stored.name, tensor.view(stored.shape) if stored.shape else tensor
 
 
@@ -80,11 +81,10 @@ def _refuse_mismatch(
     missing, misshapen = [], []
     for name, parameter in parameters.items():
         stored = on_disk(name, spec, form)
-        rows, *rest = parameter.shape
-        wanted = list(stored.shape or (stored.num_rows(rows), *rest))
+        wanted = stored.disk_shape(parameter.shape)
         if stored.name not in sources:
             missing.append(stored.name)
-        elif (found := _shape(sources, stored.name)) != wanted:
+        elif (found := _shape(sources, stored.name)) != wanted and not _is_not_transposed(found, stored, parameter):
             misshapen.append(f"{stored.name} {found} (the model has {wanted})")
     with torch.device("meta"):
         expected = {on_disk(name, spec, form).name for name, _ in Vlm(spec).named_parameters()}
@@ -118,8 +118,15 @@ def _copy(parameter: Tensor, stored: DiskTensor, sources: Sources) -> None:
     if stored.shape is not None:  # a small one, read completely
         local.copy_(file.get_tensor(name_in_file).view(parameter.shape)[here])
         return
-    on_file, done = file.get_slice(name_in_file), 0
-    for rows in stored.row_slices(parameter.shape[0], here[0]):
+    on_file, done, dim = file.get_slice(name_in_file), 0, stored.dim
+    if _is_not_transposed(on_file.get_shape(), stored, parameter):
+        stored = replace(stored, transposed=False)
+    for rows in stored.row_slices(parameter.shape[dim], here[dim]):
         count = rows.stop - rows.start
-        local[done : done + count].copy_(on_file[(rows, *here[1:])])
+        local.narrow(dim, done, count).copy_(stored.read(on_file, rows, (*here[:dim], *here[dim + 1 :])))
         done += count
+
+
+def _is_not_transposed(found: list[int], stored: DiskTensor, parameter: Tensor) -> bool:
+    """Return whether a tensor with the shape `found` has its last two dimensions as the parameter: some folders do."""
+    return found == replace(stored, transposed=False).disk_shape(parameter.shape)

@@ -65,7 +65,8 @@ def build_both(tools: Path, out: Path, folder: Path) -> tuple[Path, Path]:
     os.environ["SOURCE_DATE_EPOCH"] = git("log", "-1", "--format=%ct").strip()
     for name in ("tree", "again"):
         (folder / name).mkdir()
-        run(["git", "archive", "--output", folder / f"{name}.tar", "HEAD"], cwd=ROOT)
+        # Files of mode 644, as pip's builds have them; git's own default is 664.
+        run(["git", "-c", "tar.umask=0022", "archive", "--output", folder / f"{name}.tar", "HEAD"], cwd=ROOT)
         run(["tar", "--extract", "--file", folder / f"{name}.tar", "--directory", folder / name], cwd=ROOT)
     run([tools / "python", "-m", "build", "--outdir", out, folder / "tree"], cwd=folder)
     run([tools / "python", "-m", "build", "--wheel", "--outdir", folder / "again", folder / "again"], cwd=folder)

@@ -1,7 +1,6 @@
 """The page of benchmarks is generated: it is as new as the results, and has no figure that they do not have."""
 
 import pytest
-
 from benchmarks import report
 
 

@@ -232,7 +232,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def bar_chart(bars: Sequence[Bar], *, unit: str, mark: float | None = None) -> str:
     """Return horizontal bars as SVG; ours are blue, peers grey. `mark` draws a line at that value."""
-    left, width, step = 330, 340, 20
+    left, width, step = 20 + 6 * max(len(label) for label, _, _ in bars), 340, 20
     scale = width / max(value for _, value, _ in bars)
     parts = []
     for number, (label, value, is_ours) in enumerate(bars):
@@ -243,13 +243,14 @@ def bar_chart(bars: Sequence[Bar], *, unit: str, mark: float | None = None) -> s
             f'<rect x="{left}" y="{top}" width="{length:.1f}" height="14" fill="{colour}"/>'
             f'<text x="{left + length + 5:.1f}" y="{top + 12}">{shown}{unit}</text>'
         )
-    height = 20 + len(bars) * step
+    height, across = 20 + len(bars) * step, left + width + 60
     if mark is not None:
-        across = left + mark * scale
-        parts.append(f'<line x1="{across:.1f}" x2="{across:.1f}" y1="4" y2="{height - 6}" stroke="#c03030"/>')
+        at = f"{left + mark * scale:.1f}"
+        parts.append(f'<line x1="{at}" x2="{at}" y1="4" y2="{height - 6}" stroke="#c03030"/>')
+    style = 'font-family="sans-serif" font-size="11"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" font-family="sans-serif" font-size="11">\n'
-        f'<rect width="760" height="{height}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {height}" {style}>\n'
+        f'<rect width="{across}" height="{height}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 

@@ -10,7 +10,7 @@ RENAMED = {
 }
 
 
-def warn_of_old_name(old: str, *, stacklevel: int = 2) -> None:
+def warn_of_old_name(old: str) -> None:
     """Warn the caller's caller that `old` has a new name. Every place that still knows an old name calls this."""
     message = f"{old} is now {RENAMED[old]}; the old name goes away in Trimaran {GONE_IN}"
-    warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+    warnings.warn(message, FutureWarning, stacklevel=3)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import venv
 from hashlib import sha256
 from pathlib import Path
@@ -132,9 +133,15 @@ def _works(python: Path, version: str) -> bool:
 def write_sbom(tools: Path, environment: Path, out: Path) -> None:
     """Write what the environment holds beside pip as CycloneDX 1.6, validated against its schema, with licences."""
     run([environment / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "pip"], cwd=ROOT)
-    run([tools / "cyclonedx-py", "environment", "--pyproject", ROOT / "pyproject.toml", "--mc-type", "library",
-         "--sv", "1.6", "--of", "JSON", "--output-reproducible", "--validate", "--PEP-639", "--outfile", out,
-         environment / "bin" / "python"], cwd=ROOT)  # fmt: skip
+    # The root is the wheel: with its version, which pyproject.toml has from the code, and without the extras.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    fields = {key: project[key] for key in ("name", "description", "license", "dependencies")}
+    fields["version"] = out.name.removesuffix(".cdx.json").partition("-")[2]
+    root = environment.parent / "pyproject.toml"
+    root.write_text("[project]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items()))
+    run([tools / "cyclonedx-py", "environment", "--pyproject", root, "--mc-type", "library", "--spec-version", "1.6",
+         "--output-reproducible", "--short-PURLs", "--validate", "--output-file", out, environment / "bin" / "python"],
+        cwd=ROOT)  # fmt: skip
     document = json.loads(out.read_text())
     parts = {re.sub(r"[-_.]+", "-", each["name"]).lower(): each for each in document["components"]}
     assert "torch" in parts, f"the SBOM has {len(parts)} components, and torch is none of them"

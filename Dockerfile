@@ -1,5 +1,5 @@
 # The image of `trimaran launch --on k8s` and of compose.yaml: what `pip install` of the wheel gives, and nothing else.
-#   docker build -t REGISTRY/trimaran:1.0 .
+#   docker build -t REGISTRY/trimaran:0.2.0 .
 # For GPUs, name a torch of your CUDA version: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
 ARG PYTHON=3.11
 
@@ -7,9 +7,13 @@ FROM python:${PYTHON}-slim AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
+COPY docs ./docs
 RUN python -m pip install --no-cache-dir build && python -m build --wheel --outdir /wheels .
 
 FROM python:${PYTHON}-slim
+LABEL org.opencontainers.image.title="trimaran" \
+      org.opencontainers.image.version="0.2.0" \
+      org.opencontainers.image.licenses="Apache-2.0"
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt /tmp/constraints.txt
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \

@@ -11,7 +11,7 @@ UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py)
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow targets chaos soak site zh check types rules format matrix nccl bench accuracy wheel clean help
+.PHONY: demo test test-fast slow targets chaos soak site zh check types rules format matrix nccl bench accuracy wheel release report clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
@@ -29,6 +29,8 @@ help:
 	@echo "make bench      the benchmarks that run on a CPU"
 	@echo "make accuracy   the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"
 	@echo "make wheel      build the wheel, install it into an empty environment and train there"
+	@echo "make release    wheel, sdist and SBOM in dist/, tried on Python 3.11 to 3.13; PYTHONS=3.11 for one (20 minutes)"
+	@echo "make report     docs/benchmarks.md from the results in benchmarks/"
 
 demo: .venv/demo
 	$(BIN)/trimaran train recipes/stdlib-tiny.yaml
@@ -94,6 +96,12 @@ accuracy: .venv/dev
 
 wheel: .venv/dev
 	$(BIN)/python -m tests.wheel
+
+release: .venv/dev
+	$(BIN)/python -m tests.release $(if $(PYTHONS),--pythons $(PYTHONS))
+
+report: .venv/dev
+	$(BIN)/python -m benchmarks.report
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trimaran needs Python 3.11 or newer: make demo PYTHON=python3.11")'

@@ -20,7 +20,8 @@ def main() -> None:
         wheel = build(Path(folder) / "dist")
         missing = sources() - packed(wheel)
         assert not missing, f"the wheel lacks {sorted(missing)[:5]}"
-        train(wheel, Path(folder))
+        (away := Path(folder) / "away").mkdir()
+        train(install(wheel, Path(folder) / "env"), away)
     sys.stdout.write(f"{wheel.name} installs into an empty environment and trains there\n")
 
 
@@ -42,13 +43,17 @@ def packed(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def train(wheel: Path, folder: Path) -> None:
-    """Install `wheel` into an empty environment; plan, train two steps and write a report with it."""
-    venv.create(folder / "env", with_pip=True)
-    python, trimaran = folder / "env" / "bin" / "python", folder / "env" / "bin" / "trimaran"
-    away = folder / "away"
-    away.mkdir()
-    run([python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel], cwd=away)
+def install(wheel: Path, folder: Path) -> Path:
+    """Return the folder of programs of a new environment with `wheel` and its dependencies."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    run([python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel], cwd=folder)
+    return folder / "bin"
+
+
+def train(programs: Path, away: Path) -> None:
+    """Plan, train two steps and write a report with the Trimaran of `programs`, in the folder `away`."""
+    trimaran = programs / "trimaran"
     run([trimaran, "plan", "llama-3-8b", "--cluster", "8xH100", "--json"], cwd=away)
     run([trimaran, "train", "--set", "train.steps=2", "--set", "cluster=1xcpu", "--run-dir", "run"], cwd=away)
     assert (away / "run" / "model" / "model.safetensors").exists(), "the run left no weights"

@@ -19,7 +19,9 @@ LINK = re.compile(r"\]\(([^)#\s]+)")
 FENCE = re.compile(r"^```[^\n]*\n.*?^```$", re.MULTILINE | re.DOTALL)
 GENERATED = {"docs/reference/commands.md", "docs/reference/recipe.md"}  # by site_hooks.py
 # Pages for people who work on Trimaran itself, or tables of results: they stay English.
-ENGLISH_ONLY = {"docs/log.md", "docs/tour.md", "docs/accuracy.md", "docs/parity.md", "docs/parity-nccl.md"}
+ENGLISH_ONLY = {
+    "docs/log.md", "docs/tour.md", "docs/accuracy.md", "docs/benchmarks.md", "docs/parity.md", "docs/parity-nccl.md",
+}  # fmt: skip
 
 
 def digest_of(text: str) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trimaran.loop.scale_lr import scale_lr
     from trimaran.loop.split_loop import SplitLoop
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Loop", "SplitLoop", "gather_metrics", "plan", "prepare", "print_in_order", "scale_lr", "seed_rank"]
 
 _MODULES = {
@@ -33,4 +33,8 @@ def __getattr__(name: str) -> Any:
     """Import the API on first use, so that the command line starts without torch."""
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
+    renamed = import_module("trimaran.core.renamed")
+    if (old := f"trimaran.{name}") in renamed.RENAMED:
+        renamed.warn_of_old_name(old)
+        return __getattr__(renamed.RENAMED[old].removeprefix("trimaran."))
     raise AttributeError(f"module 'trimaran' has no attribute {name!r}")

@@ -75,6 +75,8 @@ def train_on_uneven_ranks(lengths: tuple[int, ...], sharding: str) -> tuple[list
         result = loop.step()
         steps.append((float(result.loss), float(result.grad_norm)))
     assert list(loop.uneven_batches([])) == []
+    with pytest.warns(FutureWarning, match=r"Loop.rounds is now Loop.uneven_batches; .* Trimaran 0.3"):
+        assert list(loop.rounds([])) == []
     loop.backward(model(torch.ones(1, 6)).sum(), num_tokens=1)  # later batches count again
     assert float(loop.step().num_tokens) == len(lengths)
     return steps, num_used

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+import trimaran
 from tests import wheel
 from trimaran.launch.targets.kubernetes_files.k8s_site import KubernetesSite
 
@@ -43,12 +44,19 @@ def test_the_image_installs_the_wheel_as_make_wheel_does() -> None:
 def test_the_build_has_every_file_that_the_wheel_is_made_of() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {"pyproject.toml", "src", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= {each.split("/")[0] for files in project["tool"]["setuptools"]["data-files"].values() for each in files}
     build = instructions()[: instructions().index(last_stage()[0])]
     copied = {each.rstrip("/") for name, text in build if name == "COPY" for each in text.split()[:-1]}
     assert needed <= copied
     assert all((ROOT / each).exists() for each in copied)
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert all(any(fnmatch.fnmatch(each, one) for one in allowed) for each in {*copied, "constraints.txt"})
+
+
+def test_the_image_has_the_version_of_the_package() -> None:
+    labels = dict(re.findall(r'([\w.]+)="([^"]*)"', next(text for name, text in last_stage() if name == "LABEL")))
+    assert labels["org.opencontainers.image.version"] == trimaran.__version__
+    assert f"trimaran:{trimaran.__version__} ." in (ROOT / "Dockerfile").read_text()
 
 
 def test_the_image_runs_as_the_user_of_the_pods_and_gets_signals() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, UserError
+from trimaran.core.renamed import warn_of_old_name
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
 from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
@@ -144,7 +145,10 @@ class Loop:
         self._warn_of_batch_norm(1)
         yield from uneven_batches(batches, self.device, self._context.set_counted)
 
-    rounds = uneven_batches  # its first name
+    def rounds(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Deprecated: the old name of `uneven_batches`."""
+        warn_of_old_name("Loop.rounds")
+        return self.uneven_batches(batches)
 
     def _warn_of_batch_norm(self, num_micro_batches: int) -> None:
         """Warn once if BatchNorm makes this training differ from one process with the full batch."""

@@ -6,7 +6,14 @@ import pytest
 
 from tests.lessons import Student, difference
 
-LESSONS = ("01-memory.md",)
+LESSONS = (
+    "01-memory.md",
+    "02-ddp.md",
+    "03-accumulation.md",
+    "04-zero.md",
+    "05-tensor-parallel.md",
+    "06-pipeline.md",
+)
 
 
 @pytest.mark.parametrize("page", LESSONS)

@@ -38,7 +38,7 @@ class Command:
 
 
 def commands(page: str) -> list[Command]:
-    """Return the commands of a page of docs/course, in their order."""
+    """Return the commands of a page in their order; its path is below docs/course."""
     found = []
     for _, body in BLOCK.findall((PAGES / page).read_text()):
         for part in re.split(r"^\$ ", re.sub(r" *\\\n *", " ", body), flags=re.MULTILINE)[1:]:
@@ -47,7 +47,7 @@ def commands(page: str) -> list[Command]:
     return found
 
 
-def difference(shown: str, printed: str) -> str:
+def difference(shown: str, printed: str, *, tolerance: float = TOLERANCE) -> str:
     """Return how `printed` differs from what a page shows; nothing if words are equal and numbers nearly so.
 
     `...` stands for anything; all white space is equal.
@@ -62,7 +62,7 @@ def difference(shown: str, printed: str) -> str:
     if found is None:
         return f"the page shows\n{shown}\nbut the command prints\n{printed}"
     theirs, ours = ([float(each.replace(",", "")) for each in group] for group in (numbers, found.groups()))
-    return "" if ours == pytest.approx(theirs, rel=TOLERANCE) else f"the page shows\n{shown}\nand not\n{printed}"
+    return "" if ours == pytest.approx(theirs, rel=tolerance) else f"the page shows\n{shown}\nand not\n{printed}"
 
 
 class Student:
@@ -77,19 +77,19 @@ class Student:
         for name in ("examples", "recipes"):
             (folder / name).symlink_to(ROOT / name)
 
-    def check(self, page: str) -> None:
+    def check(self, page: str, *, tolerance: float = TOLERANCE) -> None:
         """Fail unless every command of the page succeeds and prints what the page shows."""
         for command in commands(page):
-            wrong = self.difference(command)
+            wrong = self.difference(command, tolerance)
             assert not wrong, f"{page}: {command.line}\n{wrong}"
 
-    def difference(self, command: Command) -> str:
+    def difference(self, command: Command, tolerance: float = TOLERANCE) -> str:
         """Return how the output of a command differs from what the page shows. Forked training shows its losses."""
         printed = self.run(command.line)
         if command.line.startswith("trimaran train ") and not self.is_real:
             losses = re.search(r"loss [\d.]+ -> [\d.]+", command.shown)
-            return difference(losses[0], printed) if losses else ""
-        return difference(command.shown, printed) if command.shown else ""
+            return difference(losses[0], printed, tolerance=tolerance) if losses else ""
+        return difference(command.shown, printed, tolerance=tolerance) if command.shown else ""
 
     def run(self, line: str) -> str:
         """Return what a command prints."""

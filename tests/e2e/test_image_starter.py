@@ -1,9 +1,9 @@
 """The starter for image classification: both forms of it learn, and the binary files of CIFAR-10 are read."""
 
 import re
-import sys
+import runpy
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,17 +11,8 @@ import pytest
 from tests.environment import ROOT
 from tests.lessons import Student
 
-EXAMPLE = ROOT / "examples" / "cifar"
+images = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "cifar" / "images.py")))
 CHANCE = 0.1
-
-
-@pytest.fixture
-def images(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    import images  # noqa: PLC0415  the module of the example
-
-    yield images
-    del sys.modules["images"]
 
 
 def write_records(file: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
@@ -30,7 +21,7 @@ def write_records(file: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
     np.concatenate([labels[:, None], planes], axis=1).tofile(file)
 
 
-def test_the_loop_learns_from_the_binary_files_of_cifar(images: Any, tmp_path: Path) -> None:
+def test_the_loop_learns_from_the_binary_files_of_cifar(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     training, test = images.generate(1280, seed=3), images.generate(200, seed=4)
@@ -54,7 +45,7 @@ def test_the_loop_learns_from_the_binary_files_of_cifar(images: Any, tmp_path: P
         ("data_batch_1.bin", b"\x0a" + bytes(3072), "the label 10: it is not CIFAR-10"),
     ],
 )
-def test_other_files_are_refused(name: str, content: bytes, message: str, images: Any, tmp_path: Path) -> None:
+def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     write_records(tmp_path / "test_batch.bin", *images.generate(2, seed=0))
     with pytest.raises(SystemExit, match=message):

@@ -6,6 +6,7 @@ A step has two micro-batches. The storages of all live tensors are counted four 
 
 import gc
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class Network(nn.Module):
 
 def live_bytes():
     """Return the bytes of all storages that tensors of this process use, each counted once."""
+    time.sleep(0.1)  # until gloo's threads have let go of the last message
+    gc.collect()
     storages = {}
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter, DTensor):
@@ -52,7 +55,6 @@ def live_bytes():
 
 def measure(sharding):
     """Return the bytes per parameter in a step of two micro-batches: see `predict`."""
-    gc.collect()
     before = live_bytes()
     torch.manual_seed(0)
     model = Network()

@@ -146,6 +146,6 @@ def run_script(folder: Path, words: list[str], is_launched: bool) -> str:
     path, out = Path(words[0]), io.StringIO()
     sys.path.insert(0, str(path.resolve().parent))
     sys.argv = words
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(out):
         exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
     return out.getvalue()

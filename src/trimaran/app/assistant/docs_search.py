@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 INSTALLED = "share/trimaran/docs"  # below the data folder of the environment; see data-files in pyproject.toml
 HEADING = re.compile(r"^#{1,4} +(.+?) *$", re.MULTILINE)
-PAGES = ("*.md", "guides/*.md", "codes/*.md", "decisions/*.md")
+PAGES = ("*.md", "guides/*.md", "course/*.md", "codes/*.md", "decisions/*.md")
 WORD = re.compile(r"\w+")
 
 

@@ -13,10 +13,10 @@ def predict(gpus, **mesh):
 
 if __name__ == "__main__":
     before = predict(64, tp=4, pp=4)["step_seconds"]
-    print("128 GPUs       step  times as fast  memory  of which bubble and tensor slices")
+    print("128 GPUs            step  times as fast  bubble  tensor slices  memory")
     for tp, pp in [(4, 4), (8, 4), (4, 8)]:
         found = predict(128, tp=tp, pp=pp)
         step = found["step_seconds"]
         slices = sum(value for name, value in found["exposed"].items() if name.startswith("tensor slices"))
         print(f"dp {128 // (tp * pp)} x tp {tp} x pp {pp}  {step:.1f} s  {before / step:.2f}  "
-              f"{found['device_bytes'] / 2**30:.1f} GiB  {found['time']['bubble']:.1f} s  {slices:.1f} s")  # fmt: skip
+              f"{found['time']['bubble']:.1f} s  {slices:.1f} s  {found['device_bytes'] / 2**30:.1f} GiB")  # fmt: skip

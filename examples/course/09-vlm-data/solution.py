@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from lesson import NATIVE
+
 from trimaran.data.vision.image_grid import measure_images
 
 ROW, PHOTOS, TEXT = 4096, 4, 100

@@ -8,32 +8,35 @@ from statistics import median
 WARM_UP = 5  # steps that are not looked at
 
 
-def split(steps, period, first):
-    """Return the steps of a period, and all others."""
-    chosen = [each for each in steps if each["step"] % period == first]
-    return chosen, [each for each in steps if each["step"] % period != first]
+def split(steps, phase, period, first):
+    """Return the seconds of a phase in the steps of a period, and in all others."""
+    chosen = [each["phases"][phase] for each in steps if each["step"] % period == first]
+    return chosen, [each["phases"][phase] for each in steps if each["step"] % period != first]
 
 
-def excess(steps, period, first):
-    """Return by how many seconds the median step of a period is longer than the median of the others."""
-    chosen, others = split(steps, period, first)
-    return median(each["step_seconds"] for each in chosen) - median(each["step_seconds"] for each in others)
+def contrast(steps, phase, period, first):
+    """Return how far the shortest phase of a period is above the others, in units of their own deviation.
+
+    A busy machine makes single steps long in any phase; the shortest of a period is long only if all are.
+    """
+    chosen, others = split(steps, phase, period, first)
+    usual = median(others)
+    deviation = median(abs(each - usual) for each in others) + 1e-3  # seconds
+    return (min(chosen) - usual) / deviation if len(chosen) >= 3 else 0.0
 
 
 def main():
     lines = (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines()
     steps = [each for each in map(json.loads, lines) if each["step"] > WARM_UP]
-    periods = range(2, len(steps) // 3)  # at least three long steps
-    period, first = max(((period, first) for period in periods for first in range(period)),
-                        key=lambda each: excess(steps, *each))  # fmt: skip
-    long, others = split(steps, period, first)
-    print(f"every {period} steps one is long: {', '.join(str(each['step']) for each in long)}")
-    print("median milliseconds   long steps  others")
-    names = [name for name in steps[0]["phases"] if any(each["phases"][name] for each in steps)]
-    rows = {name: [1e3 * median(each["phases"][name] for each in part) for part in (long, others)] for name in names}
-    for name, (here, there) in rows.items():
-        print(f"{name:22}  {here:9.1f}  {there:6.1f}")
-    print("the phase that is longer:", max(rows, key=lambda name: rows[name][0] - rows[name][1]))
+    phases = list(steps[0]["phases"])
+    candidates = [(phase, period, first) for phase in phases for period in range(2, 20) for first in range(period)]
+    phase, period, first = max(candidates, key=lambda each: contrast(steps, *each))
+    numbers = [str(each["step"]) for each in steps if each["step"] % period == first]
+    print(f"every {period} steps {phase} is long: {', '.join(numbers)}")
+    print("median milliseconds  in these steps  in others")
+    for name in phases:
+        here, there = (1e3 * median(part) for part in split(steps, name, period, first))
+        print(f"{name:20} {here:10.1f} {there:10.1f}")
 
 
 if __name__ == "__main__":

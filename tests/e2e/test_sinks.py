@@ -264,7 +264,8 @@ def test_a_missing_package_is_reported_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(opening, "find_spec", lambda name: None)
-    asked = {"prometheus": {"port": 9101}, "tensorboard": True, "wandb": {"mode": "offline"}, "otel": "http://x"}
+    asked = {"prometheus": {"port": 9101}, "tensorboard": True, "wandb": {"mode": "offline"}, "otel": "http://x",
+             "mlflow": {"uri": "http://x"}}  # fmt: skip
     for name, value in asked.items():
         with pytest.raises(UserError) as refused:
             refuse_missing_sinks(TelemetrySection.model_validate({name: value}))

@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from trimaran.app.main import COMMANDS, _build_app
-from trimaran.app.request.options import complete_recipe, complete_run, complete_setting
+from trimaran.app.request.options import complete_recipe, complete_run, complete_run_or_recipe, complete_setting
 from trimaran.core import UserError, parse_recipe
 
 
@@ -37,6 +37,8 @@ def test_recipes_complete_through_folders(tmp_path: Path, monkeypatch: pytest.Mo
     assert complete_recipe("rec") == ["recipes/"]
     assert complete_recipe("recipes/") == ["recipes/a.yaml"]
     assert complete_run("") == []
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    assert complete_run_or_recipe("r") == ["runs/first", "recipes/"]
 
 
 def options(command: Any) -> Iterator[tuple[str, str | None]]:

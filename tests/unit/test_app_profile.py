@@ -18,6 +18,7 @@ from trimaran.core import UserError, dump_recipe, parse_recipe
 from trimaran.launch.show_ranks import describe_ranks
 from trimaran.launch.signals import HANDLED_SIGNALS, Signals
 from trimaran.run.profile_request import request_file
+from trimaran.telemetry.nsys_stats import read_nsys_stats
 
 GIB = 1 << 30
 
@@ -71,6 +72,34 @@ def test_a_finished_run_or_a_missing_rank_cannot_be_profiled(
         assert main(["profile", str(run.path), *options]) == 2
         assert capsys.readouterr().err.startswith(code)
     assert not request_file(run).exists()
+
+
+STATS = """Processing [rank-0.sqlite] with [nvtx_pushpop_sum.py]...
+
+Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Range
+40.0,4000000000,2,2000000000.0,2000000000.0,1,2,0.0,":step 11"
+10.0,1000000000,2,500000000.0,500000000.0,1,2,0.0,":forward"
+25.0,2500000000,2,1250000000.0,1250000000.0,1,2,0.0,":backward"
+20.0,2000000000,8,250000000.0,250000000.0,1,2,0.0,":all_reduce dp_shard 4096 B"
+5.0,500000000,2,250000000.0,250000000.0,1,2,0.0,NCCL:ncclAllReduce
+"""
+
+
+def test_the_ranges_that_nsys_stats_prints_are_shown_by_phase() -> None:
+    rows = read_nsys_stats(STATS)
+    assert [(each.text, each.calls, each.seconds, each.share) for each in rows if each.is_phase] == [
+        ("backward", 2, 2.5, 0.625),
+        ("forward", 2, 1.0, 0.25),
+    ]
+    ranges = [each.as_dict() | {"is_phase": each.is_phase} for each in rows]
+    lines = shown({"files": ["a.nsys-rep"], "nsys": [{"rank": 0, "ranges": ranges}]}).splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["a.nsys-rep", "time"]
+    assert [line.rstrip().rpartition("  ")[2] for line in lines[2:]] == [
+        "backward", "forward", "all_reduce dp_shard 4096 B", "NCCL:ncclAllReduce",
+    ]  # fmt: skip
+    assert lines[2].split()[:4] == ["2500.00", "ms", "62.5%", "2"]
+    assert read_nsys_stats("generating SQLite file failed") == []
+    assert "open it in Nsight Systems" in shown({"files": ["a"], "nsys": [{"rank": 0, "ranges": []}]})
 
 
 def test_a_trace_is_printed_as_a_line_and_a_table() -> None:

@@ -33,7 +33,7 @@ EventKind = Literal[
     # data: file, failed; lost, first_lost, last_lost (steps) if some were lost
     "connections",  # strangers flood the rank's ports, or few file descriptors are left. data: refused (packets),
     # descriptors, limit
-    "profile",  # a profile was written. data: what (trace | memory | failed), path, first, last, request
+    "profile",  # a profile was written. data: what (trace | memory | nvtx | failed), path, first, last, request
     "sample",  # data: prompt, text; cut_short (why it has fewer tokens); of an answer: expected, right
     "saved",
     "trained",  # the last step is done, and the last checkpoint and the model are saved. data: next [kinds of events]

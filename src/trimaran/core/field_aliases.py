@@ -62,6 +62,8 @@ FIELD_ALIASES = {
     "telemetry.details_every": "logging_steps log_freq log_interval",
     "telemetry.wandb.project": "wandb_project",
     "telemetry.wandb.mode": "report_to",
+    "telemetry.mlflow.uri": "mlflow_tracking_uri tracking_uri",
+    "telemetry.mlflow.experiment": "mlflow_experiment_name",
     "name": "run_name experiment_name job_name",
     "cluster": "gpus devices num_gpus nproc_per_node accelerator",
 }

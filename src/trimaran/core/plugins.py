@@ -61,7 +61,7 @@ KINDS: dict[str, PluginKind] = {
         group="trimaran.sinks",
         methods=("open",),
         field="telemetry.sinks",
-        reserved=("prometheus", "tensorboard", "wandb", "ecs", "otel"),
+        reserved=("prometheus", "tensorboard", "wandb", "mlflow", "ecs", "otel"),
     ),
     "doctor rule": PluginKind(group="trimaran.doctor_rules", methods=(), field=""),
     "launch target": PluginKind(

@@ -456,6 +456,23 @@ class WandbSection(BaseModel):
     entity: str = ""
 
 
+class MlflowSection(BaseModel):
+    """MLflow. It finds its credentials by itself."""
+
+    model_config = STRICT
+
+    uri: Annotated[str, Field(description="the tracking server, such as http://localhost:5000; empty: none")] = ""
+    experiment: str = "trimaran"
+
+    @field_validator("uri")
+    @classmethod
+    def _without_credentials(cls, uri: str) -> str:
+        if "@" in uri.partition("://")[2].partition("/")[0]:
+            raise ValueError("the recipe is logged: put the password into MLFLOW_TRACKING_PASSWORD, and the name into "
+                             "MLFLOW_TRACKING_USERNAME")  # fmt: skip
+        return uri
+
+
 class TargetsSection(BaseModel):
     """What a run should reach; `doctor` and `report` say whether it does."""
 
@@ -484,11 +501,15 @@ class TelemetrySection(BaseModel):
     profile: Annotated[str, Field(description="steps FIRST:END to trace, without END")] = ""
     profile_every: Annotated[Count, Field(description="steps from one such trace to the next; 0: only one")] = 0
     profile_ranks: Annotated[str, Field(description="all, or ranks such as 0,3")] = "0"
+    nvtx: Annotated[bool, Field(description="NVTX ranges of phases, layers and collectives, for Nsight Systems")] = (
+        False
+    )
     memory_snapshots: Annotated[bool, Field(description="record the history of allocations, for OOM reports")] = False
     targets: TargetsSection = TargetsSection()
     prometheus: PrometheusSection = PrometheusSection()
     tensorboard: bool = False
     wandb: WandbSection = WandbSection()
+    mlflow: MlflowSection = MlflowSection()
     ecs: Annotated[bool, Field(description="logs and events in ECS form, for Elasticsearch")] = False
     otel: Annotated[str, Field(description="an OpenTelemetry collector, such as http://localhost:4318")] = ""
     sinks: Annotated[

@@ -18,6 +18,13 @@ log = logging.getLogger(__name__)
 
 FIRST_RESTART_SECONDS, MAX_RESTART_SECONDS = 10.0, 600.0  # from one start to the next; doubled after each death
 END_SECONDS = 5.0  # for the sidecar to write its last lines and close its sinks
+# Of MLflow's client, which reads them when it is imported. By default it tells its makers which functions are used, and
+# repeats a failed request for minutes; the sidecar repeats it, too.
+CLIENT_VARIABLES = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
 
 
 class SidecarProcess:
@@ -88,7 +95,7 @@ class SidecarProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env=dict(self._environment),
+                    env=CLIENT_VARIABLES | dict(self._environment),
                     pass_fds=[each for each in (descriptor, self._heartbeats) if each is not None],
                     start_new_session=True,
                 )

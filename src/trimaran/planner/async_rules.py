@@ -38,6 +38,7 @@ def check_async(plan: Plan, recipe: Recipe) -> None:
                               "set it to skip or stop"),
         "telemetry.profile": (bool(recipe.telemetry.profile), "it has no step that all ranks could trace",
                               "leave out profile"),
+        "telemetry.nvtx": (recipe.telemetry.nvtx, "its workers have no phases to show", "leave out nvtx"),
     }  # fmt: skip
     for where, (is_wrong, why, fix) in refusals.items():
         if is_wrong:

@@ -60,11 +60,12 @@ class Trainer:
             self.reseed(batch.step)
             self.stepper.step(batch, requests=self._requests(batch.step))
             lr = learning_rate(batch.step, self.recipe.train)
+            self.clock.enter("checkpoint")
             self.checkpointer.before_update()
-            self.clock.lap("checkpoint")
+            self.clock.lap("checkpoint", then="optimizer")
             norm, refused = self.stepper.update(lr)
             read_numbers = self.stepper.numbers_later(norm, refused)
-            self.clock.lap("optimizer")
+            self.clock.lap("optimizer", then="data")
             done = batch.step + 1
             # Local steps: save and stop only where replicas are in sync, because elsewhere their weights differ.
             in_sync = self.check.replicas_in_sync(done)
@@ -75,14 +76,17 @@ class Trainer:
             loop_exit = loop_exit or decision.loop_exit
             goes_on = loop_exit is None or loop_exit.reason == "change"
             if in_sync and goes_on:
-                self.clock.lap("data")  # the host's work since the update counts as data, saved or not
+                self.clock.lap(
+                    "data", then="checkpoint"
+                )  # the host's work since the update counts as data, saved or not
                 self.checkpointer.after_step(done, decision)
-                self.clock.lap("checkpoint")
+                self.clock.lap("checkpoint", then="data")
             pending.append(PendingStep(step=done, lr=lr, read_numbers=read_numbers, host_time=self.clock.host_time(),
                                        read_seconds=self.clock.end_step(), read_details=self.stepper.details(),
                                        loader_stats=loader.stats(), tokens=batch.num_valid))  # fmt: skip
             self.recorder.profiler.between_steps(done, requested=decision.profile)
             if goes_on and every and done % every == 0 and done < steps:
+                self.clock.enter("evaluation")
                 with self.recorder.compilations.outside_steps(done):
                     loop_exit = LoopExit(reason="stop") if self.evaluator.run(step=done) else loop_exit
                 self.clock.restart()

@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Recipe, UserError
-from trimaran.core.recipe import PrometheusSection, WandbSection
+from trimaran.core.recipe import MlflowSection, PrometheusSection, WandbSection
 from trimaran.history.measured_run import UnusableRunError, read_measured_run
 from trimaran.history.steady_steps import MAD_TO_SIGMA, MIN_STEADY_STEPS, STANDARD_ERROR_OF_MEDIAN, WARM_UP_STEPS
 from trimaran.launch.local import LocalRun, start_local
@@ -51,7 +51,8 @@ class TrialEnd(NamedTuple):
 def trial_recipe(recipe: Recipe, candidate: TuneCandidate) -> Recipe:
     """Return the recipe of a trial: the same work with this plan, without an end, checkpoints, restarts and sinks."""
     telemetry = {"sample_seconds": 0.0, "profile": "", "prometheus": PrometheusSection(), "wandb": WandbSection()}
-    telemetry |= {"tensorboard": False, "ecs": False, "otel": "", "memory_snapshots": False}
+    telemetry |= {"tensorboard": False, "mlflow": MlflowSection(), "ecs": False, "otel": "", "nvtx": False}
+    telemetry |= {"memory_snapshots": False}
     sample = recipe.train.sample.model_copy(update={"tokens": 0})
     evaluate = recipe.train.evaluate.model_copy(update={"every": 0, "batches": 0})
     sections = {

@@ -1,19 +1,18 @@
-"""`trimaran profile`: traces steps of a live run, or shows what uses its memory."""
+"""`trimaran profile`: traces steps of a live run, shows what uses its memory, or records a run with Nsight Systems."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran.app.request.options import Json, RunName, find_run
+from trimaran.app.request.options import Json, Settings, complete_run_or_recipe, find_run, refuse_missing_ranks
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.run.profile_request import (
     MAX_STEPS,
-    RANKS_PATTERN,
     ProfileRequest,
     find_traces,
     withdraw_request,
@@ -28,12 +27,25 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 
 
-def profile(
-    run: RunName,
+RunOrRecipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, or its name under runs/; with --nsys also a recipe.",
+        autocompletion=complete_run_or_recipe,
+    ),
+]
+
+
+def profile(  # noqa: PLR0913 - each option of a command is a parameter
+    run: RunOrRecipe,
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=MAX_STEPS, help="How many steps.")] = 3,
     ranks: Annotated[str, typer.Option(metavar="LIST", help="The ranks: all, or a list such as 0,3.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Show what uses the memory, instead of a trace.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the newest traces of all ranks into one file.")] = False,
+    nsys: Annotated[bool, typer.Option("--nsys", help="Record a short run of its own with Nsight Systems.")] = False,
+    settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --nsys: only print the commands.")] = False,
     as_json: Json = False,
 ) -> None:
     """Trace the next steps of a live run, and show where their time goes.
@@ -41,27 +53,61 @@ def profile(
     The run continues meanwhile. For a finished run the newest trace is shown. Files go to RUN/profiles; open traces at
     https://ui.perfetto.dev or chrome://tracing.
 
+    `--nsys` does not touch RUN. It trains its recipe and plan, or a recipe with `--set`, for a few steps in a new run,
+    on this machine, with each of the ranks under `nsys profile`, and shows the recorded phases.
+
     \b
     trimaran profile runs/stdlib-tiny --steps 3 --ranks all
     trimaran profile runs/stdlib-tiny --merge
     trimaran profile runs/stdlib-tiny --memory
+    trimaran profile recipes/stdlib-tiny.yaml --nsys --ranks all
     """
     from trimaran.app.views.clean_console import open_console
 
+    if nsys and (memory or merge):
+        raise UserError("A001", "--nsys makes a recording of its own", where="trimaran profile",
+                        fix="leave out --memory and --merge")  # fmt: skip
+    if nsys:
+        answer = record_with_nsys(run, settings or [], steps=steps, ranks=ranks, dry_run=dry_run)
+        _show(answer, as_json=as_json)
+        return
+    if settings or dry_run:
+        raise UserError("A001", "--set and --dry-run are options of --nsys", where="trimaran profile", fix="add --nsys")
     directory = find_run(run)
     if merge:
-        answer: dict[str, Any] = merge_newest_traces(directory)
+        answer = merge_newest_traces(directory)
     else:
         request = _request(directory, steps, ranks, memory=memory)
         files = _files(directory, request, open_console(stderr=True))
         answer = {"run_dir": str(directory.path), "files": [str(each) for each in files]}
         answer |= _read(files, memory=memory)
+    _show(answer, as_json=as_json)
+
+
+def _show(answer: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(answer))
         return
+    from trimaran.app.views.clean_console import open_console
     from trimaran.app.views.profile_view import show_profile
 
     show_profile(answer, open_console())
+
+
+def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks: str, dry_run: bool) -> dict[str, Any]:
+    """Record a short run of `source` with nsys, and return what `--nsys --json` prints."""
+    from trimaran.app.request.nsys_request import nsys_request
+    from trimaran.app.session.nsys_session import planned_commands, record, summaries
+    from trimaran.app.views.clean_console import open_console
+
+    request = nsys_request(source, settings, steps=steps, ranks=ranks, needs_nsys=not dry_run)
+    files = [str(request.report(rank)) for rank in request.ranks]
+    answer: dict[str, Any] = {"run_dir": str(request.path), "files": files}
+    if dry_run:
+        return answer | {"commands": planned_commands(request)}
+    with open_console(stderr=True).status(f"training {request.recipe.train.steps} steps in {request.path}"):
+        record(request)
+    return answer | {"nsys": summaries(request)}
 
 
 def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
@@ -83,10 +129,7 @@ def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
 
 
 def _request(run: "RunDirectory", steps: int, ranks: str, *, memory: bool) -> ProfileRequest:
-    world = run.read_plan().mesh.world_size
-    if not RANKS_PATTERN.match(ranks) or (ranks != "all" and max(map(int, ranks.split(","))) >= world):
-        raise UserError("A001", f"'{ranks}' is not a list of ranks of this run, which has {world}", where="--ranks",
-                        fix=f"write all, or some of 0 to {world - 1}, such as 0")  # fmt: skip
+    refuse_missing_ranks(ranks, run.read_plan().mesh.world_size)
     return ProfileRequest(steps=steps, ranks=ranks, memory=memory)
 
 

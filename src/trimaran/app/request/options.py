@@ -140,6 +140,11 @@ def complete_run(incomplete: str) -> list[str]:
     return [str(path) for path in sorted(RUNS.glob("*/")) if str(path).startswith(incomplete)]
 
 
+def complete_run_or_recipe(incomplete: str) -> list[str]:
+    """Return the runs and the recipes that complete `incomplete`."""
+    return [*complete_run(incomplete), *(each for each in complete_recipe(incomplete) if not each.startswith("runs/"))]
+
+
 def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield every field that `--set` can name, with its values if they are a fixed list."""
     from pydantic import BaseModel
@@ -189,6 +194,16 @@ def find_run(name: str) -> "RunDirectory":
     from trimaran.run import open_run
 
     return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
+
+
+def refuse_missing_ranks(ranks: str, world: int) -> None:
+    """Raise UserError unless `ranks` is `all`, or a list of ranks of a run that has `world` of them."""
+    from trimaran.core import UserError
+    from trimaran.run.profile_request import RANKS_PATTERN
+
+    if not RANKS_PATTERN.match(ranks) or (ranks != "all" and max(map(int, ranks.split(","))) >= world):
+        raise UserError("A001", f"'{ranks}' is not a list of ranks of this run, which has {world}", where="--ranks",
+                        fix=f"write all, or some of 0 to {world - 1}, such as 0")  # fmt: skip
 
 
 def path_argument(path: Path) -> str:

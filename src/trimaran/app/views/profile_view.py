@@ -23,6 +23,11 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
             if clock["shift_microseconds"]:
                 console.print(f"clock of {host} shifted by {clock['shift_microseconds'] / 1e3:+.3f} ms")
         return
+    for command in answer.get("commands", ()):
+        console.print(command, soft_wrap=True)
+    for file, recorded in zip(answer["files"], answer.get("nsys", ()), strict=False):
+        console.print(file, soft_wrap=True)
+        _show_ranges(recorded, console)
     for file, trace in zip(answer["files"], answer.get("traces", ()), strict=False):
         console.print(file, soft_wrap=True)
         _show_trace(trace, console)
@@ -44,6 +49,20 @@ def _show_trace(trace: dict[str, Any], console: Console) -> None:
         name = row["name"]
         short = name if len(name) <= longest else f"{name[: longest - 3]}..."
         table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", short)
+    console.print(table)
+
+
+def _show_ranges(recorded: dict[str, Any], console: Console) -> None:
+    """Print the phases of a rank that nsys has recorded, and the longest of its other ranges."""
+    phases = [each for each in recorded["ranges"] if each["is_phase"]]
+    others = [each for each in recorded["ranges"] if not each["is_phase"]][:MAX_ROWS]
+    if not phases:
+        console.print("`nsys stats` has shown no ranges of this file; open it in Nsight Systems", soft_wrap=True)
+        return
+    table = _table("time", "share", "calls", f"range of rank {recorded['rank']}")
+    for row in (*phases, *others):
+        name = row["text"] if row["is_phase"] else f"  {row['text']}"
+        table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", name)
     console.print(table)
 
 

@@ -50,6 +50,12 @@ SINKS = {
     "wandb": SinkKind(
         field="telemetry.wandb.mode", is_enabled=lambda telemetry: telemetry.wandb.mode != "off", package="wandb"
     ),
+    "mlflow": SinkKind(
+        field="telemetry.mlflow.uri",
+        is_enabled=lambda telemetry: bool(telemetry.mlflow.uri),
+        package="mlflow",
+        extra="mlflow",
+    ),
     "ecs": SinkKind(field="telemetry.ecs", is_enabled=lambda telemetry: telemetry.ecs),
     "otel": SinkKind(
         field="telemetry.otel",

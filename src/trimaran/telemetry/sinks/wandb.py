@@ -1,18 +1,14 @@
 """Logs a run to Weights & Biases, online or to `wandb/` in the run directory for a later upload."""
 
-import hashlib
-import json
-from typing import Any
-
 import wandb
 
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import WandbSection
-from trimaran.core.regular_files import read_regular_bytes, read_regular_text
-from trimaran.run.run_directory import MARKER, RunDirectory
+from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.goodput import LedgerPoller, time_scalars
 from trimaran.telemetry.sinks.rate_limit import RateLimit
 from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
+from trimaran.telemetry.sinks.run_identity import run_id, run_settings
 from trimaran.telemetry.sinks.scalars import scalars
 from trimaran.telemetry.sinks.sink import Line
 
@@ -91,7 +87,7 @@ class WandbSink:
                 name=run.location.name,
                 id=run_id(run),
                 resume="allow" if section.mode == "online" else None,
-                config=config(run),
+                config=run_settings(run),
                 settings=SETTINGS,
             )
             self._opened.define_metric("step")
@@ -100,21 +96,6 @@ class WandbSink:
 
     def _log(self, values: dict[str, float]) -> None:
         self._opened_run().log({"step": self._step} | values)
-
-
-def run_id(run: RunDirectory) -> str:
-    """Return a unique ID of the run, which stays the same when it is resumed."""
-    try:
-        identity = read_regular_bytes(run.path / MARKER)
-    except OSError:
-        identity = str(run.location).encode()
-    return f"{run.location.name[:40]}-{hashlib.sha256(identity).hexdigest()[:8]}"
-
-
-def config(run: RunDirectory) -> dict[str, Any]:
-    """Return the recipe and the plan; nothing about the machine or its environment."""
-    plan = json.loads(read_regular_text(run.plan))
-    return {"recipe": run.read_recipe().model_dump(mode="json"), "plan": plan.get("plan", {})}
 
 
 def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> WandbSink:

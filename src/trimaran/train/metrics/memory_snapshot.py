@@ -23,6 +23,7 @@ from trimaran.run import RunDirectory
 from trimaran.run.out_of_memory import says_out_of_memory
 from trimaran.run.profile_request import snapshot_file
 from trimaran.telemetry.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
+from trimaran.train.metrics.layer_ranges import is_compiled
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class StepMemoryTracker:
         for root in modules:
             for name, module in uncompiled_modules(root):
                 self._hook_removers.append(module.register_forward_hook(self._output_hook(name)).remove)
-            if not _is_compiled(root):
+            if not is_compiled(root):
                 self._hook_removers.append(root.register_forward_hook(self._after_forward).remove)
 
     @property
@@ -145,14 +146,10 @@ def uncompiled_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in root.named_modules():
         if "" in hidden or any(name.startswith(f"{each}.") for each in hidden):
             continue
-        if _is_compiled(module):
+        if is_compiled(module):
             hidden.append(name)
         elif name:
             yield name, module
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def find_owners(modules: Sequence[nn.Module], device: torch.device) -> Iterator[MemoryOwner]:

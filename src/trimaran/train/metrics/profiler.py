@@ -2,6 +2,8 @@
 
 A request comes from the recipe (`telemetry.profile`) or from a file in the run directory (`trimaran profile RUN`). Rank
 0 checks for the file. The request is all-reduced with the counts of a step, so that all ranks start at the same step.
+
+With `telemetry.nvtx` the recipe's steps are not traced: they have NVTX ranges, and a tool outside records them.
 """
 
 import json
@@ -33,6 +35,7 @@ from trimaran.run.profile_request import (
     withdraw_request,
 )
 from trimaran.train.metrics.memory_snapshot import MemorySnapshotter, is_out_of_memory, snapshot_on_oom
+from trimaran.train.metrics.nvtx_ranges import StepRanges, start_capture, stop_capture
 from trimaran.train.metrics.step_clock import BETWEEN_SPANS, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
@@ -43,13 +46,14 @@ MAX_REPEATED_TRACES = 10  # of `telemetry.profile_every`, on each rank
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """A recording of the steps `first` to `last`: a `trace`, or memory (`snapshotter`), or nothing on this rank."""
+    """A recording of the steps `first` to `last`: a `trace`, memory (`snapshotter`), `ranges`, or nothing here."""
 
     request: ProfileRequest
     first: int
     last: int
     trace: profile | None = None
     snapshotter: MemorySnapshotter | None = None
+    ranges: StepRanges | None = None
 
 
 class Profiler:
@@ -73,6 +77,8 @@ class Profiler:
         self._recording: Recording | None = None
         self._spans: list[tuple[int, str, int, int]] = []  # step, phase, start, end (nanoseconds since the epoch)
         self._step = self._since = 0
+        self._ranges = StepRanges(clock) if telemetry.nvtx else None
+        self._ranges_in_all_steps = telemetry.nvtx and not telemetry.profile
         self._writers: list[threading.Thread] = []
 
     @property
@@ -83,6 +89,8 @@ class Profiler:
     def follow(self, networks: Sequence[Network]) -> None:
         """Record these networks from now on: the plan has changed."""
         self._snapshotter.modules = tuple(each.module for each in networks)
+        if self._ranges is not None:
+            self._ranges.follow(networks)
 
     @property
     def is_requested(self) -> bool:
@@ -96,9 +104,11 @@ class Profiler:
         """
         self._step = done + 1
         recording = self._recording
+        is_over = recording is not None and done >= recording.last
+        if self._ranges is not None and not is_over:
+            self._ranges.begin_step(done + 1)
         if recording is None and not requested and self._planned is None:
             return
-        is_over = recording is not None and done >= recording.last
         if is_over:
             self._end(done)
         # A request that arrives as a recording ends is the one that started it: rank 0 sent it for two steps.
@@ -116,15 +126,21 @@ class Profiler:
         On an out-of-memory error, write a memory snapshot. On any error, the current recording is lost.
         """
         self.between_steps(start)
+        if self._ranges is not None and self._ranges_in_all_steps:
+            self._ranges.install(start + 1)
         try:
             yield
         except Exception as error:
             self._clock.on_lap = None
+            if self._ranges is not None:
+                self._ranges.remove()
             if is_out_of_memory(error):
                 self._write_oom_snapshot(error)
             raise
         if self._recording is not None:
             self._end(self._step - 1)
+        if self._ranges is not None:
+            self._ranges.remove()
         if self._writers:
             with self._link.section("profile"):
                 for each in self._writers:
@@ -167,7 +183,11 @@ class Profiler:
 
     def _start(self, recording: Recording) -> None:
         try:
-            if recording.request.memory:
+            if self._ranges is not None and recording.request.id == RECIPE_ID:
+                start_capture(self._snapshotter.device)
+                self._ranges.install(recording.first)
+                recording.ranges = self._ranges
+            elif recording.request.memory:
                 self._snapshotter.begin()
                 recording.snapshotter = self._snapshotter
             else:
@@ -198,7 +218,12 @@ class Profiler:
             withdraw_request(self._run, recording.request.id)
 
     def _end_recording(self, recording: Recording, done: int) -> None:
-        if recording.trace is not None:
+        if recording.ranges is not None:
+            recording.ranges.remove()
+            stop_capture(self._snapshotter.device)
+            facts = {"what": "nvtx", "first": recording.first, "last": done, "request": recording.request.id}
+            self._journal.event("profile", step=done, **facts)
+        elif recording.trace is not None:
             self._end_trace(recording, recording.trace, done)
         elif recording.snapshotter is not None:
             path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
@@ -275,6 +300,7 @@ def build_profiler(
     telemetry = run.read_recipe().telemetry
     snapshotter = MemorySnapshotter([each.module for each in networks], device, history=telemetry.memory_snapshots)
     profiler = Profiler(run, telemetry, journal, clock, snapshotter, link)
+    profiler.follow(networks)
     snapshot_on_oom(snapshotter, run, rank=journal.rank, step=lambda: profiler.step)
     return profiler
 

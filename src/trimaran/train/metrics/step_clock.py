@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, pairwise
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,16 @@ BETWEEN_SPANS = "?"  # the phase of time between the spans of a lap, until the e
 ISSUED_PHASES = ("forward", "backward", "comm", "optimizer")  # the phases of `Stepper.step` and `Stepper.update`
 
 LapCallback = Callable[..., None]  # called on the host at the end of a lap or span, with its phase and `gaps`
+
+
+class PhaseRanges(Protocol):
+    """Ranges for a tool that needs the name of a phase at its start, see `nvtx_ranges.py`."""
+
+    def enter(self, phase: str) -> None: ...
+
+    def push(self, text: str) -> None: ...
+
+    def pop(self) -> None: ...
 
 
 class StepSeconds(NamedTuple):
@@ -44,9 +54,13 @@ class SpanTimer:
     """
 
     def __init__(
-        self, mark: Callable[[], object], between: Callable[..., float], on_lap: LapCallback | None = None
+        self,
+        mark: Callable[[], object],
+        between: Callable[..., float],
+        on_lap: LapCallback | None = None,
+        ranges: PhaseRanges | None = None,
     ) -> None:
-        self._mark, self._between, self._on_lap = mark, between, on_lap
+        self._mark, self._between, self._on_lap, self._ranges = mark, between, on_lap, ranges
         self._open: list[str] = []
         self._spans: list[tuple[str, str | None, object, object]] = []  # key, that of the outer span, start, end
 
@@ -87,11 +101,15 @@ class SpanTimer:
         if self._on_lap is not None:
             self._on_lap(_phase(self._open[-1]) if self._open else BETWEEN_SPANS)
         self._open.append(key)
+        if self._ranges is not None:
+            self._ranges.push(key.replace("/", " "))
         return start
 
     def end(self, key: str, start: object, *, failed: bool) -> None:
         """End a span. One that raised is not measured."""
         self._open.pop()
+        if self._ranges is not None:
+            self._ranges.pop()
         if failed:
             return
         self._spans.append((key, self._open[-1] if self._open else None, start, self._mark()))
@@ -157,6 +175,7 @@ class StepClock:
     def __init__(self, device: torch.device, *, timed_axes: Sequence[str] | None = None) -> None:
         self.timed_axes = timed_axes
         self.on_lap: LapCallback | None = None  # set only while a trace is recorded
+        self.ranges: PhaseRanges | None = None  # set only while NVTX ranges are on
         self._mark: Callable[[], object] = time.perf_counter
         self._between: Callable[..., float] = lambda start, end: end - start
         self._events = CudaEvents() if device.type == "cuda" else None
@@ -170,13 +189,24 @@ class StepClock:
         self._host_seconds, self._lap_began = 0.0, time.perf_counter()
         if self.on_lap is not None:
             self.on_lap("")
+        self.enter("data")
 
-    def lap(self, phase: str, axis: str = "") -> None:
-        """End the running lap and add its time to `phase`, and to `axis` if the phase is `comm`."""
+    def enter(self, phase: str) -> None:
+        """Say which phase begins now, for tools that need it at its start. It measures nothing."""
+        if self.ranges is not None:
+            self.ranges.enter(phase)
+
+    def lap(self, phase: str, axis: str = "", *, then: str = "") -> None:
+        """End the running lap and add its time to `phase`, and to `axis` if the phase is `comm`.
+
+        `then` is the phase that begins, see `enter`.
+        """
         self._laps.append((_key(phase, axis), self._mark(), None))
         self._count_host_seconds(phase)
         if self.on_lap is not None:
             self.on_lap(phase)
+        if then:
+            self.enter(then)
 
     def discard_lap(self) -> None:
         """End the running lap without adding its time to the step."""
@@ -184,7 +214,7 @@ class StepClock:
 
     def span_timer(self) -> SpanTimer:
         """Return a timer for spans of the running lap; end the lap with `split_lap`."""
-        return SpanTimer(self._mark, self._between, self.on_lap)
+        return SpanTimer(self._mark, self._between, self.on_lap, self.ranges)
 
     def split_lap(self, spans: SpanTimer, *, rest: str, axis: str = "") -> Callable[[], float]:
         """End the running lap: each phase gets its spans, and `rest` gets the remaining time, with its `axis`.

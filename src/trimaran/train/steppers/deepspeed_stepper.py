@@ -77,20 +77,22 @@ class DeepSpeedStepper:
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. DeepSpeed averages over all ranks, but does not divide by the accumulation steps."""
+        self._clock.enter("forward")
         totals = StepTotals(batch, self._ranks, self._guard, requests=requests)  # overlaps the first forward
         total, parts = torch.zeros((), device=self._device), LossPartSums(self.objective, self._ranks)
         for index in range(self._plan.grad_accum):
+            self._clock.enter("forward")
             if index > 0:
                 self._engine.step()
             losses, balance = compute_losses(self.objective, self._engine_network, batch.micro(index))
             loss = losses.total
-            self._clock.lap("forward")
+            self._clock.lap("forward", then="comm")
             num_valid = totals.num_valid()
-            self._clock.lap("comm")
+            self._clock.lap("comm", then="backward")
             self._engine.backward((loss + balance) * (self._plan.mesh.data / num_valid), scale_wrt_gas=False)
             total += loss.detach()
             parts.add(losses)
-            self._clock.lap("backward")
+            self._clock.lap("backward", then="comm")
         self._reduced = totals.reduce(total, parts, [self._network])
         self._clock.lap("comm")
         return self._reduced.numbers

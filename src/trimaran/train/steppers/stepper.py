@@ -135,6 +135,7 @@ class PlainStepper:
         The gradient reduction averages over the data ranks, so each rank's loss is multiplied by their number. What
         remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
+        self._clock.enter("forward")
         totals = self.updater.begin_totals(batch, requests)  # overlaps the first forward
         total = torch.zeros((), device=self._device)
         parts = LossPartSums(self._objective, self._ranks, [self._network])
@@ -143,6 +144,7 @@ class PlainStepper:
         if self._buckets is not None:
             self._buckets.begin_step()
         for index in range(self._plan.grad_accum):
+            self._clock.enter("forward")
             inputs = batch.micro(index)
             if graphs:
                 losses = self._replay(graphs[index], inputs, totals)
@@ -166,20 +168,21 @@ class PlainStepper:
         self._waits.begin()
         losses, balance = self._forward(inputs)
         self._waits.end("forward")
+        self._clock.enter("comm")
         loss = (losses.total + balance) * self._loss_factor(totals)
-        self._clock.lap("comm", WORLD)
+        self._clock.lap("comm", WORLD, then="backward")
         end_lap_after_backward(loss, self._waits)
         loss.backward()
-        self._clock.lap("comm", self._data_axis)
+        self._clock.lap("comm", self._data_axis, then="comm")
         return LossSums(losses.total.detach(), losses.parts)
 
     def _replay(self, graphs: MicroBatchGraphs, inputs: Inputs, totals: StepTotals) -> LossSums:
         """Do the same as `_run` with CUDA graphs."""
         graphs.fill(inputs, self._loss_factor(totals))
         graphs.forward.replay()
-        self._clock.lap("forward")
+        self._clock.lap("forward", then="backward")
         graphs.backward.replay()
-        self._clock.lap("backward")
+        self._clock.lap("backward", then="comm")
         return graphs.losses
 
     def _loss_factor(self, totals: StepTotals) -> Tensor:

@@ -117,9 +117,9 @@ class Updater:
         """Take the outer step if one is due. It counts as communication; the update before it as the optimizer's."""
         if self.outer_step is None:
             return dict
-        self._clock.lap("optimizer")
+        self._clock.lap("optimizer", then="comm")
         details = self.outer_step.after_update(self._step)
-        self._clock.lap("comm", "dp_replicate")
+        self._clock.lap("comm", "dp_replicate", then="optimizer")
         return details
 
     def begin_step(self, step: int) -> None:

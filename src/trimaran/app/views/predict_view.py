@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimaran.app.views.text_chart import GREEN, RED
-from trimaran.core import show_bytes, show_count, show_seconds
+from trimaran.core import show_bytes, show_seconds
 
 MAX_ALL_ROWS = 40
 MAX_BEST_ROWS = 20
@@ -84,6 +84,6 @@ def _table(answers: Iterable[dict[str, Any]]) -> Table:
     for answer in answers:
         verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
         numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
-        speed = show_count(answer["tokens_per_second_per_gpu"]), f"{answer['mfu']:.0%}"
+        speed = f"{answer['tokens_per_second_per_gpu']:,.0f}", f"{answer['mfu']:.0%}"
         table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
     return table

@@ -48,11 +48,11 @@ MODULES = ("trimaran", "trimaran.launch", "trimaran.train.process.fork_server", 
 READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "CUDA", "HF_",
                   "TRANSFORMERS_", "HUGGINGFACE_", "WANDB_", "NICEGUI_", "DS_", "RAY_", "_TYPER", "TERMINAL_WIDTH",
                   "FORCE_COLOR", "NO_COLOR", "_TRIMARAN_COMPLETE")  # fmt: skip
-READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_FR_BUFFER_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK", "WANDB_SERVICE",
-              "KINETO_LOG_LEVEL")  # fmt: skip
+READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_FR_BUFFER_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK",
+              "WANDB_SERVICE")  # fmt: skip
 ENVIRONMENT = dict(os.environ)  # in which torch was imported
 THREADS = frozenset(threading.enumerate())
-IDLE_THREADS = ("run-directory", "wandb-", "Otel")  # beginnings of the names of threads that only wait
+IDLE_THREADS = ("run-directory", "lease", "wandb-", "Otel")  # beginnings of the names of threads that only wait
 PYTHON_SIGNALS = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN,
                   signal.SIGINT: signal.default_int_handler}  # fmt: skip
 TORCH_SEED = torch.initial_seed()  # of a new interpreter
@@ -108,9 +108,9 @@ def fork_or_start(*arguments: Any) -> int:
         return START_PROGRAM(*arguments)
     _import_modules()
     paths = _paths()
-    if pid := os.fork():
-        return pid
-    _run_and_exit(start, words, environment, [*command], paths)
+    if (pid := os.fork()) == 0:
+        _run_and_exit(start, words, environment, [*command], paths)
+    return pid
 
 
 def _parse_environment(lines: Sequence[bytes]) -> dict[str, str]:
@@ -205,15 +205,7 @@ def _run_and_exit(
 
 def _set_up_process(start: Start) -> None:
     """Do what happens between a fork and the execution of a program, in the order of `_posixsubprocess.c`."""
-    ends = [start.p2cread, start.c2pwrite, start.errwrite]
-    for number, end in enumerate(ends):
-        if 0 <= end < number:  # it would be overwritten
-            ends[number] = os.dup(end)
-    for number, end in enumerate(ends):
-        if end >= 0 and end != number:
-            os.dup2(end, number)
-        elif end == number:
-            os.set_inheritable(number, True)
+    _connect_standard_streams([start.p2cread, start.c2pwrite, start.errwrite])
     if start.folder is not None:
         os.chdir(start.folder)
     if start.start_new_session:
@@ -227,7 +219,19 @@ def _set_up_process(start: Start) -> None:
     for kept in sorted({*start.kept_fds, start.errpipe_write}):
         os.closerange(first, kept)
         first = max(first, kept + 1)
-    os.closerange(first, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") > 0 else 1 << 20)
+    os.closerange(first, max(os.sysconf("SC_OPEN_MAX"), 1 << 16))
+
+
+def _connect_standard_streams(ends: list[int]) -> None:
+    """Give the standard streams the descriptors in `ends`; those with -1 stay as they are."""
+    for number, end in enumerate(ends):
+        if 0 <= end < number:  # it would be overwritten
+            ends[number] = os.dup(end)
+    for number, end in enumerate(ends):
+        if end >= 0 and end != number:
+            os.dup2(end, number)
+        elif end == number:
+            os.set_inheritable(number, True)
 
 
 def _reset_signals() -> None:
@@ -256,7 +260,7 @@ def _forget_tests() -> None:
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
     multiprocessing.process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
-    tracker = multiprocessing.resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker: Any = multiprocessing.resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None
     asyncio._set_running_loop(None)
     asyncio.set_event_loop_policy(None)
@@ -276,7 +280,7 @@ def _show_warning(message: Any, category: Any, filename: str, lineno: int, file:
 
 
 def _forget_own_modules() -> None:
-    """Forget modules that are neither installed nor Trimaran's, as faults are injected by imports, and caches of its."""
+    """Forget modules that are neither installed nor Trimaran's, whose imports inject faults, and Trimaran's caches."""
     roots = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(os.__file__)))
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -296,7 +300,7 @@ def _caches(module: ModuleType) -> Iterator[Callable[[], None]]:
 def _reset_libraries() -> None:
     """Give torch and the generators of random numbers the state that they have in a new interpreter."""
     random.seed()
-    np.random.seed()  # noqa: NPY002
+    np.random.seed()
     torch.manual_seed(TORCH_SEED)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -156,8 +156,8 @@ def test_a_failing_sink_is_logged_once_and_retried_and_loses_only_failed_lines(
     feed = SinkFeed(sink, first_delay=0.01)  # pyrefly: ignore[bad-argument-type]
     for number in range(4):
         feed.put("step", {"step": number})
-    wait_for(lambda: len(sink.received) == 3, 5)
-    assert feed.close(seconds=5)
+    wait_for(lambda: len(sink.received) == 3, 60)
+    assert feed.close(seconds=60)
     assert ([line["step"] for _, line in sink.received], feed.lost, sink.closed) == ([0, 1, 3], 1, True)
     assert caplog.text.count("connection refused") == 2  # two failures, with a successful line in between
 
@@ -288,7 +288,7 @@ def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
     finally:
         supervisor.kill()
         supervisor.wait()
-    wait_for(lambda: not child.is_running() or child.status() == "zombie", 5)
+    wait_for(lambda: not child.is_running() or child.status() == "zombie", 60)
 
 
 def test_samples_are_valid_json_lines(tmp_path: Path) -> None:

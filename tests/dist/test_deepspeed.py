@@ -218,8 +218,8 @@ def steps_with_logits_times(recipe: Recipe, plan: Plan, factors: list[float]) ->
     [
         slow(("none", "fp32")),
         slow(("optimizer", "bf16")),
-        slow(("gradients", "fp32")),
-        ("parameters", "bf16"),
+        ("gradients", "fp32"),
+        slow(("parameters", "bf16")),
         slow(("gradients", "fp16")),
     ],
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import UserError
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
@@ -121,9 +122,9 @@ def assert_same(found: Any, expected: Any, *, start: int = 0) -> None:
         assert found[2][name] == pytest.approx(each, abs=2e-4), name
 
 
-PLANS: list[tuple[int, dict[str, Any], Any, bool]] = [
+PLANS: list[Any] = [
     (2, {"pp": 2}, None, True),
-    (4, {"pp": 2, "tp": 2, "grad_accum": 4, "pipeline": {"schedule": "gpipe"}}, TENSOR, False),
+    slow((4, {"pp": 2, "tp": 2, "grad_accum": 4, "pipeline": {"schedule": "gpipe"}}, TENSOR, False)),  # each alone here
     (2, {"tp": 2}, TENSOR, True),
     (4, {"mesh": {"pp": 2, "dp_replicate": 2}, "pipeline": {"stages": [3, 1]}}, None, True),
     (3, {"pp": 3, "grad_accum": 4}, None, True),

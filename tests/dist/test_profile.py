@@ -91,11 +91,11 @@ def test_the_steps_of_the_recipe_are_traced_on_every_rank_without_effect_on_trai
     traces = [load_trace(path) for path in paths.values()]
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     seen = {at: seconds_by_phase(traces[0], at) for at in (2, 3)}
-    errors = {
-        at: max(abs(seen[at].get(phase, 0.0) - seconds) for phase, seconds in lines[at - 1]["phases"].items())
-        for at in seen
+    errors = {  # of each phase in one of the steps: another program may run between the readings of the two clocks
+        phase: min(abs(seen[at].get(phase, 0.0) - lines[at - 1]["phases"][phase]) for at in seen)
+        for phase in lines[1]["phases"]
     }
-    assert min(errors.values()) < 3e-3, errors  # another program may run between the two clocks' readings in one step
+    assert max(errors.values()) < 3e-3, errors
     found = summarise(traces[1])
     assert (found.rank, found.steps) == (1, (2, 3))
     assert any(span["name"] == "aten::mm" for span in traces[1].spans)

@@ -5,10 +5,10 @@ import os
 import platform
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tests.runs import new_run, start_ranks
 from trimaran.app.main import COMMANDS, main
 from trimaran.run import Journal
 
+pytestmark = pytest.mark.cold
 MAX_HELP_SECONDS = 0.3
 
 
@@ -28,13 +29,14 @@ def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
 def test_help_is_fast_and_lists_every_command() -> None:
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         answer = run("--help")
-        seconds.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)  # a busy machine takes longer, but uses the CPU as long
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert answer.returncode == 0
     for name, summary in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", answer.stdout, re.MULTILINE)
-    assert min(seconds) < MAX_HELP_SECONDS
+    assert min(seconds) < MAX_HELP_SECONDS, seconds
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan", "--json")])

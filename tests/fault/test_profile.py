@@ -118,6 +118,6 @@ def test_a_profile_on_a_full_disk_is_reported_and_leaves_no_files(tmp_path: Path
             error = json.loads(done.stdout)["error"]
             assert (done.returncode, error["code"]) == (2, "D012")
             assert "No space left on device" in error["what"]
-            wait_for(lambda: not list(full.iterdir()), 5)
+            wait_for(lambda: not list(full.iterdir()), 60)
         reached = run.step()
         assert wait_for(lambda: run.step() > reached + 2)

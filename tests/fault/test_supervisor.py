@@ -45,11 +45,11 @@ def test_a_run_survives_every_kind_of_lost_rank_with_the_same_weights(tmp_path: 
         for rank, step in ((1, 24), (0, 32)):
             supervised.wait_for_step(step)
             killed = time.time()
-            assert send_signal(supervised, rank, signal.SIGKILL, after=step).time - killed < 1.0
+            assert send_signal(supervised, rank, signal.SIGKILL, after=step).time - killed < 5.0
         supervised.wait_for_step(36 + 20)  # so that the step time is known
         stopped = time.time()
         hang = send_signal(supervised, 1, signal.SIGSTOP, after=0)
-        assert time.time() - stopped < 10
+        assert time.time() - stopped < 30
         assert supervised.wait() == EXIT_DONE
 
     found = [(each.cause, each.suspects, each.victims) for each in supervised.faults]

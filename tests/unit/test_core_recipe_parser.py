@@ -102,11 +102,11 @@ def test_a_huge_recipe_and_an_alias_bomb_are_refused_at_once() -> None:
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)
     )
-    began = time.monotonic()
+    began = time.process_time()
     for text in (bomb, "x" * (2 << 20)):
         with pytest.raises(UserError):
             parse_recipe(text, name="-")
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_a_dumped_recipe_parses_to_itself() -> None:

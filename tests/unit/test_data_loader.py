@@ -230,7 +230,7 @@ def test_a_slow_step_does_not_block_the_other_process() -> None:
         def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
             if step == 10:
                 reached.set()
-            assert step != 2 or reached.wait(timeout=5)
+            assert step != 2 or reached.wait(timeout=60)
             return super().load(step, at)
 
     with AnyLoader(UnevenFeed(), steps=13, workers=2, limits=LARGE_LIMITS) as loader:

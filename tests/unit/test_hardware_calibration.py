@@ -143,10 +143,10 @@ def test_this_machine_is_measured_and_the_planner_uses_it(
 
 
 def test_an_unwritable_path_is_an_error_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert main(["bench", "calibrate", "--output", "/proc/nowhere/here.json"]) == 2
     assert "C009" in capsys.readouterr().err
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_rate_above_the_data_sheet_is_refused() -> None:

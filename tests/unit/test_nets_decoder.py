@@ -39,10 +39,10 @@ def test_the_module_has_the_parameters_that_the_spec_counts(name: str) -> None:
 
 def test_the_biggest_preset_is_built_on_the_meta_device_quickly_and_without_memory() -> None:
     spec = PRESETS["llama-3.1-405b"]
-    peak, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    peak, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with torch.device("meta"):
         module = Decoder(spec)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100_000  # KiB
     assert sum(each.numel() for each in module.parameters()) == spec.num_parameters
 

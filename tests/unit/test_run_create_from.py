@@ -52,7 +52,7 @@ def test_a_node_waits_until_another_has_written_the_files(folder: Path, tmp_path
     thread.join(0.3)
     assert thread.is_alive()
     run.plan.write_text(source.plan.read_text())
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

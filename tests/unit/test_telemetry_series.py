@@ -45,7 +45,7 @@ def shown(sink: PrometheusSink, name: str, **labels: str) -> list[float]:
 
 
 def page(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return answer.read().decode()
 
 

@@ -47,14 +47,16 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 
 
 def test_the_laps_of_a_clock_add_up_to_the_elapsed_time() -> None:
+    outer = time.perf_counter()
     clock = StepClock(torch.device("cpu"))
-    began = time.perf_counter()
+    inner = time.perf_counter()
     for phase in ("data", "forward", "backward", "forward"):
         time.sleep(0.01)
+        shortest = time.perf_counter() - inner
         clock.lap(phase)
-    elapsed = time.perf_counter() - began
+    longest = time.perf_counter() - outer
     phases = clock.end_step()().phases
-    assert sum(phases.values()) == pytest.approx(elapsed, abs=2e-3)
+    assert shortest <= sum(phases.values()) <= longest
     assert phases["forward"] >= 0.02  # its two laps; a busy machine sleeps longer
     assert min(phases["data"], phases["backward"]) >= 0.01
     time.sleep(0.02)

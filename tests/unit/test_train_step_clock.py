@@ -63,12 +63,14 @@ def test_the_host_time_has_no_data_and_no_checkpoint() -> None:
     clock = StepClock(torch.device("cpu"))
     for _ in range(2):
         for phase in ("data", "forward", "backward", "comm", "checkpoint", "optimizer", "data", "checkpoint"):
-            time.sleep(0.01)
+            time.sleep(0.03)
             clock.lap(phase)
         host, seconds = clock.host_time(), clock.end_step()().phases
         issued = sum(seconds[phase] for phase in ("forward", "backward", "comm", "optimizer"))
-        assert host.seconds == pytest.approx(issued, abs=2e-3)
-        assert host.seconds < sum(seconds.values()) - 0.03
+        assert host.seconds == pytest.approx(
+            issued, abs=0.02
+        )  # less than a lap; a busy machine may stop between clocks
+        assert host.seconds < sum(seconds.values()) - 0.09
         assert not host.is_limit, "a CPU is its own host"
     clock.lap("forward")
     clock.restart()

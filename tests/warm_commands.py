@@ -49,10 +49,16 @@ READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "MKL_", "KM
                   "TRANSFORMERS_", "HUGGINGFACE_", "WANDB_", "NICEGUI_", "DS_", "RAY_", "_TYPER", "TERMINAL_WIDTH",
                   "FORCE_COLOR", "NO_COLOR", "_TRIMARAN_COMPLETE")  # fmt: skip
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_FR_BUFFER_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK",
-              "WANDB_SERVICE")  # fmt: skip
+              "TORCHELASTIC_", "TORCH_NCCL_", "WANDB_SERVICE")  # fmt: skip
 ENVIRONMENT = dict(os.environ)  # in which torch was imported
 THREADS = frozenset(threading.enumerate())
-IDLE_THREADS = ("run-directory", "lease", "wandb-", "Otel")  # beginnings of the names of threads that only wait
+IDLE_THREADS = (
+    "run-directory",
+    "lease",
+    "RendezvousKeepAliveTimer",
+    "wandb-",
+    "Otel",
+)  # beginnings of the names of threads that only wait
 PYTHON_SIGNALS = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN,
                   signal.SIGINT: signal.default_int_handler}  # fmt: skip
 TORCH_SEED = torch.initial_seed()  # of a new interpreter
@@ -138,9 +144,9 @@ def _can_fork(start: Start, environment: Mapping[str, str]) -> bool:
         start.close_fds
         and not has_another_user
         and _can_set_command_line()
-        and not any(name.startswith(READ_AT_IMPORT) and name not in READ_LATER for name in differing)
+        and not any(name.startswith(READ_AT_IMPORT) and not name.startswith(READ_LATER) for name in differing)
         and not dist.is_initialized()
-        and not torch.cuda.is_initialized()
+        and not torch.cuda.is_available()  # a driver that was asked for its devices does not survive a fork
         and threading.current_thread() is threading.main_thread()
         and all(_is_idle(each) for each in threading.enumerate())
     )

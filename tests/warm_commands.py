@@ -257,10 +257,11 @@ def _reset_signals() -> None:
 
 def _forget_tests() -> None:
     """Leave out what pytest and the tests have registered in the standard library."""
-    KEPT.extend((logging.root.handlers[:], sys.meta_path[:], dict(weakref.finalize._registry)))  # type: ignore[attr-defined]
+    finalizers: Any = weakref.finalize
+    KEPT.extend((logging.root.handlers[:], sys.meta_path[:], dict(finalizers._registry)))
     atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    finalizers._registry.clear()
+    finalizers._registered_with_atexit = False
     atexit.register(logging.shutdown)
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

@@ -147,6 +147,7 @@ def _can_fork(start: Start, environment: Mapping[str, str]) -> bool:
         and not any(name.startswith(READ_AT_IMPORT) and not name.startswith(READ_LATER) for name in differing)
         and not dist.is_initialized()
         and not torch.cuda.is_available()  # a driver that was asked for its devices does not survive a fork
+        and asyncio._get_running_loop() is None  # other libraries remember that one runs in this thread
         and threading.current_thread() is threading.main_thread()
         and all(_is_idle(each) for each in threading.enumerate())
     )

@@ -49,10 +49,16 @@ READ_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "MKL_", "KM
                   "TRANSFORMERS_", "HUGGINGFACE_", "WANDB_", "NICEGUI_", "DS_", "RAY_", "_TYPER", "TERMINAL_WIDTH",
                   "FORCE_COLOR", "NO_COLOR", "_TRIMARAN_COMPLETE")  # fmt: skip
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_FR_BUFFER_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK",
-              "WANDB_SERVICE")  # fmt: skip
+              "TORCHELASTIC_", "TORCH_NCCL_", "WANDB_SERVICE")  # fmt: skip
 ENVIRONMENT = dict(os.environ)  # in which torch was imported
 THREADS = frozenset(threading.enumerate())
-IDLE_THREADS = ("run-directory", "lease", "wandb-", "Otel")  # beginnings of the names of threads that only wait
+IDLE_THREADS = (
+    "run-directory",
+    "lease",
+    "RendezvousKeepAliveTimer",
+    "wandb-",
+    "Otel",
+)  # beginnings of the names of threads that only wait
 PYTHON_SIGNALS = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN,
                   signal.SIGINT: signal.default_int_handler}  # fmt: skip
 TORCH_SEED = torch.initial_seed()  # of a new interpreter
@@ -138,9 +144,10 @@ def _can_fork(start: Start, environment: Mapping[str, str]) -> bool:
         start.close_fds
         and not has_another_user
         and _can_set_command_line()
-        and not any(name.startswith(READ_AT_IMPORT) and name not in READ_LATER for name in differing)
+        and not any(name.startswith(READ_AT_IMPORT) and not name.startswith(READ_LATER) for name in differing)
         and not dist.is_initialized()
-        and not torch.cuda.is_initialized()
+        and not torch.cuda.is_available()  # a driver that was asked for its devices does not survive a fork
+        and asyncio._get_running_loop() is None  # other libraries remember that one runs in this thread
         and threading.current_thread() is threading.main_thread()
         and all(_is_idle(each) for each in threading.enumerate())
     )
@@ -251,10 +258,11 @@ def _reset_signals() -> None:
 
 def _forget_tests() -> None:
     """Leave out what pytest and the tests have registered in the standard library."""
-    KEPT.extend((logging.root.handlers[:], sys.meta_path[:], dict(weakref.finalize._registry)))  # type: ignore[attr-defined]
+    finalizers: Any = weakref.finalize
+    KEPT.extend((logging.root.handlers[:], sys.meta_path[:], dict(finalizers._registry)))
     atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    finalizers._registry.clear()
+    finalizers._registered_with_atexit = False
     atexit.register(logging.shutdown)
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

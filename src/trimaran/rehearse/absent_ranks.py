@@ -13,11 +13,12 @@ import torch
 from trimaran.core import Plan, Recipe
 from trimaran.models import spec_of
 from trimaran.models.stages import stage_ranges
-from trimaran.nets import network_of
+from trimaran.nets import Network, network_of
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.pp import StageFacts, facts_of_all_stages
 from trimaran.parallel.tower_plan import freeze_towers
+from trimaran.train.build_hf import hf_stage_ranges, open_hf_network
 from trimaran.train.steppers import pipeline_stepper, step_totals
 
 
@@ -35,16 +36,26 @@ def without_other_ranks(recipe: Recipe, plan: Plan, ranks: RankMesh) -> Iterator
 
 def stage_facts_of(recipe: Recipe, plan: Plan) -> StageFacts:
     """Return the facts about all stages of the plan, from networks on the meta device."""
-    spec = spec_of(recipe.model)
-    assert spec is not None, "only networks of ours have pipeline stages"
-    with torch.device("meta"):
-        whole = network_of(spec) if recipe.model.adapter else None
-        networks = [network_of(spec, each) for each in stage_ranges(spec, plan, seq_len=recipe.data.seq_len)]
+    whole, networks = _all_stages(recipe, plan)
     for network in networks:
         freeze_towers(network, recipe.model.freeze)
         if recipe.model.adapter is not None:
             attach_adapter(network, recipe.model.adapter, whole)
     return facts_of_all_stages(networks)
+
+
+def _all_stages(recipe: Recipe, plan: Plan) -> tuple[Network | None, list[Network]]:
+    """Return the networks of all stages on the meta device, and the whole one, which their adapters need."""
+    spec = spec_of(recipe.model)
+    if spec is None:
+        from trimaran.nets.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415  it imports transformers
+
+        model, _ = open_hf_network(recipe.model, recipe.train.seed, without_weights=True)
+        layers = pipeline_layers(model)
+        return model, [cut_stage(model, layers, part) for part in hf_stage_ranges(recipe, plan, layers.count)]
+    with torch.device("meta"):
+        whole = network_of(spec) if recipe.model.adapter else None
+        return whole, [network_of(spec, each) for each in stage_ranges(spec, plan, seq_len=recipe.data.seq_len)]
 
 
 @contextmanager

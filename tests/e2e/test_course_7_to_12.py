@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.diagnosed_runs import findings, measured
-from tests.lessons import Student, commands
+from tests.lessons import TOLERANCE, Student, commands
 from trimaran.app.main import main
 from trimaran.run import RunDirectory
 
@@ -27,10 +27,10 @@ STARTS_PROCESSES = "trimaran rehearse "  # which import torch: left to the slow 
 class Reader(Student):
     """A student who expects some commands to find something wrong."""
 
-    def check(self, page: str) -> None:
+    def check(self, page: str, *, tolerance: float = TOLERANCE) -> None:
         for command in commands(page):
             if self.is_real or not command.line.startswith(STARTS_PROCESSES):
-                assert not (wrong := self.difference(command)), f"{page}: {command.line}\n{wrong}"
+                assert not (wrong := self.difference(command, tolerance)), f"{page}: {command.line}\n{wrong}"
 
     def run(self, line: str) -> str:
         if line not in EXIT_CODES:

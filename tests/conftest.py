@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.slow_cases import SLOW_CASES
-from tests.warm_commands import start_cold_commands, start_warm_commands
 from trimaran.app.request import ask_hf_facts, calibrate_cpu
 from trimaran.core import DataSection, ModelSection
 from trimaran.data import ByteTokenizer, Tokenizer, cache_folder, prepare_text
@@ -29,20 +28,8 @@ os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"trimaran-test
 LONGEST_FIRST = ("web", "e2e", "fault", "dist")
 USER_DATA = cache_folder(os.environ)
 FIND_FILES, FINGERPRINT, PACK = prepare_text.find_files, prepare_text._fingerprint, prepare_text._pack
-start_warm_commands()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT in background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def _commands_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start commands by a fork of this process, unless a test has the marker `cold`."""
-    if request.node.get_closest_marker("cold") is None:
-        yield
-        return
-    start_cold_commands()
-    yield
-    start_warm_commands()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ from tests.runs import new_run, start_ranks
 from trimaran.app.main import COMMANDS, main
 from trimaran.run import Journal
 
-pytestmark = pytest.mark.cold
 MAX_HELP_SECONDS = 0.3
 
 

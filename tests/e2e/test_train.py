@@ -62,7 +62,6 @@ def open_paths(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.cold
 def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
     settings = ("train.steps=12", "train.evaluate.every=5", "train.sample.tokens=40")
     process = start("--json", *(word for each in settings for word in ("--set", each)), cwd=tmp_path)

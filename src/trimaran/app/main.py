@@ -33,7 +33,7 @@ COMMANDS = {
     "watch": "Attach to a run, or view a finished one.",
     "doctor": "Check this machine, or diagnose a run and suggest fixes.",
     "report": "Write one HTML page about a run, to keep or to send.",
-    "profile": "Trace steps of a live run, show what uses its memory, or record with Nsight Systems.",
+    "profile": "Trace a run, show its memory, or record with Nsight Systems.",
     "incidents": "Show what went wrong in a run, and what was done.",
     "decisions": "Show what the autopilot changed, and what it gained.",
     "drill": "Inject a fault into a run; is it named and survived?",

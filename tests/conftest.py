@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,16 @@ USER_DATA = cache_folder(os.environ)
 FIND_FILES, FINGERPRINT, PACK = prepare_text.find_files, prepare_text._fingerprint, prepare_text._pack
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT in background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _onednn_stays_enabled() -> Iterator[None]:
+    """Undo what torch does on a CPU without bf16: its first bf16 matmul disables oneDNN, also for fp32, and for good.
+
+    Without it sums are rounded otherwise, so that parity would depend on the tests before.
+    """
+    yield
+    torch.backends.mkldnn.set_flags(_enabled=True)
 
 
 @pytest.fixture(autouse=True)

@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_kills_everything_at_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     wait_for(lambda: lines(run / "metrics.jsonl"))
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # signals that nobody has handled yet are one
+    time.sleep(0.5)  # two pending signals of a kind are delivered once
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130, "a first one alone ends it with 75, after a checkpoint"

@@ -47,7 +47,7 @@ def underflow():
         found = gradients(dtype, scale)
         zeros, infinite = (found == 0).float().mean(), (~found.isfinite()).float().mean()
         error = (found.float() / scale - exact).norm() / exact.norm()
-        shown = f"{error:.2%}" if error.isfinite() else "no number"
+        shown = f"{error:.2%}" if error.isfinite() else "not finite"
         print(f"{label}: {zeros:.1%} are zero, {infinite:.1%} are not finite, relative error {shown}")
 
 

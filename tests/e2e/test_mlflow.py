@@ -96,6 +96,9 @@ def test_lines_wait_for_a_server_that_is_not_there_yet(
     assert found.data.metrics["loss"] == 5.0
 
 
-def test_credentials_in_the_address_are_refused() -> None:
-    with pytest.raises(UserError, match=r"MLFLOW_TRACKING_PASSWORD"):
-        parse_recipe("telemetry: {mlflow: {uri: 'https://me:secret@server'}}", name="-")
+@pytest.mark.parametrize(
+    ("uri", "fix"), [("https://me:secret@server", "MLFLOW_TRACKING_PASSWORD"), ("server:5000", "http://HOST:PORT")]
+)
+def test_addresses_with_credentials_or_without_a_scheme_are_refused(uri: str, fix: str) -> None:
+    with pytest.raises(UserError, match=fix):
+        parse_recipe(f"telemetry: {{mlflow: {{uri: '{uri}'}}}}", name="-")

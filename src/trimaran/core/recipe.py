@@ -466,7 +466,9 @@ class MlflowSection(BaseModel):
 
     @field_validator("uri")
     @classmethod
-    def _without_credentials(cls, uri: str) -> str:
+    def _server_without_credentials(cls, uri: str) -> str:
+        if uri and not uri.startswith(("http://", "https://", "databricks")):
+            raise ValueError("this is not a tracking server: write http://HOST:PORT, https://HOST or databricks")
         if "@" in uri.partition("://")[2].partition("/")[0]:
             raise ValueError("the recipe is logged: put the password into MLFLOW_TRACKING_PASSWORD, and the name into "
                              "MLFLOW_TRACKING_USERNAME")  # fmt: skip

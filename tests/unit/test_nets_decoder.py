@@ -172,4 +172,5 @@ def test_bf16_autocast_stays_close_to_fp32(spec: ModelSpec, recwarn: pytest.Warn
         loss = loss_of(module, batch)
     assert (logits.dtype, balance.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(loss, exact, rtol=2e-3, atol=0)
-    assert not recwarn.list
+    # torch itself warns on CPUs that have no bf16.
+    assert not [warning for warning in recwarn if "needs a cpu with bf16" not in str(warning.message)]

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from trimaran.data.samples.sample_index import SampleRecord
+from trimaran.data.vision.grid_positions import ALONE
 
 IMAGE_TOKEN = 99
 WORDS = 90  # ids below this are text
@@ -42,6 +43,7 @@ class Mix:
         widths = scale * np.array([700, 500, 0, 1600, 0])[of] * np.exp(0.45 * draw.standard_normal(len(of)))
         shapes = np.where(of == 3, 0.75, 1.2) * np.exp(0.3 * draw.standard_normal(len(of)))
         self.image_sizes = np.stack([widths, widths / shapes], axis=1).clip(8, 8000).astype(int)
+        self.image_times = np.full(len(of), ALONE)
         self.num_samples, self.sources, self._image_token = count, np.zeros(count, dtype=np.int8), image_token
         self.digest = f"mix of {count} by {seed} at {scale}"
 

@@ -10,6 +10,7 @@ from benchmarks.mix import IMAGE_TOKEN
 from PIL import Image
 
 from trimaran.data.samples.sample_index import SampleRecord
+from trimaran.data.vision.grid_positions import ALONE
 
 
 def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
@@ -48,6 +49,10 @@ class Table:
     @cached_property
     def image_sizes(self) -> np.ndarray:
         return np.array(self.images, dtype=np.int32).reshape(-1, 2)
+
+    @cached_property
+    def image_times(self) -> np.ndarray:
+        return np.full(len(self.images), ALONE)
 
     @cached_property
     def first_image(self) -> np.ndarray:

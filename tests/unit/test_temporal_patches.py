@@ -19,8 +19,8 @@ from trimaran.core import DataSection, ModelSection, Recipe, SamplesSection, Use
 from trimaran.data.packed_sample import PackedSample, token_positions
 from trimaran.data.samples.parse_chat import ImageFinder, read_row
 from trimaran.data.samples.prepare_samples import prepare_samples
+from trimaran.data.samples.raw_sample import FrameChoice
 from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.samples.videos import FrameChoice
 from trimaran.data.vision import fill_patches, upright_size
 from trimaran.data.vision.image_grid import grids_of
 from trimaran.data.vision.joined_frames import join_frames, split_frames
@@ -133,15 +133,17 @@ def test_a_video_is_prepared_with_half_of_the_images(folder: Path) -> None:
     assert counts == [[5], [3]]
 
 
-@pytest.mark.parametrize("preset", ["qwen3-vl-4b", "tiny"])
-def test_only_models_that_read_videos_so_get_temporal_patches(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "time_positions"), [("qwen3-vl-4b", None), ("qwen2-vl-2b", 0), ("qwen2.5-vl-3b", 2), ("tiny-tiled", -1)]
+)
+def test_only_models_with_patches_of_two_frames_get_them(preset: str, time_positions: int | None) -> None:
     data = DataSection(source="chat", path="rows.jsonl", samples=SamplesSection(temporal_patches=True))
     recipe = Recipe(model=ModelSection(family="vlm", preset=preset), data=data)
-    if preset == "tiny":
+    if preset == "tiny-tiled":
         with pytest.raises(UserError, match="temporal_patches") as caught:
             recipe_image_rules(recipe)
         assert caught.value.code == "M090"
     else:
         rules = recipe_image_rules(recipe)
         assert rules is not None
-        assert rules.frames == 2
+        assert (rules.frames, rules.time_positions) == (2, time_positions)

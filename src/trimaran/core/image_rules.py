@@ -1,7 +1,7 @@
 """How a model reads images: the part of its vision tower that the data pipeline needs."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,9 @@ class ImageRules:
     a grid of tiles with padding, at most `max_tiles` in a square; the tokens of the padding are left out, and each row
     of the others ends with a newline. The tokens `before` and `after` surround each image.
     `positions` is the position encoding: the token's index, or time, row and column (Qwen2-VL). With several `frames`
-    each patch holds the pixels of so many frames of a video; an image is repeated.
+    each patch holds the pixels of so many frames of a video; an image is repeated. A video is then several images after
+    their times; if `time_positions` is not None, one block of images, whose positions advance by so many for each
+    second of video, or by one for each image if it is 0.
     """
 
     patch: int
@@ -31,6 +33,11 @@ class ImageRules:
     after: tuple[int, ...] = ()
     positions: Literal["line", "grid"] = "line"
     frames: int = 1
+    time_positions: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what patches and packing depend on, for the names of caches: not `time_positions`."""
+        return {name: value for name, value in asdict(self).items() if name != "time_positions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ class SamplesSection(BaseModel):
     frames_per_second: Annotated[float, Field(gt=0, le=1000, description="frames of a video that become images")] = 1.0
     max_frames: Annotated[int, Field(ge=1, le=10_000, description="frames of a video at most, evenly spaced")] = 16
     temporal_patches: Annotated[
-        bool, Field(description="two frames of a video share their patches, as in Qwen3-VL's own processor")
+        bool, Field(description="two frames of a video share their patches, as Qwen-VL's own processors do it")
     ] = False
     max_bad: Annotated[Fraction, Field(description="fraction of bad samples or lines above which the run stops")] = 0.01
     cache_features: Annotated[

@@ -1,5 +1,6 @@
 """One sample of a row: tokens with each image expanded, labels, and image grids."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from trimaran.data.quarantine import BadSampleError
 from trimaran.data.sample_costs import IndexedSample
 from trimaran.data.sequences import IGNORED
 from trimaran.data.vision.anyres import TokenLayout
-from trimaran.data.vision.grid_positions import grid_positions
+from trimaran.data.vision.grid_positions import ALONE, grid_positions
 from trimaran.data.vision.image_grid import grids_of, layout_of
 
 
@@ -18,7 +19,8 @@ class PackedSample:
     """One sample with its images expanded. `labels` are the next tokens, IGNORED where there is no target.
 
     `image_starts` are the positions of its images. `grids` has one array [parts, 2] per image: the rows and columns of
-    patches of each part. `layouts` say how the tokens of each image follow from its patches, if not one by one.
+    patches of each part. `layouts` say how the tokens of each image follow from its patches, if not one by one. `times`
+    are the images' time positions in their videos (see `SampleTable`); none if no image continues a video.
     """
 
     tokens: np.ndarray
@@ -26,6 +28,7 @@ class PackedSample:
     image_starts: tuple[int, ...] = ()
     grids: tuple[np.ndarray, ...] = ()
     layouts: tuple[TokenLayout, ...] = ()
+    times: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,7 +45,7 @@ class SamplePacker:
     limit: int
     vocabulary: int | None = None
 
-    def pack(self, sample: IndexedSample, sizes: np.ndarray) -> PackedSample:
+    def pack(self, sample: IndexedSample, sizes: np.ndarray, times: Sequence[int] = ()) -> PackedSample:
         """Return the sample with its images, of `sizes` [images, 2] (width, height), expanded.
 
         Raises BadSampleError if the image tokens do not match the images, or a token id is out of range.
@@ -57,7 +60,8 @@ class SamplePacker:
         tokens, targets = np.repeat(tokens, repeats), np.repeat(targets & ~is_image, repeats)
         labels = np.full_like(tokens, IGNORED)
         labels[:-1][targets[1:]] = tokens[1:][targets[1:]]
-        return PackedSample(tokens[: self.limit], labels[: self.limit], tuple(image_starts.tolist()), grids, layouts)
+        tokens, labels = tokens[: self.limit], labels[: self.limit]
+        return PackedSample(tokens, labels, tuple(image_starts.tolist()), grids, layouts, tuple(times))
 
     def blank(self, length: int, sizes: np.ndarray) -> PackedSample:
         """Return a stand-in for an unused sample: image tokens first, then zeros, and no targets."""
@@ -93,10 +97,12 @@ class SamplePacker:
 
 def token_positions(sample: PackedSample, rules: ImageRules, length: int) -> np.ndarray:
     """Return the position ids (time, row, column) [3, length] of a sample and the padding after it."""
-    images = []
-    for first, parts in zip(sample.image_starts, sample.grids, strict=True):
+    images, times = [], []
+    alone = (ALONE,) * len(sample.grids)
+    for first, parts, time in zip(sample.image_starts, sample.grids, sample.times or alone, strict=True):
         at = first
         for rows, columns in (parts // rules.merge).tolist():
             images.append((at, rows, columns))
+            times.append(time)
             at += rows * columns
-    return grid_positions(length, images)
+    return grid_positions(length, images, times)

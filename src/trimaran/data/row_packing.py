@@ -227,7 +227,8 @@ def open_row_packing(
 
 
 def _key(table: SampleTable, ids: np.ndarray, rules: PackingRules) -> str:
-    facts = [FORMAT, table.digest, hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(), asdict(rules)]
+    own = asdict(rules) | {"images": rules.images and rules.images.facts()}
+    facts = [FORMAT, table.digest, hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(), own]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

@@ -30,7 +30,8 @@ class SampleTable(Protocol):
     """The part of a sample index that packing and loading use; `samples.sample_index.SampleIndex` implements it.
 
     `text_lengths` [samples] count an image as one token. `first_image` [samples + 1] is where the images of each
-    sample start in `image_sizes` [images, 2] (width, height).
+    sample start in `image_sizes` [images, 2] (width, height). `image_times` [images] are time positions in a video that
+    is one block, counted from its first image; that one, and every image by itself, has -1.
     """
 
     @property
@@ -41,6 +42,9 @@ class SampleTable(Protocol):
 
     @property
     def image_sizes(self) -> np.ndarray: ...
+
+    @property
+    def image_times(self) -> np.ndarray: ...
 
     @property
     def first_image(self) -> np.ndarray: ...

@@ -197,7 +197,8 @@ class SampleFeed:
         """Return a packed sample. Failed reads are retried: a network file system may recover within a moment."""
         for attempts_left in reversed(range(READ_ATTEMPTS)):
             try:
-                packed = self._packer.pack(self._table.sample(sample_id), sizes)
+                times = self._table.image_times[numbers.start : numbers.stop].tolist()
+                packed = self._packer.pack(self._table.sample(sample_id), sizes, times)
                 if len(packed) != min(self._sample_sizes.lengths[sample_id], self._packing.seq_len):
                     raise BadSampleError(f"it has {len(packed)} tokens, but its index says otherwise")
                 if images is not None:

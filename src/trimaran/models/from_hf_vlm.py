@@ -186,6 +186,7 @@ def _qwen_25_vision(below: Fields) -> VisionSpec:
         full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
         frames=below.size("temporal_patch_size"),
         block=VisionBlock(gated=True, rms_norm=True, activation=_activation(below, "silu")),
+        ends=VisionEnds(positions_per_second=below.size("tokens_per_second", default=0, least=0)),
     )
 
 

@@ -58,6 +58,7 @@ def disk_form(spec: VlmSpec) -> Form:
             not block.gated
             and not block.rms_norm
             and not spec.vision.window
+            and not spec.vision.ends.positions_per_second
             and spec.vision.ffn % spec.vision.hidden == 0
         ):
             return "qwen2_vl"
@@ -80,7 +81,7 @@ def form_of_config(config: Mapping[str, Any]) -> Form:
 def _is_qwen(spec: VlmSpec) -> bool:
     vision, language, block = spec.vision, spec.language, spec.language.block
     plain = VisionBlock(gated=vision.block.gated, rms_norm=vision.block.rms_norm, activation=vision.block.activation)
-    ends = VisionEnds(mean=vision.ends.mean, std=vision.ends.std)
+    ends = VisionEnds(mean=vision.ends.mean, std=vision.ends.std, positions_per_second=vision.ends.positions_per_second)
     return (
         (vision.variant, vision.block, vision.ends) == ("native", plain, ends)
         and (spec.projector.kind, spec.projector.normed) == ("mlp", True)
@@ -194,6 +195,8 @@ def _qwen(spec: VlmSpec) -> dict[str, Any]:
         }
         vision_config |= {"intermediate_size": vision.ffn, "window_size": vision.window}
         vision_config |= {"fullatt_block_indexes": list(vision.full_layers)}
+        if vision.ends.positions_per_second:
+            vision_config["tokens_per_second"] = vision.ends.positions_per_second
     else:
         vision_config |= {"model_type": "qwen2_vl_vision", "embed_dim": vision.hidden, "hidden_size": spec.hidden}
         vision_config |= {"mlp_ratio": vision.ffn // vision.hidden}

@@ -51,6 +51,7 @@ def _vision_flaws(vision: VisionSpec, merge: int) -> Iterator[InvalidField]:
         yield "vision.heads", f"{vision.heads} heads do not divide hidden {vision.hidden}"
     if vision.variant == "native" and vision.head_dim % 4:
         yield "vision.heads", f"{vision.head_dim} features per head do not split into pairs for row and column"
+    yield from out_of_bounds(("vision.ends.positions_per_second", vision.ends.positions_per_second, 0, MOST))
     if min(vision.ends.std) <= 0:
         yield "vision.ends.std", f"{list(vision.ends.std)} must be above 0"
     yield from _invalid_variant_fields(vision, vision.patch * max(merge, 1))

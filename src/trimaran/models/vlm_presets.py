@@ -31,6 +31,7 @@ _QWEN_25_VISION = VisionSpec(
     full_layers=(7, 15, 23, 31),
     frames=2,
     block=VisionBlock(gated=True, rms_norm=True, activation="silu"),
+    ends=VisionEnds(positions_per_second=2),
 )
 _QWEN_MERGER = ProjectorSpec(merge=2, hidden=4 * 1280)
 # 336 pixels per side. LLaVA taps the last but one of CLIP's 24 layers; the last one is left out.

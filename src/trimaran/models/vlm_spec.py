@@ -31,11 +31,12 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionEnds:
-    """What precedes the vision layers, and how pixels are normalised: (value / 255 - mean) / std.
+    """What precedes the vision layers, how pixels are normalised: (value / 255 - mean) / std, and how time counts.
 
     `table` is the number of patches per side of the learned positions, which are interpolated for other sizes; 0 is the
     number of a tile, and none in a native tower. A tiled tower may have a `class_token` before each tile. If an image
-    has several tiles, a `thumbnail` of it precedes or follows them.
+    has several tiles, a `thumbnail` of it precedes or follows them. A video of Qwen2.5-VL has `positions_per_second` in
+    the decoder; 0 is the architecture's own number.
     """
 
     class_token: bool = False
@@ -45,6 +46,7 @@ class VisionEnds:
     thumbnail: Literal["none", "first", "last"] = "first"
     mean: tuple[float, float, float] = CLIP_MEAN
     std: tuple[float, float, float] = CLIP_STD
+    positions_per_second: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

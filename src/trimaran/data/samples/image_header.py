@@ -8,15 +8,12 @@ from PIL import Image
 
 from trimaran.core.regular_files import open_regular_file
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
+from trimaran.data.samples.raw_sample import ImageLocation, ImageSource, SizedImage
 from trimaran.data.vision.decode import BadImageError, upright_size
 
 HEAD_BYTES = 1 << 16
 MAX_ASPECT_RATIO = 200
 NUM_THREADS = 8
-
-SizedImage = tuple[ImageSource, int, int]
-"""An image with its width and height."""
 
 
 class ImageSizeReader:

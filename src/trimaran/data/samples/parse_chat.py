@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.raw_sample import ImageLocation, ImageSource, Role, Turn
-from trimaran.data.samples.videos import DEFAULT_CHOICE, VIDEO_SUFFIXES, FrameChoice, Video, read_video
+from trimaran.data.samples.raw_sample import DEFAULT_CHOICE, FrameChoice, ImageLocation, ImageSource, Role, Turn, Video
+from trimaran.data.samples.videos import VIDEO_SUFFIXES, read_video
 
 MARKER = "<image>"
 ROLES: dict[str, Role] = {
@@ -62,8 +62,11 @@ class ImageFinder:
 
 def read_row(
     row: Any, finder: ImageFinder, text_field: str = "text"
-) -> tuple[tuple[Turn, ...], tuple[ImageSource, ...]]:
-    """Return the turns of a row and its images in order. Raises BadSampleError if the row has no targets."""
+) -> tuple[tuple[Turn, ...], tuple[ImageSource | Video, ...]]:
+    """Return the turns of a row and its images in order; a video that is one block is among them.
+
+    Raises BadSampleError if the row has no targets.
+    """
     if not isinstance(row, Mapping):
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
     row_images = [finder.find(value) for value in _image_references(row)]
@@ -79,10 +82,10 @@ def read_row(
     elif num_markers != len(row_images):
         raise BadSampleError(f"{num_markers} image markers, but {len(row_images)} images")
     rest = iter(row_images)
-    images: list[ImageSource] = []
+    images: list[ImageSource | Video] = []
     parsed = []
     for turn in turns:
-        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str | Video)]
+        images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str)]
         parts = tuple(part if isinstance(part, str) else None for part in turn.parts)
         parsed.append(Turn(turn.role, parts, turn.fields, turn.has_content))
     return tuple(parsed), tuple(images)
@@ -166,13 +169,13 @@ def _with_videos(turns: list[_ParsedTurn], videos: list[Video]) -> list[_ParsedT
 
 
 def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
-    """Return the turn with the frames of its videos as images, each after its time.
+    """Return the turn with the frames of its videos as images, each after its time. A video of one block stays.
 
     A caption is learnt completely, so the times are left out there.
     """
     parts: list[TurnPart] = []
     for part in turn.parts:
-        if not isinstance(part, Video):
+        if not isinstance(part, Video) or part.positions:
             parts.append(part)
             continue
         for frame, seconds in zip(part.frames, part.times, strict=True):

@@ -19,7 +19,7 @@ from trimaran.data import drawn_shapes
 from trimaran.data.prepare_text import Progress
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.image_header import ImageSizeReader
-from trimaran.data.samples.raw_sample import RawSample, SourceFiles
+from trimaran.data.samples.raw_sample import DEFAULT_CHOICE, FrameChoice, RawSample, SourceFiles
 from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
 from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
@@ -32,7 +32,6 @@ from trimaran.data.tokenizer import load_tokenizer
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
 FRAMES_TOGETHER = 2  # with temporal patches
-DEFAULT_FRAMES = (1.0, 16)  # of SamplesSection: frames of a video per second, and at most
 MAX_SHOWN_BAD = 5
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -103,9 +102,10 @@ def find_source_files(section: DataSection, source: MixtureSource, rules: ImageR
         where = f"{_where(section, source)}, {error.where}"
         raise UserError(error.code, error.what, where=where, fix=error.fix) from None
     samples = section.samples
-    frames = (samples.frames_per_second, samples.max_frames)
-    together = FRAMES_TOGETHER if samples.temporal_patches else 1
-    return SourceFiles(source, files, source.images or samples.images, frames, together)
+    frames = FrameChoice(samples.frames_per_second, samples.max_frames)
+    if samples.temporal_patches:
+        frames = replace(frames, together=FRAMES_TOGETHER, time_positions=rules.time_positions if rules else None)
+    return SourceFiles(source, files, source.images or samples.images, frames)
 
 
 def _is_compressed(path: Path) -> bool:
@@ -150,7 +150,7 @@ def _prepare_part(
 
 def tokenize_batch(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_reader: ImageSizeReader) -> Iterator:
     """Yield the tokenized samples of each raw sample, or why it is bad."""
-    sizes = size_reader.read_sizes([raw.images for raw in batch])
+    sizes = size_reader.read_sizes([raw.single_images for raw in batch])
     good = [raw for raw, size in zip(batch, sizes, strict=True) if not (raw.bad or isinstance(size, BadSampleError))]
     tokenized = iter(chat_tokenizer.tokenize(good))
     for raw, size in zip(batch, sizes, strict=True):
@@ -161,7 +161,7 @@ def tokenize_batch(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_r
         else:
             samples = next(tokenized)
             if size and isinstance(samples, list):
-                samples = [replace(each, images=size[: chat_tokenizer.count_images(each.tokens)]) for each in samples]
+                samples = [chat_tokenizer.with_images(each, raw.images, size) for each in samples]
             yield samples
 
 
@@ -171,7 +171,7 @@ def _batches(samples: Iterable[RawSample]) -> Iterator[list[RawSample]]:
     num_bytes = 0
     for raw in samples:
         batch.append(raw)
-        num_bytes += sum(len(image) for image in raw.images if isinstance(image, bytes))
+        num_bytes += sum(len(image) for image in raw.single_images if isinstance(image, bytes))
         if len(batch) >= BATCH_SAMPLES or num_bytes > BATCH_IMAGE_BYTES:
             yield batch
             batch, num_bytes = [], 0
@@ -222,10 +222,13 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
         "made": {"python-stdlib": sys.version, "shapes": drawn_shapes.VERSION}.get(source.source),
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
-    if files.frames_together > 1:
-        parts["frames_together"] = files.frames_together
-    if files.frames != DEFAULT_FRAMES:
-        parts["frames"] = files.frames  # data without videos has the fingerprint of earlier versions
+    frames, usual = files.frames, DEFAULT_CHOICE
+    if frames.together > 1:  # data without videos has the fingerprint of earlier versions
+        parts["frames_together"] = frames.together
+    if frames.time_positions is not None:
+        parts["time_positions"] = frames.time_positions
+    if (frames.per_second, frames.most) != (usual.per_second, usual.most):
+        parts["frames"] = (frames.per_second, frames.most)
     if source.source == "text" and any_byte_order_mark(files.files):
         parts["byte_order_mark"] = "skipped"  # earlier versions kept it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

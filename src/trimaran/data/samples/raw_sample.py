@@ -20,14 +20,44 @@ class ImageLocation:
 
 
 ImageSource = ImageLocation | bytes  # bytes are copied into the index
+SizedImage = tuple[ImageSource, int, int]  # with its width and height
+
+
+@dataclass(frozen=True, slots=True)
+class FrameChoice:
+    """Which frames of a video are used: `per_second`, and `most`, evenly spaced; so many `together` are one image.
+
+    With `time_positions` the images of a video are one block: see `ImageRules`.
+    """
+
+    per_second: float = 1.0
+    most: int = 16
+    together: int = 1
+    time_positions: int | None = None
+
+
+DEFAULT_CHOICE = FrameChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """The chosen frames of a video, and the time of each in seconds from its start.
+
+    `positions` are the time positions of the frames, counted from that of the first, if the video is one block.
+    """
+
+    frames: tuple[ImageSource, ...]
+    times: tuple[float, ...]
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a conversation; None in `parts` is the next image. The roles `assistant` and `text` are targets.
+    """One turn of a conversation; None in `parts` is the next image, or the next video that is one block.
 
-    `fields` are the other fields of the message, such as `tool_calls`, for a model's own chat template; its `role` is
-    the one to use there, such as `tool`. A message without content, such as a tool call, has no `has_content`.
+    The roles `assistant` and `text` are targets. `fields` are the other fields of the message, such as `tool_calls`,
+    for a model's own chat template; its `role` is the one to use there, such as `tool`. A message without content, such
+    as a tool call, has no `has_content`.
     """
 
     role: Role
@@ -47,7 +77,7 @@ class RawSample:
     row: int
     fraction_read: float = 0.0
     turns: tuple[Turn, ...] = ()
-    images: tuple[ImageSource, ...] = ()
+    images: tuple[ImageSource | Video, ...] = ()
     bad: str | None = None
     tools: tuple[Any, ...] = ()
     system: str = ""
@@ -56,19 +86,21 @@ class RawSample:
     def origin(self) -> str:
         return origin(self.file, self.row)
 
+    @property
+    def single_images(self) -> tuple[ImageSource, ...]:
+        """All images, with those of the videos."""
+        each_of = (each.frames if isinstance(each, Video) else (each,) for each in self.images)
+        return tuple(image for images in each_of for image in images)
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """A source and its files, in order. `images` is the folder that image paths are relative to.
-
-    `frames` says how many frames of a video are used: per second, and at most; `frames_together` share a patch.
-    """
+    """A source and its files, in order. `images` is the folder that image paths are relative to."""
 
     source: MixtureSource
     files: Sequence[Path]
     images: str | None = None
-    frames: tuple[float, int] = (1.0, 16)
-    frames_together: int = 1
+    frames: FrameChoice = DEFAULT_CHOICE
 
 
 def origin(file: str, row: int) -> str:

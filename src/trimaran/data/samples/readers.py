@@ -11,7 +11,6 @@ from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
 from trimaran.data.samples.read_rows import files_with_progress, json_rows, parse_json, sample_of, text_of
-from trimaran.data.samples.videos import FrameChoice
 from trimaran.data.samples.webdataset import read_tar
 from trimaran.data.text_files import data_suffix
 from trimaran.data.text_sources import JSON_SUFFIXES
@@ -27,9 +26,7 @@ def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
 
 def _finder(source_files: SourceFiles, folder: Path) -> ImageFinder:
     """Return how images and videos are found that a file in `folder` names."""
-    return ImageFinder(
-        os.path.abspath(source_files.images or folder), FrameChoice(*source_files.frames, source_files.frames_together)
-    )
+    return ImageFinder(os.path.abspath(source_files.images or folder), source_files.frames)
 
 
 def _read_chat(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -57,9 +54,7 @@ def _read_image_folder(source_files: SourceFiles) -> Iterator[RawSample]:
     listed: set[str] = set()
     for file in source_files.files:
         if file.name in CAPTION_FILES:
-            finder = ImageFinder(
-                os.path.abspath(file.parent), FrameChoice(*source_files.frames, source_files.frames_together)
-            )
+            finder = ImageFinder(os.path.abspath(file.parent), source_files.frames)
             for number, row, _ in json_rows(file, lambda position: 0.0):
                 raw = sample_of(file, number, row, finder, source_files.source.text_field)
                 listed.update(image.file for image in raw.images if isinstance(image, ImageLocation))

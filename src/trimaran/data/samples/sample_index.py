@@ -132,6 +132,11 @@ class SampleIndex:
         return _concatenated([part.sizes for part in self.parts])
 
     @cached_property
+    def image_times(self) -> np.ndarray:
+        """The time position of each image in its video as int32 [num_images]; -1: it begins one, or is none of one."""
+        return _concatenated([part.times for part in self.parts])
+
+    @cached_property
     def sources(self) -> np.ndarray:
         """The source number of each sample as int8 [num_samples]."""
         counts = [part.num_samples for part in self.parts]

@@ -19,16 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.data.samples.image_files import ImageFiles
-from trimaran.data.samples.raw_sample import ImageLocation, RawSample, origin
+from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SizedImage, origin
 from trimaran.data.token_shards import DTYPES, rename_into_place
 from trimaran.data.tokenizer import Tokenizer, open_tokenizer
+from trimaran.data.vision.grid_positions import ALONE
 
 FORMAT = "trimaran-samples-1"
 META, BAD = "meta.json", "bad.jsonl"
 BLOB_BYTES = 1 << 30
+TIMES = "times"  # of images: written only if there are videos of one block
 ROW_WIDTHS = {"origins": 2, "pictures": 3, "sizes": 2, "containers": 3}
 DTYPE_OF = {"targets": "|b1", "ends": "<i8", "picture_ends": "<i8", "origins": "<i8", "pictures": "<i8", "sizes": "<i4",
-         "containers": "<i8", "paths": "|u1"}  # fmt: skip
+         "containers": "<i8", "paths": "|u1", TIMES: "<i4"}  # fmt: skip
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -49,11 +51,15 @@ class SourcePartMeta(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedSample:
-    """A sample: tokens, a target mask over them, and its images with width and height."""
+    """A sample: tokens, a target mask over them, and its images with width and height.
+
+    `times` are the images' time positions in their videos (see `SampleTable`); none if no image continues a video.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
-    images: tuple[tuple[ImageLocation | bytes, int, int], ...] = ()
+    images: tuple[SizedImage, ...] = ()
+    times: tuple[int, ...] = ()
 
 
 class PartWriter:
@@ -90,9 +96,11 @@ class PartWriter:
             self._num_tokens += len(sample.tokens)
             self._columns["ends"].append(self._num_tokens)
             self._columns["origins"].extend((file_number, raw.row))
-            for image, width, height in sample.images:
+            times = sample.times or (ALONE,) * len(sample.images)
+            for (image, width, height), time in zip(sample.images, times, strict=True):
                 self._columns["pictures"].extend(self._store(image))
                 self._columns["sizes"].extend((width, height))
+                self._columns[TIMES].append(time)
             self._columns["picture_ends"].append(len(self._columns["sizes"]) // 2)
         self.num_samples += len(samples)
 
@@ -142,6 +150,8 @@ class PartWriter:
         return number
 
     def _finish(self) -> None:
+        if set(self._columns[TIMES]) <= {ALONE}:
+            del self._columns[TIMES]
         for name, column in self._columns.items():
             (self._draft / name).write_bytes(np.array(column, dtype=DTYPE_OF[name]).tobytes())
         (self._draft / "paths").write_bytes(bytes(self._paths))
@@ -165,12 +175,15 @@ class SamplePart:
     def __init__(self, path: Path, meta: SourcePartMeta) -> None:
         self.path, self.meta = path, meta
         self.tokens = self._map("tokens", DTYPES[meta.dtype].str)
-        arrays = {name: self._map(name, kind) for name, kind in DTYPE_OF.items()}
+        arrays = {name: self._map(name, kind) for name, kind in DTYPE_OF.items() if name != TIMES}
         self.targets, self.ends, self.image_ends = arrays["targets"], arrays["ends"], arrays["picture_ends"]
         self.origins, self.images, self.sizes = arrays["origins"], arrays["pictures"], arrays["sizes"]
+        alone = np.broadcast_to(np.int32(ALONE), len(self.images))
+        self.times = self._map(TIMES, DTYPE_OF[TIMES]) if TIMES in meta.rows else alone
         self.image_files = ImageFiles(path, arrays["containers"], arrays["paths"])
         ends = (int(self.ends[-1]), int(self.image_ends[-1])) if len(self.ends) else (0, 0)
-        if not len(self.ends) or ends != (len(self.tokens), len(self.images)) or len(self.ends) != len(self.origins):
+        is_complete = len(self.ends) == len(self.origins) and len(self.times) == len(self.images)
+        if not len(self.ends) or ends != (len(self.tokens), len(self.images)) or not is_complete:
             raise _damaged(path / META, "its counts do not add up")
 
     @classmethod

@@ -11,9 +11,10 @@ from trimaran.core import ImageRules, UserError
 from trimaran.data import lazy_import
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.chat_templates import SPECIAL, TEMPLATES, choose_template
-from trimaran.data.samples.raw_sample import RawSample, Turn
+from trimaran.data.samples.raw_sample import ImageSource, RawSample, SizedImage, Turn, Video
 from trimaran.data.samples.source_part import TokenizedSample
 from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
+from trimaran.data.vision.grid_positions import ALONE
 
 if TYPE_CHECKING:
     from trimaran.data.samples.model_template import ModelTemplate
@@ -107,6 +108,25 @@ class ChatTokenizer:
             targets = np.concatenate([mask for _, mask in parts])
             tokenized.append(self._checked(tokens, targets, len(raw.images)))
         return tokenized
+
+    def with_images(
+        self, sample: TokenizedSample, images: Sequence[ImageSource | Video], sized: Sequence[SizedImage]
+    ) -> TokenizedSample:
+        """Return a sample with the first of the `images` of its source, of which `sized` has each single one.
+
+        A video has one token for each of its images, between the same delimiters, and the size of its first image.
+        """
+        is_image = sample.tokens == self._image_token
+        parts = images[: int(np.count_nonzero(is_image))]
+        repeats = np.ones(len(sample.tokens), dtype=np.int64)
+        repeats[is_image] = [len(each.frames) if isinstance(each, Video) else 1 for each in parts]
+        rest, own, times = iter(sized), [], []
+        for count, part in zip(repeats[is_image].tolist(), parts, strict=True):
+            first, *others = islice(rest, count)
+            own += [first, *((image, *first[1:]) for image, _, _ in others)]
+            times += [ALONE, *(part.positions[1:] if isinstance(part, Video) else ())]
+        tokens, targets = np.repeat(sample.tokens, repeats), np.repeat(sample.targets, repeats)
+        return TokenizedSample(tokens, targets, tuple(own), tuple(times))
 
     def prompt(self, turns: Sequence[Turn]) -> np.ndarray:
         """Return the ids of a conversation that the model is to answer, as they come before an answer in training.

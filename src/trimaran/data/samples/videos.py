@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,33 +11,14 @@ import numpy as np
 from trimaran.core.regular_files import open_regular_file
 from trimaran.data.lazy_import import load
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.raw_sample import ImageLocation, ImageSource
+from trimaran.data.samples.raw_sample import FrameChoice, ImageLocation, ImageSource, Video
 from trimaran.data.vision.joined_frames import join_frames
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
 MAX_FRAMES_IN_VIDEO = 1_000_000
 MAX_RATE = 1e6  # frames per second
-
-
-@dataclass(frozen=True, slots=True)
-class FrameChoice:
-    """Which frames of a video are used: `per_second`, and `most`, evenly spaced; so many `together` are one image."""
-
-    per_second: float = 1.0
-    most: int = 16
-    together: int = 1
-
-
-DEFAULT_CHOICE = FrameChoice()
-
-
-@dataclass(frozen=True, slots=True)
-class Video:
-    """The chosen frames of a video, and the time of each in seconds from its start."""
-
-    frames: tuple[ImageSource, ...]
-    times: tuple[float, ...]
+MAX_TIME_POSITION = 1 << 24  # up to which fp32 has every whole number
 
 
 def read_video(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Video:
@@ -88,16 +68,34 @@ def _decoded(value: str, find: Callable[[Any], ImageSource], choice: FrameChoice
 def _joined(frames: Sequence[ImageSource], times: Sequence[float], choice: FrameChoice) -> Video:
     """Return the video. Frames that share a patch become one image, at the middle of their times.
 
-    The last frame is repeated if the number does not divide, as Qwen3-VL's processor does.
+    The last frame is repeated if the number does not divide, as Qwen-VL's processors do.
     """
     if choice.together == 1:
         return Video(tuple(frames), tuple(round(each, 3) for each in times))
+    positions = block_positions(times, choice)
     missing = -len(frames) % choice.together
     frames, times = [*frames, *[frames[-1]] * missing], [*times, *[times[-1]] * missing]
     starts = range(0, len(frames), choice.together)
     joined = [join_frames([_content(each) for each in frames[at : at + choice.together]]) for at in starts]
     middles = [(times[at] + times[at + choice.together - 1]) / 2 for at in starts]
-    return Video(tuple(joined), tuple(round(each, 3) for each in middles))
+    return Video(tuple(joined), tuple(round(each, 3) for each in middles), positions)
+
+
+def block_positions(times: Sequence[float], choice: FrameChoice) -> tuple[int, ...]:
+    """Return the time positions of a video's images, from 0 on; none if they are not one block.
+
+    A video of Qwen2.5-VL has one number of seconds for each image, here the mean; products are rounded as in its code.
+    """
+    if choice.time_positions is None:
+        return ()
+    numbers = np.arange(-(-len(times) // choice.together))
+    if not choice.time_positions:
+        return tuple(numbers.tolist())
+    seconds = np.float32(choice.together * (times[-1] - times[0]) / max(1, len(times) - 1))
+    positions = numbers.astype(np.float32) * (np.float32(choice.time_positions) * seconds)
+    if not positions[-1] <= MAX_TIME_POSITION:
+        raise BadSampleError(f"a video of {times[-1] - times[0]:.3g} seconds is too long for its time positions")
+    return tuple(positions.astype(np.int64).tolist())
 
 
 def _content(frame: ImageSource) -> bytes:

@@ -5,7 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -133,7 +133,7 @@ def _open_cache(encoder: VisionEncoder, index: SampleIndex, cache: Path) -> Feat
     message = bytearray(KEY_CHARACTERS + 1)
     if dist.get_rank() == 0:
         arithmetic = [encoder.plan.precision, sorted(encoder.recipe.train.precision.items())]
-        facts = [encoder.digest(), index.digest, asdict(encoder.rules), arithmetic]
+        facts = [encoder.digest(), index.digest, encoder.rules.facts(), arithmetic]
         message[:-1] = hashlib.sha256(repr(facts).encode()).hexdigest()[:KEY_CHARACTERS].encode()
         message[-1] = [*STORED_DTYPES].index(_feature_dtype(encoder, cache / "features" / message[:-1].decode()))
     dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)

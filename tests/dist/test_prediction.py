@@ -16,6 +16,7 @@ from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.core import Recipe
 from trimaran.run import RunDirectory
 
+OWN_STAGES = "pp-own-stages"
 PLANS: dict[str, dict[str, Any]] = {
     "fsdp-tp-ep": {"dp_shard": 2, "tp": 2, "ep": 2},
     "pp-cp": {"pp": 2, "cp": 2, "grad_accum": 2},
@@ -25,7 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "gradients-2": {"dp_shard": 2, "sharding": "gradients", "grad_accum": 2, "recompute": 2},
     "pp-tp": {"pp": 2, "tp": 2, "grad_accum": 2},
     "pp-fsdp": {"pp": 2, "dp_shard": 2, "grad_accum": 2},
-    "pp-own-stages": {"pp": 2, "grad_accum": 4, "pipeline": {"stages": (3, 2)}},
+    OWN_STAGES: {"pp": 2, "grad_accum": 4},
     "interleaved": {"pp": 2, "grad_accum": 2, "pipeline": {"schedule": "interleaved"}},
     "cp-exchange-ep": {"cp": 2, "ep": 2, "comm": {"context": "exchange"}},
     "cp-ring": {"cp": 2, "comm": {"context": "ring"}},
@@ -61,6 +62,8 @@ def recipe_for(workspace: Path, name: str) -> Recipe:
 def run_of(workspace: Path, name: str, plan: str) -> RunDirectory:
     recipe = recipe_for(workspace, name)
     fields = {"grad_accum": 1} | (PLANS[plan] if plan else {})
+    if plan == OWN_STAGES:
+        fields["pipeline"] = {"stages": (3, MODELS[name])}
     return train_run(recipe, plan_for(recipe, **fields), workspace / "runs")
 
 

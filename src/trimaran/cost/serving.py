@@ -119,8 +119,10 @@ def captures_steps(layout: Layout, device: Device) -> bool:
 def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> int:
     """Return the bytes of one token's keys and values in a layer, on one of `tp` ranks.
 
-    Latent attention is cached as the keys and values of all heads, which is what its attention is computed with.
+    Every rank has all features of a narrow cache of latent attention, because all heads use all of them.
     """
+    if layer.latent and layer.latent.narrow_cache:
+        return layer.latent.cache_width * element_bytes
     heads = layer.heads if layer.latent else layer.kv_heads
     return max(1, heads // tp) * (layer.head_dim + layer.value_dim) * element_bytes if layer.heads else 0
 
@@ -167,15 +169,18 @@ def _linear_weights(part: RankPart, tp: int) -> int:
 def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_bytes: int, traffic: Traffic) -> int:
     """Return the bytes of a step's temporary tensors: the widest layer, and the logits where the head is."""
     tp, rows = layout.tp, traffic.max_step_tokens
-    widest = 0
+    widest = expanded = 0
     for group in part.layer_groups:
         if isinstance(layer := group.block, OutlineLayer):
             attention = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim // tp
             routed = layer.experts.top_k * layer.hidden if layer.experts else 0
             widest = max(widest, 3 * layer.hidden + routed + max(attention, 3 * layer.active_ffn // tp))
+            if layer.latent and layer.latent.narrow_cache:  # a sequence's keys and values, and a copy of the keys
+                width = 2 * layer.head_dim + layer.value_dim - layer.latent.rope_dim
+                expanded = traffic.length * layer.heads * width // tp
     # Logits in the compute dtype, then all columns in fp32 for the sampler.
     logits = traffic.max_sequences * outline.main.outputs * (element_bytes + FP32_BYTES) if part.head_tower else 0
-    return rows * widest * element_bytes + logits + WORKSPACE_BYTES // 2
+    return (rows * widest + expanded) * element_bytes + logits + WORKSPACE_BYTES // 2
 
 
 def _outside_bytes(layout: Layout, device: Device) -> int:

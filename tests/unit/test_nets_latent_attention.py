@@ -11,7 +11,7 @@ from tests.serving_models import LATENT, SPECS, random_network
 from tests.unit.test_infer_engine_adapters import attach
 from tests.unit.test_models_published import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from trimaran.core import ModelSection
-from trimaran.cost.serving import Layout, Traffic, serving_memory
+from trimaran.cost.serving import Layout, Traffic, captures_steps, serving_memory
 from trimaran.hardware import find_device
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.trained_model import compute_in_bf16
@@ -70,6 +70,7 @@ def test_the_plan_counts_576_numbers_for_each_token_and_layer_on_every_rank(conf
     assert per_token == config["num_hidden_layers"] * (512 + 64) * 2
     for tp in (1, 8):
         assert serving_memory(outline, Layout(tp=tp), find_device("H100"), Traffic()).page_bytes == 16 * per_token
+    assert not captures_steps(outline, Layout(), find_device("H100"))
 
 
 def test_the_plan_of_a_model_of_transformers_counts_keys_and_values_of_all_heads(tmp_path: Path) -> None:

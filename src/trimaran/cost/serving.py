@@ -111,9 +111,13 @@ def computed_in(weights: WeightFormat, device: Device) -> Literal["fp32", "bf16"
     return "bf16" if "bf16" in device.peak_flops else "fp16"
 
 
-def captures_steps(layout: Layout, device: Device) -> bool:
-    """Return whether our engine replays steps as CUDA graphs: on one GPU it does, over several ranks not yet."""
-    return device.kind == "cuda" and layout.devices == 1
+def captures_steps(outline: Outline, layout: Layout, device: Device) -> bool:
+    """Return whether our engine replays steps as CUDA graphs: on one GPU it does, over several ranks not yet.
+
+    Nor does it with latent attention, whose pages have no kernel.
+    """
+    has_kernel = not any(isinstance(block, OutlineLayer) and block.latent for block, _ in outline.main.runs)
+    return device.kind == "cuda" and layout.devices == 1 and has_kernel
 
 
 def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> int:
@@ -146,7 +150,7 @@ def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Devic
     terms = {
         "weights": Bytes(int(WEIGHT_BYTES[layout.weights] * linear + element_bytes * (part.parameters - linear))),
         "buffers": Bytes(_buffer_bytes(outline, part, layout, element_bytes, traffic)),
-        "process" if device.kind == "cpu" else "driver": Bytes(_outside_bytes(layout, device)),
+        "process" if device.kind == "cpu" else "driver": Bytes(_outside_bytes(outline, layout, device)),
     }
     per_token = sum(
         group.count * cache_bytes_per_token(group.block, layout.tp, element_bytes)
@@ -183,10 +187,10 @@ def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_byte
     return (rows * widest + expanded) * element_bytes + logits + WORKSPACE_BYTES // 2
 
 
-def _outside_bytes(layout: Layout, device: Device) -> int:
+def _outside_bytes(outline: Outline, layout: Layout, device: Device) -> int:
     """Return what the driver, the allocator and NCCL hold; on a CPU, the process itself."""
     if device.kind == "cpu":
         return PROCESS_BYTES
     groups = (layout.tp > 1) + (layout.pp > 1)
-    graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(layout, device) else 0
+    graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(outline, layout, device) else 0
     return CONTEXT_BYTES + SEGMENT_BYTES + graphs + COMMUNICATOR_BYTES * (1 + groups if groups else 0)

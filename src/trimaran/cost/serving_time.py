@@ -88,7 +88,7 @@ class LayerShape:
 def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepWork) -> dict[str, Seconds]:
     """Return the seconds of one step by term. The stages of a pipeline work one after the other: one step at a time.
 
-    On one GPU steps are replayed as CUDA graphs; over several ranks they are launched kernel by kernel.
+    Steps are replayed as CUDA graphs (see `captures_steps`), or launched kernel by kernel.
     """
     device = cluster.device
     dtype = computed_in(layout.weights, device)
@@ -106,8 +106,9 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     between = send_seconds(stream, ring_of(cluster.levels, layout.pp, layout.tp))
     terms["matmul"] += matmul
     terms["comm"] += comm + (layout.pp - 1) * between
+    is_captured = captures_steps(outline, layout, device)
     terms["host"] = _host_seconds(
-        outline.main.layers, rates, work, is_captured=captures_steps(layout, device), device_seconds=sum(terms.values())
+        outline.main.layers, rates, work, is_captured=is_captured, device_seconds=sum(terms.values())
     )
     return {name: Seconds(seconds) for name, seconds in terms.items()}
 

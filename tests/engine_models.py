@@ -14,6 +14,7 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -45,6 +46,11 @@ LONGROPE: dict[str, Any] = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
 }
 SMALL = hf_models.SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+LATENT: dict[str, Any] = SMALL | {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
 CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
     "gemma2": Gemma2Config(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
                            layer_types=hf_models.LAYERS, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
@@ -58,10 +64,8 @@ CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
     "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
     "bloom": BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
     "longrope": Phi3Config(**SMALL, **LONGROPE),
-    "deepseek-v3": DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=8, n_group=1,
-                                    qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=4,
-                                    num_experts_per_tok=2, topk_group=1, moe_intermediate_size=16,
-                                    first_k_dense_replace=1),
+    "deepseek-v2": DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
+    "deepseek-v3": DeepseekV3Config(**LATENT),
 }  # fmt: skip
 
 

@@ -72,10 +72,13 @@ def by_transformers(folder: Path, prompts: list[list[int]] = PROMPTS, tokens: in
     return found
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_every_split_answers_as_one_process_and_as_transformers(tp: int, pp: int, tmp_path: Path) -> None:
+SPLITS = [("tied-odd-vocabulary", 2, 1), ("tied-odd-vocabulary", 1, 2), ("tied-odd-vocabulary", 2, 2), ("latent", 2, 2)]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), SPLITS)
+def test_every_split_answers_as_one_process_and_as_transformers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     """16 pages of 4 are too few for all requests, so some are preempted; two share a prefix."""
-    model = served(save_spec(SPECS["tied-odd-vocabulary"], tmp_path / "model"))
+    model = served(save_spec(SPECS[name], tmp_path / "model"))
     requests = requests_for(PROMPTS, TOKENS)
     found, stats = run_ranks(tp * pp, on_ranks, model, tp, pp, answers, requests)[0]
     expected, same_stats = answers(alone(model), requests)

@@ -91,8 +91,8 @@ def test_graphs_of_transformers_models_answer_as_steps_without_them(
     assert_captured(runner, caplog, captured=captured)
 
 
-def our_mixture(folder: Path) -> Network:
-    saved = save_model("qwen3-moe", folder)
+def our_mixture(folder: Path, name: str = "qwen3-moe") -> Network:
+    saved = save_model(name, folder)
     network = load_trained(ModelSection(family="decoder", path=str(saved)), saved, GPU)
     with torch.no_grad():  # far from a tie, so that rounding does not choose another expert
         for layer in (each for each in network.module.modules() if isinstance(each, MoeLayer)):
@@ -100,8 +100,11 @@ def our_mixture(folder: Path) -> Network:
     return network
 
 
-def test_a_mixture_in_fp32_runs_without_graphs_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    network = our_mixture(tmp_path)
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_a_mixture_in_fp32_runs_without_graphs_and_says_so(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = our_mixture(tmp_path, name)
     expected, _ = greedy_answers(network, text_requests(), graphs=False)
     with caplog.at_level(logging.WARNING):
         found, runner = greedy_answers(network, text_requests(), graphs=True)

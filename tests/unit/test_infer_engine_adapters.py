@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.engine_models import CPU, answers_of, open_network, random_prompts, requests_of, save_model, tokens_of
+from tests.serving_models import SPECS
 from tests.vlm_models import perturb
 from trimaran.core import AdapterSection, UserError
 from trimaran.infer.engine.adapter_loading import load_adapter, load_peft_folder
@@ -18,13 +19,14 @@ from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, output_head
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.models import PRESETS
+from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.initialise_adapter import initialise_adapter
 from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.nets.adapters.merge import merge_in_place
+from trimaran.nets.latent_attention import LatentAttention
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, tied=False,
                block=PRESETS["qwen2.5-7b"].block)  # fmt: skip
@@ -37,9 +39,9 @@ SECTIONS = {
 }
 
 
-def base() -> Network:
-    network = network_of(SPEC)
-    initialise(network.module, seed=1, spec=SPEC)
+def base(spec: ModelSpec = SPEC) -> Network:
+    network = network_of(spec)
+    initialise(network.module, seed=1, spec=spec)
     torch.manual_seed(4)
     perturb(network.module)
     network.module.eval()
@@ -47,7 +49,10 @@ def base() -> Network:
 
 
 def attach(network: Network, name: str) -> None:
-    attach_adapter(network, AdapterSection.model_validate(SECTIONS[name]))
+    fields: dict[str, Any] = dict(SECTIONS[name])
+    if name == "attention" and any(isinstance(each, LatentAttention) for each in network.module.modules()):
+        fields["targets"] = ("q_a_proj", "kv_b_proj")
+    attach_adapter(network, AdapterSection.model_validate(fields))
     initialise_adapter(network.module, seed=1)
     torch.manual_seed(list(SECTIONS).index(name))
     with torch.no_grad():
@@ -67,20 +72,21 @@ def engine_of(network: Network, bank: AdapterBank | None = None, *, overlap: boo
     return BatchingEngine(runner, settings)
 
 
-def test_adapters_in_one_batch_are_as_merged_ones_alone() -> None:
+@pytest.mark.parametrize("spec", [SPEC, SPECS["latent"]], ids=["plain", "latent"])
+def test_adapters_in_one_batch_are_as_merged_ones_alone(spec: ModelSpec) -> None:
     names: list[Any] = [None, *SECTIONS]
     prompts = random_prompts(len(names) * 2, seed=3)
     requests = [replace(each, adapter=names[int(each.id) % len(names)]) for each in requests_of(prompts, [9] * 10)]
     expected: dict[str, list[int]] = {}
     for name in names:
-        network = base()
+        network = base(spec)
         if name is not None:
             attach(network, name)
             merge_in_place(network.module)
         own = [replace(each, adapter=None) for each in requests if each.adapter == name]
         expected |= tokens_of(answers_of(engine_of(network), own))
     assert len({tuple(row) for row in expected.values()}) > 8
-    network = base()
+    network = base(spec)
     bank = AdapterBank(network, output_head(network))
     engine = engine_of(network, bank)
     before = deepcopy(network.module.state_dict())

@@ -34,10 +34,10 @@ from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.nets import Decoder, Network
 
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2",
-          "cohere", "cohere2", "mixtral", "deepseek-v3", "gpt-oss"}  # fmt: skip
-FAST = ["llama", "qwen3-moe", "mistral", "gemma2", "gpt-oss"]
+          "cohere", "cohere2", "mixtral", "deepseek-v2", "deepseek-v3", "gpt-oss"}  # fmt: skip
+FAST = ["llama", "qwen3-moe", "mistral", "gemma2", "gpt-oss", "deepseek-v3"]
 SLOW = ["llama-tied", "qwen2", "qwen3", "gemma3", "gpt2", "gpt-neox", "phi3", "mixtral", "olmo2", "cohere", "cohere2",
-        "starcoder2", "deepseek-v3"]  # fmt: skip
+        "starcoder2", "deepseek-v2"]  # fmt: skip
 ARCHITECTURES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 LENGTHS = [3, 14, 9, 20, 1, 12, 17]
 

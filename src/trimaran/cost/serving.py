@@ -111,16 +111,22 @@ def computed_in(weights: WeightFormat, device: Device) -> Literal["fp32", "bf16"
     return "bf16" if "bf16" in device.peak_flops else "fp16"
 
 
-def captures_steps(layout: Layout, device: Device) -> bool:
-    """Return whether our engine replays steps as CUDA graphs: on one GPU it does, over several ranks not yet."""
-    return device.kind == "cuda" and layout.devices == 1
+def captures_steps(outline: Outline, layout: Layout, device: Device) -> bool:
+    """Return whether our engine replays steps as CUDA graphs: on one GPU it does, over several ranks not yet.
+
+    Nor does it with latent attention, whose pages have no kernel.
+    """
+    has_kernel = not any(isinstance(block, OutlineLayer) and block.latent for block, _ in outline.main.runs)
+    return device.kind == "cuda" and layout.devices == 1 and has_kernel
 
 
 def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> int:
     """Return the bytes of one token's keys and values in a layer, on one of `tp` ranks.
 
-    Latent attention is cached as the keys and values of all heads, which is what its attention is computed with.
+    Every rank has all features of a narrow cache of latent attention, because all heads use all of them.
     """
+    if layer.latent and layer.latent.narrow_cache:
+        return layer.latent.cache_width * element_bytes
     heads = layer.heads if layer.latent else layer.kv_heads
     return max(1, heads // tp) * (layer.head_dim + layer.value_dim) * element_bytes if layer.heads else 0
 
@@ -144,7 +150,7 @@ def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Devic
     terms = {
         "weights": Bytes(int(WEIGHT_BYTES[layout.weights] * linear + element_bytes * (part.parameters - linear))),
         "buffers": Bytes(_buffer_bytes(outline, part, layout, element_bytes, traffic)),
-        "process" if device.kind == "cpu" else "driver": Bytes(_outside_bytes(layout, device)),
+        "process" if device.kind == "cpu" else "driver": Bytes(_outside_bytes(outline, layout, device)),
     }
     per_token = sum(
         group.count * cache_bytes_per_token(group.block, layout.tp, element_bytes)
@@ -167,21 +173,24 @@ def _linear_weights(part: RankPart, tp: int) -> int:
 def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_bytes: int, traffic: Traffic) -> int:
     """Return the bytes of a step's temporary tensors: the widest layer, and the logits where the head is."""
     tp, rows = layout.tp, traffic.max_step_tokens
-    widest = 0
+    widest = expanded = 0
     for group in part.layer_groups:
         if isinstance(layer := group.block, OutlineLayer):
             attention = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim // tp
             routed = layer.experts.top_k * layer.hidden if layer.experts else 0
             widest = max(widest, 3 * layer.hidden + routed + max(attention, 3 * layer.active_ffn // tp))
+            if layer.latent and layer.latent.narrow_cache:  # a sequence's keys and values, and a copy of the keys
+                width = 2 * layer.head_dim + layer.value_dim - layer.latent.rope_dim
+                expanded = traffic.length * layer.heads * width // tp
     # Logits in the compute dtype, then all columns in fp32 for the sampler.
     logits = traffic.max_sequences * outline.main.outputs * (element_bytes + FP32_BYTES) if part.head_tower else 0
-    return rows * widest * element_bytes + logits + WORKSPACE_BYTES // 2
+    return (rows * widest + expanded) * element_bytes + logits + WORKSPACE_BYTES // 2
 
 
-def _outside_bytes(layout: Layout, device: Device) -> int:
+def _outside_bytes(outline: Outline, layout: Layout, device: Device) -> int:
     """Return what the driver, the allocator and NCCL hold; on a CPU, the process itself."""
     if device.kind == "cpu":
         return PROCESS_BYTES
     groups = (layout.tp > 1) + (layout.pp > 1)
-    graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(layout, device) else 0
+    graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(outline, layout, device) else 0
     return CONTEXT_BYTES + SEGMENT_BYTES + graphs + COMMUNICATOR_BYTES * (1 + groups if groups else 0)

@@ -88,7 +88,7 @@ class LayerShape:
 def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepWork) -> dict[str, Seconds]:
     """Return the seconds of one step by term. The stages of a pipeline work one after the other: one step at a time.
 
-    On one GPU steps are replayed as CUDA graphs; over several ranks they are launched kernel by kernel.
+    Steps are replayed as CUDA graphs (see `captures_steps`), or launched kernel by kernel.
     """
     device = cluster.device
     dtype = computed_in(layout.weights, device)
@@ -106,8 +106,9 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     between = send_seconds(stream, ring_of(cluster.levels, layout.pp, layout.tp))
     terms["matmul"] += matmul
     terms["comm"] += comm + (layout.pp - 1) * between
+    is_captured = captures_steps(outline, layout, device)
     terms["host"] = _host_seconds(
-        outline.main.layers, rates, work, is_captured=captures_steps(layout, device), device_seconds=sum(terms.values())
+        outline.main.layers, rates, work, is_captured=is_captured, device_seconds=sum(terms.values())
     )
     return {name: Seconds(seconds) for name, seconds in terms.items()}
 
@@ -162,16 +163,23 @@ def _weight_matmul(
 
 
 def _decode_attention(layer: OutlineLayer, shape: LayerShape, rates: DeviceRates, work: StepWork) -> float:
-    """Return the time to attend from one query of each sequence to its cached keys: on a GPU, that of reading them."""
+    """Return the time to attend from one query of each sequence to its cached keys: on a GPU, that of reading them.
+
+    The queries of all heads read the same narrow cache of latent attention, which is so wide that computing may take
+    longer, on a GPU too.
+    """
     if not work.decoded or not layer.heads:
         return 0.0
     keys = min(work.context, layer.window) if layer.window else work.context
     per_token = cache_bytes_per_token(layer, shape.tp, shape.element_bytes)
     read = work.decoded * keys * per_token / (PAGED_READ_FRACTION * rates.bandwidth)
-    if rates.cpu is None:
+    key_dim, value_dim = layer.head_dim, layer.value_dim
+    if layer.latent and layer.latent.narrow_cache:
+        key_dim, value_dim = layer.latent.cache_width, layer.latent.kv_rank
+    elif rates.cpu is None:
         return read
-    flops = 2.0 * work.decoded * keys * layer.heads / shape.tp * (layer.head_dim + layer.value_dim)
-    return max(read, attention_seconds(flops, keys, layer.head_dim, kernel="torch", rates=rates)[0])
+    flops = 2.0 * work.decoded * keys * layer.heads / shape.tp * (key_dim + value_dim)
+    return max(read, attention_seconds(flops, keys, key_dim, kernel="torch", rates=rates)[0])
 
 
 def _prefill_attention(layer: OutlineLayer, shape: LayerShape, rates: DeviceRates, work: StepWork) -> float:

@@ -14,12 +14,21 @@ from trimaran.models.vocabulary_split import rows_per_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention, as in DeepSeek: low-rank keys and values. `query_rank` 0: full-rank queries."""
+    """Multi-head latent attention, as in DeepSeek: low-rank keys and values. `query_rank` 0: full-rank queries.
+
+    `narrow_cache`: what is cached of a token are the `cache_width` features that the keys and values of all heads are
+    made from, as in our own decoder. Otherwise these themselves are cached.
+    """
 
     query_rank: int
     kv_rank: int
     rope_dim: int
     value_dim: int
+    narrow_cache: bool = False
+
+    @property
+    def cache_width(self) -> int:
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,6 +541,7 @@ def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
             kv_rank=latent.kv_rank,
             rope_dim=latent.rope_dim,
             value_dim=latent.value_dim,
+            narrow_cache=True,
         ),
         extras=extras + spec.attention_extras,
     )

@@ -21,7 +21,7 @@ from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
 from trimaran.models.layer_variations import PredictionSpec
 from trimaran.models.model_presets import PRESETS
-from trimaran.models.outline import Outline, outline_of
+from trimaran.models.outline import Outline, OutlineLayer, outline_of
 from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PerceptionSpec, perception_outline, perception_spec
 from trimaran.models.plugin_family import is_plugin_family
@@ -107,7 +107,7 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
     elif isinstance(spec, PerceptionSpec):
         outline = perception_outline(spec, points)
     elif isinstance(spec, ModelSpec):
-        outline = outline_of(spec)
+        outline = _with_wide_cache(outline_of(spec)) if section.family == "hf" else outline_of(spec)
         if section.path is not None and section.family == "decoder":
             outline = replace(outline, code=f"Trimaran's decoder ({spec.family}); model.family=hf uses transformers'")
     else:
@@ -181,6 +181,18 @@ def _refuse_crowding(outline: Outline, data: DataSection) -> None:
         raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
                         where="data.seq_len",
                         fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
+
+
+def _with_wide_cache(outline: Outline) -> Outline:
+    """Return the outline of a decoder whose code is that of transformers: it caches keys and values of all heads."""
+
+    def wide(layer: OutlineLayer) -> OutlineLayer:
+        return replace(layer, latent=replace(layer.latent, narrow_cache=False)) if layer.latent else layer
+
+    runs = tuple(
+        (wide(block) if isinstance(block, OutlineLayer) else block, count) for block, count in outline.main.runs
+    )
+    return replace(outline, towers=(replace(outline.main, runs=runs),))
 
 
 def _frozen(outline: Outline, names: tuple[str, ...]) -> Outline:

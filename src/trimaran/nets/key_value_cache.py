@@ -25,7 +25,7 @@ class KeyValueCache:
         """`capacity`: positions of a row to allocate at first."""
         self.lengths = [0] * rows
         self._capacity = max(capacity, MIN_CAPACITY)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def truncate(self, length: int) -> None:
         """Forget the positions of every row from `length` on."""
@@ -46,15 +46,15 @@ class KeyValueCache:
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         return CacheExtension.of(self, starts, counts, num_new, tokens.device)
 
-    def memory(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the memory [rows, heads, capacity, head_dim] of a layer's keys and values, which are like these."""
+    def memory(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Return the memory [rows, heads, capacity, width] of what a layer keeps, such as keys like these."""
         old = self._layers.get(layer)
         if old is None or old[0].shape[2] < self._capacity:
             # Zeros: attention multiplies what a mask excludes by zero, and uninitialised memory may hold NaN.
-            grown = tuple(each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value))
-            for new, before in zip(grown, old or (), strict=False):
-                new[:, :, : before.shape[2]] = before
-            self._layers[layer] = grown[0], grown[1]
+            grown = tuple(each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in new)
+            for after, before in zip(grown, old or (), strict=False):
+                after[:, :, : before.shape[2]] = before
+            self._layers[layer] = grown
         return self._layers[layer]
 
 
@@ -106,13 +106,19 @@ class CachedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
         """Store the new keys and values, and return the attention output, all [rows, heads, T, head_dim]."""
-        keys, values = self._stored(key, value)
+        keys, values = self.stored(key, value)
+        if self.extension.start == 0:  # they are the same, without gaps between the rows
+            keys, values = key, value
+        return self.attend_to(query, keys, values, options)
+
+    def attend_to(self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+        """Return the attention output, given the keys and values of all positions up to the last new one."""
         if options.changes_scores or options.hides_cached(self.extension.stop):
             positions = torch.arange(self.extension.stop, device=query.device)
             mask = cached_mask(self.extension.positions, positions, options)[:, None]
             return masked_attention(query, keys, values, mask, options)
         if self.extension.start == 0:
-            return attention(query, key, value, None, scale=options.scale)
+            return attention(query, keys, values, None, scale=options.scale)
         mask = self.extension.mask
         if query.shape[2] > 1:
             return attention(query, keys, values, mask, causal=False, scale=options.scale)
@@ -120,14 +126,14 @@ class CachedLayer:
         grouped = query.view(len(query), keys.shape[1], -1, query.shape[3])
         return attention(grouped, keys, values, mask, causal=False, scale=options.scale).view(*query.shape[:3], -1)
 
-    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values up to the last new one, after the new ones were stored."""
+    def stored(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store what is new, [rows, heads, T, width] each, and return all of it up to the last new position."""
         start, stop = self.extension.start, self.extension.stop
-        memory = self.extension.cache.memory(self.number, key, value)
-        for whole, new in zip(memory, (key, value), strict=True):
+        memory = self.extension.cache.memory(self.number, *new)
+        for whole, each in zip(memory, new, strict=True):
             if start is not None:
-                whole[:, :, start:stop] = new
+                whole[:, :, start:stop] = each
             else:
-                rows = torch.arange(len(new), device=new.device)[:, None]
-                whole[rows, :, self.extension.positions] = new.transpose(1, 2)
-        return memory[0][:, :, :stop], memory[1][:, :, :stop]
+                rows = torch.arange(len(each), device=each.device)[:, None]
+                whole[rows, :, self.extension.positions] = each.transpose(1, 2)
+        return tuple(each[:, :, :stop] for each in memory)

@@ -79,6 +79,17 @@ def local_matmul_weight(parameter: Tensor) -> Tensor:
     return found
 
 
+def multiplied_weight(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """Return what a layer without a bias multiplies by: this rank's part of [outputs, inputs].
+
+    Another kind of layer, such as a quantised one, computes it from the identity, in the dtype and on the device of its
+    `inputs`. Hooks do not run: what they add may be another for each token.
+    """
+    if type(linear) is nn.Linear or getattr(linear, "multiplies_by_weight", False):
+        return local_matmul_weight(linear.weight)
+    return linear.forward(torch.eye(linear.in_features, dtype=inputs.dtype, device=inputs.device)).t()
+
+
 _kept_casts: dict[int, Tensor] | None = None  # of parameters, by id; None outside `kept_shard_casts`
 
 

@@ -24,16 +24,17 @@ class HostLengthsNeededError(Exception):
 
 
 class PagedCache:
-    """The keys and values of every layer, in pages of `page_size` tokens: [pages, page_size, heads, head_dim].
+    """What every layer keeps of each token, in pages of `page_size` tokens: [pages, page_size, heads, head_dim].
 
-    A layer's memory is allocated when it is first written, in the dtype and with the heads that it then has, so that
-    the cache of a pipeline stage or of a slice of the heads needs no other settings. There is one page more than
-    `num_pages`, which no sequence has: `unused_page`. Tokens that only pad a batch to a fixed size are written there.
+    These are keys and values, or the vectors that they are made from (see `LatentHeads`). A layer's memory is allocated
+    when it is first written, in the dtype and with the heads that it then has, so that the cache of a pipeline stage or
+    of a slice of the heads needs no other settings. There is one page more than `num_pages`, which no sequence has:
+    `unused_page`. Tokens that only pad a batch to a fixed size are written there.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def unused_page(self) -> int:
@@ -42,15 +43,14 @@ class PagedCache:
     @property
     def page_bytes(self) -> int:
         """The bytes of one page in all layers that were written so far."""
-        return sum(each[0].numel() * each.element_size() for pair in self._layers.values() for each in pair)
+        return sum(each[0].numel() * each.element_size() for kept in self._layers.values() for each in kept)
 
-    def memory(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the memory of a layer's keys and values, which are like these [1, heads, N, head_dim]."""
+    def memory(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Return the memory of what a layer keeps, such as keys and values like these [1, heads, N, head_dim]."""
         if layer not in self._layers:
             # Zeros: attention multiplies what a mask excludes by zero, and uninitialised memory may hold NaN.
             shape = (self.num_pages + 1, self.page_size)
-            keys, values = (each.new_zeros(*shape, each.shape[1], each.shape[3]) for each in (key, value))
-            self._layers[layer] = keys, values
+            self._layers[layer] = tuple(each.new_zeros(*shape, each.shape[1], each.shape[3]) for each in new)
         return self._layers[layer]
 
 
@@ -96,17 +96,23 @@ class PagedLayer:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, and return the attention output, all [1, heads, N, head_dim]."""
-        memory = self.extension.cache.memory(self.number, key, value)
         if has_paged_kernel(query, value) and options.chunk is None:
             from trimaran.nets.kernels.paged_attention import store_and_attend  # noqa: PLC0415 - only a GPU has Triton
 
-            return store_and_attend(query, key, value, memory, self.extension, options)
-        for pages, new in zip(memory, (key, value), strict=True):
+            keys, values = self.extension.cache.memory(self.number, key, value)
+            return store_and_attend(query, key, value, (keys, values), self.extension, options)
+        keys, values = self.stored(key, value)
+        return attend_gathered_pages(query, key, value, (keys, values), self.extension, options)
+
+    def stored(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store what is new, [1, heads, N, width] each, with torch's operators, and return the memory of each."""
+        memory = self.extension.cache.memory(self.number, *new)
+        for pages, each in zip(memory, new, strict=True):
             # What a page holds from an earlier sequence is masked, but NaN times zero is NaN.
             if self.extension.new_pages is not None:
                 pages.index_fill_(0, self.extension.new_pages, 0)
-            pages.view(-1, *pages.shape[2:]).index_copy_(0, self.extension.slots, new[0].transpose(0, 1))
-        return attend_gathered_pages(query, key, value, memory, self.extension, options)
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, self.extension.slots, each[0].transpose(0, 1))
+        return memory
 
 
 def has_paged_kernel(query: Tensor, value: Tensor) -> bool:
@@ -131,30 +137,34 @@ def attend_gathered_pages(
         raise HostLengthsNeededError
     decodes, parts = extension.num_decodes, []
     if decodes:
-        parts.append(_attend_decodes(query[:, :, :decodes], memory, extension, options))
+        gathered = [pages_of_decodes(each, extension) for each in memory]
+        parts.append(attend_decodes(query[:, :, :decodes], gathered[0], gathered[1], extension, options))
     start = decodes
     for number in range(decodes, len(extension.query_lengths)):
         stop = start + extension.query_lengths[number]
         new = [each[:, :, start:stop] for each in (query, key, value)]
         if extension.key_lengths[number] != stop - start:
-            new[1:] = _keys_of_one(number, memory, extension)
-        parts.append(_attend_causally(new[0], new[1], new[2], options))
+            new[1:] = (pages_of_one(number, each, extension) for each in memory)
+        parts.append(attend_causally(new[0], new[1], new[2], options))
         start = stop
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _attend_decodes(
-    query: Tensor, memory: tuple[Tensor, Tensor], extension: PagedExtension, options: AttentionOptions
+def pages_of_decodes(pages: Tensor, extension: PagedExtension) -> Tensor:
+    """Return a copy of the pages of all decodes, padded to the longest of them, [S, heads, keys, width]."""
+    gathered = pages.index_select(0, _decode_index(extension))
+    return gathered.view(extension.num_decodes, -1, *pages.shape[2:]).transpose(1, 2)
+
+
+def attend_decodes(
+    query: Tensor, key: Tensor, value: Tensor, extension: PagedExtension, options: AttentionOptions
 ) -> Tensor:
-    """Return the output of the sequences with one new token, [1, heads, S, head_dim]."""
-    page_size, heads = memory[0].shape[1:3]
-    index, mask = _decode_index(extension), _decode_mask(extension, options, page_size)
-    sequences = query.shape[2]
-    gathered = (each.index_select(0, index).view(sequences, -1, *each.shape[2:]).transpose(1, 2) for each in memory)
+    """Return the output of the sequences with one new token, [1, heads, S, width], given `pages_of_decodes`."""
+    sequences, heads = key.shape[:2]
+    mask = _decode_mask(extension, options)
     # The query heads of one key head become queries of it, so that keys are not repeated.
     grouped = query[0].transpose(0, 1).reshape(sequences, heads, -1, query.shape[3])
     sinks = None if options.sinks is None else options.sinks.view(heads, -1)
-    key, value = gathered
     out = masked_attention(grouped, key, value, mask, options, sinks)
     return out.reshape(sequences, query.shape[1], -1).transpose(0, 1)[None]
 
@@ -169,26 +179,26 @@ def _decode_index(extension: PagedExtension) -> Tensor:
     return extension.shared["decode_index"]
 
 
-def _decode_mask(extension: PagedExtension, options: AttentionOptions, page_size: int) -> Tensor | None:
+def _decode_mask(extension: PagedExtension, options: AttentionOptions) -> Tensor:
     """Return which of the gathered keys each decode attends to, [S, 1, 1, keys]."""
     kind = ("decode_mask", options.window, options.chunk)
     if kind not in extension.shared:
         decodes = extension.num_decodes
-        count = len(_decode_index(extension)) // decodes * page_size
+        count = len(_decode_index(extension)) // decodes * extension.cache.page_size
         lengths = extension.context_lengths[:decodes, None]
         keys = torch.arange(count, device=lengths.device)
         extension.shared[kind] = cached_mask(lengths - 1, keys, options)[:, None]
     return extension.shared[kind]
 
 
-def _keys_of_one(number: int, memory: tuple[Tensor, Tensor], extension: PagedExtension) -> list[Tensor]:
-    """Return all keys and values of one sequence, [1, heads, length, head_dim]."""
+def pages_of_one(number: int, pages: Tensor, extension: PagedExtension) -> Tensor:
+    """Return a copy of what one sequence has in the pages, [1, heads, length, width]."""
     length = extension.key_lengths[number]
-    pages = extension.page_tables[number, : -(-length // extension.cache.page_size)]
-    return [each.index_select(0, pages).flatten(0, 1)[:length].transpose(0, 1)[None] for each in memory]
+    own = extension.page_tables[number, : -(-length // extension.cache.page_size)]
+    return pages.index_select(0, own).flatten(0, 1)[:length].transpose(0, 1)[None]
 
 
-def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Return the output of the last positions of one sequence, [1, heads, T, head_dim], given all its keys."""
     new, length = query.shape[2], key.shape[2]
     if new == length and not options.hides_cached(length) and not options.changes_scores:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.adapters.lora_linear import ADAPTER_PARAMETERS, LoraLinear
+from trimaran.nets.latent_attention import LatentAttention
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
 from trimaran.nets.network import Network
 
@@ -47,6 +48,7 @@ class AdapterBank:
         self._network, self._head = network, head
         self.names: list[str] = []
         self._updates: dict[nn.Module, dict[int, AdapterUpdate]] = {}
+        self._adapters: Sequence[int] = ()  # of each sequence of the next forward; none if no sequence has one
         self._groups: Sequence[TokenGroup] = ()
         self._head_groups: Sequence[TokenGroup] = ()
 
@@ -73,6 +75,10 @@ class AdapterBank:
                 has_bias = layer.bias is not None and not is_sharded_by_inputs(layer)
                 layer.register_forward_hook(partial(self._add_updates, self._updates[layer], has_bias), prepend=True)
             self._updates[layer][number] = _taken(layer)
+        for attention in self._network.module.modules():
+            if isinstance(attention, LatentAttention) and attention.kv_b_proj in self._updates:
+                updates = self._updates[attention.kv_b_proj]
+                attention.weights_of_sequences = partial(self._weights_of_sequences, updates)
 
     def discard(self) -> None:
         """Remove an adapter that is attached to the network and was not taken."""
@@ -85,8 +91,9 @@ class AdapterBank:
         `kept` are the tokens whose logits are computed; 0 is no adapter.
         """
         if not adapters.any():
-            self._groups = self._head_groups = ()
+            self._adapters = self._groups = self._head_groups = ()
             return
+        self._adapters = adapters.tolist()
         of_tokens = np.repeat(adapters, query_lengths)
         self._groups = _groups(of_tokens, device)
         self._head_groups = _groups(of_tokens[kept], device)
@@ -98,6 +105,15 @@ class AdapterBank:
         language = [*self._network.towers.values()][-1]
         outside = [path for path in layers if not path.startswith(language) and layers[path] is not self._head]
         refuse_shared_parts(name, full, outside)
+
+    def _weights_of_sequences(
+        self, updates: Mapping[int, AdapterUpdate], weight: Tensor, num_sequences: int
+    ) -> Sequence[Tensor]:
+        """Return the weight of a layer with the update of each sequence; `weight` itself if it has none."""
+        if not self._adapters:
+            return [weight] * num_sequences
+        changed = {number: _updated_weight(weight, updates[number]) for number in {*self._adapters} & {*updates}}
+        return [changed.get(number, weight) for number in self._adapters]
 
     def _add_updates(
         self, updates: Mapping[int, AdapterUpdate], has_bias: bool, layer: nn.Linear, args: tuple[Any, ...], out: Tensor
@@ -138,6 +154,13 @@ def _updated(x: Tensor, base: Tensor, update: AdapterUpdate, bias: Tensor | None
         return factor * (base + added)
     bias = bias.to(base.dtype)
     return factor * (base - bias + added) + bias
+
+
+def _updated_weight(weight: Tensor, update: AdapterUpdate) -> Tensor:
+    """Return the weight of a linear layer without a bias with an update, in its own dtype. See `_updated`."""
+    with torch.autocast(weight.device.type, enabled=False):
+        found = weight.float() + update.scaling * (update.up.float() @ update.down.float())
+    return (found if update.factor is None else update.factor.float()[:, None] * found).to(weight.dtype)
 
 
 def _groups(of_tokens: np.ndarray, device: torch.device) -> list[TokenGroup]:

@@ -13,6 +13,8 @@ from trimaran.parallel.fp8_linear import Fp8Linear
 class ShardedLinear(nn.Linear):
     """A linear layer. If its inputs are sharded, its output is a partial sum, without the bias."""
 
+    multiplies_by_weight = True  # see `multiplied_weight`
+
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, local_matmul_weight(self.weight), local_bias(self))
 

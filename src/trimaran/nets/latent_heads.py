@@ -1,0 +1,119 @@
+"""The heads of latent attention, made from what is cached of a token: a narrow vector, the same for all heads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimaran.models.expert_variations import LatentSpec
+from trimaran.nets.attention_options import AttentionOptions
+from trimaran.nets.key_value_cache import CachedLayer
+from trimaran.nets.paged_cache import (
+    HostLengthsNeededError,
+    PagedLayer,
+    attend_causally,
+    attend_decodes,
+    pages_of_decodes,
+    pages_of_one,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentHeads:
+    """The heads of this rank. `weight` [heads * (nope_dim + value_dim), kv_rank] is that of `kv_b_proj`.
+
+    What is cached of a token are kv_rank + rope_dim features: its normalised latent vector, and the rotated features
+    that the keys of all heads share. There are two ways to attend to them. `expand` makes keys and values. Or queries
+    are multiplied by the weight instead of the latent vectors (they absorb it), and attend to what is cached as if it
+    were the key, and its first kv_rank features the value, of a single head; `project` then makes the output.
+    """
+
+    latent: LatentSpec
+    weight: Tensor
+
+    def expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, heads, T, width] of cached tokens [B, 1, T, kv_rank + rope_dim]."""
+        narrow, shared = cached.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
+        return expanded_heads(F.linear(narrow[:, 0], self.weight), shared, self.latent)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries [heads, N, head_dim] as queries of what is cached, [heads, N, kv_rank + rope_dim]."""
+        plain, turned = query.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        absorbed = torch.bmm(plain, self._by_head[:, : self.latent.nope_dim])
+        return torch.cat((absorbed, turned.to(absorbed.dtype)), dim=-1)
+
+    def project(self, out: Tensor) -> Tensor:
+        """Return the output [heads, N, value_dim], given what queries that have absorbed the weight attended to."""
+        return torch.bmm(out, self._by_head[:, self.latent.nope_dim :].transpose(1, 2))
+
+    @property
+    def _by_head(self) -> Tensor:
+        return self.weight.unflatten(0, (-1, self.latent.nope_dim + self.latent.value_dim))
+
+
+def expanded_heads(wide: Tensor, shared: Tensor, latent: LatentSpec) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, heads, T, width], given the output of `kv_b_proj`, [B, T, heads * ...].
+
+    `shared` [B, 1, T, rope_dim] are the rotated features of all keys.
+    """
+    heads = wide.unflatten(-1, (-1, latent.nope_dim + latent.value_dim)).transpose(1, 2)
+    key, value = heads.split([latent.nope_dim, latent.value_dim], dim=-1)
+    shared = shared.to(value.dtype).expand(-1, key.shape[1], -1, -1)
+    return torch.cat((key, shared), dim=-1), value
+
+
+def attend_cached(
+    query: Tensor, new: Tensor, layer: CachedLayer, heads: LatentHeads, options: AttentionOptions
+) -> Tensor:
+    """Store the new tokens [rows, 1, T, kv_rank + rope_dim], and return the output [rows, heads, T, value_dim].
+
+    A single query of each row absorbs the weight; more do not: see `attend_pages`.
+    """
+    (cached,) = layer.stored(new)
+    if query.shape[2] > 1:
+        return layer.attend_to(query, *heads.expand(cached), options)
+    absorbed = heads.absorb(query[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+    out = layer.attend_to(absorbed, cached, cached[..., : heads.latent.kv_rank], options)
+    return heads.project(out[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+
+
+def attend_pages(
+    query: Tensor, new: Tensor, layer: PagedLayer, heads: Sequence[LatentHeads], options: AttentionOptions
+) -> Tensor:
+    """Store the new tokens [1, 1, N, kv_rank + rope_dim], and return the output [1, heads, N, value_dim].
+
+    `heads` are those of each sequence, which differ if sequences have adapters. The queries of sequences with one new
+    token absorb the weight. A part of a prompt has so many queries that plain ones, which are narrower, take less time,
+    although keys and values are made again from all that is cached of its sequence.
+    """
+    extension = layer.extension
+    if not extension.key_lengths:
+        raise HostLengthsNeededError
+    (pages,) = layer.stored(new)
+    start, parts = extension.num_decodes, []
+    if start:
+        cached, own = pages_of_decodes(pages, extension), heads[:start]
+        absorbed = _of_sequences(LatentHeads.absorb, own, query[0, :, :start])
+        out = attend_decodes(absorbed[None], cached, cached[..., : own[0].latent.kv_rank], extension, options)
+        parts.append(_of_sequences(LatentHeads.project, own, out[0])[None])
+    for number in range(extension.num_decodes, len(heads)):
+        stop = start + extension.query_lengths[number]
+        is_new = extension.key_lengths[number] == stop - start
+        cached = new[:, :, start:stop] if is_new else pages_of_one(number, pages, extension)
+        parts.append(attend_causally(query[:, :, start:stop], *heads[number].expand(cached), options))
+        start = stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _of_sequences(change: Callable[[LatentHeads, Tensor], Tensor], heads: Sequence[LatentHeads], x: Tensor) -> Tensor:
+    """Return `x` [heads, S, width] after `change`, which gets the heads of each sequence."""
+    groups: dict[int, list[int]] = {}
+    for number, each in enumerate(heads):
+        groups.setdefault(id(each), []).append(number)
+    if len(groups) == 1:
+        return change(heads[0], x)
+    parts = torch.cat([change(heads[rows[0]], x[:, rows]) for rows in groups.values()], dim=1)
+    order = torch.tensor([number for rows in groups.values() for number in rows], device=x.device)
+    return parts[:, order.argsort()]

@@ -364,6 +364,8 @@ class Space:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
             return False
+        if axis == "ep" and not self._has_experts:
+            return False
         if axis == "tp" and self.has_packed_weights:
             return False
         if question.for_trainer and question.recipe.model.family == "hf":

@@ -12,7 +12,7 @@ from trimaran.app.views.run_state import RunState
 from trimaran.run import RunDirectory
 
 END_SECONDS = 240
-MOVED = {"Nodes": 0, "Devices of a node": 2, "Tokens of a sequence": 3, "Sequences of a step": 5, "Steps of the run": 1}
+MOVED = {"Nodes": 2, "Devices of a node": 2, "Tokens of a sequence": 3, "Sequences of a step": 5, "Steps of the run": 1}
 
 
 def read_status(run: Path) -> str:
@@ -39,9 +39,9 @@ def test_every_control_changes_the_answer(open_page: OpenPage) -> None:
     for label, at in MOVED.items():
         slider = page.get_by_label(label, exact=True)
         slider.fill(str(at))
-    wait_for_command(page, "--cluster 4xH100 --seq-len 2048 --global-batch 32 --top 12 --set train.steps=30")
+    wait_for_command(page, "--cluster 4x4xH100 --seq-len 2048 --global-batch 32 --top 12 --set train.steps=30")
     page.get_by_label("Device", exact=True).select_option("A100-80GB")
-    wait_for_command(page, "--cluster 4xA100-80GB")
+    wait_for_command(page, "--cluster 4x4xA100-80GB")
     page.get_by_label("Goal", exact=True).select_option("memory")
     wait_for_command(page, "--goal memory")
     page.get_by_label("Adapter", exact=True).select_option("lora")

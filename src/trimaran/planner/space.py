@@ -364,9 +364,7 @@ class Space:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
             return False
-        if axis == "ep" and not self._has_experts:
-            return False
-        if axis == "tp" and self.has_packed_weights:
+        if (axis == "tp" and self.has_packed_weights) or (axis == "ep" and not self._has_experts):
             return False
         if question.for_trainer and question.recipe.model.family == "hf":
             return self._may_use_hf(axis)

@@ -1,7 +1,9 @@
 # Two commands set up everything: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests start hundreds of interpreters, which must find compiled modules even where the shell forbids to write them: to
+# compile ours takes each `trimaran train` two seconds.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PARALLEL := --numprocesses=$(or $(JOBS),2) --dist=worksteal
 # Unit tests of more than ten seconds a file: left out of the inner loop.
 LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss

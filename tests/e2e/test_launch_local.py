@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trimaran.app.main import main
+
 SMALL = [
     "train.steps=4",
     "train.global_batch=4",
@@ -16,30 +18,39 @@ SMALL = [
 ]
 SETTINGS = [word for each in SMALL for word in ("--set", each)]
 CANARY = "hf_canary_4711"
+CACHE = str(Path.home() / ".cache")  # with the measured rates and the packed text of this machine
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config"),
-                   "XDG_CACHE_HOME": str(Path.home() / ".cache"), "HF_TOKEN": CANARY, "OMP_NUM_THREADS": "1",
-                   "PATH": "/usr/bin:/bin", "HOME": str(folder)}  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-m", "trimaran", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+def variables(folder: Path) -> dict[str, str]:
+    """Return the environment of a user whose folders are below `folder`."""
+    return {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config"),
+            "XDG_CACHE_HOME": CACHE, "HF_TOKEN": CANARY, "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin", "HOME": str(folder)}  # fmt: skip
 
 
-def test_a_run_is_launched_followed_to_its_end_and_listed(tmp_path: Path) -> None:
-    done = command(tmp_path, "launch", "--on", "local", *SETTINGS, "--set", "cluster=1xcpu", "--wait", "--json")
+def answer(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command prints, in this process."""
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables(tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_run_is_launched_followed_to_its_end_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "--on", "local", *SETTINGS, "--set", "cluster=1xcpu", "--wait", "--json"]
+    done = subprocess.run([sys.executable, "-m", "trimaran", *words], cwd=tmp_path, env=variables(tmp_path),
+                          capture_output=True, text=True, timeout=170)  # fmt: skip
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     assert (job["target"], job["exit"], job["step"], job["state"]["state"]) == ("local", 0, 4, "done")
-    listed = json.loads(command(tmp_path, "jobs", "--json").stdout)["jobs"]
+    listed = json.loads(answer("jobs", "--json", capsys=capsys))["jobs"]
     assert [each["id"] for each in listed] == [job["id"]]
-    shown = command(tmp_path, "jobs", job["name"]).stdout
+    shown = answer("jobs", job["name"], capsys=capsys)
     assert all(word in shown for word in ("follow", "stop", "resume", job["run_dir"]))
     written = [path for path in Path(job["run_dir"]).rglob("*") if path.is_file()]
     assert len(written) > 5
@@ -47,15 +58,16 @@ def test_a_run_is_launched_followed_to_its_end_and_listed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("target", ["local", "ssh", "slurm", "ray", "sky"])
-def test_a_dry_run_shows_the_files_and_writes_nothing(tmp_path: Path, target: str) -> None:
+def test_a_dry_run_shows_the_files_and_writes_nothing(
+    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["launch", "--on", target, *SETTINGS, "--set", "cluster=2x2xcpu", "--dry-run", "--json"]
     words += ["--hosts", "a,b"] if target == "ssh" else []
     words += ["--run-dir", "/mnt/runs/tiny"] if target == "sky" else []
-    done = command(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["main"] in answer["files"]
-    assert answer["submit"]
-    assert CANARY not in done.stdout
+    printed = answer(*words, capsys=capsys)
+    shown = json.loads(printed)
+    assert shown["main"] in shown["files"]
+    assert shown["submit"]
+    assert CANARY not in printed
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "state").exists()

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cases import slow
 from tests.environment import environment
+from trimaran.app.main import main
 
 TINY = [
     "--set", "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}",
@@ -62,7 +63,7 @@ def open_paths(pid: int) -> set[str]:
     return found
 
 
-def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
+def test_a_recipe_becomes_a_trained_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("train.steps=12", "train.evaluate.every=5", "train.sample.tokens=40")
     process = start("--json", *(word for each in settings for word in ("--set", each)), cwd=tmp_path)
     out, err = process.communicate(timeout=120)
@@ -112,13 +113,8 @@ def test_a_recipe_becomes_a_trained_model(tmp_path: Path) -> None:
     assert plan["prediction"]["step_seconds"] > 0
     assert (run / "model" / "model.safetensors").exists()
 
-    # The trained model generates text.
-    done = subprocess.run(
-        [sys.executable, "-m", "trimaran", "generate", str(run), "--prompt", "class ", "--tokens", "5", "--json"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["text"].startswith("class ")
+    assert main(["generate", str(run), "--prompt", "class ", "--tokens", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"].startswith("class ")
 
 
 def test_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_continues(tmp_path: Path) -> None:

@@ -211,10 +211,10 @@ def test_many_nodes_are_asked_to_write_less_often(channel: Channel) -> None:
     assert EXCHANGE_SECONDS < answers[-1]["seconds"] < SILENT_SECONDS / 4
 
 
-def test_thousands_of_requests_wait_end_and_time_out(channel: Channel, store: TokenStore) -> None:
+def test_hundreds_of_requests_wait_end_and_time_out(channel: Channel, store: TokenStore) -> None:
     """Each is answered once: when its key is set, or when its time is up. What is over leaves no trace."""
     with ChannelClient(channel.address, TOKEN, seconds=5.0) as client:
-        for number in range(3000):
+        for number in range(500):
             store.set(f"k{number}", "v")
             wait = {"op": "wait", "attempt": 0, "keys": [f"k{number}", "never"], "seconds": 0.001}
             assert client.request(wait, seconds=5.0) == {"error": "timeout", "missing": ["never"]}

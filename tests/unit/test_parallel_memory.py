@@ -33,8 +33,8 @@ from trimaran.parallel.memory.recompute import apply_recompute
 
 MODES = ("elementwise", "selective", "full", 2)
 DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
-MIXED = replace(PRESETS["tiny-moe"], layers=2)
-TOKENS = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(7))
+MIXED = replace(PRESETS["tiny-moe"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
+TOKENS = torch.randint(0, 320, (4, 16), generator=torch.Generator().manual_seed(7))
 HF = LlamaConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
@@ -79,7 +79,7 @@ def dropout_network() -> Network:
 
 
 NETWORKS: dict[str, Callable[[], Network]] = {
-    "dense": lambda: decoder(DENSE),
+    "dense": lambda: decoder(replace(DENSE, layers=2)),
     "mixed": lambda: decoder(MIXED),
     "hf": llama,
     "dropout": dropout_network,
@@ -162,7 +162,7 @@ def test_each_mode_recomputes_the_expected_operators(mode: Any, matmuls: int, at
 
 def saved_and_peak(mode: Any) -> tuple[int, int]:
     """Return the bytes allocated between forward and backward, and the peak."""
-    network, tracker = decoder(DENSE), MemTracker()
+    network, tracker = decoder(replace(DENSE, layers=2)), MemTracker()
     apply_recompute(network, Plan(recompute=mode), None)
     tracker.track_external(network.module)
     cpu = torch.device("cpu")
@@ -275,7 +275,7 @@ class RecordingCopies(SynchronousCopies):
         return sum(each == event for each, _ in self.log)
 
 
-def offloaded(network: Network, *, min_bytes: int = 1024) -> RecordingCopies:
+def offloaded(network: Network, *, min_bytes: int = 512) -> RecordingCopies:
     record = RecordingCopies()
     offload_blocks(network, ActivationOffload(record, device="cpu", min_bytes=min_bytes))
     return record

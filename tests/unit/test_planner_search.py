@@ -86,18 +86,18 @@ def pipelines(question: Question, pp: int) -> Iterator[Pipeline]:
 
 def plans_with(mesh: Mesh, pipeline: Pipeline, size: int, count: int) -> Iterator[Plan]:
     cut = mesh.pp > 1 and pipeline.schedule == "zero-bubble"
+    base = Plan.model_construct(
+        mesh=mesh, pipeline=pipeline, micro_batch=size, grad_accum=count, precision="bf16", compile=not cut
+    )
     losses = ("fused", "chunked") if mesh.tp == mesh.pp == 1 else ("logits",)
     comms = [{"context": each} for each in (CONTEXTS if mesh.cp > 1 else ("gather",))]
     comms += [{"overlap": False}] if mesh.world_size == mesh.dp_replicate > 1 else []
     for sharding, recompute, offload, comm, loss in product(
         ("none", "optimizer", "gradients", "parameters"), ("none", "selective", 2, "full"),
-        ("none", "activations", "optimizer", "parameters"), comms, losses,
+        ("none", "activations", "optimizer", "parameters"), map(Comm.model_validate, comms), losses,
     ):  # fmt: skip
-        yield Plan.model_construct(
-            mesh=mesh, pipeline=pipeline, micro_batch=size, grad_accum=count, sharding=sharding, recompute=recompute,
-            offload=offload, comm=Comm.model_validate(comm), precision="bf16", compile=not cut,
-            loss=loss, engine="torch", towers={},
-        )  # fmt: skip
+        fields = {"sharding": sharding, "recompute": recompute, "offload": offload, "comm": comm, "loss": loss}
+        yield base.model_copy(update=fields)
 
 
 def small_spec(layers: int, heads: int, kv_heads: int, experts: int) -> ModelSpec:

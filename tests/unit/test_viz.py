@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from trimaran.viz.zero_stages import bytes_of, least_ranks, sent_bytes
 GB = 1e9
 
 
+@cache  # it is searched for, and no test changes it
 def subject_of(*settings: str, plan: str = "llama-3.1-8b", cluster: str = "2x8xH100", **controls: str) -> Subject:
     return read_subject(plan, None, cluster, settings, [f"{name}={value}" for name, value in controls.items()])
 

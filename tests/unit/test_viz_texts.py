@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trimaran.app.request.plan_request import read_plan_request
 from trimaran.app.request.viz_request import read_subject
 from trimaran.planner import search
 from trimaran.viz import SHORT_NAMES, Subject, build_view, translate_view, view_as_dict
@@ -51,9 +52,10 @@ def test_chinese_templates_have_the_values_of_the_english_ones() -> None:
 @pytest.mark.parametrize(("plan", "cluster"), [("llama-3.1-8b", "2x8xH100"), ("llama-3.1-70b", "4x8xH100"),
                                                ("llama-3.2-1b", "8xA100-80GB"), ("tiny", "2xcpu")])  # fmt: skip
 def test_reasons_and_hints_of_the_planner_are_known(plan: str, cluster: str) -> None:
-    subject = read_subject(plan, None, cluster, (), ())
-    answer = search(subject.question)
-    texts = [*(each.why for each in (*answer.misses, *answer.ties)), *answer.hints, *subject.prediction.exposed]
+    answer = search(read_plan_request(plan, {"cluster": cluster}, ()).question)
+    best = answer.ranked[0].prediction
+    assert best is not None
+    texts = [*(each.why for each in (*answer.misses, *answer.ties)), *answer.hints, *best.exposed]
     assert [each for each in texts if planner_text(each) != each] == []
     assert [each for each in texts if not planner_text(each).template] == []
 

@@ -14,6 +14,7 @@ from trimaran.models.stages import Spec
 Goal = Literal["throughput", "memory", "cost", "fewest-gpus", "goodput"]
 GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus", "goodput")
 NO_BYTES = Bytes(0)
+NO_PINS = Plan()  # a search asks for it thousands of times
 # Sources of text that is cut into sequences of one length. Others have samples of different lengths, or images.
 SEQUENCE_SOURCES = ("python-stdlib", "text", "jsonl", "shards", "datasets")
 
@@ -83,7 +84,7 @@ class Question:
 
     @property
     def pins(self) -> Plan:
-        return Plan() if self.recipe.plan == "auto" else self.recipe.plan
+        return NO_PINS if self.recipe.plan == "auto" else self.recipe.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from trimaran.planner.degrees import divisors
 from trimaran.planner.generic_rules import split_sizes
 from trimaran.planner.hf_rules import accepts_axes
 from trimaran.planner.loss_choices import CHUNKED, losses_of
-from trimaran.planner.question import Question
+from trimaran.planner.question import NO_PINS, Question
 
 # Larger micro-batches do not make a device faster; they only need more memory. Up to the second number of tokens they
 # do, if launching their kernels takes long: those of a small model, or of one whose steps are not captured.
@@ -106,6 +106,7 @@ class Space:
         self.question, self.pins, self.losses = question, question.pins, losses_of(question)
         self._may_offload = True
         self._shardings: dict[tuple[int, int, bool, tuple[str, ...]], list[StateSharding]] = {}
+        self._schedules: dict[int, tuple[tuple[str, tuple[int, ...]], ...]] = {}
         self._divisible: dict[tuple[int, int, int, str, tuple[str, ...]], bool] = {}
 
     @cached_property
@@ -181,7 +182,9 @@ class Space:
             count = batch // at_once
             if self.pinned("grad_accum") and count != self.pins.grad_accum:
                 continue
-            for schedule, stages in self._pipelines(pp):
+            if pp not in self._schedules:
+                self._schedules[pp] = tuple(self._pipelines(pp))
+            for schedule, stages in self._schedules[pp]:
                 if pp == 1 or takes_micro_batches(schedule, pp, count):
                     yield MeshSplit(microbatch, pp, schedule, stages, dp, count)
 
@@ -332,7 +335,7 @@ class Space:
             "towers": pins.towers or towers_of(states.towers, choice.towers, microbatch.replicated),
             "prediction": None,
         }
-        return Plan.model_construct(**fields)
+        return NO_PINS.model_copy(update=fields)  # takes half as long as a new one
 
     def _degrees(self, axis: str, most: int) -> list[int]:
         if (degree := self.degree(axis)) is not None:
@@ -361,7 +364,7 @@ class Space:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
             return False
-        if axis == "tp" and self.has_packed_weights:
+        if (axis == "tp" and self.has_packed_weights) or (axis == "ep" and not self._has_experts):
             return False
         if question.for_trainer and question.recipe.model.family == "hf":
             return self._may_use_hf(axis)
@@ -395,17 +398,15 @@ class Space:
         question = self.question
         outline, recipe = question.outline, question.recipe
         assert outline is not None
-        plan = Plan.model_construct(
-            mesh=mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep),
-            comm=Comm.model_construct(context=context),
-            towers=self.pins.towers or towers_of((), (), replicated),
-        )
         if (
             question.for_trainer
             and question.facts is not None
             and not accepts_axes(question.facts, tp=tp, cp=cp, ep=ep)
         ):
             return False
+        mesh, towers = mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep), towers_of((), (), replicated)
+        comm = comm_of(NO_PINS.comm, context, NO_PINS.comm.overlap, NO_PINS.comm.regather)
+        plan = NO_PINS.model_copy(update={"mesh": mesh, "comm": comm, "towers": self.pins.towers or towers})
         if question.for_trainer and isinstance(question.spec, VlmSpec | PerceptionSpec):
             return self._trainer_accepts(plan, question.spec)
         if any(

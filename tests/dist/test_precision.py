@@ -188,7 +188,7 @@ def test_a_network_with_fp32_modules_evaluates_and_generates_in_bf16(workspace: 
 
 @lru_cache
 def short_and_plain(workspace: Path, precision: str) -> list[dict[str, float]]:
-    recipe = recipe_for(workspace, steps=3)
+    recipe = recipe_for(workspace, steps=3, lr=3e-3)
     return lines(recipe, plan_in(precision, recipe, "one-process"), workspace)
 
 
@@ -205,7 +205,7 @@ OTHERS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"))
 def test_all_modules_in_another_precision_are_that_precision(
     workspace: Path, name: str, plan: str, all_modules: str
 ) -> None:
-    recipe = recipe_for(workspace, precision={"*": all_modules}, steps=3)
+    recipe = recipe_for(workspace, precision={"*": all_modules}, steps=3, lr=3e-3)
     metrics = lines(recipe, plan_in(plan, recipe, name), workspace)
     reference = short_and_plain(workspace, all_modules)
     # bf16 shows the order of summation, which differs between one rank and several.

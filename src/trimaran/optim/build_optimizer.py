@@ -28,7 +28,7 @@ class ShardAdamW(AdamW):
     takes a fifth of a second on each rank, longer than the steps of a small model.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # pyrefly: ignore[bad-override]
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [local_part(each) if isinstance(each, DTensor) else each for each in tensors]

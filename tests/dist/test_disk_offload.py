@@ -113,4 +113,3 @@ def test_states_on_disk_take_little_memory(tmp_path: Path, monkeypatch: pytest.M
     assert states == 8 * NUM_VALUES  # 96 MiB
     assert grown < states / 3  # slots of four chunks: 8 MiB; the rest is torch's own
     assert files == []  # the file has no name
-

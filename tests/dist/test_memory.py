@@ -124,7 +124,9 @@ PLANS: dict[str, tuple[ModelSpec, Plan]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick_or_slow(PLANS, lambda name: name not in ("tp-sharded", "tp-bf16", "sharded-bf16", "gradients")))
+@pytest.mark.parametrize(
+    "name", quick_or_slow(PLANS, lambda name: name not in ("tp-sharded", "tp-bf16", "sharded-bf16", "gradients"))
+)
 def test_no_mode_changes_a_bit_of_a_sharded_network(name: str) -> None:
     spec, plan = PLANS[name]
     for num_away in run_ranks(plan.mesh.world_size, every_mode, spec, plan):

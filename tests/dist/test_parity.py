@@ -144,7 +144,7 @@ def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]
 @pytest.mark.parametrize("preset", [slow("tiny"), "tiny-moe"])
 def test_no_plan_changes_a_parameter_name(workspace: Path, preset: str) -> None:
     recipe = recipe_for(workspace, preset)
-    plans = [plan_for(recipe, grad_accum=1, **degrees) for degrees in (PLANS[name] for name in ("ddp-2", "fsdp-2", "hsdp-2x2"))]
+    plans = [plan_for(recipe, grad_accum=1, **PLANS[name]) for name in ("ddp-2", "fsdp-2", "hsdp-2x2")]
     alone = plan_for(recipe, grad_accum=1)
     (plain,) = run_ranks(1, names_under, recipe, alone)
     for plan in [*plans, alone.model_copy(update={"compile": True})]:

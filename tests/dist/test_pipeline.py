@@ -191,7 +191,9 @@ def test_the_names_of_all_stages_are_those_of_the_plain_network(workspace: Path,
 @pytest.mark.parametrize("schedule", ["1f1b", slow("zero-bubble")])
 def test_a_saved_model_is_fine_tuned_in_a_pipeline(workspace: Path, schedule: str) -> None:
     folder = reference_run(workspace, "tiny", True).model
-    recipe = recipe_for(workspace, steps=2, evaluate={"batches": 0}).model_copy(update={"model": ModelSection(path=str(folder))})
+    recipe = recipe_for(workspace, steps=2, evaluate={"batches": 0}).model_copy(
+        update={"model": ModelSection(path=str(folder))}
+    )
     reference = train_run(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")
     run = train_run(recipe, plan_with(recipe, schedule), workspace / "runs")
     assert_same_trajectory(trajectory_of(run), trajectory_of(reference))

@@ -34,7 +34,6 @@ from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 
-
 def recipe_for(preset: str = "tiny", *, shape: dict[str, Any] | None = None, **train: Any) -> Recipe:
     """Return a small recipe: bf16 is slow on a CPU. The head is just large enough for 8-bit states."""
     recipe = recipe_of_segments(preset, shape={"layers": 2, "vocab": 128} | (shape or {}), **train)
@@ -202,7 +201,8 @@ def test_another_plan_resumes_from_the_same_bits_and_back(fields: dict[str, Any]
 def test_the_exported_model_of_a_run_equals_its_last_checkpoint_in_fp32(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{each} " * 9}) + "\n" for each in range(300)))
-    tree = recipe_of_segments(shape={"layers": 2, "tied": False}, steps=4, global_batch=4, evaluate={"every": 2}, sample={"tokens": 3}).model_dump()
+    settings: dict[str, Any] = {"steps": 4, "global_batch": 4, "evaluate": {"every": 2}, "sample": {"tokens": 3}}
+    tree = recipe_of_segments(shape={"layers": 2, "tied": False}, **settings).model_dump()
     data = {"source": "jsonl", "path": str(tmp_path / "text.jsonl"), "seq_len": 8}
     recipe = Recipe.model_validate(tree | {"data": data})
     run = train_run(recipe, plan_for(recipe, grad_accum=2, precision="bf16"), tmp_path / "runs")

@@ -8,7 +8,7 @@ PARALLEL := --numprocesses=$(or $(JOBS),2) --dist=worksteal
 # Unit tests of more than ten seconds a file: left out of the inner loop.
 LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss
 # Fault tests that wait for what happens, however long it takes: they run beside others.
-UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py)
+UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py elastic_replicas.py)
 # Runs through every launch target, on machines that are namespaces and loopback addresses of this one.
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py

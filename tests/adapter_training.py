@@ -20,7 +20,7 @@ from trimaran.train.build import build_networks, build_stepper
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
-SEQ_LEN, GLOBAL_BATCH, STEPS = 24, 8, 4
+SEQ_LEN, GLOBAL_BATCH, STEPS = 24, 8, 3
 NUM_TOKENS = 6  # few, so that there is something to learn
 LENGTHS = ((5, 19), (10, 6, 8), (12, 12), (1, 23))
 

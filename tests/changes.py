@@ -25,10 +25,10 @@ from trimaran.train.worker import run_worker
 Patch = Mapping[str, Any]
 
 
-def change_recipe(*, steps: int, **sections: Any) -> Recipe:
+def change_recipe(*, steps: int, layers: int = 3, **sections: Any) -> Recipe:
     """Return the recipe of a small decoder; the run saves no checkpoint but the last."""
     tree = {
-        "model": {"preset": "tiny", "shape": SHAPE},
+        "model": {"preset": "tiny", "shape": SHAPE | {"layers": layers}},
         "data": {"seq_len": 16},
         "train": {"steps": steps, "global_batch": 16, "seed": 3, "schedule": {"warmup_steps": 2}},
         "checkpoint": {"every": 0},

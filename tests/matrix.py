@@ -226,7 +226,7 @@ def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
     return Case(plan, model.replace("dense", "mixture") if "ep" in axes else model)
 
 
-def recipe_for(model: str, data: Path) -> Recipe:
+def recipe_for(model: str, data: Path, **train: float) -> Recipe:
     kind, head = model.split("-")
     # The head is trained too: with a random one there is little to learn, and rounding would show.
     adapter = {"kind": kind, "rank": 8, "train": ["lm_head"]} if kind in ("lora", "dora") else None
@@ -245,7 +245,8 @@ def recipe_for(model: str, data: Path) -> Recipe:
                 "seed": 3,
                 "evaluate": {"batches": 0},
                 "sample": {"tokens": 0},
-            },
+            }
+            | train,
         }
     )
 
@@ -258,15 +259,14 @@ def write_documents(path: Path) -> None:
 
 
 @lru_cache
-def reference(model: str, workspace: Path) -> Trajectory:
+def reference(model: str, workspace: Path, **train: float) -> Trajectory:
     """Return the trajectory of one process."""
-    return train_trajectory(
-        recipe_for(model, workspace / "uneven.jsonl"), Plan(micro_batch=GLOBAL_BATCH), workspace / "runs"
-    )
+    recipe = recipe_for(model, workspace / "uneven.jsonl", **train)
+    return train_trajectory(recipe, Plan(micro_batch=GLOBAL_BATCH), workspace / "runs")
 
 
-def run(case: Case, workspace: Path) -> Trajectory:
-    return train_trajectory(recipe_for(case.model, workspace / "uneven.jsonl"), case.plan, workspace / "runs")
+def run(case: Case, workspace: Path, **train: float) -> Trajectory:
+    return train_trajectory(recipe_for(case.model, workspace / "uneven.jsonl", **train), case.plan, workspace / "runs")
 
 
 def parse_flags() -> argparse.Namespace:

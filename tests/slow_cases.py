@@ -49,9 +49,10 @@ LEFT_OUT = (
     ),
     LeftOut(
         "dist/test_mixtures.py",
-        "each model under one of the two plans",
+        "gpt-oss under pp-cp; deepseek-v3 under both plans in test_prediction.py, with more layers",
         (
             "test_every_plan_trains_the_same_trajectory[gpt-oss-fsdp-tp-ep]",
+            "test_every_plan_trains_the_same_trajectory[deepseek-v3-fsdp-tp-ep]",
             "test_every_plan_trains_the_same_trajectory[deepseek-v3-pp-cp]",
         ),
     ),
@@ -163,13 +164,15 @@ LEFT_OUT = (
     LeftOut(
         "dist/test_vlm.py",
         "replicas, and a tower that tp does not split, in test_towers.py; cuts inside the vision tower and after the "
-        "projector; the schedules with several stages a rank, 1f1b in the cuts",
+        "projector; the schedules with several stages a rank, 1f1b in the cuts; tp with deepstack, and of experts in "
+        "test_prediction.py",
         (
             f"{VLM}[ddp]",
             f"{VLM}[tp, vision and projector replicated]",
             f"{VLM}[pp by cost]",
             "test_deepstack_trains_the_trajectory_of_one_process[zero-3, recomputed]",
             "test_deepstack_trains_the_trajectory_of_one_process[pp after the first decoder layer]",
+            "test_experts_train_the_trajectory_of_one_process[tp]",
             "test_every_schedule_trains_it_with_a_tied_embedding_on_two_stages[gpipe]",
             "test_every_schedule_trains_it_with_a_tied_embedding_on_two_stages[1f1b]",
         ),

@@ -34,9 +34,11 @@ from trimaran.parallel import build_mesh
 from trimaran.train.build import build_networks
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
-SHAPE = {"layers": 4, "hidden": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 64}
+SHAPE = {"layers": 2, "hidden": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 64}
 ONE_PROCESS = Plan(micro_batch=GLOBAL_BATCH)
 TINY = {"preset": "tiny", "shape": SHAPE | {"tied": True}}
+DEEP = {"preset": "tiny", "shape": SHAPE | {"tied": True, "layers": 4}}  # for two stages on each of two ranks
+SMALL = {"preset": "tiny", "shape": SHAPE | {"tied": True, "layers": 1, "vocab": 32}}  # for 16 bits, which are slow
 MIXTURE = {"preset": "tiny-moe", "shape": SHAPE}
 LORA, DORA = {"kind": "lora"}, {"kind": "dora"}
 
@@ -67,8 +69,8 @@ DECODER_CASES = [
     slow((TINY, LORA, {"tp": 2})),
     (TINY, DORA, {"tp": 2}),
     slow((TINY, LORA, {"pp": 2, "grad_accum": 4})),  # below with a tied head that is trained, too
-    slow((TINY, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "interleaved"}})),
-    slow((TINY, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}})),
+    slow((DEEP, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "interleaved"}})),
+    slow((DEEP, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}})),
     slow((TINY, LORA, {"cp": 2})),
     slow((TINY, LORA, {"cp": 2, "comm": {"context": "exchange"}})),
     slow((TINY, LORA, {"dp_shard": 2, "tp": 2})),
@@ -107,7 +109,7 @@ def test_an_adapter_of_a_decoder_trains_as_in_one_process(
     ids=str,
 )
 def test_a_tied_head_beside_an_adapter_trains_as_in_one_process(train: tuple[str, ...], fields: dict[str, Any]) -> None:
-    recipe = recipe_of(TINY, LORA | {"train": train})
+    recipe = recipe_of(DEEP, LORA | {"train": train})
     assert "embed_tokens.weight" in alone(recipe.model_dump_json()).weights
     assert_trains_as_one_process(recipe, **fields)
 
@@ -185,7 +187,7 @@ def test_tensor_parallelism_and_recompute_drop_the_same_elements(fields: dict[st
     ids=str,
 )
 def test_frozen_weights_are_16_bits_wide_everywhere_and_start_equal(fields: dict[str, Any]) -> None:
-    recipe = recipe_of(TINY, LORA)
+    recipe = recipe_of(SMALL, LORA)
     plan = plan_for(recipe, precision="bf16", **{"grad_accum": 1} | fields)
     (alone,) = run_ranks(1, stored_weights, recipe, ONE_PROCESS.model_copy(update={"precision": "bf16"}))
     for losses, stored in run_ranks(plan.mesh.world_size, stored_weights, recipe, plan):

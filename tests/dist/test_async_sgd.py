@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.cases import slow
-from tests.parity import assert_same_trajectory, plan_for, train_trajectory, trajectory_of
+from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, Plan, Recipe
 from trimaran.data.feed import BatchFeed
@@ -50,6 +50,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
+    """The trajectory of two replicas that wait for each other."""
+    (runs := tmp_path_factory.mktemp("synchronous") / "runs").mkdir()
+    return train_trajectory(recipe_with(), plan_for(recipe_with(), grad_accum=1, dp_replicate=2), runs)
+
+
 def plain_rank(path: Path, cache: Path) -> int:
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
@@ -67,12 +74,13 @@ def lines_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("workers", "grad_accum"), [(2, 1), slow((2, 2)), slow((3, 1))])
-def test_without_staleness_it_is_synchronous_training(workers: int, grad_accum: int, folder: Path) -> None:
+def test_without_staleness_it_is_synchronous_training(
+    workers: int, grad_accum: int, folder: Path, synchronous: Trajectory
+) -> None:
     recipe = recipe_with()
-    synchronous = plan_for(recipe, grad_accum=grad_accum, dp_replicate=workers)
     plan = async_plan(recipe, workers=workers, grad_accum=grad_accum, staleness=0, pause_every=5)
     run = start(folder, recipe, plan)
-    assert_same_trajectory(trajectory_of(run), train_trajectory(recipe, synchronous, folder))
+    assert_same_trajectory(trajectory_of(run), synchronous)
     lines = lines_of(run)
     assert all(line["async_sgd"]["max_staleness"] == 0 for line in lines)
     assert all(line["tokens"] == 12 * 32 and line["samples"] == 12 for line in lines)
@@ -153,25 +161,24 @@ def stopped_run(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
     return run
 
 
-def test_a_stopped_run_resumes_where_it_was(folder: Path) -> None:
+def test_a_stopped_run_resumes_where_it_was(folder: Path, synchronous: Trajectory) -> None:
     recipe = recipe_with()
     run = stopped_run(folder, recipe, async_plan(recipe, staleness=0))
     assert run_ranks(2, plain_rank, run.path, folder.parent / "cache") == [0, 0]
-    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1, dp_replicate=2), folder)
-    assert_same_trajectory(trajectory_of(run), reference)
+    assert_same_trajectory(trajectory_of(run), synchronous)
 
 
 @pytest.mark.parametrize("first", ["async", slow("torch")])
-def test_a_checkpoint_loads_under_the_other_engine(first: str, folder: Path) -> None:
+def test_a_checkpoint_loads_under_the_other_engine(first: str, folder: Path, synchronous: Trajectory) -> None:
     recipe = recipe_with()
-    synchronous, plan = plan_for(recipe, grad_accum=1, dp_replicate=2), async_plan(recipe, staleness=0)
-    before, after = (plan, synchronous) if first == "async" else (synchronous, plan)
+    plans = async_plan(recipe, staleness=0), plan_for(recipe, grad_accum=1, dp_replicate=2)
+    before, after = plans if first == "async" else reversed(plans)
     run = stopped_run(folder, recipe, before)
     other = create_run(folder / "other", recipe, after)
     shutil.copytree(run.checkpoints, other.checkpoints)
     shutil.copy(run.metrics, other.metrics)
     assert run_ranks(2, plain_rank, other.path, folder.parent / "cache") == [0, 0], other.events(0).read_text()
-    assert_same_trajectory(trajectory_of(other), train_trajectory(recipe, synchronous, folder))
+    assert_same_trajectory(trajectory_of(other), synchronous)
 
 
 def one_gradient_is_not_finite(path: Path, cache: Path) -> int:

@@ -1,4 +1,4 @@
-"""A running run changes its plan in its own processes: the state is handed over bit for bit, or the old plan is back."""
+"""A running run changes its plan in its own processes: the state is handed over bit for bit, or the old plan returns."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,7 +149,7 @@ APPLIED_AND_TAKEN_BACK: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] =
 @pytest.mark.parametrize("name", APPLIED_AND_TAKEN_BACK)
 def test_what_the_autopilot_may_change_is_applied_and_taken_back(folder: Path, name: str) -> None:
     mesh, patches = APPLIED_AND_TAKEN_BACK[name]
-    recipe = change_recipe(steps=6 * len(patches) + 2, data={"seq_len": 16, "workers": 0})
+    recipe = change_recipe(steps=6 * len(patches) + 2, layers=4, data={"seq_len": 16, "workers": 0})
     plan = plan_for(recipe, grad_accum=4, **mesh)
     before = settings_of(plan, recipe)
     changes: dict[int, Mapping[str, Any]] = {}
@@ -223,7 +223,7 @@ FOUR_RANKS: dict[str, tuple[dict[str, int], list[Mapping[str, Any]], Mapping[str
 @pytest.mark.parametrize("model", FOUR_RANKS)
 def test_a_run_goes_through_products_of_axes_on_four_ranks(folder: Path, model: str) -> None:
     mesh, patches, section = FOUR_RANKS[model]
-    recipe = change_recipe(steps=3 * len(patches) + 3, model=section)
+    recipe = change_recipe(steps=3 * len(patches) + 3, layers=4, model=section)
     reference = train_trajectory(recipe, plan_for(recipe, grad_accum=2), folder)
     changes = {3 * number + 1: patch for number, patch in enumerate(patches)}
     trained = train_with_changes(recipe, plan_for(recipe, grad_accum=2, **mesh), folder, changes)

@@ -20,7 +20,7 @@ from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.parallel.memory import disk_store
 from trimaran.parallel.memory.disk_store import store_of
 
-RECIPE = recipe_for(shape={"tied": False})
+RECIPE = recipe_for(shape={"layers": 1, "vocab": 192, "tied": False})
 EIGHT_BIT = recipe_for(optimizer={"states": "8bit"})
 PLANS: dict[str, dict[str, Any]] = {
     "one device": {"offload": "optimizer"},
@@ -113,4 +113,3 @@ def test_states_on_disk_take_little_memory(tmp_path: Path, monkeypatch: pytest.M
     assert states == 8 * NUM_VALUES  # 96 MiB
     assert grown < states / 3  # slots of four chunks: 8 MiB; the rest is torch's own
     assert files == []  # the file has no name
-

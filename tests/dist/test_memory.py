@@ -32,9 +32,10 @@ from trimaran.parallel.memory.activation_offload import SynchronousCopies, apply
 from trimaran.parallel.memory.recompute import apply_recompute
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
-SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
+SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 DENSE = replace(PRESETS["tiny"], **SMALL)
 MIXED = replace(PRESETS["tiny-moe"], **SMALL)
+STAGED = replace(DENSE, layers=4)  # up to four stages
 MODES: tuple[dict[str, Any], ...] = (
     {"recompute": "full"},
     {"recompute": "elementwise"},
@@ -52,7 +53,7 @@ def ranks_of(mesh: Mesh) -> RankMesh:
 
 
 def tokens_here(ranks: RankMesh) -> Tensor:
-    return torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(ranks.data_rank))
+    return torch.randint(0, 320, (4, 16), generator=torch.Generator().manual_seed(ranks.data_rank))
 
 
 def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
@@ -123,7 +124,9 @@ PLANS: dict[str, tuple[ModelSpec, Plan]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick_or_slow(PLANS, lambda name: name not in ("tp-sharded", "tp-bf16", "sharded-bf16", "gradients")))
+@pytest.mark.parametrize(
+    "name", quick_or_slow(PLANS, lambda name: name not in ("tp-sharded", "tp-bf16", "sharded-bf16", "gradients"))
+)
 def test_no_mode_changes_a_bit_of_a_sharded_network(name: str) -> None:
     spec, plan = PLANS[name]
     for num_away in run_ranks(plan.mesh.world_size, every_mode, spec, plan):
@@ -161,13 +164,13 @@ def train_pipeline(name: str, modes: tuple[dict[str, Any], ...]) -> None:
     schedule, stages_of = SCHEDULES[name]
     numbers = stages_of(dist.get_rank())
     num_stages = 2 * len(numbers)
-    tokens = torch.randint(0, 320, (8, 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 320, (8, 16), generator=torch.Generator().manual_seed(1))
 
     def stages(mode: dict[str, Any]) -> Iterator[Network]:
         for number in numbers:
-            each = 4 // num_stages
-            network = decoder_network(DENSE, range(number * each, (number + 1) * each))
-            initialise(network.module, seed=0, spec=DENSE)
+            each = STAGED.layers // num_stages
+            network = decoder_network(STAGED, range(number * each, (number + 1) * each))
+            initialise(network.module, seed=0, spec=STAGED)
             apply_plan(network, Plan(mesh=Mesh(pp=2), **mode), ranks)
             yield network
 

@@ -41,8 +41,8 @@ def recipe_for(workspace: Path, name: str) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": str(workspace / name), "shape": shape},
-            "data": {"seq_len": 32, "isolate_documents": True},
-            "train": {"steps": 4, "global_batch": 8, "lr": 1e-3, "seed": 3, "sample": {"tokens": 0}},
+            "data": {"seq_len": 16, "isolate_documents": True},
+            "train": {"steps": 3, "global_batch": 8, "lr": 1e-3, "seed": 3, "sample": {"tokens": 0}},
         }
     )
 

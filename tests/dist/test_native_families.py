@@ -57,7 +57,7 @@ def recipe_for(workspace: Path, family: str) -> Recipe:
                 "seq_len": 32,
                 "isolate_documents": True,
             },
-            "train": {"steps": 6, "global_batch": 8, "lr": 3e-3, "seed": 3, "sample": {"tokens": 0}, "optimizer": EPS},
+            "train": {"steps": 3, "global_batch": 8, "lr": 3e-3, "seed": 3, "sample": {"tokens": 0}, "optimizer": EPS},
         }
     )
 

@@ -24,7 +24,7 @@ RECIPE = Recipe.model_validate(
         "name": "scenes",
         "model": {"family": "perception", "shape": SHAPE},
         "data": {"source": "scenes", "workers": 0},
-        "train": {"steps": 3, "global_batch": 8, "schedule": {"warmup_steps": 0}, "evaluate": {"batches": 1}},
+        "train": {"steps": 2, "global_batch": 4, "schedule": {"warmup_steps": 0}, "evaluate": {"batches": 1}},
         "checkpoint": {"every": 0, "memory": 0},
     }
 )

@@ -40,9 +40,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_for(workspace: Path, preset: str = "tiny", *, tied: bool = False, **train: Any) -> Recipe:
     data = {"source": "jsonl", "path": str(workspace / "uneven.jsonl"), "seq_len": 32, "isolate_documents": True}
-    training = {"steps": 10, "global_batch": 16, "lr": 3e-3, "seed": 3}
+    training = {"steps": 5, "global_batch": 16, "lr": 1e-2, "seed": 3}
     evaluation_and_sample = {
-        "evaluate": {"every": 4, "batches": 2},
+        "evaluate": {"every": 2, "batches": 2},
         "sample": {"prompt": "1 ", "tokens": 5, "temperature": 0},
     }
     return Recipe.model_validate(
@@ -154,7 +154,7 @@ def test_bf16_matches_fp32_within_its_precision(workspace: Path) -> None:
 
 
 def test_every_metrics_line_has_the_measured_bubble(workspace: Path) -> None:
-    recipe = recipe_for(workspace, steps=3)
+    recipe = recipe_for(workspace, steps=2, evaluate={"batches": 0}, sample={"tokens": 0})
     plan = plan_with(recipe, "1f1b")
     lines = train_run(recipe, plan, workspace / "runs").metrics.read_text().splitlines()
     for line in map(json.loads, lines):
@@ -174,8 +174,9 @@ def names_under(recipe: Recipe, plan: Plan) -> list[list[tuple[str, tuple[int, .
     return [[(name, tuple(each.shape)) for name, each in one.module.named_parameters()] for one in networks]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("preset", "tied"), [("tiny", True), ("tiny-moe", False), slow(("tiny", False)), slow(("tiny-moe", True))]
+)
 def test_the_names_of_all_stages_are_those_of_the_plain_network(workspace: Path, preset: str, tied: bool) -> None:
     recipe = recipe_for(workspace, preset, tied=tied)
     ((plain,),) = run_ranks(1, names_under, recipe, plan_for(recipe, grad_accum=1))
@@ -190,7 +191,9 @@ def test_the_names_of_all_stages_are_those_of_the_plain_network(workspace: Path,
 @pytest.mark.parametrize("schedule", ["1f1b", slow("zero-bubble")])
 def test_a_saved_model_is_fine_tuned_in_a_pipeline(workspace: Path, schedule: str) -> None:
     folder = reference_run(workspace, "tiny", True).model
-    recipe = recipe_for(workspace, steps=4).model_copy(update={"model": ModelSection(path=str(folder))})
+    recipe = recipe_for(workspace, steps=2, evaluate={"batches": 0}).model_copy(
+        update={"model": ModelSection(path=str(folder))}
+    )
     reference = train_run(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")
     run = train_run(recipe, plan_with(recipe, schedule), workspace / "runs")
     assert_same_trajectory(trajectory_of(run), trajectory_of(reference))

@@ -52,7 +52,7 @@ def recipe_for(workspace: Path, name: str) -> Recipe:
                 "shape": {"experts": {"router": {"correction_rate": 0.02}}},
                 "multi_token_prediction": {"layers": MODELS[name], "weight": 0.4},
             },
-            "data": {"seq_len": 32, "isolate_documents": True},
+            "data": {"seq_len": 16, "isolate_documents": True},
             "train": {"steps": 3, "global_batch": 8, "lr": 1e-3, "seed": 3, "sample": {"tokens": 0}},
         }
     )

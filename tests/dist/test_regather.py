@@ -40,7 +40,7 @@ from trimaran.train.process.rank_info import join_process_group, read_rank_info
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 DENSE, EXPERTS = (replace(PRESETS[name], **SMALL) for name in ("tiny", "tiny-moe"))
 WIDE = replace(DENSE, layers=1, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=512)
-SEQ_LEN = 32
+SEQ_LEN = 16
 TP = Mesh(tp=2)
 BF16 = Plan(mesh=TP, precision="bf16")
 

@@ -17,7 +17,8 @@ from tests.cases import quick_or_slow, slow
 from tests.hf_models import CONFIGS
 from tests.parity import TOLERANCE, plan_for, train_run
 from tests.ranks import run_ranks
-from tests.resume import SEGMENT_STEPS, HeldShard, TrainedSegment, batch_of, bits, held, recipe_for, train_segment
+from tests.resume import SEGMENT_STEPS, HeldShard, TrainedSegment, batch_of, bits, held, train_segment
+from tests.resume import recipe_for as recipe_of_segments
 from tests.vlm_training import SPEC, assert_traces_match, plan_of, train_all_ranks
 from trimaran.checkpoint.convert import read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
@@ -31,6 +32,13 @@ from trimaran.parallel import build_mesh
 from trimaran.train.build import build_networks, build_stepper
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
+
+
+def recipe_for(preset: str = "tiny", *, shape: dict[str, Any] | None = None, **train: Any) -> Recipe:
+    """Return a small recipe: bf16 is slow on a CPU. The head is just large enough for 8-bit states."""
+    recipe = recipe_of_segments(preset, shape={"layers": 2, "vocab": 128} | (shape or {}), **train)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"seq_len": 8})})
+
 
 # A large eps. Otherwise the first steps of AdamW have the same size whatever the gradient, and amplify its rounding.
 SMOOTH: dict[str, Any] = {"optimizer": {"eps": 1e-3}}
@@ -114,14 +122,14 @@ def assert_same_trajectory(
     ),
 )
 def test_split_weights_train_like_fp32_weights(name: str, grad_accum: int, request: pytest.FixtureRequest) -> None:
-    assert_same_trajectory(RECIPES[name], grad_accum, request, steps=2 if name == "mixture" else 6)
+    assert_same_trajectory(RECIPES[name], grad_accum, request, steps=2 if name == "mixture" else 4)
 
 
 def test_joint_projections_train_the_same_up_to_rounding_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_for(RECIPES["untied"], grad_accum=2, precision="bf16")
-    ((losses, norms, weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], plan, 6)
+    ((losses, norms, weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], plan, 3)
     monkeypatch.setattr(split_weights, "join_projections", lambda *_: {})
-    ((their_losses, their_norms, their_weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], plan, 6)
+    ((their_losses, their_norms, their_weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], plan, 3)
     assert losses != their_losses
     assert losses == pytest.approx(their_losses, rel=1e-4)
     assert norms == pytest.approx(their_norms, rel=NOISE)
@@ -136,7 +144,7 @@ def test_a_hugging_face_model_trains_like_one_with_fp32_weights(
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path)
     tree = recipe_for(**SMOOTH).model_dump() | {"model": {"family": "hf", "path": str(tmp_path)}}
-    assert_same_trajectory(Recipe.model_validate(tree), 2, request, steps=3)
+    assert_same_trajectory(Recipe.model_validate(tree), 2, request, steps=2)
 
 
 @pytest.mark.usefixtures("separate_projections")
@@ -193,8 +201,9 @@ def test_another_plan_resumes_from_the_same_bits_and_back(fields: dict[str, Any]
 def test_the_exported_model_of_a_run_equals_its_last_checkpoint_in_fp32(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{each} " * 9}) + "\n" for each in range(300)))
-    tree = recipe_for(shape={"tied": False}, steps=4, evaluate={"every": 2}, sample={"tokens": 3}).model_dump()
-    data = {"source": "jsonl", "path": str(tmp_path / "text.jsonl"), "seq_len": 16}
+    settings: dict[str, Any] = {"steps": 4, "global_batch": 4, "evaluate": {"every": 2}, "sample": {"tokens": 3}}
+    tree = recipe_of_segments(shape={"layers": 2, "tied": False}, **settings).model_dump()
+    data = {"source": "jsonl", "path": str(tmp_path / "text.jsonl"), "seq_len": 8}
     recipe = Recipe.model_validate(tree | {"data": data})
     run = train_run(recipe, plan_for(recipe, grad_accum=2, precision="bf16"), tmp_path / "runs")
     exported = load_file(run.model / "model.safetensors")

@@ -36,10 +36,10 @@ def with_rates() -> dict[str, Any]:
         (("vision",), SHARDED),
         (("vision",), {"mesh": {"tp": 2}, "towers": {"vision": {"tp": 1}}}),
         slow((("vision",), {"mesh": {"tp": 2}, "towers": {"vision": {"tp": 1, "sharding": "parameters"}}})),
-        (("vision",), {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}}),
+        slow((("vision",), {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}})),  # below, with three stages
         slow((("vision",), {"mesh": {"pp": 2}, "pipeline": {"stages": [2, 3]}})),
         (("vision",), ZERO_BUBBLE),
-        (("language",), ZERO_BUBBLE),
+        slow((("language",), ZERO_BUBBLE)),
         slow((("language",), {"mesh": {"tp": 2}})),
         (("vision", "language"), {"mesh": {"pp": 3}, "pipeline": {"stages": [2, 1, 2]}, "grad_accum": 4}),
     ],

@@ -52,7 +52,7 @@ def recipe_for(workspace: Path, preset: str = "tiny", **train: object) -> Recipe
         {
             "model": {"preset": preset, "shape": SHAPE},
             "data": data | {"holdout": 0.1},
-            "train": {"steps": 8, "global_batch": 24, "lr": 1e-2, "seed": 3, "sample": {"tokens": 0}} | train,
+            "train": {"steps": 5, "global_batch": 24, "lr": 1e-2, "seed": 3, "sample": {"tokens": 0}} | train,
         }
     )
 
@@ -117,7 +117,7 @@ def measured_worker(path: Path, cache: Path, slow_rank: int, seconds: float) -> 
 def test_measured_rows_follow_the_speed_and_train_exactly_as_given_rows(
     workspace: Path, degrees: dict[str, int]
 ) -> None:
-    recipe = recipe_for(workspace)
+    recipe = recipe_for(workspace, steps=3)
     plan = plan_of(**degrees, micro_batch=6, micro_batches="measured", grad_accum=2)
     run = create_run(workspace / "runs" / f"measured-{len(list((workspace / 'runs').iterdir()))}", recipe, plan)
     assert run_ranks(2, measured_worker, run.path, workspace / "cache", 0, 0.05) == [0, 0]

@@ -34,8 +34,8 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 def recipe_with(**sections: dict[str, Any]) -> Recipe:
     tree: dict[str, dict[str, Any]] = {
         "model": {"preset": "tiny", "shape": SHAPE},
-        "data": {"seq_len": 32},
-        "train": {"steps": 6, "global_batch": 8, "sample": {"tokens": 0}},
+        "data": {"seq_len": 16},
+        "train": {"steps": 4, "global_batch": 8, "sample": {"tokens": 0}},
     }
     for name, fields in sections.items():
         tree[name] |= fields
@@ -76,7 +76,7 @@ def test_loader_processes_do_not_change_the_trajectory(folder: Path) -> None:
 
 @pytest.mark.parametrize("degrees", [slow({}), slow({"dp_replicate": 2}), {"dp_shard": 2}])
 def test_bf16_matches_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
-    recipe = recipe_with()
+    recipe = recipe_with(model={"shape": SHAPE | {"layers": 1}}, train={"global_batch": 4})
     fp32 = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
     plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": "bf16"})
     trajectory = train_trajectory(recipe, plan, folder)
@@ -110,7 +110,7 @@ def test_evaluation_and_samples_do_not_change_the_trajectory(folder: Path, field
 def test_all_ranks_generate_the_sample_together(
     folder: Path, degrees: dict[str, int], precision: str, prompt: str
 ) -> None:
-    recipe = recipe_with(train={"sample": {"prompt": prompt, "tokens": 4}})
+    recipe = recipe_with(train={"steps": 2, "global_batch": 2, "sample": {"prompt": prompt, "tokens": 4}})
     plan = plan_for(recipe, grad_accum=1, **degrees).model_copy(update={"precision": precision})
     (sample,) = [each["data"] for each in events(train_run(recipe, plan, folder)) if each["kind"] == "sample"]
     assert sample["text"].startswith(prompt)

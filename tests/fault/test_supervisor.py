@@ -23,7 +23,7 @@ from trimaran.telemetry.ledger import read_ledger
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
-STEPS = 100
+STEPS = 80
 
 
 def train_undisturbed(path: Path) -> int:
@@ -40,13 +40,13 @@ def send_signal(supervised: Supervised, rank: int, number: signal.Signals, *, af
 
 def test_a_run_survives_every_kind_of_lost_rank_with_the_same_weights(tmp_path: Path) -> None:
     settings = (f"train.steps={STEPS}", "checkpoint.memory=1", "faults.hang_seconds=2")
-    faults = "exit:1:8:0,abort:0:16:1"
+    faults = "exit:1:4:0,abort:0:8:1"
     with Supervised.start(tmp_path / "run", *settings, fault=faults, pause=0.01) as supervised:
-        for rank, step in ((1, 24), (0, 32)):
+        for rank, step in ((1, 12), (0, 16)):
             supervised.wait_for_step(step)
             killed = time.time()
             assert send_signal(supervised, rank, signal.SIGKILL, after=step).time - killed < 5.0
-        supervised.wait_for_step(36 + 20)  # so that the step time is known
+        supervised.wait_for_step(20 + 20)  # so that the step time is known
         stopped = time.time()
         hang = send_signal(supervised, 1, signal.SIGSTOP, after=0)
         assert time.time() - stopped < 30

@@ -23,12 +23,12 @@ from trimaran.checkpoint.manifest import read_manifest
 from trimaran.checkpoint.step_dirs import step_path
 from trimaran.core import AdapterSection, ModelSection, Plan, Recipe, UserError
 from trimaran.infer.adapted_network import fill_from_peft, load_adapted
-from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.models import spec_of
 from trimaran.nets import network_of
 from trimaran.nets.initialise import initialise
 from trimaran.nets.local_shards import local_part
 from trimaran.run import RunDirectory, create_run
+from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.steppers.update import Updater

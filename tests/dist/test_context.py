@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,18 +96,15 @@ def attend_in_parts(kind: str, tensors: list[Tensor]) -> dict[str, list[np.ndarr
         ("ring", 4, 1, 8),
     ],
 )
-def test_attention_over_parts_of_a_sequence_is_exact(
-    kind: str, num_ranks: int, key_heads: int, value_dim: int
-) -> None:
+def test_attention_over_parts_of_a_sequence_is_exact(kind: str, num_ranks: int, key_heads: int, value_dim: int) -> None:
     tensors = tensors_of(key_heads, value_dim)
     whole = {case: expected(case, tensors) for case in CASES}
     for answers in run_ranks(num_ranks, attend_in_parts, kind, tensors):
         for case, parts in answers.items():
             names = ("output", "query", "key", "value", "sinks")
             for name, ours, theirs in zip(names, parts, whole[case], strict=True):
-                torch.testing.assert_close(
-                    torch.from_numpy(ours), theirs, rtol=1e-5, atol=3e-6, msg=lambda text: f"{case}, {name}: {text}"
-                )
+                message = partial("{}, {}: {}".format, case, name)
+                torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=1e-5, atol=3e-6, msg=message)
 
 
 def compiled_ring(tensors: list[Tensor]) -> int:

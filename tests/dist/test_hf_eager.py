@@ -1,4 +1,4 @@
-"""Hugging Face models without SDPA train with their eager attention as plain PyTorch does, and ranks refuse together."""
+"""Hugging Face models without SDPA train with eager attention as plain PyTorch does, and ranks refuse together."""
 
 import gc
 import json

@@ -24,8 +24,7 @@ from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.sequences import Sequences, TokenSample
 from trimaran.run import RunDirectory
 from trimaran.train import build
-from trimaran.train.inputs import rank_loader
-from trimaran.train.inputs import vision_features
+from trimaran.train.inputs import rank_loader, vision_features
 from trimaran.train.metrics.step_recorder import loader_wait
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker

@@ -22,7 +22,10 @@ TENSOR = {"*.qkv": "columns-gathered", "*.out": "rows-of-whole", "*.up": "column
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)  # a key bias has no gradient
+        self.qkv, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH),
+        )  # a key bias has no gradient
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
 
@@ -75,9 +78,7 @@ def forward_of(model: nn.Module) -> Any:
 def split(model: nn.Module, plan: dict[str, Any], tensor: dict[str, str] | None = None) -> trimaran.SplitLoop:
     join_process_group(read_rank_info(os.environ))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return trimaran.prepare(
-        model, optimizer, plan=plan, forward=forward_of(model), example=batch_of(0), tensor=tensor
-    )
+    return trimaran.prepare(model, optimizer, plan=plan, forward=forward_of(model), example=batch_of(0), tensor=tensor)
 
 
 def trained(plan: dict[str, Any], tensor: Any, tied: bool, folder: Path | None = None, start: int = 0) -> Any:

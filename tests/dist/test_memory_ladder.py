@@ -45,7 +45,11 @@ def rungs() -> Iterator[Any]:
         if "plan.offload" in patch or not _is_legal(patch, question):
             continue
         is_single = len({field for field in patch if field != "plan.grad_accum"} - {"plan.mesh.dp_replicate"}) == 1
-        if name in QUICK or is_single or set(patch) == {"plan.mesh.dp_replicate", "plan.mesh.dp_shard", "plan.sharding"}:
+        if (
+            name in QUICK
+            or is_single
+            or set(patch) == {"plan.mesh.dp_replicate", "plan.mesh.dp_shard", "plan.sharding"}
+        ):
             yield pytest.param(patch, id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 

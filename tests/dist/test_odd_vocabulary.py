@@ -139,7 +139,7 @@ def test_the_language_tower_of_a_vision_language_model_has_an_odd_vocabulary() -
 
 
 def losses_with_wrong_labels() -> list[float]:
-    """Return the losses of five logits that two ranks share: of a token, an ignored label, and two that are no token."""
+    """Return the losses of five logits on two ranks: of a token, an ignored label, and two that are no token."""
     join_process_group(read_rank_info(os.environ))
     mesh = init_device_mesh("cpu", (2,))
     columns = (3, 2)[mesh.get_local_rank()]

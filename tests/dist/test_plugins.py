@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.launched import CommandLine, kill_processes
 from tests.parity import assert_same_trajectory, plan_for, train_run, trajectory_of
 from tests.plugin_packages import install_example
 from tests.ranks import run_ranks
@@ -151,7 +152,7 @@ def test_the_planner_predicts_the_family_and_refuses_what_it_cannot_split(
     assert question.outline.num_parameters == 2 * 257 * 64 + blocks + 2 * 64
     for setting in ("plan.mesh.tp=2", "plan.mesh.pp=2", "plan.mesh.cp=2", "plan.loss=fused"):
         pinned = read_question(str(file), ["cluster=2xcpu", "objective.name=z-loss", setting])
-        with pytest.raises(UserError, match="K080|P056"):
+        with pytest.raises(UserError, match=r"K080|P056"):
             search(pinned)
     with pytest.raises(UserError, match="K077: the network family 'causal-conv' was not built: TypeError"):
         read_question(str(file), ["cluster=2xcpu", "model.shape.depth=3"])
@@ -202,8 +203,6 @@ def test_ranks_without_the_same_package_fail_alike(recipe: Recipe, site: Path, t
 
 @pytest.mark.slow
 def test_the_target_launches_a_run_with_every_plugin(recipe: Recipe, site: Path, tmp_path: Path) -> None:
-    from tests.launched import CommandLine, kill_processes
-
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(site)]))
     line = CommandLine(tmp_path / "user", {"PYTHONPATH": path})
     file = line.folder / "recipe.yaml"

@@ -27,7 +27,6 @@ from tests.serving_ranks import (
 )
 from tests.unit.test_checkpoint_export import save
 from tests.unit.test_infer_engine_images import request_with_images
-from trimaran.checkpoint.export_hf import write_hf_folder
 from trimaran.checkpoint.step_dirs import step_path
 from trimaran.core import ModelSection, UserError
 from trimaran.infer.engine.batching_engine import BatchingEngine
@@ -40,8 +39,7 @@ from trimaran.infer.ranks.serving_rank import RankedRunner, ServedModel, join_ra
 from trimaran.infer.ranks.sharded_weights import open_part
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.trained_model import compute_in_bf16
-from trimaran.models import PRESETS
-from trimaran.nets import Network, initialise, network_of
+from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.paged_cache import PagedCache
 

@@ -1,4 +1,4 @@
-"""A running run changes its plan in its own processes: state is handed over bit for bit, or the old plan returns."""
+"""A run changes its plan in its own processes: the state is handed over bit for bit, or the old plan is back."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from trimaran.core import Plan, TrainSection
 from trimaran.optim import adamw, build_optimizer
 from trimaran.optim.block_quantization import codebook, dequantize, quantize
+from trimaran.optim.build_optimizer import ShardAdamW
 from trimaran.optim.moments import NOISE_OFFSET, AdamWConstants, step_constants
 from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import hash_int32, hash_text, index_runs, to_bf16
@@ -66,7 +67,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 def test_fp32_states_equal_those_of_torch() -> None:
     ours, optimizer = trained("fp32")
-    assert type(optimizer) is AdamW
+    assert type(optimizer) is ShardAdamW
     theirs = ManyShapes()
     matrices = [each for each in theirs.parameters() if each.ndim >= 2]
     vectors = [each for each in theirs.parameters() if each.ndim < 2]

@@ -28,7 +28,7 @@ WIDE = replace(DENSE, layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, ff
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model over some ranks. `kind` are quantised weights, in a network that computes in bf16."""
+    """A model over some ranks. `kind` are quantised weights, in a network that computes in bf16; or these, "bf16"."""
 
     model: str
     tp: int = 1
@@ -41,7 +41,7 @@ GROUPS = {
     "splits": [*(Case("dense", *each) for each in SPLITS), Case("experts"), Case("experts", 2), Case("hf"),
                Case("hf", 2)],
     "adapters": [Case("adapters", *each) for each in SPLITS[:3]],
-    "quantised": [Case("wide", tp, kind=kind) for kind in ("int8", "int4", "fp8") for tp in (1, 2)],
+    "quantised": [Case("wide", tp, kind=kind) for kind in ("bf16", "int8", "int4", "fp8") for tp in (1, 2)],
 }  # fmt: skip
 
 
@@ -67,7 +67,8 @@ def model_of(case: Case, folder: Path) -> ServedModel:
         adapters = {each.name: each for each in sorted((folder / "adapters").iterdir())}
         return served(folder / "base", num_pages=64, adapters=adapters)
     if case.kind is not None:
-        return served(folder / case.model, dtype=torch.bfloat16, quantise=case.kind, num_pages=64)
+        quantise = None if case.kind == "bf16" else case.kind
+        return served(folder / case.model, dtype=torch.bfloat16, quantise=quantise, num_pages=64)
     return served(folder / case.model, "hf" if case.model == "hf" else "decoder")
 
 

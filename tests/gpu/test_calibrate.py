@@ -11,7 +11,7 @@ import pytest
 
 from trimaran.hardware import Calibration, detect
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 
 def test_a_gpu_is_measured_in_under_a_minute(tmp_path: Path) -> None:

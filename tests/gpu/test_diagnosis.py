@@ -70,6 +70,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.mark.whole_gpu
 def test_small_kernels_are_found_and_the_patch_shortens_the_step(folder: Path) -> None:
     pins = ("plan.micro_batch=1", "plan.grad_accum=32", "plan.precision=bf16", "plan.compile=false")
     recipe = parse_recipe("", name="test", overrides=[*SMALL, *pins])
@@ -93,6 +94,7 @@ def test_an_injected_host_sync_is_found_in_a_trace_and_a_healthy_run_has_none(fo
     assert found.evidence["waits_a_step"] >= 12
 
 
+@pytest.mark.whole_gpu
 def test_the_metrics_say_whether_the_host_is_the_limit(folder: Path) -> None:
     pins = ("plan.precision=bf16", "plan.compile=false", "plan.cuda_graphs=false", "plan.grad_accum=1")
     large = "model.shape={layers: 4, hidden: 4096, heads: 32, kv_heads: 32, ffn: 12288}"

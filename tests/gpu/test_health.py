@@ -32,7 +32,7 @@ from trimaran.telemetry.sampler import Sampler
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 MIB = 1 << 20
 SERVER = multiprocessing.get_context("forkserver")

@@ -108,6 +108,7 @@ def test_offload_takes_activations_off_the_gpu_and_changes_no_bit(recompute: str
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.whole_gpu
 def test_offload_overlaps_with_a_heavy_computation() -> None:
     tokens, seconds = tokens_of(2, 2048), {}
     for offload in (False, True):
@@ -126,6 +127,7 @@ def test_offload_overlaps_with_a_heavy_computation() -> None:
     assert seconds[True] < 1.5 * seconds[False]
 
 
+@pytest.mark.whole_gpu
 def test_offload_of_block_inputs_costs_little_in_bf16() -> None:
     tokens, seconds = tokens_of(4, 4096), {}
     for offload in (False, True):

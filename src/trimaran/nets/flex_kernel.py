@@ -17,13 +17,10 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def has_flex_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether flex attention computes heads like these, [B, heads, T, head_dim], faster than a mask.
-
-    False inside compiled blocks, where the results are not verified on a GPU yet (tests/gpu/test_flex.py).
-    """
+    """Return whether flex attention computes heads like these, [B, heads, T, head_dim], faster than a mask."""
     length, width = query.shape[2:]
     fits = length % BLOCK == 0 and 16 <= width <= MAX_HEAD_DIM and value.dtype in HALF_PRECISION
-    return query.is_cuda and not torch.version.hip and fits and not torch.compiler.is_compiling()
+    return query.is_cuda and not torch.version.hip and fits
 
 
 def flexible_attention(  # noqa: PLR0913 - three tensors, what queries attend to, and three options of the scores
@@ -41,13 +38,15 @@ def flexible_attention(  # noqa: PLR0913 - three tensors, what queries attend to
 
     A sink takes its part of the probability and has no value: the output is multiplied by the part of the keys.
     """
+    compiling = torch.compiler.is_compiling()
+    soft_cap = soft_cap_function if compiling else _shared_soft_cap
     options: dict[str, Any] = {
-        "score_mod": _soft_cap(softcap) if softcap else None,
+        "score_mod": soft_cap(softcap) if softcap else None,
         "block_mask": _block_mask_of(query, segments, window),
         "scale": scale,
         "enable_gqa": key.shape[1] < query.shape[1],
     }
-    attend = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else _compiled()
+    attend = flex_attention if compiling or not query.is_cuda else _compiled()
     if sinks is None:
         return attend(query, key, value, **options)  # pyrefly: ignore[bad-return]
     out, aux = attend(query, key, value, **options, return_aux=AuxRequest(lse=True))
@@ -109,12 +108,14 @@ def _mask_function(runs: Tensor | None, window: int | None) -> MaskFunction:
     return causal
 
 
-@cache  # one function for each cap, so that layers share a compilation
-def _soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def soft_cap_function(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
     return capped
+
+
+_shared_soft_cap = cache(soft_cap_function)  # one function for each cap, so that layers share a compilation
 
 
 @cache

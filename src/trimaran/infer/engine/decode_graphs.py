@@ -103,6 +103,7 @@ class GraphInputs:
     per_token: int
     staged: Tensor
     host: tuple[Tensor, Tensor]  # alternate: the copy of a step may still run while the next one is written
+    copied: tuple[torch.cuda.Event, torch.cuda.Event]  # the last copy of each has ended
     tables: Tensor  # [MAX_SEQUENCES, pages of the longest sequence]
 
     @classmethod
@@ -111,7 +112,8 @@ class GraphInputs:
         count = per_token * TOKEN_SIZES[-1] + (2 + max_pages) * MAX_SEQUENCES + 1
         first, second = (torch.zeros(count, dtype=torch.int32, pin_memory=True) for _ in range(2))
         tables = torch.zeros(MAX_SEQUENCES, max_pages, dtype=torch.int32, device=device)
-        return cls(per_token, torch.zeros(count, dtype=torch.int32, device=device), (first, second), tables)
+        staged, copied = torch.zeros(count, dtype=torch.int32, device=device), (torch.cuda.Event(), torch.cuda.Event())
+        return cls(per_token, staged, (first, second), copied, tables)
 
     def num_inputs(self, size: GraphSize) -> int:
         """Return how many numbers are before the tables: of each token, the length of each sequence, its begin."""
@@ -126,7 +128,8 @@ class GraphInputs:
 
     def copy_from(self, batch: EngineBatch, size: GraphSize, step: int, unused_slot: int) -> None:
         """Copy a step's inputs to the device, padded to the graph's size, without waiting for the copy."""
-        host, count = self.host[step % 2], batch.num_tokens
+        host, copied, count = self.host[step % 2], self.copied[step % 2], batch.num_tokens
+        copied.synchronize()  # parts of a long prompt have no result to wait for, so that many steps may be in flight
         of_tokens, lengths, starts = (each.numpy() for each in self.split(host, size))
         grid = () if batch.grid is None else batch.grid
         for row, values in zip(of_tokens, (batch.tokens, batch.positions, batch.slots, *grid), strict=True):
@@ -140,6 +143,7 @@ class GraphInputs:
         stop = start + num_sequences * width
         host.numpy()[start:stop] = batch.page_tables.reshape(-1)
         self.staged[:stop].copy_(host[:stop], non_blocking=True)
+        copied.record()
         tables = self.staged[start:stop].view(num_sequences, width)
         self.tables[:num_sequences, :width].copy_(tables)
 

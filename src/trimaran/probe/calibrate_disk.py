@@ -1,5 +1,6 @@
 """Measures how fast a local disk reads and writes large files, past the page cache."""
 
+import itertools
 import mmap
 import os
 import threading
@@ -12,7 +13,6 @@ from pathlib import Path
 NUM_THREADS = 16  # as many requests at a time as `parallel/memory/disk_store.py` makes
 REQUEST_BYTES = 8 << 20
 FILE_BYTES = 1 << 30
-MIN_PASSES = 2  # the first one also allocates the blocks of the file, so it is not counted
 
 
 def measure_disk(folder: Path, *, seconds: float) -> dict[str, float]:
@@ -20,8 +20,8 @@ def measure_disk(folder: Path, *, seconds: float) -> dict[str, float]:
 
     `both` is how many it reads, and writes, while half of the requests are reads and half are writes.
 
-    Each pass goes over a file without a name, which ends with this function. A filesystem without direct I/O is
-    measured through the page cache.
+    The file has no name and ends with this function. A filesystem without direct I/O is measured through the page
+    cache. The first pass over the file also allocates its blocks, so it is not counted.
     """
     flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
     try:
@@ -47,14 +47,23 @@ def measure_disk(folder: Path, *, seconds: float) -> dict[str, float]:
 def _rate(
     pool: ThreadPoolExecutor, requests: Sequence[tuple[Callable[..., int], int]], descriptor: int, seconds: float
 ) -> float:
-    """Return the bytes a second of all these requests, made again and again, without the first time."""
-    move = partial(_move, descriptor)
-    list(pool.map(move, requests))
-    began, passes = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds or passes < MIN_PASSES - 1:
-        list(pool.map(move, requests))
-        passes += 1
-    return passes * len(requests) * REQUEST_BYTES / (time.perf_counter() - began)
+    """Return the bytes a second of these requests, made again and again for so long, after a pass that is not counted.
+
+    Each thread makes its next request at once, as in an update: none waits for the others.
+    """
+    list(pool.map(partial(_move, descriptor), requests))
+    following = itertools.cycle(requests)  # a thread at a time takes one: it is a single call of C
+    began = time.perf_counter()
+
+    def make_requests(_: int) -> int:
+        count = 0
+        while not count or time.perf_counter() - began < seconds:
+            _move(descriptor, next(following))
+            count += 1
+        return count
+
+    count = sum(pool.map(make_requests, range(NUM_THREADS)))
+    return count * REQUEST_BYTES / (time.perf_counter() - began)
 
 
 BUFFERS = threading.local()

@@ -1,7 +1,7 @@
 """Serving many requests at once: tokens a second and latencies of our engine, beside transformers on the same machine.
 
 usage: python benchmarks/serving.py OUT.jsonl [--shape 1b] [--users 64] [--rate 20] [--requests 200]
-                                    [--ways trimaran,static,continuous] [--loads burst,equal,poisson]
+                                    [--ways trimaran,static,continuous] [--loads burst,equal,poisson,users]
                                     [--quantise fp8] [--eager] [--no-overlap] [--rounds 2] [--limit SECONDS]
                                     [--longest-answer 256] [--again]
        python benchmarks/serving.py OUT.jsonl --shape cpu --users 16
@@ -12,7 +12,8 @@ Loads: `burst` has `--users` requests at once with the lengths of a ShareGPT-lik
 of 120 tokens and answers with a median of 160, both at most 1,024; a quarter of that on a CPU),
 with no more tokens in an answer than `--longest-answer`, `equal`
 as many with 256 and 256 tokens (64 on a CPU), `poisson` `--requests` requests of the mix that arrive at random at
-`--rate` a second.
+`--rate` a second, `users` as many requests of the mix, of which each of `--users` users sends the next one when it has
+an answer; a static batch has as many requests as users.
 
 Ways: `trimaran` is our engine in this process (no HTTP), `one-by-one` is it with one request at a time, `static` is
 `transformers.generate` on the whole padded batch, until the longest answer ends; `continuous` is transformers'
@@ -55,11 +56,15 @@ SPECS: dict[str, ModelSpec] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of a load: when it arrives, in seconds, its prompt, and how many tokens it wants."""
+    """One request of a load: when it arrives, in seconds, its prompt, and how many tokens it wants.
+
+    One that `waits` arrives when a user has no other request.
+    """
 
     arrival: float
     prompt: tuple[int, ...]
     tokens: int
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -89,14 +94,15 @@ def equal(count: int, length: int, *, vocabulary: int, seed: int) -> list[Asked]
     return [Asked(0.0, tuple(generator.integers(0, vocabulary, length).tolist()), length) for _ in range(count)]
 
 
-def serve(engine: BatchingEngine, load: Sequence[Asked], *, one_by_one: bool = False) -> list[Served]:
+def serve(engine: BatchingEngine, load: Sequence[Asked], *, users: int) -> list[Served]:
     """Return when the tokens of each request came."""
     served = [Served(asked.arrival, []) for asked in load]
     start, added, finished = time.perf_counter(), 0, 0
     while finished < len(load):
         now = time.perf_counter() - start
-        while added < len(load) and load[added].arrival <= now and (not one_by_one or added == finished):
+        while added < len(load) and load[added].arrival <= now and (not load[added].waits or added - finished < users):
             asked = load[added]
+            served[added].arrival = now if asked.waits else asked.arrival
             engine.add(EngineRequest(id=str(added), prompt=asked.prompt, sampling=Sampling(temperature=0.0),
                                      max_tokens=asked.tokens))  # fmt: skip
             added += 1
@@ -239,7 +245,9 @@ def loads_of(options: argparse.Namespace, vocabulary: int, seed: int) -> dict[st
         "burst": lambda: mixed(options.users, vocabulary=vocabulary, seed=seed, longest=longest),
         "equal": lambda: equal(options.users, longest // 4, vocabulary=vocabulary, seed=seed),
         "poisson": lambda: mixed(options.requests, vocabulary=vocabulary, seed=seed, rate=options.rate),
-    }
+        "users": lambda: [replace(each, waits=True)
+                          for each in mixed(options.requests, vocabulary=vocabulary, seed=seed, longest=longest)],
+    }  # fmt: skip
     loads = {name: made[name]() for name in options.loads.split(",")}
     if (most := options.longest_answer) is None:
         return loads
@@ -257,12 +265,19 @@ def measure_of(way: str, spec: ModelSpec, device: torch.device, options: argpars
 
         def ours(load: Sequence[Asked]) -> dict[str, float]:
             engine.flush_prefixes()  # rounds have the same prompts
-            return figures(load, serve(engine, load, one_by_one=way == "one-by-one"))
+            if way == "one-by-one":
+                load = [replace(each, waits=True) for each in load]
+            return figures(load, serve(engine, load, users=1 if way == "one-by-one" else options.users))
 
         return ours
     model = hf_model(spec, device)
     if way == "static":
-        return lambda load: static_figures(load, static_batch(model, load))
+
+        def static(load: Sequence[Asked]) -> dict[str, float]:
+            batches = [load[start : start + options.users] for start in range(0, len(load), options.users)]
+            return static_figures(load, sum(static_batch(model, each) for each in batches))
+
+        return static
     return lambda load: figures(load, continuous_batch(model, load, limit=options.limit))
 
 

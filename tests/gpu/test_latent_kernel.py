@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
 V3, V2_LITE, ODD = (128, 512, 64), (16, 512, 64), (5, 24, 12)  # heads, rank of the latent vector, rotated features
+MAX_ERROR = {BF16: 8e-3, FP32: 3e-5}  # of each query and head; bf16 rounds weights and results, each by 2e-3 at most
 PADDING = 3  # sequences and tokens that a CUDA graph has in surplus
 
 
@@ -44,7 +45,7 @@ def as_graph(extension: PagedExtension) -> PagedExtension:
 def check(
     extension: PagedExtension, shape: tuple[int, int, int], dtype: torch.dtype, options: AttentionOptions
 ) -> None:
-    """Compare the kernel with torch over gathered pages. Pages are full of random numbers beyond each sequence."""
+    """Compare the kernel with fp64 over gathered pages. Pages are full of random numbers beyond each sequence."""
     from trimaran.nets.kernels.latent_pages import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
 
     (heads, rank, rope), tokens = shape, sum(extension.query_lengths)
@@ -52,26 +53,19 @@ def check(
     query = random_tensor(heads, tokens + PADDING, rank + rope, seed=2, dtype=dtype)
     found = attend_latent_pages(query, pages, as_graph(extension), options, rank=rank)
     assert not found[:, tokens:].any()
-    expected = []
-    for exact in (dtype, torch.float64):  # queries of a sequence without earlier keys attend to `new` instead of pages
-        memory, own = pages.to(exact), query[None, :, :tokens].to(exact)
-        new = memory.flatten(0, 1)[extension.slots].transpose(0, 1)[None]
-        expected.append(
-            attend_gathered_pages(
-                own, new, new[..., :rank], (memory, memory[..., :rank].contiguous()), extension, options
-            )[0]
-        )
-    plain, truth = expected
-    error, allowed = (found[:, :tokens] - truth).norm(), (plain - truth).norm()
-    assert error <= 2 * allowed + 1e-6 * truth.norm()
+    memory = pages.double()
+    new = memory.flatten(0, 1)[extension.slots].transpose(0, 1)[None]
+    values = memory[..., :rank].contiguous()
+    exact = query[None, :, :tokens].double()
+    expected = attend_gathered_pages(exact, new, new[..., :rank], (memory, values), extension, options)[0]
+    errors = (found[:, :tokens] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < MAX_ERROR[dtype]
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(V3, BF16), (V2_LITE, BF16), (V2_LITE, FP32), (ODD, BF16), (ODD, FP32)], ids=str
 )
-def test_the_kernel_is_as_accurate_as_torch_over_gathered_pages(
-    shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_the_kernel_attends_to_the_pages_of_each_sequence(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     options = AttentionOptions(scale=(shape[1] // 4 + shape[2]) ** -0.5)
     check(extension_of([1] * 7, [1, 17, 5000, 255, 256, 257, 2049]), shape, dtype, options)
     check(extension_of([1, 1, 1, 9, 30, 61, 2], [33, 1, 700, 9, 300, 61, 2049]), shape, dtype, options)
@@ -92,11 +86,11 @@ def test_graphs_of_dense_latent_attention_in_fp32_answer_as_transformers(tmp_pat
     ]
     model.to(GPU).eval()
     model.generation_config.eos_token_id = None
-    expected = {
-        str(each): model.generate(torch.tensor([prompt], device=GPU), max_new_tokens=12, do_sample=False, pad_token_id=0)
-        [0, len(prompt) :].tolist()
-        for each, prompt in enumerate(prompts)
-    }  # fmt: skip
+    expected = {}
+    for each, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=GPU)
+        answer = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected[str(each)] = answer[0, len(prompt) :].tolist()
     network = load_trained(ModelSection(family="decoder", path=str(tmp_path)), tmp_path, GPU)
     runner = GraphRunner(network, GPU, FP32, PagedCache(64, 8), RunnerTraits())
     engine = BatchingEngine(runner, EngineSettings(max_running=4, max_step_tokens=16))

@@ -82,7 +82,7 @@ def test_graphs_of_dense_latent_attention_in_fp32_answer_as_transformers(tmp_pat
     vlm_models.perturb(model)
     model.save_pretrained(tmp_path)
     prompts = [
-        tuple((7 * number + 3 * each) % 96 for number in range(length)) for each, length in enumerate((1, 5, 30))
+        tuple((7 * number + 3 * each + 1) % 96 for number in range(length)) for each, length in enumerate((1, 5, 30))
     ]
     model.to(GPU).eval()
     model.generation_config.eos_token_id = None

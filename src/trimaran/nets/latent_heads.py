@@ -112,9 +112,13 @@ def attend_pages(
 
 
 def has_latent_kernel(cached: Tensor, latent: LatentSpec) -> bool:
-    """Return whether our kernel attends to pages of tensors like what is cached, [..., kv_rank + rope_dim]."""
-    is_narrow = latent.kv_rank <= MAX_KERNEL_RANK and latent.rope_dim <= MAX_KERNEL_ROPE
-    return cached.is_cuda and not torch.version.hip and is_narrow
+    """Return whether our kernel attends to pages of tensors like what is cached, [..., kv_rank + rope_dim].
+
+    It needs more shared memory than GPUs before Ampere have.
+    """
+    if not cached.is_cuda or torch.version.hip or torch.cuda.get_device_capability(cached.device) < (8, 0):
+        return False
+    return latent.kv_rank <= MAX_KERNEL_RANK and latent.rope_dim <= MAX_KERNEL_ROPE
 
 
 def _attend_narrow(

@@ -142,7 +142,7 @@ def _tile(query: Tensor) -> LatentTile:
     if query.dtype.itemsize > 2:
         return LatentTile(MIN_ROWS, 16, 2)
     properties = torch.cuda.get_device_properties(query.device)
-    shared = properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] - torch's stub has it not
+    shared = properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] - not in torch's stub
     return LatentTile(64, 32, 5) if shared >= LARGE_SHARED_BYTES else LatentTile(MIN_ROWS, 32, 3)
 
 

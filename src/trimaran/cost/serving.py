@@ -114,9 +114,10 @@ def computed_in(weights: WeightFormat, device: Device) -> Literal["fp32", "bf16"
 def captures_steps(outline: Outline, layout: Layout, device: Device) -> bool:
     """Return whether our engine replays steps as CUDA graphs: on one GPU it does, over several ranks not yet.
 
-    Nor does it with latent attention, whose pages have no kernel.
+    Nor does it with latent attention of transformers' own code: keys and values of different sizes have no kernel.
     """
-    has_kernel = not any(isinstance(block, OutlineLayer) and block.latent for block, _ in outline.main.runs)
+    latents = [block.latent for block, _ in outline.main.runs if isinstance(block, OutlineLayer) and block.latent]
+    has_kernel = all(each.narrow_cache for each in latents)
     return device.kind == "cuda" and layout.devices == 1 and has_kernel
 
 

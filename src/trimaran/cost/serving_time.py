@@ -77,12 +77,14 @@ class LayerShape:
     """A layer on one rank: the degree that splits it, and bytes of a weight and of an activation.
 
     matmul_factor: how much longer a matmul with a quantised weight computes.
+    is_captured: steps are CUDA graphs.
     """
 
     tp: int
     weight_bytes: float
     element_bytes: int
     matmul_factor: float = 1.0
+    is_captured: bool = False
 
 
 def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepWork) -> dict[str, Seconds]:
@@ -93,7 +95,8 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     device = cluster.device
     dtype = computed_in(layout.weights, device)
     rates = rates_of(device, "fp8" if layout.weights == "fp8" and "fp8" in device.peak_flops else dtype)
-    shape = _layer_shape(layout, device, FP32_BYTES if dtype == "fp32" else 2)
+    is_captured = captures_steps(outline, layout, device)
+    shape = replace(_layer_shape(layout, device, FP32_BYTES if dtype == "fp32" else 2), is_captured=is_captured)
     ring = ring_of(cluster.levels, layout.tp, 1)
     terms = dict.fromkeys(("matmul", "attention", "elementwise", "comm", "host"), 0.0)
     for part in serving_parts(outline, layout.tp, layout.pp):
@@ -106,7 +109,6 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     between = send_seconds(stream, ring_of(cluster.levels, layout.pp, layout.tp))
     terms["matmul"] += matmul
     terms["comm"] += comm + (layout.pp - 1) * between
-    is_captured = captures_steps(outline, layout, device)
     terms["host"] = _host_seconds(
         outline.main.layers, rates, work, is_captured=is_captured, device_seconds=sum(terms.values())
     )
@@ -183,11 +185,14 @@ def _decode_attention(layer: OutlineLayer, shape: LayerShape, rates: DeviceRates
 
 
 def _prefill_attention(layer: OutlineLayer, shape: LayerShape, rates: DeviceRates, work: StepWork) -> float:
+    """Return the time of the attention of prompts; in a CUDA graph, of latent attention to its narrow cache."""
     if not work.prefill or not layer.heads:
         return 0.0
-    attended = layer.heads / shape.tp * (layer.head_dim + layer.value_dim) * layer.mean_attended_keys(work.prompt)
-    flops = 2.0 * work.prefill * attended
-    return attention_seconds(flops, work.prompt, layer.head_dim, kernel="torch", rates=rates)[0]
+    key_dim, value_dim = layer.head_dim, layer.value_dim
+    if shape.is_captured and layer.latent:
+        key_dim, value_dim = layer.latent.cache_width, layer.latent.kv_rank
+    flops = 2.0 * work.prefill * layer.heads / shape.tp * (key_dim + value_dim) * layer.mean_attended_keys(work.prompt)
+    return attention_seconds(flops, work.prompt, key_dim, kernel="torch", rates=rates)[0]
 
 
 def _head_seconds(

@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
         weight = multiplied_weight(self.kv_b_proj, new)
         if isinstance(scope, CachedLayer):
             return attend_cached(query, new, scope, LatentHeads(self.latent, weight), self.options)
-        count = len(scope.extension.key_lengths)
+        count = len(scope.extension.context_lengths)
         weights = [weight] * count if self.weights_of_sequences is None else self.weights_of_sequences(weight, count)
         heads = {id(each): LatentHeads(self.latent, each) for each in weights}
         return attend_pages(query, new, scope, [heads[id(each)] for each in weights], self.options)

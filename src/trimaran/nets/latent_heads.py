@@ -12,12 +12,15 @@ from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.key_value_cache import CachedLayer
 from trimaran.nets.paged_cache import (
     HostLengthsNeededError,
+    PagedExtension,
     PagedLayer,
     attend_causally,
     attend_decodes,
     pages_of_decodes,
     pages_of_one,
 )
+
+MAX_KERNEL_RANK, MAX_KERNEL_ROPE = 512, 64  # wider tiles do not fit into registers and shared memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,25 +89,51 @@ def attend_pages(
 
     `heads` are those of each sequence, which differ if sequences have adapters. The queries of sequences with one new
     token absorb the weight. A part of a prompt has so many queries that plain ones, which are narrower, take less time,
-    although keys and values are made again from all that is cached of its sequence.
+    although keys and values are made again from all that is cached of its sequence. In a step of a CUDA graph all
+    queries absorb it: only the device knows the lengths, and no sequence has an adapter.
     """
-    extension = layer.extension
-    if not extension.key_lengths:
+    extension, latent = layer.extension, heads[0].latent
+    is_graph = not extension.key_lengths
+    if is_graph and not has_latent_kernel(new, latent):
         raise HostLengthsNeededError
     (pages,) = layer.stored(new)
-    start, parts = extension.num_decodes, []
+    start, parts = query.shape[2] if is_graph else extension.num_decodes, []
     if start:
-        cached, own = pages_of_decodes(pages, extension), heads[:start]
-        absorbed = _of_sequences(LatentHeads.absorb, own, query[0, :, :start])
-        out = attend_decodes(absorbed[None], cached, cached[..., : own[0].latent.kv_rank], extension, options)
-        parts.append(_of_sequences(LatentHeads.project, own, out[0])[None])
-    for number in range(extension.num_decodes, len(heads)):
+        absorbed = _of_sequences(LatentHeads.absorb, heads[:start], query[0, :, :start])
+        out = _attend_narrow(absorbed, pages, extension, latent, options)
+        parts.append(_of_sequences(LatentHeads.project, heads[:start], out)[None])
+    for number in range(extension.num_decodes, len(extension.query_lengths)):
         stop = start + extension.query_lengths[number]
         is_new = extension.key_lengths[number] == stop - start
         cached = new[:, :, start:stop] if is_new else pages_of_one(number, pages, extension)
         parts.append(attend_causally(query[:, :, start:stop], *heads[number].expand(cached), options))
         start = stop
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def has_latent_kernel(cached: Tensor, latent: LatentSpec) -> bool:
+    """Return whether our kernel attends to pages of tensors like what is cached, [..., kv_rank + rope_dim].
+
+    It needs more shared memory than GPUs before Ampere have.
+    """
+    if not cached.is_cuda or torch.version.hip or torch.cuda.get_device_capability(cached.device) < (8, 0):
+        return False
+    return latent.kv_rank <= MAX_KERNEL_RANK and latent.rope_dim <= MAX_KERNEL_ROPE
+
+
+def _attend_narrow(
+    query: Tensor, pages: Tensor, extension: PagedExtension, latent: LatentSpec, options: AttentionOptions
+) -> Tensor:
+    """Return what absorbed queries [heads, S, kv_rank + rope_dim] attend to, [heads, S, kv_rank].
+
+    They are those of the sequences with one new token, or, in a step of a CUDA graph, of all tokens.
+    """
+    if has_latent_kernel(pages, latent):
+        from trimaran.nets.kernels.latent_pages import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
+
+        return attend_latent_pages(query, pages, extension, options, rank=latent.kv_rank)
+    cached = pages_of_decodes(pages, extension)
+    return attend_decodes(query[None], cached, cached[..., : latent.kv_rank], extension, options)[0]
 
 
 def _of_sequences(change: Callable[[LatentHeads, Tensor], Tensor], heads: Sequence[LatentHeads], x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 from tests.engine_models import LateRunner, check_runner, expected_tokens, requests_of
 from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.engine_loop import EngineLoop, EngineSocket
-from trimaran.infer.engine.engine_messages import dump_message, request_to_json
-from trimaran.infer.engine.engine_request import EngineRequest
+from trimaran.infer.engine.engine_messages import dump_message, output_from_json, request_to_json
+from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.engine.scheduler import EngineSettings
 from trimaran.infer.weights_location import TrainedWeights
 
@@ -40,8 +40,12 @@ class Server:
     def answer(self, request: EngineRequest) -> list[int]:
         """Submit a request, and return its tokens once it has ended."""
         self.send(add=request_to_json(request))
-        messages = self.read_until(lambda each: any(one.get("finish") for one in each.get("outputs", ())))
-        return [one["token"] for each in messages for one in each.get("outputs", ())]
+        messages = self.read_until(lambda each: any(one.finish for one in outputs_of(each)))
+        return [one.token for each in messages for one in outputs_of(each) if one.token is not None]
+
+
+def outputs_of(message: dict[str, Any]) -> list[TokenOutput]:
+    return [output_from_json(each) for each in message.get("outputs", ())]
 
 
 @contextmanager

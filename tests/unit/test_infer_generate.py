@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import vlm_models
@@ -23,7 +24,7 @@ from trimaran.infer.conversation import Conversation, PromptBuilder, continuatio
 from trimaran.infer.generate import Generation
 from trimaran.infer.next_token import CachedLogits, NextTokenModel, whole_sequence_logits
 from trimaran.infer.sampling import Sampling, TokenSampler
-from trimaran.infer.trained_model import TrainedModel
+from trimaran.infer.trained_model import TrainedModel, stored_dtype
 from trimaran.models import PRESETS, Spec
 from trimaran.nets import Network, initialise, network_of
 
@@ -231,3 +232,23 @@ def test_images_are_refused_by_models_that_do_not_see_and_if_they_are_not_images
         continuation(
             sees, "<image><image>", [draw(tmp_path / "one.png", (8, 8), 1)], TokenSampler(GREEDY), max_tokens=1
         )
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "expected"),
+    [
+        ("{}", torch.bfloat16, "bf16"),
+        ("{}", torch.float32, "fp32"),
+        ('{"dtype": "float32"}', torch.bfloat16, "fp32"),
+        ('{"torch_dtype": "bfloat16"}', torch.float32, "bf16"),
+    ],
+)
+def test_a_config_says_the_dtype_of_a_folder_or_else_its_weights_do(
+    tmp_path: Path, config: str, weights: torch.dtype, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    save_file({"a": torch.zeros(2, dtype=torch.float32), "b": torch.zeros(2, 2, dtype=weights)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    assert stored_dtype(tmp_path) == expected
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    assert stored_dtype(tmp_path) in (expected, "fp32"), "who loads the weights reports it"

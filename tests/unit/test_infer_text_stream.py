@@ -1,6 +1,7 @@
 """Streamed text: characters appear when they are complete, and no replacement character is ever shown."""
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tests.unit.test_data_tokenizer import train_bpe
 from trimaran.data import ByteTokenizer, load_tokenizer
-from trimaran.infer.text_stream import UNDECODABLE, TextStream
+from trimaran.infer.text_stream import MAX_WAITING, UNDECODABLE, TextStream
 
 TEXT = "drei Rümpfe, 三体船, 🛶 and 👩‍🚀\n\tend"
 
@@ -57,3 +58,23 @@ def test_noise_never_shows_a_replacement_character() -> None:
         parts = parts_of(TextStream(ByteTokenizer()), ids)
         assert UNDECODABLE not in "".join(parts)
         assert "".join(parts) == ByteTokenizer().decode(ids).replace(UNDECODABLE, "")
+        stream, cut = TextStream(ByteTokenizer()), noise.randrange(1, 60)
+        assert stream.add(*ids[:cut]) + stream.add(*ids[cut:]) + stream.finish() == "".join(parts)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the ids that it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = list(ids)
+        self.num_decoded += len(ids)
+        return super().decode(ids)
+
+
+def test_tokens_without_text_after_half_a_character_are_not_decoded_again_and_again() -> None:
+    tokenizer, without_text = CountingTokenizer(), [1000] * 2000
+    parts = parts_of(TextStream(tokenizer, [0x61, 0xE4]), [*without_text, 0x62])
+    assert "".join(parts) == "b"
+    assert tokenizer.num_decoded < 2 * MAX_WAITING * len(without_text)

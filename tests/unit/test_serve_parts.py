@@ -3,10 +3,11 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from trimaran.app.request.vllm_command import OPTIONS, VllmRequest, check_folder, config_text, vllm_options
 from trimaran.core import UserError
@@ -21,11 +22,16 @@ from trimaran.infer.engine.engine_messages import (
 from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.next_token import PlacedImage
 from trimaran.infer.sampling import Sampling
+from trimaran.infer.server import answer_response
 from trimaran.infer.server.access import AccessMiddleware
+from trimaran.infer.server.answer_bodies import AnswerHead, CompletionFormat
+from trimaran.infer.server.answer_choice import AnswerChoice
 from trimaran.infer.server.answer_text import AnswerText
 from trimaran.infer.server.api_error import stopping
 from trimaran.infer.server.call_fields import ChatCall, CompletionCall, parse_call
+from trimaran.infer.server.prompt_reader import PreparedPrompt
 from trimaran.infer.server.request_queue import RequestQueue
+from trimaran.infer.server.serving_metrics import NEXT_SECONDS, ServingMetrics, TokenTimes
 
 GREEDY = Sampling(temperature=0)
 
@@ -35,7 +41,7 @@ def parts_of(text: str, *stops: str) -> tuple[list[str], bool]:
     answer = AnswerText(ByteTokenizer(), (), stops)
     parts = []
     for token in text.encode():
-        parts.append(answer.add(token))
+        parts.append(answer.add([token]))
         if answer.is_stopped:
             return parts, True
     return [*parts, answer.finish()], answer.is_stopped
@@ -62,6 +68,55 @@ def test_text_ends_before_a_stop_sequence_and_nothing_of_it_is_shown_early(
 
 def test_text_that_cannot_be_a_stop_sequence_does_not_wait() -> None:
     assert parts_of("ab!c", "b?")[0] == ["a", "", "b!", "c", ""]
+
+
+def choice_of(*stops: str, records: bool = False) -> AnswerChoice:
+    return AnswerChoice(PreparedPrompt((97,), frozenset()), ByteTokenizer(), stops, records=records)
+
+
+def outputs_of(text: bytes) -> list[TokenOutput]:
+    """Return an output for each byte, with a log-probability; the last ends the answer."""
+    found = [TokenOutput(request="x", token=token, logprob=-float(number)) for number, token in enumerate(text)]
+    return [*found[:-1], found[-1]._replace(finish="length")]
+
+
+@pytest.mark.parametrize("stops", [(), ("d f",)])
+def test_outputs_that_come_together_add_what_they_add_one_by_one(stops: tuple[str, ...]) -> None:
+    outputs = outputs_of("ab é cd fgh".encode())
+    alone, together = choice_of(*stops, records=True), choice_of(*stops, records=True)
+    for output in outputs:
+        if not alone.is_finished:
+            alone.add([output])
+    together.add(outputs[:4])  # inside é
+    if not together.is_finished:
+        together.add(outputs[4:])
+    assert together.whole == alone.whole
+    assert together.num_tokens == alone.num_tokens == len(together.whole.tokens)
+    assert together.whole.text == ("ab é c" if stops else "ab é cd fgh")
+    assert together.whole.finish == ("stop" if stops else "length")
+
+
+def test_a_call_is_woken_up_by_as_many_outputs_as_it_awaits_or_by_the_last_one() -> None:
+    async def work() -> None:
+        queue = RequestQueue(max_waiting=9)
+        ticket = queue.submit([request("a"), request("b")], free=2)
+        list(queue.take(2, "w"))
+        taking = asyncio.create_task(ticket.take(3))
+        for name in ("a", "b"):
+            queue.receive([TokenOutput(request=name, token=1)])
+            await asyncio.sleep(0)
+            assert not taking.done()
+        queue.receive([TokenOutput(request="a", token=2)])
+        assert [[each.token for each in of_one] for of_one in (await taking).values()] == [[1, 2], [1]]
+        queue.receive([TokenOutput(request="b", token=2, finish="stop")])
+        assert [each.finish for each in (await ticket.take(3))[1]] == ["stop"]
+        queue.receive([TokenOutput(request="a", token=3), TokenOutput(request="a", finish="error", error="NaN")])
+        assert [each.token for each in (await ticket.take(3))[0]] == [3]
+        with pytest.raises(UserError) as caught:
+            await ticket.take(3)
+        assert caught.value.code == "U010"
+
+    run(work())
 
 
 def request(name: str, **fields: Any) -> EngineRequest:
@@ -93,7 +148,7 @@ def test_after_a_death_requests_go_on_with_their_tokens_and_those_that_ran_come_
         queue = RequestQueue(max_waiting=9)
         queue.submit([request("a"), request("b"), request("c")], free=3)
         list(queue.take(2, "w"))
-        queue.receive(TokenOutput(request="b", token=7, prompt_logprobs=(None, -1.0)))
+        queue.receive([TokenOutput(request="b", token=7, prompt_logprobs=(None, -1.0))])
         queue.crash()
         taken = [each.remaining for each in queue.take(3, "w")]
         assert [(each.id, each.generated) for each in taken] == [("a", ()), ("b", (7,)), ("c", ())]
@@ -109,7 +164,7 @@ def test_a_request_that_ran_in_two_deaths_fails() -> None:
             list(queue.take(1, "w"))
             queue.crash()
         with pytest.raises(UserError) as caught:
-            await ticket.next()
+            await ticket.take()
         assert caught.value.code == "U010"
         assert (queue.num_waiting, ticket.num_open) == (0, 0)
 
@@ -121,12 +176,12 @@ def test_an_answer_never_mixes_two_sets_of_weights() -> None:
         queue = RequestQueue(max_waiting=9)
         begun, fresh = queue.submit([request("a")], free=2), queue.submit([request("b")], free=2)
         list(queue.take(2, "step-1"))
-        queue.receive(TokenOutput(request="a", token=7))
+        queue.receive([TokenOutput(request="a", token=7)])
         queue.crash()
         queue.change_weights("step-2")
-        assert (await begun.next())[1].token == 7
+        assert await begun.take() == {0: [TokenOutput(request="a", token=7)]}
         with pytest.raises(UserError) as caught:
-            await begun.next()
+            await begun.take()
         assert caught.value.code == "U010"
         assert [each.request.id for each in queue.take(2, "step-2")] == ["b"]
         assert fresh.weights == "step-2"
@@ -139,7 +194,7 @@ def test_while_weights_change_only_answers_that_have_begun_go_on() -> None:
         queue = RequestQueue(max_waiting=9)
         queue.submit([request("a"), request("b")], free=2)
         list(queue.take(1, "w"))
-        queue.receive(TokenOutput(request="a", token=1))
+        queue.receive([TokenOutput(request="a", token=1)])
         queue.crash()
         assert [each.request.id for each in queue.take(9, "w", only_begun=True)] == ["a"]
         assert queue.num_waiting == 1
@@ -154,10 +209,10 @@ def test_a_cancelled_call_leaves_nothing_behind() -> None:
         list(queue.take(1, "w"))
         assert queue.cancel(ticket) == ["a"]
         assert (queue.num_waiting, queue.num_running, ticket.num_open, other.num_open) == (1, 0, 0, 1)
-        queue.receive(TokenOutput(request="a", token=3))  # it was on its way
+        queue.receive([TokenOutput(request="a", token=3)])  # it was on its way
         queue.fail_all(stopping())
         with pytest.raises(UserError):
-            await other.next()
+            await other.take()
 
     run(work())
 
@@ -177,11 +232,27 @@ def test_requests_and_outputs_survive_the_protocol() -> None:
     output = TokenOutput(request="x", token=3, logprob=-0.5, top=((3, -0.5), (4, -1.5)), finish="length",
                          prompt_logprobs=(None, -2.0), prompt_top=((), ((1, -0.25),)))  # fmt: skip
     assert output_from_json(parsed(output_to_json(output))) == output
+    plain = TokenOutput(request="x", token=0)
+    assert output_to_json(plain) == ["x", 0]
+    assert output_from_json(parsed(output_to_json(plain))) == plain
     embedding = TokenOutput(request="x", finish="stop", embedding=(0.5, -0.25))
     assert output_from_json(parsed(output_to_json(embedding))) == embedding
 
 
-def parsed(values: dict[str, Any]) -> dict[str, Any]:
+def test_times_between_tokens_are_written_as_a_histogram_of_the_library_writes_them() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    times, histogram = TokenTimes("a_seconds", "b", NEXT_SECONDS), Histogram("a_seconds", "b", buckets=NEXT_SECONDS,
+                                                                             registry=theirs)  # fmt: skip
+    ours.register(times)
+    for seconds in (0.0, 0.001, 0.0011, 5.0, 6.0):
+        times.observe(seconds)
+        histogram.observe(seconds)
+    written = [[line for line in generate_latest(each).decode().splitlines() if "_created " not in line]
+               for each in (ours, theirs)]  # fmt: skip
+    assert written[0] == written[1]
+
+
+def parsed(values: Any) -> Any:
     return json.loads(dump_message(values))
 
 
@@ -214,6 +285,45 @@ def test_wrong_fields_are_named(body: bytes, where: str) -> None:
 def test_neutral_fields_are_accepted() -> None:
     body = b'{"messages": [{"role": "user", "content": "a"}], "presence_penalty": 0, "logit_bias": {}, "user": "me"}'
     assert parse_call(ChatCall, body).messages[0].content == "a"
+
+
+class QueueClient:
+    """The engine's client as far as an answer uses it: notes which calls were cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[Any] = []
+
+    def cancel(self, ticket: Any) -> None:
+        self.cancelled.append(ticket)
+
+
+def test_a_client_that_takes_nothing_for_too_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_response, "MAX_SEND_SECONDS", 0.05)
+
+    async def work() -> None:
+        queue, client, metrics = RequestQueue(max_waiting=9), QueueClient(), ServingMetrics()
+        ticket, sent = queue.submit([request("a")], free=1), []
+        list(queue.take(1, "w"))
+        queue.receive([TokenOutput(request="a", token=97)])
+        shape = CompletionFormat(AnswerHead(model="m", prefix="c"), ByteTokenizer(), 1, logprobs=False)
+        answer = answer_response.PendingAnswer(client=cast(Any, client), metrics=metrics, ticket=ticket,
+                                               choices=[choice_of()], format=shape, fingerprint=str)  # fmt: skip
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        response = answer_response.AnswerResponse(answer, stream=True)
+        await asyncio.wait_for(response({"type": "http"}, receive, send), 30)
+        assert b'"text":"a"' in sent[-1]["body"]
+        assert client.cancelled == [ticket]
+        assert b'path="' not in metrics.text(), "an answer that was not sent is not counted"
+
+    run(work())
 
 
 async def inner(scope: Any, receive: Any, send: Any) -> None:

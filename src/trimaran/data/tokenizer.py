@@ -94,7 +94,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. Ids above 255 are skipped; invalid UTF-8 becomes U+FFFD."""
-        return bytes(each for each in ids if each < 256).decode(errors="replace")
+        return bytes([each for each in ids if each < 256]).decode(errors="replace")
 
     def decode_all(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. The end-of-document token is shown as <end>, other ids above 255 by number."""

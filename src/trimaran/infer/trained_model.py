@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trimaran.core import ImageRules, ModelSection, UserError
@@ -119,9 +120,23 @@ def _end_ids(file: Path) -> Iterator[Any]:
 
 
 def stored_dtype(folder: Path) -> Dtype:
-    """Return the dtype that config.json says that the weights have, fp32 if it does not say."""
+    """Return the dtype that config.json says that the weights have; if it does not say, the one that they have."""
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
-    return "bf16" if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else "fp32"
+    name = config.get("dtype", config.get("torch_dtype"))
+    is_half = _has_half_weights(folder) if name is None else name in ("bfloat16", "float16")
+    return "bf16" if is_half else "fp32"
+
+
+def _has_half_weights(folder: Path) -> bool:
+    """Return whether the first file of weights has a tensor of 16 bits. One that cannot be read is reported later."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return False
+    try:
+        with safe_open(files[0], framework="pt") as tensors:
+            return any(tensors.get_slice(name).get_dtype() in ("BF16", "F16") for name in tensors.keys())  # noqa: SIM118
+    except SafetensorError:
+        return False
 
 
 def compute_in_bf16(module: nn.Module) -> None:

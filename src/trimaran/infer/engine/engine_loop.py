@@ -2,7 +2,6 @@
 
 import json
 import logging
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from trimaran.infer.weights_location import TrainedWeights
 
 LOG = logging.getLogger(__name__)
 STATS_SECONDS = 0.25
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 16
 LoadWeights = Callable[[TrainedWeights], None]
 
 
@@ -45,9 +44,11 @@ class EngineSocket:
 
     def receive(self, *, wait: bool) -> Iterator[dict[str, Any]]:
         """Yield the messages that have arrived; with `wait` at least one. Raises ServerGoneError at the end."""
-        while wait or self._has_data():
+        while True:
             try:
-                data = self._connection.recv(RECEIVE_BYTES)
+                data = self._connection.recv(RECEIVE_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
             except OSError:
                 data = b""
             if not data:
@@ -59,9 +60,6 @@ class EngineSocket:
                 del self._buffer[: end + 1]
                 searched, wait = 0, False
                 yield json.loads(line)
-
-    def _has_data(self) -> bool:
-        return bool(select.select([self._connection], [], [], 0)[0])
 
 
 class EngineLoop:

@@ -1,7 +1,9 @@
 """The protocol between the server and the process of its engine: one JSON object a line over a Unix socket.
 
 To the engine: `add` a request, `abort` one, `load` other weights, `stop`. From it: `ready` with its limits or `failed`
-with the mistake, then `outputs` of steps, `refused` requests, `stats`, and `loaded` weights.
+with the mistake, then `outputs` of steps, `refused` requests, `stats`, and `loaded` weights. An output that has a token
+and nothing else, as most have, is a list of its request and its token; others are objects without fields that have
+their default.
 """
 
 import base64
@@ -20,8 +22,8 @@ from trimaran.infer.sampling import Sampling
 MAX_MESSAGE_BYTES = 1 << 30  # a request may have images; its body was limited before
 DEFAULT_REQUEST = {"generated": (), "logprobs": None, "prompt_logprobs": False, "adapter": None, "embed": False,
                    "grammar": None}  # fmt: skip
-DEFAULT_OUTPUT = {"token": None, "logprob": None, "top": (), "finish": None, "error": "", "embedding": None,
-                  "prompt_logprobs": (), "prompt_top": ()}  # fmt: skip
+ONLY_TOKEN = TokenOutput(request="")[2:]  # the other fields of an output that has a token only
+ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class EngineLimits:
 
 def dump_message(message: Mapping[str, Any]) -> bytes:
     """Return the message as a line. NaN and Inf stay: both ends are ours."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    return ENCODER.encode(message).encode() + b"\n"
 
 
 def request_to_json(request: EngineRequest) -> dict[str, Any]:
@@ -69,13 +71,17 @@ def request_from_json(values: Mapping[str, Any]) -> EngineRequest:
     )
 
 
-def output_to_json(output: TokenOutput) -> dict[str, Any]:
-    given = {name: getattr(output, name) for name in DEFAULT_OUTPUT}
-    changed = {name: value for name, value in given.items() if value != DEFAULT_OUTPUT[name]}
+def output_to_json(output: TokenOutput) -> list[Any] | dict[str, Any]:
+    if output.token is not None and output[2:] == ONLY_TOKEN:
+        return [output.request, output.token]
+    defaults = TokenOutput._field_defaults
+    changed = {name: getattr(output, name) for name, value in defaults.items() if getattr(output, name) != value}
     return {"request": output.request} | changed
 
 
-def output_from_json(values: Mapping[str, Any]) -> TokenOutput:
+def output_from_json(values: list[Any] | Mapping[str, Any]) -> TokenOutput:
+    if isinstance(values, list):
+        return TokenOutput(*values)
     found: dict[str, Any] = dict(values)
     for name in ("top", "embedding", "prompt_logprobs"):
         if name in found:

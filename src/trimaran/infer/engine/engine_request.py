@@ -1,7 +1,7 @@
 """What the engine is asked for, and what it answers, one token at a time."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,8 +37,7 @@ class EngineRequest:
     grammar: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One step's result for one request. `finish` says why it ended; None if more follows.
 
     `stop`: `token` is one of the stop ids, and not part of the text; `length`: after `max_tokens`; `context`: the next

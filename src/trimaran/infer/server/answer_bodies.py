@@ -40,16 +40,20 @@ class AnswerFormat(Protocol):
         """Return the object with all answers."""
         ...
 
-    def begin(self, number: int, weights: str) -> dict[str, Any] | None:
-        """Return the object that a stream begins with; None if there is none."""
+    def fields(self, weights: str) -> dict[str, Any]:
+        """Return the first fields of every object of a stream."""
         ...
 
-    def part(self, number: int, delta: ChoiceDelta, weights: str) -> dict[str, Any]:
-        """Return an object of a stream."""
+    def begin(self, number: int) -> dict[str, Any] | None:
+        """Return the other fields of the object that a stream begins with; None if there is none."""
         ...
 
-    def last(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
-        """Return the object of a stream with the usage and no answer."""
+    def part(self, number: int, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the other fields of an object of a stream."""
+        ...
+
+    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        """Return the other fields of the object of a stream with the usage and no answer."""
         ...
 
 
@@ -73,19 +77,21 @@ class CompletionFormat:
     def whole(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
         bodies = [self._choice(number, each.whole, 0) for number, each in enumerate(choices)]
         usage = usage_of(choices, num_per_prompt=self.num_per_prompt)
-        return self.head.fields("text_completion", weights) | {"choices": bodies, "usage": usage}
+        return self.fields(weights) | {"choices": bodies, "usage": usage}
 
-    def begin(self, number: int, weights: str) -> dict[str, Any] | None:
+    def fields(self, weights: str) -> dict[str, Any]:
+        return self.head.fields("text_completion", weights)
+
+    def begin(self, number: int) -> dict[str, Any] | None:
         return None
 
-    def part(self, number: int, delta: ChoiceDelta, weights: str) -> dict[str, Any]:
-        body = self._choice(number, delta, self._offsets.get(number, 0))
-        self._offsets[number] = self._offsets.get(number, 0) + len(delta.text)
-        return self.head.fields("text_completion", weights) | {"choices": [body]}
+    def part(self, number: int, delta: ChoiceDelta) -> dict[str, Any]:
+        offset = self._offsets.get(number, 0)
+        self._offsets[number] = offset + len(delta.text)
+        return {"choices": [self._choice(number, delta, offset)]}
 
-    def last(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
-        usage = usage_of(choices, num_per_prompt=self.num_per_prompt)
-        return self.head.fields("text_completion", weights) | {"choices": [], "usage": usage}
+    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        return {"choices": [], "usage": usage_of(choices, num_per_prompt=self.num_per_prompt)}
 
     def _choice(self, number: int, delta: ChoiceDelta, offset: int) -> dict[str, Any]:
         logprobs = self._logprobs(delta.tokens, offset) if self.logprobs else None
@@ -121,17 +127,17 @@ class ChatFormat:
         usage = usage_of(choices, num_per_prompt=len(choices))
         return self.head.fields("chat.completion", weights) | {"choices": bodies, "usage": usage}
 
-    def begin(self, number: int, weights: str) -> dict[str, Any] | None:
-        first = self._choice(number, ChoiceDelta(), delta={"role": "assistant", "content": ""})
-        return self.head.fields("chat.completion.chunk", weights) | {"choices": [first]}
+    def fields(self, weights: str) -> dict[str, Any]:
+        return self.head.fields("chat.completion.chunk", weights)
 
-    def part(self, number: int, delta: ChoiceDelta, weights: str) -> dict[str, Any]:
-        body = self._choice(number, delta, delta={"content": delta.text} if delta.text else {})
-        return self.head.fields("chat.completion.chunk", weights) | {"choices": [body]}
+    def begin(self, number: int) -> dict[str, Any] | None:
+        return {"choices": [self._choice(number, ChoiceDelta(), delta={"role": "assistant", "content": ""})]}
 
-    def last(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
-        usage = usage_of(choices, num_per_prompt=len(choices))
-        return self.head.fields("chat.completion.chunk", weights) | {"choices": [], "usage": usage}
+    def part(self, number: int, delta: ChoiceDelta) -> dict[str, Any]:
+        return {"choices": [self._choice(number, delta, delta={"content": delta.text} if delta.text else {})]}
+
+    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        return {"choices": [], "usage": usage_of(choices, num_per_prompt=len(choices))}
 
     def _choice(self, number: int, added: ChoiceDelta, **content: Any) -> dict[str, Any]:
         logprobs = {"content": [self._record(each) for each in added.tokens]} if self.logprobs else None

@@ -23,7 +23,7 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What an output adds to an answer."""
+    """What outputs add to an answer."""
 
     text: str = ""
     tokens: list[TokenRecord] = field(default_factory=list)
@@ -38,38 +38,52 @@ class AnswerChoice:
     ) -> None:
         self._prompt, self._text = prompt, AnswerText(tokenizer, prompt.ids, stops)
         self._echo, self._records = echo, records
-        self.num_tokens = 0
-        self.whole = ChoiceDelta()
+        self._parts: list[str] = []
+        self._tokens: list[TokenRecord] = []
+        self._finish: AnswerFinish | None = None
+        self.has_stops = bool(stops)
         self.embedding: tuple[float, ...] | None = None
 
     @property
     def is_finished(self) -> bool:
-        return self.whole.finish is not None
+        return self._finish is not None
+
+    @property
+    def whole(self) -> ChoiceDelta:
+        """All that was added."""
+        return ChoiceDelta("".join(self._parts), self._tokens, self._finish)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._prompt.ids)
 
-    def add(self, output: TokenOutput) -> ChoiceDelta:
-        """Return what this output adds. A stop sequence ends the answer although the engine would go on."""
+    def add(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
+        """Return what these outputs add. A stop sequence ends the answer although the engine would go on."""
+        first, last = outputs[0], outputs[-1]
         delta = ChoiceDelta(text=self._echo)
-        if self._echo and output.prompt_logprobs:
-            tops: Sequence[TopTokens] = output.prompt_top or [()] * len(self._prompt.ids)
-            delta.tokens += [TokenRecord(*each) for each in zip(self._prompt.ids, output.prompt_logprobs, tops,
+        if self._echo and first.prompt_logprobs:
+            tops: Sequence[TopTokens] = first.prompt_top or [()] * len(self._prompt.ids)
+            delta.tokens += [TokenRecord(*each) for each in zip(self._prompt.ids, first.prompt_logprobs, tops,
                                                                 strict=True)]  # fmt: skip
-        self._echo = ""
-        self.embedding = output.embedding
-        if output.token is not None and output.finish != "stop":
-            self.num_tokens += 1
-            delta.text += self._text.add(output.token)
-            if self._records:
-                delta.tokens.append(TokenRecord(output.token, output.logprob, output.top))
+        self._echo, self.embedding = "", last.embedding
+        shown = [each for each in outputs if each.token is not None and each.finish != "stop"]
+        num_before = self._text.num_tokens
+        delta.text += self._text.add([each.token for each in shown if each.token is not None])
+        if self._records:
+            taken = shown[: self._text.num_tokens - num_before]
+            delta.tokens += [
+                TokenRecord(each.token, each.logprob, each.top) for each in taken if each.token is not None
+            ]
         if self._text.is_stopped:
             delta.finish = "stop"
-        elif output.finish is not None:
+        elif last.finish is not None:
             delta.text += self._text.finish()
-            delta.finish = "stop" if output.finish == "stop" or self._text.is_stopped else "length"
-        self.whole.text += delta.text
-        self.whole.tokens += delta.tokens
-        self.whole.finish = delta.finish
+            delta.finish = "stop" if last.finish == "stop" or self._text.is_stopped else "length"
+        self._parts.append(delta.text)
+        self._tokens += delta.tokens
+        self._finish = delta.finish
         return delta

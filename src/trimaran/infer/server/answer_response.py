@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from trimaran.core import UserError
 from trimaran.infer.server.answer_bodies import AnswerFormat
-from trimaran.infer.server.answer_choice import AnswerChoice
+from trimaran.infer.server.answer_choice import AnswerChoice, ChoiceDelta
 from trimaran.infer.server.api_error import dump_json, error_body, error_response, json_response
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.request_queue import Ticket
@@ -22,6 +23,7 @@ LOG = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499  # what web servers log for it
 MAX_SEND_SECONDS = 120.0  # a client that takes nothing for this long has its connection closed
+WHOLE_OUTPUTS = 64  # of a whole answer, handled together: nobody waits for them before the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,28 +38,51 @@ class PendingAnswer:
     fingerprint: Callable[[str], str]
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when all of it is there."""
-        async for _ in self.deltas():
-            pass
+        """Return the answer when all of it is there. A stop sequence is looked for in each output when it comes."""
+        num_awaited = 1 if any(choice.has_stops for choice in self.choices) else WHOLE_OUTPUTS
+        while not self._is_finished():
+            await self._take(num_awaited)
         return self.format.whole(self.choices, self.fingerprint(self.ticket.weights))
 
-    async def deltas(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the objects of a stream, as outputs come."""
+    async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
+        """Yield the events of a stream as outputs come; those of outputs that come together are one piece of bytes."""
         begun: set[int] = set()
-        while any(not choice.is_finished for choice in self.choices):
-            number, output = await self.ticket.next()
+        weights, head, is_finished = None, b"", False
+        while not is_finished:
+            bodies: list[dict[str, Any]] = []
+            for number, delta in await self._take(1):
+                if number not in begun:
+                    begun.add(number)
+                    if (first := self.format.begin(number)) is not None:
+                        bodies.append(first)
+                if delta.text or delta.tokens or delta.finish:
+                    bodies.append(self.format.part(number, delta))
+            is_finished = self._is_finished()
+            if include_usage and is_finished:
+                bodies.append(self.format.last(self.choices))
+            if weights != self.ticket.weights:
+                weights = self.ticket.weights
+                head = dump_json(self.format.fields(self.fingerprint(weights)))
+            if bodies:
+                yield b"".join(event_of(each, head) for each in bodies)
+
+    async def _take(self, num_awaited: int) -> list[tuple[int, ChoiceDelta]]:
+        """Wait for so many outputs or the end of an answer, and return what they add, with the numbers of the answers.
+
+        An answer that a stop sequence has ended gets no more: the engine had not heard of it yet.
+        """
+        added: list[tuple[int, ChoiceDelta]] = []
+        for number, new in (await self.ticket.take(num_awaited)).items():
             choice = self.choices[number]
             if choice.is_finished:
-                continue  # its stop sequence was found; the engine had not heard of it yet
-            delta, weights = choice.add(output), self.fingerprint(self.ticket.weights)
-            if delta.finish is not None and output.finish is None:
+                continue
+            added.append((number, choice.add(new)))
+            if choice.is_finished and new[-1].finish is None:
                 self.client.cancel_one(self.ticket, number)
-            if number not in begun:
-                begun.add(number)
-                if (first := self.format.begin(number, weights)) is not None:
-                    yield first
-            if delta.text or delta.tokens or delta.finish:
-                yield self.format.part(number, delta, weights)
+        return added
+
+    def _is_finished(self) -> bool:
+        return all(choice.is_finished for choice in self.choices)
 
     def cancel(self) -> None:
         self.client.cancel(self.ticket)
@@ -73,6 +98,7 @@ class AnswerResponse(Response):
         super().__init__()
         self._answer, self._stream, self._include_usage = answer, stream, include_usage
         self._path = ""
+        self._send_began: float | None = None  # of an event that the client has not taken yet
 
     def counted(self, path: str) -> "AnswerResponse":
         """Count the answer under this path once its status is known. Returns this response."""
@@ -84,8 +110,12 @@ class AnswerResponse(Response):
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         work = asyncio.create_task(produce(scope, receive, send))
         try:
-            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            while not gone.done() and not work.done() and (seconds := self._patience()) > 0:
+                await asyncio.wait({gone, work}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done() and not work.done():
+                # The response is not complete: the HTTP server closes the connection.
+                LOG.info("a client took nothing for %.0f s; its connection is closed", MAX_SEND_SECONDS)
+            elif not work.done():
                 self._answer.metrics.disconnects.inc()
                 self._answer.metrics.observe_answer(self._path, CLIENT_GONE)
         finally:
@@ -96,6 +126,10 @@ class AnswerResponse(Response):
             await asyncio.gather(gone, work, return_exceptions=True)
         if not work.cancelled() and (error := work.exception()) is not None:
             raise error
+
+    def _patience(self) -> float:
+        """Return how many seconds from now the client has to take the event that is being sent."""
+        return MAX_SEND_SECONDS - (0.0 if self._send_began is None else time.monotonic() - self._send_began)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -110,9 +144,9 @@ class AnswerResponse(Response):
         return error_response(error)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts = self._answer.deltas()
+        events = self._answer.events(include_usage=self._include_usage)
         try:
-            first = await anext(parts)
+            first = await anext(events)
         except UserError as error:
             response = self._failed(error)
             self._answer.metrics.observe_answer(self._path, response.status_code)
@@ -120,26 +154,27 @@ class AnswerResponse(Response):
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send_event(send, first)
+        await self._send_events(send, first)
         try:
-            async for part in parts:
-                await _send_event(send, part)
-            if self._include_usage:
-                weights = self._answer.fingerprint(self._answer.ticket.weights)
-                await _send_event(send, self._answer.format.last(self._answer.choices, weights))
+            async for each in events:
+                await self._send_events(send, each)
         except UserError as error:
             self._answer.metrics.observe_error(error.code)
-            await _send_event(send, error_body(error))
-        except TimeoutError:
-            LOG.info("a client took nothing for %.0f s; its connection is closed", MAX_SEND_SECONDS)
-            return  # the response is not complete: the server closes the connection
+            await self._send_events(send, event_of(error_body(error)))
         self._answer.metrics.observe_answer(self._path, 200)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
+    async def _send_events(self, send: Send, events: bytes) -> None:
+        """Send events, and note since when: a timeout for each of them would cost as much as the rest."""
+        self._send_began = time.monotonic()
+        await send({"type": "http.response.body", "body": events, "more_body": True})
+        self._send_began = None
 
-async def _send_event(send: Send, body: dict[str, Any]) -> None:
-    async with asyncio.timeout(MAX_SEND_SECONDS):
-        await send({"type": "http.response.body", "body": b"data: " + dump_json(body) + b"\n\n", "more_body": True})
+
+def event_of(body: Mapping[str, Any], head: bytes = b"{}") -> bytes:
+    """Return an object as an event. `head` is a JSON object whose fields come before those of `body`."""
+    fields = head[1:-1] + b"," if len(head) > 2 else b""
+    return b"data: {" + fields + dump_json(body)[1:] + b"\n\n"
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -7,7 +7,7 @@ from trimaran.infer.text_stream import MAX_BEFORE, TextStream
 
 
 class AnswerText:
-    """Decodes tokens one by one. Text that may be the beginning of a stop sequence waits.
+    """Decodes tokens as they come. Text that may be the beginning of a stop sequence waits.
 
     A stop sequence may begin in one token and end in another. It is not part of the text, nor is what follows it.
     """
@@ -15,11 +15,24 @@ class AnswerText:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._stream, self._stops = TextStream(tokenizer, prompt[-MAX_BEFORE:]), tuple(stops)
         self._waiting = ""
-        self.is_stopped = False
+        self.num_tokens, self.is_stopped = 0, False
 
-    def add(self, token: int) -> str:
-        """Return the text that can be shown after this token; empty if it has to wait."""
-        return self._next_part(self._stream.add(token), is_last=False)
+    def add(self, tokens: Sequence[int]) -> str:
+        """Return the text that can be shown after these tokens; empty if it has to wait.
+
+        `num_tokens` are those taken, up to the one that completes a stop sequence. With stop sequences, tokens are
+        decoded one by one to find it.
+        """
+        if not self._stops:
+            self.num_tokens += len(tokens)
+            return self._stream.add(*tokens) if tokens else ""
+        shown = ""
+        for token in tokens:
+            self.num_tokens += 1
+            shown += self._next_part(self._stream.add(token), is_last=False)
+            if self.is_stopped:
+                break
+        return shown
 
     def finish(self) -> str:
         """Return the text that waited. Nothing follows."""

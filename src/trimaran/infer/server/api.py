@@ -276,13 +276,16 @@ class _EmbeddingFormat:
             return list(values)
         return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
 
-    def begin(self, number: int, weights: str) -> None:
-        return None
-
-    def part(self, number: int, delta: Any, weights: str) -> dict[str, Any]:
+    def fields(self, weights: str) -> dict[str, Any]:
         return {}
 
-    def last(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
+    def begin(self, number: int) -> None:
+        return None
+
+    def part(self, number: int, delta: Any) -> dict[str, Any]:
+        return {}
+
+    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         return {}
 
 

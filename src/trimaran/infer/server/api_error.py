@@ -32,6 +32,7 @@ TYPE_OF_STATUS = {
 }
 RETRY_STATUSES = (429, 503)
 JSON_TYPE = "application/json"
+ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def status_of(error: UserError) -> int:
@@ -65,9 +66,9 @@ def json_response(body: Mapping[str, Any], *, status: int = 200, headers: Mappin
 
 def dump_json(body: Mapping[str, Any]) -> bytes:
     try:
-        text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text = ENCODER.encode(body)
     except ValueError:
-        text = json.dumps(_finite(body), ensure_ascii=False, separators=(",", ":"))
+        text = ENCODER.encode(_finite(body))
     return text.encode("utf-8", "replace")
 
 

@@ -184,8 +184,8 @@ class EngineClient:
                 self._handle(json.loads(line))
 
     def _handle(self, message: Mapping[str, Any]) -> None:
-        for output in message.get("outputs", ()):
-            self._queue.receive(output_from_json(output))
+        if outputs := message.get("outputs"):
+            self._queue.receive([output_from_json(each) for each in outputs])
         if refused := message.get("refused"):
             self._queue.refuse(refused["request"], error_from_json(refused["error"]))
         if stats := message.get("stats"):

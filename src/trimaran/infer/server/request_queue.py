@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trimaran.core import UserError
@@ -15,25 +15,58 @@ MAX_CRASHES = 2  # of the engine, while a request runs
 
 
 class Ticket:
-    """The requests of one call: their outputs, each with the number of its request, in the order in which they come.
+    """The requests of one call: their outputs by the number of the request, in the order in which they come.
 
     The outputs that wait here are bounded: a request has at most `max_tokens` of them.
     """
 
     def __init__(self, count: int) -> None:
-        self._outputs: asyncio.Queue[tuple[int, TokenOutput | UserError]] = asyncio.Queue()
+        self._outputs: dict[int, list[TokenOutput]] = {}
+        self._num_waiting, self._num_awaited = 0, 1
+        self._has_end = False  # one of the outputs that wait is the last of its request
+        self._arrived: asyncio.Future[None] | None = None
+        self._error: UserError | None = None
         self.num_open = count
         self.weights = ""
 
-    async def next(self) -> tuple[int, TokenOutput]:
-        """Return the next output. Raises UserError if the request cannot be answered."""
-        number, item = await self._outputs.get()
-        if isinstance(item, UserError):
-            raise item
-        return number, item
+    async def take(self, num_awaited: int = 1) -> dict[int, list[TokenOutput]]:
+        """Return all outputs that wait, once there are as many or a request has ended; one call may wait at a time.
 
-    def put(self, number: int, item: TokenOutput | UserError) -> None:
-        self._outputs.put_nowait((number, item))
+        Raises UserError if a request cannot be answered, after the outputs that came before.
+        """
+        self._num_awaited = num_awaited
+        if self._num_waiting < num_awaited and not self._has_end and self._error is None:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        if not self._outputs and self._error is not None:
+            raise self._error
+        taken, self._outputs = self._outputs, {}
+        self._num_waiting, self._has_end = 0, False
+        return taken
+
+    def put(self, number: int, output: TokenOutput) -> None:
+        """Add an output. The last one of a request wakes up the call at once."""
+        if self._error is not None:
+            return
+        if number in self._outputs:
+            self._outputs[number].append(output)
+        else:
+            self._outputs[number] = [output]
+        self._num_waiting += 1
+        if output.finish is not None:
+            self._has_end = True
+        if self._has_end or self._num_waiting >= self._num_awaited:
+            self._wake_up()
+
+    def fail(self, error: UserError) -> None:
+        """End the call with an error. What follows is ignored."""
+        if self._error is None:
+            self._error = error
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,29 +139,31 @@ class RequestQueue:
             self._running[taken.request.id] = taken
             yield taken
 
-    def receive(self, output: TokenOutput) -> None:
-        """Hand an output to its call. That of an unknown request is ignored: it was cancelled."""
-        active = self._running.get(output.request)
-        if active is None:
-            return
+    def receive(self, outputs: Iterable[TokenOutput]) -> None:
+        """Hand the outputs of a message to their calls. Those of unknown requests are ignored: they were cancelled."""
         now = time.monotonic()
-        self._on_times(now - active.last_time, not active.has_output)
-        active.last_time, active.has_output = now, True
-        if output.token is not None:
-            active.generated.append(output.token)
-        if output.finish == "error":
-            self.refuse(output.request, UserError("U010", f"the engine could not answer: {output.error}",
-                        where="the request", fix="send it again; if that fails too, see the server's log"))  # fmt: skip
-            return
-        if output.finish is not None:
-            self._close(active)
-        active.ticket.put(active.number, output)
+        for output in outputs:
+            active = self._running.get(output.request)
+            if active is None:
+                continue
+            self._on_times(now - active.last_time, not active.has_output)
+            active.last_time, active.has_output = now, True
+            if output.token is not None:
+                active.generated.append(output.token)
+            if output.finish == "error":
+                self.refuse(output.request, UserError("U010", f"the engine could not answer: {output.error}",
+                            where="the request", fix="send it again; if that fails too, see the server's log"
+                            ))  # fmt: skip
+                continue
+            if output.finish is not None:
+                self._close(active)
+            active.ticket.put(active.number, output)
 
     def refuse(self, request_id: str, error: UserError) -> None:
         """End a request with an error."""
         if active := self._running.get(request_id):
             self._close(active)
-            active.ticket.put(active.number, error)
+            active.ticket.fail(error)
 
     def cancel(self, ticket: Ticket) -> list[str]:
         """Drop the requests of a call. Returns the ids of those that the engine has, to abort them there."""
@@ -159,7 +194,7 @@ class RequestQueue:
             active.crashes += 1
             if active.crashes >= MAX_CRASHES:
                 self._close(active)
-                active.ticket.put(active.number, crashed_twice())
+                active.ticket.fail(crashed_twice())
             else:
                 self._waiting.appendleft(active)
         self._running.clear()
@@ -170,7 +205,7 @@ class RequestQueue:
         for active in self._waiting:
             if active.has_output and active.weights != weights:
                 self._close(active)
-                active.ticket.put(active.number, weights_changed())
+                active.ticket.fail(weights_changed())
             else:
                 active.weights = weights if active.weights else ""
                 kept.append(active)
@@ -180,7 +215,7 @@ class RequestQueue:
         """End all requests with an error."""
         for active in (*self._running.values(), *self._waiting):
             active.ticket.num_open -= 1
-            active.ticket.put(active.number, error)
+            active.ticket.fail(error)
         self._running.clear()
         self._waiting.clear()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import time
@@ -155,7 +156,9 @@ def serve(
     """Serve until SIGTERM or SIGINT, and return the exit code."""
 
     async def run() -> int:
-        return await Server(config, settings).run(listening, on_start)
+        server = Server(config, settings)
+        gc.freeze()  # a collection among the objects of the libraries would be a pause for every request
+        return await server.run(listening, on_start)
 
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         return runner.run(run())

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,19 +22,24 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.multiprocessing as multiprocessing
+from tqdm import tqdm
 
 from trimaran.train.process.fork_server import LAZY_MODULES
 
 for _name in LAZY_MODULES:  # which ranks import when they need them
     import_module(_name)
+tqdm.monitor_interval = 0  # no thread of its own, which lives to the end of the process
+ENDING_SECONDS = 2.0  # in which a thread ends that was told to
+KNOWN_THREADS = set(os.listdir("/proc/self/task"))  # at the start: this one, and that of pytest-xdist
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Return the results of `function(*args)` on `world_size` forked ranks, each with a launcher's environment.
 
     If a rank raises, dies or takes longer than `timeout` seconds, the test fails and all ranks are killed. What a rank
-    was doing when native code crashed is part of the failure.
+    was doing when native code crashed is part of the failure; the native stacks are on its standard error.
     """
+    _check_threads()
     context = multiprocessing.get_context("fork")
     port = _free_port()
     pipes, processes = [], []
@@ -52,6 +58,24 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _check_threads() -> None:
+    """Fail if this process has other threads of Python, after those that are ending have ended.
+
+    A fork copies what they were changing, in whatever state it is, but not the threads. Ranks would also inherit
+    what earlier tests left behind: libraries such as wandb start their threads again in every process that is forked.
+    """
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    for each in others:
+        each.join(ENDING_SECONDS)
+    left = [each.name for each in others if each.is_alive()]
+    assert not left, f"threads of this or an earlier test are alive where ranks are forked: {', '.join(left)}"
+    # A thread that was joined still frees what its tensors were allocated from.
+    until = time.monotonic() + ENDING_SECONDS
+    while (new := set(os.listdir("/proc/self/task")) - KNOWN_THREADS) and time.monotonic() < until:
+        time.sleep(0.001)
+    KNOWN_THREADS.update(new)  # those of a library, which stay
 
 
 def _collect(pipes: list[Connection], processes: list[Any], stacks: Sequence[IO[bytes]], timeout: float) -> list[Any]:
@@ -86,6 +110,8 @@ def _rank(
     gc.freeze()
     gc.unfreeze = lambda: None  # which a change of the plan calls, for the sake of CUDA graphs
     faulthandler.enable(stacks)
+    # Threads of gloo crash without a Python stack. This prints those of all threads, then calls faulthandler.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

@@ -1,6 +1,7 @@
 """Every sink is fed a run, and its output is read back with the vendor's own tools."""
 
 import json
+import multiprocessing
 import shutil
 import struct
 import threading
@@ -135,7 +136,12 @@ def read_wandb(run: RunDirectory) -> tuple[list[Any], list[Line]]:
 def test_wandb_logs_every_step_offline_and_nothing_about_the_machine(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run = new_run(tmp_path / "toy")
-    feed_sinks(run, {"wandb": {"mode": "offline", "project": "boats"}}, LIFE)
+    asked = {"wandb": {"mode": "offline", "project": "boats"}}
+    # In a process of its own: wandb starts threads that live to the end, and one in each process forked later.
+    own = multiprocessing.get_context("fork").Process(target=feed_sinks, args=(run, asked, LIFE))
+    own.start()
+    own.join()
+    assert own.exitcode == 0
     records, rows = read_wandb(run)
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(1, 5.0), (2, 2.5), (3, 5 / 3), (2, 7.0)]
     assert [row["evaluation/loss"] for row in rows if "evaluation/loss" in row] == [6.5]

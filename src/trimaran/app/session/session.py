@@ -98,6 +98,7 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
         )
         while not has_ended():  # the files at the run's path are not its own any more
             time.sleep(POLL_SECONDS)
+    held.stop_watching()
     return _end(state, held, ranks, console, stopped_by=stop.exit_code, as_json=as_json)
 
 

@@ -129,7 +129,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def _collapse_pages() -> None:
     """Put this process's memory into huge pages, where the kernel can (Linux 6.1).
 
-    What a fork and the end of a rank cost the kernel is proportional to the number of pages: 42 ms become 17.
+    A fork, and the end of a rank, take the kernel time for every page: 42 ms become 17 if the rank does nothing.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

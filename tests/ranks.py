@@ -29,7 +29,10 @@ from trimaran.train.process.fork_server import LAZY_MODULES
 for _name in LAZY_MODULES:  # which ranks import when they need them
     import_module(_name)
 tqdm.monitor_interval = 0  # no thread of its own, which lives to the end of the process
-ENDING_SECONDS = 2.0  # in which a thread ends that was told to
+ENDING_SECONDS = 5.0  # in which a thread ends that was told to
+# Ours, which wait for work: the pool for offloads to disk lives as long as its process, and each rank makes its own;
+# an uploader lives as long as the run.
+ALLOWED_THREADS = ("trimaran-disk", "trimaran-upload")
 KNOWN_THREADS = set(os.listdir("/proc/self/task"))  # at the start: this one, and that of pytest-xdist
 
 
@@ -66,13 +69,14 @@ def _check_threads() -> None:
     A fork copies what they were changing, in whatever state it is, but not the threads. Ranks would also inherit
     what earlier tests left behind: libraries such as wandb start their threads again in every process that is forked.
     """
-    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    until = time.monotonic() + ENDING_SECONDS
+    mine = threading.current_thread()
+    others = [each for each in threading.enumerate() if each is not mine and not each.name.startswith(ALLOWED_THREADS)]
     for each in others:
-        each.join(ENDING_SECONDS)
+        each.join(max(until - time.monotonic(), 0.0))
     left = [each.name for each in others if each.is_alive()]
     assert not left, f"threads of this or an earlier test are alive where ranks are forked: {', '.join(left)}"
     # A thread that was joined still frees what its tensors were allocated from.
-    until = time.monotonic() + ENDING_SECONDS
     while (new := set(os.listdir("/proc/self/task")) - KNOWN_THREADS) and time.monotonic() < until:
         time.sleep(0.001)
     KNOWN_THREADS.update(new)  # those of a library, which stay

@@ -147,6 +147,7 @@ def save_all(
             share, memory = copy_share(rows_of(tensors_of(step), rank, world_size), rank, world_size, gather)
             saver.start(SaveRequest(step=step, share=share, memory=torch.from_numpy(np.asarray(memory))))
             saver.wait()
+        saver.close()
         return saver.results()
 
     return on_ranks(world_size, work)

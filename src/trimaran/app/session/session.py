@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -82,7 +83,13 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
     moved = MovedDirectoryNotice(held, lambda text: print_plain(console, text))
     paused = PausedSupervisorNotice(ranks, lambda text: print_plain(console, text))
     show_ranks = ShowRanksSignal(ranks, lambda text: print_plain(console, text))
-    with show_ranks, AutopilotThread(run), StopSignals(ranks, lambda text: print_plain(console, text)) as stop:
+    with (
+        ExitStack() as at_the_end,
+        show_ranks,
+        AutopilotThread(run),
+        StopSignals(ranks, lambda text: print_plain(console, text)) as stop,
+    ):
+        at_the_end.callback(held.stop_watching)
 
         def has_ended() -> bool:
             stop.handle()
@@ -98,7 +105,6 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
         )
         while not has_ended():  # the files at the run's path are not its own any more
             time.sleep(POLL_SECONDS)
-    held.stop_watching()
     return _end(state, held, ranks, console, stopped_by=stop.exit_code, as_json=as_json)
 
 

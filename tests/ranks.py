@@ -30,9 +30,9 @@ for _name in LAZY_MODULES:  # which ranks import when they need them
     import_module(_name)
 tqdm.monitor_interval = 0  # no thread of its own, which lives to the end of the process
 ENDING_SECONDS = 5.0  # in which a thread ends that was told to
-# Ours, which wait for work: the pool for offloads to disk lives as long as its process, and each rank makes its own;
-# an uploader lives as long as the run.
-ALLOWED_THREADS = ("trimaran-disk", "trimaran-upload")
+# Ours, which wait: the pool for offloads to disk lives as long as its process, and each rank makes its own; an uploader
+# lives as long as the run; a lease that a test does not give back is renewed.
+ALLOWED_THREADS = ("trimaran-disk", "trimaran-upload", "lease")
 KNOWN_THREADS = set(os.listdir("/proc/self/task"))  # at the start: this one, and that of pytest-xdist
 
 

@@ -76,12 +76,13 @@ SERVING = """
 
 `python benchmarks/serving.py` on one NVIDIA H200, bf16 unless the row says fp8, random weights, 64 requests at once or
 a Poisson stream; the newest round of each row of `benchmarks/h200_serving.jsonl`.
-The engine runs in the benchmark's process, without HTTP.
+The engine runs in the benchmark's process, without HTTP, except where a row says so.
 
 ![Generated tokens a second](images/bench-serving.svg)
 """
 NOT_SERVING = """
-Not measured: vLLM and SGLang, fp8 with steps in flight, and trained weights.
+`again`: a second batch with the same lengths, so that no shape is new. HTTP rows are of `benchmarks/serving_http.py`.
+Not measured: vLLM and SGLang, and trained weights.
 What limits these figures is in [speed of serving](guides/serve-speed.md#measured).
 """
 START = """
@@ -189,7 +190,8 @@ def _serving() -> tuple[str, str]:
     newest: dict[tuple[str, str, str], Mapping] = {}
     for line in (HERE / "h200_serving.jsonl").read_text().splitlines():
         row = json.loads(line)
-        newest[row["shape"], row["load"], row["way"]] = row
+        load = row["load"] + (", one user" if row["users"] == 1 else "")
+        newest[row["shape"], load, row["way"]] = row
     rows, bars = [["model", "load", "engine", "tokens/s", "first token p50 ms", "between p50 ms", "date"]], []
     for (shape, load, way), row in sorted(newest.items()):
         times = [f"{row[key]:.1f}" if row.get(key) else ""

@@ -58,8 +58,18 @@ def test_noise_never_shows_a_replacement_character() -> None:
         parts = parts_of(TextStream(ByteTokenizer()), ids)
         assert UNDECODABLE not in "".join(parts)
         assert "".join(parts) == ByteTokenizer().decode(ids).replace(UNDECODABLE, "")
-        stream, cut = TextStream(ByteTokenizer()), noise.randrange(1, 60)
-        assert stream.add(*ids[:cut]) + stream.add(*ids[cut:]) + stream.finish() == "".join(parts)
+
+
+@pytest.mark.parametrize("num_ids", [256, 300, 3000])
+def test_the_text_does_not_depend_on_which_tokens_come_together(num_ids: int) -> None:
+    noise = random.Random(num_ids)
+    for most in (1, 3, 64, 150):
+        ids = [noise.randrange(num_ids) for _ in range(2000)]
+        stream, found, rest = TextStream(ByteTokenizer()), "", ids
+        while rest:
+            cut = noise.randrange(1, most + 1)
+            found, rest = found + stream.add(*rest[:cut]), rest[cut:]
+        assert found + stream.finish() == "".join(parts_of(TextStream(ByteTokenizer()), ids))
 
 
 class CountingTokenizer(ByteTokenizer):

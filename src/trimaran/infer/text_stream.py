@@ -1,12 +1,13 @@
 """Token ids to text, as they come: a character appears when all its bytes are there."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from trimaran.data.tokenizer import Tokenizer
 
 UNDECODABLE = "\ufffd"
 MAX_BEFORE = 8  # tokens of the prompt that the first part is decoded with
 MAX_WAITING = 64  # tokens that wait for the rest of a character: one has four bytes, but a token may have no text
+MAX_TOGETHER = 32  # tokens that are decoded at once
 
 
 class TextStream:
@@ -25,20 +26,30 @@ class TextStream:
         self.num_undecodable = 0
 
     def add(self, *tokens: int) -> str:
-        """Return the text that these tokens complete; empty if they end inside a character."""
-        self._ids += tokens
-        return self._next_part(is_last=False)
+        """Return the text that these tokens complete; the rest waits. It is the same as if they came one by one."""
+        starts = range(0, len(tokens), MAX_TOGETHER)
+        return "".join(self._add_few(tokens[start : start + MAX_TOGETHER]) for start in starts)
 
     def finish(self) -> str:
         """Return the rest of the text. Bytes of a character that was never completed are left out."""
-        return self._next_part(is_last=True)
+        return self._shown_part(self._decoded())
 
-    def _next_part(self, *, is_last: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        after = self._tokenizer.decode(self._ids[self._start :])
-        if after.endswith(UNDECODABLE) and not is_last and len(self._ids) - self._shown <= MAX_WAITING:
-            return ""
-        part = after[len(before) :]
+    def _add_few(self, tokens: Sequence[int]) -> str:
+        self._ids += tokens
+        num_waiting, text = len(self._ids) - self._shown, self._decoded()
+        if num_waiting <= MAX_WAITING and not text.endswith(UNDECODABLE):
+            return self._shown_part(text)
+        if len(tokens) == 1:
+            return self._shown_part(text) if num_waiting > MAX_WAITING else ""
+        del self._ids[-len(tokens) :]
+        return "".join(self._add_few([each]) for each in tokens)
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._ids[self._start :])
+
+    def _shown_part(self, text: str) -> str:
+        """Return what `text` has after what was shown. All of it is shown now."""
+        part = text[len(self._tokenizer.decode(self._ids[self._start : self._shown])) :]
         self._start, self._shown = self._shown, len(self._ids)
         self.num_undecodable += part.count(UNDECODABLE)
         return part.replace(UNDECODABLE, "")

@@ -1,6 +1,5 @@
 """Shared by all tests: one thread per process, no calibration, SIGINT is handled, GPU tests need a GPU."""
 
-import ctypes
 import gc
 import os
 import signal
@@ -27,7 +26,6 @@ os.environ["TRIMARAN_BAD_NODES"] = str(Path(tempfile.gettempdir()) / f"trimaran-
 # Runs that the user measured must not appear in the plans of tests, nor those of tests in the user's.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"trimaran-tests-{os.getpid()}-state")
 LONGEST_FIRST = ("web", "e2e", "fault", "dist")
-HUGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 USER_DATA = cache_folder(os.environ)
 FIND_FILES, FINGERPRINT, PACK = prepare_text.find_files, prepare_text._fingerprint, prepare_text._pack
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT in background processes
@@ -123,22 +121,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
-        _collapse_pages()
-
-
-def _collapse_pages() -> None:
-    """Put this process's memory into huge pages, where the kernel can (Linux 6.1).
-
-    A fork, and the end of a rank, take the kernel time for every page: 42 ms become 17 if the rank does nothing.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, mode, _, _, inode, *name = line.split()
-        if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            start, end = (int(each, 16) for each in addresses.split("-"))
-            for page in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
-                madvise(page, HUGE_PAGE, MADV_COLLAPSE)  # fails for memory that was never used
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

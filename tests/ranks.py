@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,11 +28,6 @@ from trimaran.train.process.fork_server import LAZY_MODULES
 for _name in LAZY_MODULES:  # which ranks import when they need them
     import_module(_name)
 tqdm.monitor_interval = 0  # no thread of its own, which lives to the end of the process
-ENDING_SECONDS = 5.0  # in which a thread ends that was told to
-# Ours, which wait: the pool for offloads to disk lives as long as its process, and each rank makes its own; an uploader
-# lives as long as the run; a lease that a test does not give back is renewed.
-ALLOWED_THREADS = ("trimaran-disk", "trimaran-upload", "lease")
-KNOWN_THREADS = set(os.listdir("/proc/self/task"))  # at the start: this one, and that of pytest-xdist
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -42,7 +36,6 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     If a rank raises, dies or takes longer than `timeout` seconds, the test fails and all ranks are killed. What a rank
     was doing when native code crashed is part of the failure; the native stacks are on its standard error.
     """
-    _check_threads()
     context = multiprocessing.get_context("fork")
     port = _free_port()
     pipes, processes = [], []
@@ -61,25 +54,6 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def _check_threads() -> None:
-    """Fail if this process has other threads of Python, after those that are ending have ended.
-
-    A fork copies what they were changing, in whatever state it is, but not the threads. Ranks would also inherit
-    what earlier tests left behind: libraries such as wandb start their threads again in every process that is forked.
-    """
-    until = time.monotonic() + ENDING_SECONDS
-    mine = threading.current_thread()
-    others = [each for each in threading.enumerate() if each is not mine and not each.name.startswith(ALLOWED_THREADS)]
-    for each in others:
-        each.join(max(until - time.monotonic(), 0.0))
-    left = [each.name for each in others if each.is_alive()]
-    assert not left, f"threads of this or an earlier test are alive where ranks are forked: {', '.join(left)}"
-    # A thread that was joined still frees what its tensors were allocated from.
-    while (new := set(os.listdir("/proc/self/task")) - KNOWN_THREADS) and time.monotonic() < until:
-        time.sleep(0.001)
-    KNOWN_THREADS.update(new)  # those of a library, which stay
 
 
 def _collect(pipes: list[Connection], processes: list[Any], stacks: Sequence[IO[bytes]], timeout: float) -> list[Any]:

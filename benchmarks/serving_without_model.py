@@ -151,6 +151,8 @@ def main() -> None:
         EngineLoop(engine, EngineSocket(socket.socket(fileno=options.engine)), lambda weights: None).run()
     elif options.serve is not None:
         serve_folder(options.serve, options.step_ms)
+    elif options.out is None:
+        parser.error("name the file that results are appended to")
     else:
         measure(options)
 

@@ -37,7 +37,7 @@ class HeldDirectory:
         self.named = self.location or path.absolute()  # without symbolic links, which may change without harm
         self._has_files = self._any_exists(NEEDED_FILES)
         self.place: Place = "here"
-        self._watched_enough = threading.Event()
+        self._stop_watching = threading.Event()
 
     def watch(self, on_change: Callable[[], None] = lambda: None) -> None:
         """Check the directory regularly, and call `on_change` once after it was moved or deleted.
@@ -48,7 +48,7 @@ class HeldDirectory:
 
     def stop_watching(self) -> None:
         """End the thread of `watch` soon: this process may live on, and fork others."""
-        self._watched_enough.set()
+        self._stop_watching.set()
 
     def check(self) -> Place:
         """Return where the directory is now. If the system cannot tell, it is still here."""
@@ -94,7 +94,7 @@ class HeldDirectory:
 
     def _watch(self, on_change: Callable[[], None]) -> None:
         since: float | None = None
-        while self.place == "here" and not self._watched_enough.wait(CHECK_SECONDS):
+        while self.place == "here" and not self._stop_watching.wait(CHECK_SECONDS):
             if (place := self.check()) == "here":
                 since = None
                 continue

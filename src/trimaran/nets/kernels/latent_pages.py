@@ -152,13 +152,13 @@ def _num_warps(rows: int) -> int:
 
 @triton.jit
 def _attended(  # noqa: PLR0913
-    rows, turned, pages, table, first, last, own, scale,
+    rows, rotated, pages, table, first, last, own, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROPE: tl.constexpr,  # noqa: N803
     PADDED_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Return the largest score, the sum of weights and the weighted sum of latent vectors, for keys `first` to `last`.
 
-    Query rows are the absorbed part `rows` [ROWS, PADDED_RANK] and the part `turned` [ROWS, PADDED_ROPE]; `own` [ROWS]
+    Query rows are the absorbed part `rows` [ROWS, PADDED_RANK] and the part `rotated` [ROWS, PADDED_ROPE]; `own` [ROWS]
     are their positions.
     """
     dim, rope_dim = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
@@ -176,7 +176,7 @@ def _attended(  # noqa: PLR0913
             pages + place[:, None] + RANK + rope_dim[None, :], mask=inside[:, None] & rope_mask[None, :], other=0.0
         )
         scores = tl.dot(rows, tl.trans(narrow), input_precision="ieee")
-        scores = tl.dot(turned, tl.trans(shared), scores, input_precision="ieee")
+        scores = tl.dot(rotated, tl.trans(shared), scores, input_precision="ieee")
         seen = inside[None, :] & (position[None, :] <= own[:, None])
         if WINDOW > 0:
             seen = seen & (position[None, :] > own[:, None] - WINDOW)
@@ -220,10 +220,12 @@ def _attend_one_latent_query(  # noqa: PLR0913
 
     at_rows = query + token * query_token + head[:, None] * query_head
     rows = tl.load(at_rows + dim[None, :], mask=both, other=0.0)
-    turned = tl.load(at_rows + RANK + rope_dim[None, :], mask=row_mask[:, None] & (rope_dim < ROPE)[None, :], other=0.0)
+    rotated = tl.load(
+        at_rows + RANK + rope_dim[None, :], mask=row_mask[:, None] & (rope_dim < ROPE)[None, :], other=0.0
+    )
     own = tl.full([ROWS], 0, tl.int32) + (length - 1)
     largest, total, out = _attended(
-        rows, turned, pages, tables + sequence * table_stride, first, last, own, scale,
+        rows, rotated, pages, tables + sequence * table_stride, first, last, own, scale,
         ROWS, KEYS, RANK, PADDED_RANK, ROPE, PADDED_ROPE, PAGE_SIZE, WINDOW,
     )  # fmt: skip
     tl.store(at_sums, largest + tl.log2(total), mask=row_mask)
@@ -254,11 +256,13 @@ def _attend_several_latent_queries(  # noqa: PLR0913
     token = (start_of_sequence + number).to(tl.int64)
     at_rows = query + token[:, None] * query_token + head[:, None] * query_head
     rows = tl.load(at_rows + dim[None, :], mask=both, other=0.0)
-    turned = tl.load(at_rows + RANK + rope_dim[None, :], mask=row_mask[:, None] & (rope_dim < ROPE)[None, :], other=0.0)
+    rotated = tl.load(
+        at_rows + RANK + rope_dim[None, :], mask=row_mask[:, None] & (rope_dim < ROPE)[None, :], other=0.0
+    )
     begin = tl.maximum(0, before + first_query - WINDOW + 1) if WINDOW > 0 else 0
     last = before + tl.minimum(first_query + QUERIES, count)
     _, total, out = _attended(
-        rows, turned, pages, tables + sequence.to(tl.int64) * table_stride, begin, last, before + number, scale,
+        rows, rotated, pages, tables + sequence.to(tl.int64) * table_stride, begin, last, before + number, scale,
         ROWS, KEYS, RANK, PADDED_RANK, ROPE, PADDED_ROPE, PAGE_SIZE, WINDOW,
     )  # fmt: skip
     at = output + (token[:, None] * HEADS + head[:, None]) * RANK + dim[None, :]

@@ -78,7 +78,7 @@ types: .venv/dev
 # The rules of the house. What the pages show of refused commands is run by `make test`: it takes longer.
 rules: .venv/dev
 	$(PYTEST) --noconftest -k 'not answered_as_the_page_shows' \
-		tests/test_layers.py tests/test_budgets.py tests/test_names.py tests/test_docs.py
+		tests/test_layers.py tests/test_names.py tests/test_docs.py
 
 format: .venv/dev
 	$(BIN)/ruff format .

@@ -15,8 +15,7 @@ class SourceFacts:
     """What the rules need of a file. Its tree is not kept: those of all files take half a gigabyte."""
 
     imports: tuple[ast.Import | ast.ImportFrom, ...]  # at any depth of the file
-    functions: tuple[tuple[str, int], ...]  # name, and lines of the body
-    classes: tuple[tuple[str, int], ...]  # name, and number of annotated fields
+    classes: tuple[str, ...]
     names: frozenset[str]  # of variables, attributes, classes and functions
 
 
@@ -49,8 +48,7 @@ def nodes_of(path: Path) -> Iterator[ast.AST]:
 @cache
 def facts_of(path: Path) -> SourceFacts:
     imports: list[ast.Import | ast.ImportFrom] = []
-    functions: list[tuple[str, int]] = []
-    classes: list[tuple[str, int]] = []
+    classes: list[str] = []
     names: set[str] = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Name):
@@ -58,10 +56,10 @@ def facts_of(path: Path) -> SourceFacts:
         elif isinstance(node, ast.Attribute):
             names.add(node.attr)
         elif isinstance(node, ast.FunctionDef):
-            functions.append((node.name, (node.end_lineno or 0) - node.body[0].lineno + 1))
+            names.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            classes.append((node.name, sum(isinstance(each, ast.AnnAssign) for each in node.body)))
+            names.add(node.name)
+            classes.append(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imports.append(node)
-    names |= {name for name, _ in (*functions, *classes)}
-    return SourceFacts(tuple(imports), tuple(functions), tuple(classes), frozenset(names))
+    return SourceFacts(tuple(imports), tuple(classes), frozenset(names))

@@ -18,7 +18,7 @@ REPLACED = {
 def test_every_class_name_has_one_meaning() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for name, _ in facts_of(path).classes:
+        for name in facts_of(path).classes:
             homes[name].append(name_of(path))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 

@@ -100,6 +100,23 @@ def test_with_json_standard_output_is_one_object(training: FakeTraining, capsys:
     assert "step 10/10" in shown.err
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
+def test_a_run_whose_reader_has_gone_trains_to_its_end(
+    training: FakeTraining, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as streams:
+        for name in ("stdout", "stderr"):
+            streams.setattr(sys, name, open(writer, "w", closefd=False))  # noqa: SIM115 - closed below
+        assert training.train("train(journal, pause=0.02)", *more) == 0
+        sys.stdout.flush()  # as Python does when it exits
+    os.close(writer)
+    (ranks,) = training.ranks
+    lines = ranks.run.metrics.read_text().splitlines()
+    assert (ranks.wait(), json.loads(lines[-1])["step"]) == (0, 10)
+
+
 def test_a_quiet_run_shows_only_the_result(training: FakeTraining, capsys: pytest.CaptureFixture[str]) -> None:
     assert training.train("train(journal)", "--quiet") == 0
     shown = capsys.readouterr().out

@@ -45,3 +45,29 @@ def test_a_process_dies_with_its_parent() -> None:
     while (stat := Path(f"/proc/{child}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+UNREAD = """
+import sys
+from trimaran.run.process_control import drop_unread_output
+drop_unread_output()
+print("shown", flush=True)
+sys.stdin.readline()  # until the reader has gone
+for stream in (sys.stdout, sys.stderr):
+    stream.write("dropped" * 10000)
+    stream.flush()
+sys.exit(75)
+"""
+
+
+def test_output_without_a_reader_is_dropped_and_the_exit_code_stays() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"shown\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait() == 75
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", UNREAD]  # both closed from the beginning
+    assert subprocess.run(closed, stdin=subprocess.DEVNULL).returncode == 75

@@ -12,6 +12,7 @@ import typer
 
 from trimaran import __version__
 from trimaran.app.terminal import clean_standard_streams, raw_stream
+from trimaran.run.process_control import drop_unread_output
 
 if TYPE_CHECKING:
     from trimaran.core import UserError
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
+    if arguments[0] in COMMANDS_THAT_TRAIN:
+        drop_unread_output()
     clean_standard_streams()
     try:
         _refuse_other_encodings(arguments)

@@ -20,11 +20,13 @@ from trimaran.launch.early_supervisor import LATER, WARM, redirect_output, wait_
 from trimaran.launch.fork_server_process import ForkServerProcess, start_fork_server
 from trimaran.launch.signals import Signals
 from trimaran.launch.warm_connection import fork_warm_or_start
+from trimaran.run.process_control import drop_unread_output, raise_soft_limits
 
 SIGNALS = Signals()
 EARLY_FORK_SERVER: ForkServerProcess | None = None
 if __name__ == "__main__":
     SIGNALS.listen()  # before the imports: a scheduler may send SIGTERM while they run
+    drop_unread_output()
     if "--help" not in sys.argv and "-h" not in sys.argv:
         EARLY_FORK_SERVER = (fork_warm_or_start if WARM in sys.argv else start_fork_server)(os.environ)
 
@@ -55,7 +57,6 @@ from trimaran.run.compile_cache import refuse_unusable  # noqa: E402
 from trimaran.run.create_from import create_run_from  # noqa: E402
 from trimaran.run.held_directory import HeldDirectory, LostDirectoryError, report_lost_directory  # noqa: E402
 from trimaran.run.lease import take_lease  # noqa: E402
-from trimaran.run.process_control import raise_soft_limits  # noqa: E402
 
 
 def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:

@@ -2,9 +2,12 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import resource
+import sys
 from pathlib import Path
+from typing import Any
 
 # Option numbers of linux/prctl.h.
 PR_SET_PDEATHSIG = 1
@@ -45,6 +48,31 @@ def raise_soft_limits() -> None:
         if soft != resource.RLIM_INFINITY and soft < allowed:
             with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it, and the limit may be enough
                 resource.setrlimit(kind, (allowed, hard))
+
+
+class OptionalFile(io.FileIO):
+    """A file whose write errors are ignored, such as that of a pipe without a reader, a lost terminal, a full disk."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            written = super().write(data)
+            if written is not None:  # None: a pipe that does not block is full
+                return written
+        return len(data)
+
+
+def drop_unread_output() -> None:
+    """Ignore write errors of stdout and stderr from now on, so that `trimaran train | head` trains to its end."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed when this process started: keep its descriptor from becoming another file's
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+        elif type(stream) is io.TextIOWrapper:
+            stream.flush()
+            file = OptionalFile(stream.fileno(), "w", closefd=False)
+            lines = stream.line_buffering or stream.write_through
+            options: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": lines}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), **options))
 
 
 def machine_id() -> str:

@@ -17,6 +17,7 @@ from trimaran.models.from_hf_vlm import FOREIGN
 from trimaran.nets.absent_modules import STREAM_ARGUMENT
 from trimaran.nets.attention_context import Context, document_positions
 from trimaran.nets.hf_attention import (
+    MIXING_ATTRIBUTE,
     OPTION_ATTRIBUTE,
     SCOPE_ARGUMENT,
     added_mask,
@@ -30,6 +31,7 @@ from trimaran.nets.hf_attention import (
     uses_eager_attention,
 )
 from trimaran.nets.hf_cache import HfCache, cache_difference
+from trimaran.nets.hf_masks import choose_document_masks, layer_masks, needs_layer_masks
 from trimaran.nets.hf_paged import paged_difference
 from trimaran.nets.hf_probe import probe
 from trimaran.nets.hf_stages import HfStage
@@ -180,6 +182,8 @@ class HfNetwork(Network):
             host_documents = inputs.get("host_documents")
             lengths = None if host_documents is None else run_lengths(host_documents)
             arguments[SCOPE_ARGUMENT] = self.context.scope(documents, lengths)
+        elif needs_layer_masks(self.module):
+            arguments["attention_mask"] = layer_masks(self.module, arguments["position_ids"])
         # transformers derives documents from positions that restart, and knows the windows of each layer.
         # Without documents we pass a mask ourselves: transformers would synchronise with the device to look for them.
         elif not has_windows(self.module.config):
@@ -224,6 +228,8 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
         log.info("%s keeps its own attention: it %s", architecture, result.attention_difference)
     else:
         install_attention(module)
+    if has_windows(module.config) and not mixing_reason(module) and not choose_document_masks(module):
+        setattr(module, MIXING_ATTRIBUTE, "builds attention masks that ignore documents")
     if uses_eager_attention(module) and _has_heads(module.config):
         log.warning("%s has no SDPA attention in transformers and trains with its eager attention: slower, and each "
                     "layer keeps scores of heads x seq_len^2 values for every sample", architecture)  # fmt: skip

@@ -1,40 +1,46 @@
 """`trimaran.prepare`: makes a plain PyTorch loop distributed and token-exact in about five changed lines."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, UserError
 from trimaran.core.renamed import warn_of_old_name
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
+from trimaran.loop.gradient_reduction import GradientReduction, nothing_to_train
 from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
+from trimaran.loop.loop_optimizers import checked_optimizers, parameters_of, replace_parameters
 from trimaran.loop.loss_reduction import Reduction, check_reduction
 from trimaran.loop.prepare_split import prepare_split
+from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
+from trimaran.loop.sparse_gradients import clip_with_sparse, norm_with_sparse, sparse_parameters
 from trimaran.loop.split_loop import SplitLoop
 from trimaran.loop.step_result import StepResult
 from trimaran.loop.uneven_data import uneven_batches
 from trimaran.loop.weights_file import write_weights
 from trimaran.loop.wrap_blocks import Wrap, blocks_of
 from trimaran.nets import Network
-from trimaran.parallel import apply_plan, build_mesh, gradient_norm, gradient_sync
+from trimaran.parallel import apply_plan, build_mesh, gradient_sync
 from trimaran.parallel.apply import SHARDING
-from trimaran.parallel.axes.ddp import connect_replicas
 from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning, leave_out_padding
 from trimaran.train.process.rank_info import TIMEOUT
 
 Scaler = torch.amp.GradScaler
+_PREPARED: WeakSet[nn.Module] = WeakSet()
 NUM_READ_COUNTS = 8  # the first counts on the device that are read, to check the loss's reduction
 
 
@@ -45,19 +51,33 @@ class Loop:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, context: LoopContext, state: LoopState
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        context: LoopContext,
+        state: LoopState,
+        options: "_Options",
     ) -> None:
-        self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, context.device
+        self.model, self.plan, self.device = model, plan, context.device
+        self.optimizer, self.optimizers = optimizers[0], tuple(optimizers)
         self.rank, self.world_size = context.rank, context.world_size
         self._context, self._state = context, state
-        self._scaler: Scaler | None = None
+        self._scaler = options.scaler if options.scaler is not None and options.scaler.is_enabled() else None
         self._unit: Tensor | None = None  # see `_unit_of`
-        self._warned = self._warned_of_count = False
+        self._warned = self._warned_of_count = self._has_gradients = False
         self._num_backwards, self._last_count = 0, (0, -1)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
         self._folders = CheckpointFolders(self._state, self.plan)
         context.set_syncs.append(gradient_sync(model, plan))
+        self._reduction = GradientReduction(
+            {name: each for name, each in model.named_parameters() if not isinstance(each, DTensor)},
+            sparse=sparse_parameters(model),
+            agree=self._meet,
+            is_sharded=bool(self._units),
+        )
+        self._replicas = ReplicaAgreement(model, self.optimizers, is_on=options.check_replicas)
         if self._units and self.world_size > 1:
             model.register_forward_pre_hook(self._before_forward, prepend=True)
             model.register_state_dict_pre_hook(self._before_state_dict)
@@ -73,14 +93,16 @@ class Loop:
         return self._context.is_padding
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
-        scaler: Scaler | None = None, wrap: Wrap | None = None,
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none",
+        batch_norm: str = "local", scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True,
     ) -> "Loop":  # fmt: skip
         """Return the loop of another model and optimizer of the same training, such as a GAN's discriminator.
 
         Both work on the batches that either yields, and `save` and `resume` of either cover both.
         """
-        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler, wrap), self._context, self._state)
+        return _prepare(
+            model, optimizer, _Options(sharding, batch_norm, scaler, wrap, check_replicas), self._context, self._state
+        )
 
     def micro_batches(self, batch: Any, *, size: int) -> Iterator[Any]:
         """Yield this rank's micro-batches of up to `size` rows out of the global `batch`, on the device.
@@ -175,12 +197,21 @@ class Loop:
             loss = loss * count
         if self._context.is_padding:
             loss, count = loss * 0.0, 0  # this rank has no rows; its collectives are still needed
+        if self._has_gradients and not self._any_gradient():
+            self._forget()  # they were cleared since the last backward, as in SAM
         if self._context.is_synced or self._units:  # else it needs no other rank
             self._context.calls.note("loop.backward()")
         total = loss * self.world_size  # the reduction averages over ranks; this turns the average into a sum
-        (total if self._scaler is None else self._scaler.scale(total / self._unit_of(count))).backward()
+        if self._scaler is not None:
+            total = self._scaler.scale(total / self._unit_of(count))
+        with self._reduction.during_backward(is_last=self._context.is_synced):
+            if total.requires_grad:
+                total.backward()
+            elif self.world_size == 1 or self._units:  # the loss of another rank may have gradients
+                raise nothing_to_train()
         self._sums[0].add_(loss.detach())
         self._sums[1].add_(count)  # neither a number nor a tensor makes the host wait for the device
+        self._has_gradients = self._has_gradients or self._any_gradient()
 
     def _count(
         self, loss: Tensor, num_tokens: int | Tensor | None, num_samples: int | Tensor | None, reduction: str | None
@@ -224,6 +255,19 @@ class Loop:
             )
         self._last_count = rows, count if isinstance(count, int) else -1
 
+    def zero_grad(self) -> None:
+        """Clear the gradients since the last step, and what was counted for them: the next backward starts over."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums = torch.zeros_like(self._sums)
+        self._last_count, self._has_gradients = (0, -1), False
+
+    def _any_gradient(self) -> bool:
+        return any(each.grad is not None for each in parameters_of(self.optimizers))
+
     def step(self, *, clip_norm: float = 0.0) -> StepResult:
         """Divide gradients by the valid tokens of all ranks, clip by the global norm, update, zero the gradients.
 
@@ -238,28 +282,31 @@ class Loop:
         dist.all_reduce(self._sums)
         total, tokens = self._sums[0], self._sums[1].clamp(min=1)
         divisor = tokens if self._unit is None else tokens / self._unit
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(self.optimizers)
         for each in parameters:
             if each.grad is not None:
                 each.grad.div_(divisor)
         if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        norm = gradient_norm(parameters)
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        norm = norm_with_sparse(parameters)
         if clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            for found in scaler._found_inf_per_device(self.optimizer).values():
+            clip_with_sparse(parameters, clip_norm, norm)
+        for optimizer in self.optimizers:
+            if scaler is None:
+                optimizer.step()
+                continue
+            for found in scaler._found_inf_per_device(optimizer).values():
                 found.copy_(~norm.isfinite())  # of the gradients of all ranks, so that all skip the step or none
-            scaler.step(self.optimizer)
+            scaler.step(optimizer)
+        if scaler is not None:
             scaler.update()
             self._unit = self._power_of_two(tokens)
-        self.optimizer.zero_grad()
+        self.zero_grad()
         for unit in self._units:
             unit.reshard()  # a forward since the last backward may have left gathered weights, which are now outdated
-        self._sums = torch.zeros_like(self._sums)
         context.num_steps += 1
+        self._replicas.check(context.num_steps)
         for hook in context.step_hooks:
             hook()
         return StepResult(total / tokens, norm, tokens)
@@ -332,8 +379,8 @@ class Loop:
 
 @overload
 def prepare(
-    model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
-    scaler: Scaler | None = None, wrap: Wrap | None = None,
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none", batch_norm: str = "local",
+    scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True,
 ) -> Loop: ...  # fmt: skip
 
 
@@ -345,8 +392,9 @@ def prepare(
 
 
 def prepare(  # noqa: PLR0913 - two ways to split a model
-    model: nn.Module, optimizer: Optimizer, *, sharding: str = "none", batch_norm: str = "local",
-    scaler: Scaler | None = None, wrap: Wrap | None = None, plan: Plan | Mapping[str, Any] | None = None,
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none", batch_norm: str = "local",
+    scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True,
+    plan: Plan | Mapping[str, Any] | None = None,
     forward: Forward | None = None, example: Any = None, tensor: Mapping[str, str] | None = None,
 ) -> Loop | SplitLoop:  # fmt: skip
     """Join torchrun's process group (or start one of a single rank), split `model` in place, and return its `Loop`.
@@ -355,11 +403,13 @@ def prepare(  # noqa: PLR0913 - two ways to split a model
     (ZeRO-1), the `gradients` as well (ZeRO-2), or also the `parameters` (ZeRO-3). `batch_norm` says which statistics
     BatchNorm uses: those of its rank (`local`), of all ranks (`sync`), or the running statistics without updating them
     (`frozen`). `scaler` is torch's GradScaler, for fp16. All ranks start from rank 0's weights. Parameter names do not
-    change. `optimizer` gets the sharded parameters.
+    change. `optimizer` gets the sharded parameters. It may be a list of optimizers for different parameters, such as
+    Muon for the matrices and AdamW for the rest.
 
     `wrap` says which modules of a sharded model are gathered one at a time: those of a class or of several
     (`wrap=Block`), or the smallest with at least so many parameters (`wrap=1_000_000`). By default these are the layers
-    of the largest `nn.ModuleList`.
+    of the largest `nn.ModuleList`. `check_replicas` compares what all ranks hold after the first updates, and then now
+    and then.
 
     With `plan`, such as `{"pp": 2}` or `{"tp": 2}`, the model is cut into pipeline stages and slices instead, and a
     `SplitLoop` is returned. `forward(rows)` returns the summed loss of the rows of a batch and their count, `example`
@@ -369,11 +419,14 @@ def prepare(  # noqa: PLR0913 - two ways to split a model
         if forward is not None or example is not None or tensor is not None:
             raise UserError("P103", "forward, example and tensor belong to a plan", where="prepare(plan=...)",
                             fix="pass plan={'pp': 2} or plan={'tp': 2}, or leave them out")  # fmt: skip
-        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler, wrap), None, None)
+        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler, wrap, check_replicas), None, None)
     if forward is None or example is None or (sharding, batch_norm, scaler, wrap) != ("none", "local", None, None):
         raise UserError("P103", "a plan needs forward and example, and supports neither sharding, wrap, batch_norm nor "
                         "a scaler", where="prepare(plan=...)",
                         fix="prepare(model, optimizer, plan=..., forward=forward, example=batch)")  # fmt: skip
+    if not isinstance(optimizer, Optimizer):
+        raise UserError("P131", "a model that is split by a plan is trained by one optimizer",
+                        where="prepare(model, optimizer, plan=...)", fix="pass one torch.optim.Optimizer")  # fmt: skip
     device = _join_process_group()
     return prepare_split(model, optimizer, plan, device, forward=forward, example=example, tensor=tensor)
 
@@ -384,10 +437,15 @@ class _Options:
     batch_norm: str
     scaler: Scaler | None
     wrap: Wrap | None
+    check_replicas: bool
 
 
 def _prepare(
-    model: nn.Module, optimizer: Optimizer, options: _Options, context: LoopContext | None, state: LoopState | None
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    options: _Options,
+    context: LoopContext | None,
+    state: LoopState | None,
 ) -> Loop:
     sharding, batch_norm = options.sharding, options.batch_norm
     if sharding not in SHARDING:
@@ -396,27 +454,32 @@ def _prepare(
     if batch_norm not in BATCH_NORM:
         raise UserError("P042", f"batch_norm={batch_norm!r} is not a BatchNorm mode", where="prepare(batch_norm=...)",
                         fix="use 'local', 'sync' or 'frozen'")  # fmt: skip
-    blocks = blocks_of(model, options.wrap, is_sharded=sharding != "none")
+    if model in _PREPARED:
+        raise UserError("P131", "this model has a loop already", where="prepare(model, optimizer)",
+                        fix="pass several optimizers in one call: prepare(model, [muon, adamw])")  # fmt: skip
+    is_sharded = sharding != "none"
+    optimizers = checked_optimizers(model, optimizer, is_sharded=is_sharded)
+    blocks = blocks_of(model, options.wrap, is_sharded=is_sharded)
     device = _join_process_group()
     world_size = dist.get_world_size()
-    axes = {"dp_replicate": world_size} if sharding == "none" else {"dp_shard": world_size}
+    axes = {"dp_shard": world_size} if is_sharded else {"dp_replicate": world_size}
     plan = Plan.model_validate({"mesh": axes, "sharding": sharding})
     model.to(device)
+    check_same_model(model)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     ranks = build_mesh(plan.mesh, device_type=device.type)
     apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
-    names = {id(each): name for name, each in model.named_parameters()}
-    apply_plan(Network(module=model, blocks=blocks, spec=None), plan, ranks)
-    connect_replicas(model)
-    _replace_parameters(optimizer, names, dict(model.named_parameters()))
+    if is_sharded:
+        names = {id(each): name for name, each in model.named_parameters()}
+        apply_plan(Network(module=model, blocks=blocks, spec=None), plan, ranks)
+        replace_parameters(optimizers, names, dict(model.named_parameters()))
     context = context or LoopContext(device)
     leave_out_padding(model, context)
     state = state or LoopState(device)
-    scaler = options.scaler if options.scaler is not None and options.scaler.is_enabled() else None
-    state.add(model, optimizer, scaler)
-    loop = Loop(model, optimizer, plan, context, state)
-    loop._scaler = scaler
+    loop = Loop(model, optimizers, plan, context, state, options)
+    state.add(model, optimizers, loop._scaler)
+    _PREPARED.add(model)
     return loop
 
 
@@ -431,9 +494,3 @@ def _join_process_group() -> torch.device:
     device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
     torch.cuda.set_device(device)
     return device
-
-
-def _replace_parameters(optimizer: Optimizer, names: Mapping[int, str], sharded: Mapping[str, nn.Parameter]) -> None:
-    """Give the optimizer the sharded parameters in place of those it was made with. `names` are by id of the old."""
-    for group in optimizer.param_groups:
-        group["params"] = [sharded[names[id(each)]] for each in group["params"]]

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Plan, Recipe, UserError
+from trimaran.optim.optimizer_state import NamedParameters, OptimizerState
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.train.checkpointing.restore import Restorer
 from trimaran.train.checkpointing.training_state import TrainingState, persistent_buffers, restore_counters
@@ -108,16 +109,16 @@ class LoopState:
         self._rng = RngStates(device)
         self.others: Mapping[str, Any] = {}
 
-    def add(self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    def add(self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         """Add a model, before its first forward."""
         number = len(self._models) + 1
         named = model if number == 1 else nn.ModuleDict({f"model_{number}": model})
-        self._models.append(self._state_of_model(named, optimizer, scaler))
+        self._models.append(self._state_of_model(named, optimizers, scaler))
 
     def _state_of_model(
-        self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
+        self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None
     ) -> "ModelState":
-        return ModelState(model, optimizer, scaler)
+        return ModelState(model, optimizers, scaler)
 
     def shards(self) -> list[TensorShard]:
         return [shard for model in self._models for shard in model.shards()]
@@ -152,13 +153,14 @@ class LoopState:
 
 
 class ModelState(TrainingState):
-    """The state of one model, its optimizer with the settings of its parameter groups, and its scaler."""
+    """The state of one model, its optimizers with the settings of their parameter groups, and its scaler."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        counters: dict[str, Any] = {"optimizer": ParamGroupSettings(optimizer)}
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
+        counters: dict[str, Any] = {"optimizer": ParamGroupSettings(optimizers)}
         if scaler is not None:
             counters["scaler"] = ScalerState(scaler)
-        super().__init__([model], optimizer, counters=counters, settings={})
+        super().__init__([model], optimizers[0], counters=counters, settings={})
+        self._optimizer = OptimizerStates(optimizers, list(model.named_parameters()))
         self._shared = [buffer for _, buffer in persistent_buffers(model)]
 
     def gather(self) -> None:
@@ -174,13 +176,44 @@ class ModelState(TrainingState):
         self._optimizer.restore_numbers(progress.get("states", {}))
 
 
+class OptimizerStates(OptimizerState):
+    """The states of several optimizers, which train different parameters."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], named: NamedParameters) -> None:
+        self._each = [OptimizerState(optimizer, named) for optimizer in optimizers]
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (tensor for each in self._each for tensor in each.tensors())
+
+    def shards(self) -> Iterator[TensorShard]:
+        return (shard for each in self._each for shard in each.shards())
+
+    def shards_from(self, index: TensorIndex) -> Iterator[TensorShard]:
+        return (shard for each in self._each for shard in each.shards_from(index))
+
+    def settle(self) -> None:
+        for each in self._each:
+            each.settle()
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        return {name: states for each in self._each for name, states in each.numbers().items()}
+
+    def restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
+        for each in self._each:
+            each.restore_numbers(numbers)
+
+    def wait(self) -> None:
+        for each in self._each:
+            each.wait()
+
+
 class SplitState(LoopState):
     """The state of a model that is split over ranks: each rank has the buffers of its part."""
 
     def _state_of_model(
-        self, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
+        self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None
     ) -> "ModelState":
-        state = ModelState(model, optimizer, scaler)
+        state = ModelState(model, optimizers, scaler)
         state._shared = []
         return state
 
@@ -255,19 +288,22 @@ def from_json(value: Any) -> Any:
 class ParamGroupSettings:
     """The learning rate and other settings of each parameter group, which a scheduler may have changed."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
 
     def state(self) -> dict[str, Any]:
-        return {"groups": [_json_settings(group) for group in self._optimizer.param_groups]}
+        return {"groups": [_json_settings(group) for group in self._groups()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
+        for group, saved in zip(self._groups(), state["groups"], strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
 
 def _json_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class SplitLoop:
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         self._batches: list[Any] = []
         self._state = SplitState(ranks.device)
-        self._state.add(model, optimizer, None)
+        self._state.add(model, [optimizer], None)
         self._folders = CheckpointFolders(self._state, self.plan)
 
     @property

@@ -4,8 +4,6 @@ import gc
 import weakref
 from typing import Any
 
-from torch import nn
-
 # The composable form keeps parameter names. It is private in torch, so only this module imports it.
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,13 +65,3 @@ def _ddp_options(plan: Plan, data: DeviceMesh) -> dict[str, Any]:
         # order of summation depends on the buckets, so a resumed run would round differently.
         "find_unused_parameters": data.size() > 2,
     }
-
-
-def connect_replicas(module: nn.Module) -> None:
-    """Connect the ranks of a replicated module now: DDP would do that in its first forward, which needs all ranks.
-
-    Does nothing for a module that `apply_ddp` has not replicated.
-    """
-    state = replicate.state(module)
-    if state is not None and state._init_args:
-        state.lazy_init()

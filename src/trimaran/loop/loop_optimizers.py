@@ -1,0 +1,79 @@
+"""The optimizers of a loop: which ones `prepare` takes, and for which parameters."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trimaran.core import UserError
+
+WHERE = "prepare(model, optimizer)"
+# Their states have another shape than the parameters, and are computed from whole rows, columns or blocks.
+WHOLE_TENSOR_OPTIMIZERS = ("Adafactor",)
+WHOLE_TENSOR_PACKAGES = ("bitsandbytes",)
+
+
+def checked_optimizers(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], *, is_sharded: bool
+) -> tuple[Optimizer, ...]:
+    """Return the optimizers of `model`. Raise UserError if one of them would not train it, or not on several ranks."""
+    found = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    if not found or not all(isinstance(each, Optimizer) for each in found):
+        raise UserError("P131", "the second argument of prepare is neither an optimizer nor a list of them",
+                        where=WHERE, fix="pass an optimizer, or several: prepare(model, [muon, adamw])")  # fmt: skip
+    for each in found:
+        _check_kind(each, is_sharded=is_sharded)
+    names = {id(each): name for name, each in model.named_parameters()}
+    seen: dict[int, str] = {}
+    for optimizer in found:
+        kind = type(optimizer).__name__
+        for number, parameter, group in _numbered(optimizer):
+            if id(parameter) not in names:
+                raise _foreign(kind, group, number, parameter)
+            if id(parameter) in seen:
+                raise UserError("P131", f"{names[id(parameter)]} is trained twice, by {seen[id(parameter)]} and by "
+                                f"{kind}", where=WHERE, fix="give each parameter to one optimizer")  # fmt: skip
+            seen[id(parameter)] = kind
+    return found
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
+def replace_parameters(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], sharded: Mapping[str, nn.Parameter]
+) -> None:
+    """Give optimizers the sharded parameters in place of those they were made with. `names` are by id of the old."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [sharded[names[id(each)]] for each in group["params"]]
+
+
+def _check_kind(optimizer: Optimizer, *, is_sharded: bool) -> None:
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError("P131", f"{kind} computes the loss several times a step, through a closure, which a loop that "
+                        "is split over ranks does not do", where=WHERE,
+                        fix="use an optimizer whose step() needs no closure, such as AdamW or SGD")  # fmt: skip
+    is_whole = kind in WHOLE_TENSOR_OPTIMIZERS or type(optimizer).__module__.startswith(WHOLE_TENSOR_PACKAGES)
+    if is_sharded and is_whole:
+        raise UserError("P131", f"{kind} keeps states of whole rows, columns or blocks of a parameter, and a rank has "
+                        "only a shard of it", where="prepare(sharding=...)",
+                        fix="use sharding='none', or an optimizer whose states have the shape of their parameters, "
+                        "such as AdamW or SGD")  # fmt: skip
+
+
+def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter, int]]:
+    for number, group in enumerate(optimizer.param_groups):
+        yield from ((position, each, number) for position, each in enumerate(group["params"]))
+
+
+def _foreign(kind: str, group: int, number: int, parameter: nn.Parameter) -> UserError:
+    return UserError("P130", f"{kind} trains a parameter that the model does not have: number {number} of group {group}"
+                     f", of shape {list(parameter.shape)}", where=WHERE, fix="put all modules that are trained in one: "
+                     "both = nn.ModuleDict({'model': model, 'head': head}), prepare(both, optimizer), and call model "
+                     "and head as before; a single nn.Parameter belongs into an nn.ParameterDict there; build the "
+                     "optimizer after the model is complete")  # fmt: skip

@@ -1,0 +1,135 @@
+"""A loop that does not simply call its model: parts, frozen and unused parameters, branches, several backwards."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import trimaran
+from tests.ranks import run_ranks
+from trimaran.loop import gradient_reduction
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Has parts to call one by one, a branch, a part that nobody uses, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.branch = nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.head.weight
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+    def fresh_state(self) -> Tensor:
+        return next(self.parameters()).new_zeros(6)
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(7, 6, generator=torch.Generator().manual_seed(step))
+
+
+Loss = Callable[[Net, Tensor, int], Tensor]
+
+
+def by_parts(net: Net, x: Tensor, step: int) -> Tensor:
+    return (net.head(net.encode(x)) + net.fresh_state() - x).square().sum()
+
+
+def by_parts_the_other_way_around(net: Net, x: Tensor, step: int) -> Tensor:
+    return (net.head(x) - net.layers[1](x)).square().sum()
+
+
+def thawed_and_frozen(net: Net, x: Tensor, step: int) -> Tensor:
+    net.head.requires_grad_(step >= 1)
+    net.encoder.requires_grad_(step < 2)
+    return (net(x) - x).square().sum()
+
+
+def branching(net: Net, x: Tensor, step: int) -> Tensor:
+    rare = x[x[:, 0] > 0.8]  # rows of some ranks only, or of none
+    out = net(x).square().sum()
+    return out + net.branch(rare).square().sum() if len(rare) else out
+
+
+def without_some_ranks(net: Net, x: Tensor, step: int) -> Tensor:
+    rare = x[x[:, 0] > 0.8]
+    return net(rare).square().sum() if len(rare) else torch.zeros(())
+
+
+def checkpointed(net: Net, x: Tensor, step: int) -> Tensor:
+    y = checkpoint(net.tied, net.encode(x), use_reentrant=True)
+    return (checkpoint(net.head, y, use_reentrant=True) - x).square().sum()
+
+
+def train(loss_of: Loss, net: Net, optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
+    """Yield the weights after each step of a plain loop."""
+    for step in range(STEPS):
+        loss_of(net, batch_of(step), step).div(7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield [each.detach().clone() for each in net.parameters()]
+
+
+def differences(loss_of: Loss, sharding: str, size: int) -> tuple[float, list[str]]:
+    """Return the largest difference to a plain loop, and the optimizer's states at the end."""
+    torch.manual_seed(0)
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    reference = train(loss_of, plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
+    loop = trimaran.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), sharding=sharding)
+    most = 0.0
+    for step, expected in enumerate(reference):
+        for rows in loop.micro_batches(batch_of(step), size=size):
+            loop.backward(loss_of(net, rows, step), num_samples=len(rows), reduction="sum")
+        loop.step()
+        weights = list(loop.state_dict().values())
+        most = max(
+            [most, *((a - b).abs().max().item() for a, b in zip(weights, _stored(plain, expected), strict=False))]
+        )
+    names = {id(each): name for name, each in net.named_parameters()}
+    return most, sorted(names[id(each)] for each, state in loop.optimizer.state.items() if state)
+
+
+def _stored(plain: Net, values: list[Tensor]) -> list[Tensor]:
+    by_name = dict(zip(dict(plain.named_parameters()), values, strict=True))
+    return [by_name.get(name, by_name["head.weight"]) for name in plain.state_dict()]
+
+
+LOSSES: dict[str, Loss] = {
+    each.__name__: each
+    for each in (by_parts, by_parts_the_other_way_around, thawed_and_frozen, branching, without_some_ranks,
+                 checkpointed)
+}  # fmt: skip
+
+
+def differences_of_all() -> dict[str, Any]:
+    gradient_reduction.FIRST_BUCKET_BYTES = gradient_reduction.BUCKET_BYTES = 300  # several buckets
+    dist.init_process_group("gloo")
+    return {f"{name} {size}": differences(LOSSES[name], "none", size) for name in LOSSES for size in (1, 4)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_gradient_is_reduced_whatever_the_loss_is_made_of(ranks: int) -> None:
+    for answers in run_ranks(ranks, differences_of_all):
+        for name, (difference, trained) in answers.items():
+            assert difference < 1e-5, name
+            assert not [each for each in trained if "unused" in each], f"{name}: an unused parameter was updated"
+    assert "branch.weight" in answers["branching 4"][1]

@@ -268,3 +268,31 @@ def test_a_paused_supervisor_is_reported_once(training: FakeTraining, monkeypatc
     wake = "subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}'])"
     assert training.train(f"import os, subprocess; {wake}; os.kill(os.getpid(), signal.SIGSTOP); train(journal)") == 0
     assert capsys.readouterr().out.count(f"kill -CONT {training.ranks[0].process.pid}") == 1
+
+
+def test_a_finished_run_trains_on_to_the_steps_or_epochs_that_a_resume_sets(
+    training: FakeTraining, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "steps = run.read_recipe().train.steps; journal.resume(0); train(journal)"
+
+    def length() -> tuple[int, float]:
+        recipe = RunDirectory(Path("run")).read_recipe()
+        return recipe.train.steps, recipe.data.epochs
+
+    assert training.train(script, "--set", "data.epochs=1", "--set", "train.steps=500") == 0
+    shown = capsys.readouterr().out
+    assert "data.epochs 1 ends the run after 5 steps, before train.steps 500" in shown
+    assert "in 5 steps" in shown
+    assert "--set train.steps=10\n" in shown
+    resume = ["resume", "run", "--set"]
+    assert main([*resume, "data.epochs=2"]) == 0
+    assert (length(), "in 9 steps" in capsys.readouterr().out) == ((9, 2), True)
+    assert main([*resume, "data.epochs=2"]) == 0
+    assert "this run is done: all 9 steps" in capsys.readouterr().out
+    assert main([*resume, "train.steps=18"]) == 0
+    shown = capsys.readouterr()
+    assert (length(), "in 18 steps" in shown.out) == ((18, 0), True)
+    assert "train.steps 18 ends the run now; data.epochs 2 ended it after 9 steps" in shown.err
+    assert main([*resume, "train.steps=18"]) == 0
+    assert "--set train.steps=36\n" in capsys.readouterr().out
+    assert len(training.ranks) == 3

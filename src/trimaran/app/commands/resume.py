@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +41,8 @@ def resume(  # noqa: PLR0913 - each option of a command is a parameter
     """Resume a run from its newest complete checkpoint, on disk or in its object store.
 
     --set may change the number of steps, the cluster, the plan, checkpoints and fault handling. It may not change the
-    model, the data or the optimizer: that would be another run.
+    model, the data or the optimizer: that would be another run. To train longer, set train.steps or data.epochs: the
+    run ends where the one that you set says.
 
     The doctor checks the run every ten seconds; each finding comes with the command that fixes it.
 
@@ -67,6 +69,7 @@ def resume(  # noqa: PLR0913 - each option of a command is a parameter
     request = _resolve(found, old, settings or [], cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_other_run(old, request.recipe, where=str(found.path))
     refuse_missing_sinks(request.recipe.telemetry)
+    request = replace(request, recipe=_with_requested_length(old, request.recipe, settings or []))
     if _is_done(found, request):
         return _print_done(found, request, as_json=as_json)
     _refuse_fewer_steps(found, request)
@@ -131,6 +134,28 @@ def refuse_other_run(old: "Recipe", new: "Recipe", *, where: str) -> None:
         raise UserError("S001", f"{', '.join(changed)} cannot change when a run is resumed: it would be another run",
                         where=where, fix="leave it out, or start a new run: `trimaran train "
                         f"{where}/recipe.yaml --set ...`")  # fmt: skip
+
+
+def _with_requested_length(old: "Recipe", new: "Recipe", settings: list[str]) -> "Recipe":
+    """Return `new` with the end that the settings name.
+
+    The stored train.steps is that of the stored data.epochs. So more steps switch data.epochs off, and other epochs
+    replace the stored steps.
+    """
+    from trimaran.app.session.prepare_data import prepare_data
+
+    named = {setting.partition("=")[0].strip() for setting in settings}
+    if "data.epochs" in named and new.data.epochs:
+        if "train.steps" not in named:
+            stored = new.train.model_dump(exclude={"steps"})
+            new = new.model_copy(update={"train": type(new.train).model_validate(stored)})
+        return prepare_data(new)
+    if not old.data.epochs or new.data.epochs != old.data.epochs or new.train.steps <= old.train.steps:
+        return new
+    if os.environ.get("RANK", "0") == "0":
+        ended = f"data.epochs {old.data.epochs:g} ended it after {old.train.steps} steps"
+        typer.echo(f"train.steps {new.train.steps} ends the run now; {ended}", err=True)
+    return new.model_copy(update={"data": new.data.model_copy(update={"epochs": 0})})
 
 
 def _refuse_fewer_steps(run: "RunDirectory", request: "Request") -> None:

@@ -53,9 +53,15 @@ def prepare_data(
     steps_in = prepared.steps_in
     if not recipe.data.epochs:
         return recipe
-    steps = steps_in(recipe.data.epochs)
-    if "steps" in recipe.train.model_fields_set:
-        steps = min(steps, recipe.train.steps)
+    steps, epochs = steps_in(recipe.data.epochs), f"data.epochs {recipe.data.epochs:g}"
+    if "steps" not in recipe.train.model_fields_set:
+        notify(f"{epochs}: {steps:,} steps")
+    elif recipe.train.steps < steps:
+        notify(f"train.steps {recipe.train.steps:,} ends the run before {epochs}, which is {steps:,} steps")
+        steps = recipe.train.steps
+    elif recipe.train.steps > steps:
+        notify(f"{epochs} ends the run after {steps:,} steps, before train.steps {recipe.train.steps:,}; "
+               "for all of these, set data.epochs=0")  # fmt: skip
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 

@@ -11,7 +11,8 @@ from tests.runs import finished_run
 from trimaran.app.commands import profile
 from trimaran.app.main import main
 from trimaran.app.report.report_facts import facts_of
-from trimaran.app.views.run_state import RunState
+from trimaran.app.views.decisions_view import command_of_decision
+from trimaran.app.views.run_state import RunState, Status
 from trimaran.app.views.status_lines import status_lines
 from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.core import Decision
@@ -56,7 +57,7 @@ def test_every_decision_is_shown_with_reason_effect_and_outcome(run: RunDirector
     assert "why: only 20% of the memory is in use" in shown
     assert "expected: steps 12.0% shorter than 500 ms (give or take 6%)" in shown
     assert "measured: steps 18.0% shorter over 24 steps, 99.9% sure that they are shorter" in shown
-    assert f"apply: trimaran replan {run.path} --set plan.compile=true" in shown
+    assert f"apply: trimaran train {run.recipe} --set plan.compile=true" in shown
     assert "autopilot advise: 1 kept, 1 advised; trials cost 400 ms" in shown
 
 
@@ -66,8 +67,21 @@ def test_json_has_the_decisions_with_their_commands(run: RunDirectory, capsys: A
     assert found["spent_seconds"] == pytest.approx(0.4)
     first, second = found["decisions"]
     assert first["measured"]["gain"] == 0.18
-    assert first["command"] == f"trimaran decisions {run.path} --undo 1"
-    assert second["command"] == f"trimaran replan {run.path} --set plan.compile=true"
+    assert first["command"] == f"trimaran train {run.recipe} --set plan.micro_batch=1 --set plan.grad_accum=8"
+    assert second["command"] == f"trimaran train {run.recipe} --set plan.compile=true"
+
+
+@pytest.mark.parametrize(
+    ("status", "of_kept", "of_advised"),
+    [("training", "decisions {run} --undo 1", "replan {run} --set plan.compile=true"),
+     ("stopped", "resume {run} --set plan.micro_batch=1 --set plan.grad_accum=8",
+      "resume {run} --set plan.compile=true")],
+)  # fmt: skip
+def test_the_command_of_a_decision_is_one_that_the_run_can_follow(
+    status: Status, of_kept: str, of_advised: str, run: RunDirectory
+) -> None:
+    found = [command_of_decision(each, run, status) for each in (KEPT, ADVISED)]
+    assert found == [f"trimaran {words.format(run=run.path)}" for words in (of_kept, of_advised)]
 
 
 def test_undo_asks_the_ranks_as_the_user(run: RunDirectory, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ def test_the_loss_is_that_of_the_trainer_for_other_plans_and_models(
     assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3 if name == "bf16" else 1e-6)
     assert found["tokens"] == expected["tokens"]
     assert found.get("accuracy") == expected.get("accuracy")
+    assert found.get("accuracy_counts") == expected.get("accuracy_counts")
 
 
 def test_results_are_kept_in_the_run_and_shown_in_the_model_card(

@@ -152,13 +152,27 @@ def test_the_summary_compares_predicted_and_measured(tmp_path: Path) -> None:
     assert "predicted 500 ms a step (+0% ✓), 100.0 MiB a rank (+10% ✓)\n" in printed(console)
 
 
+def test_the_summary_says_of_how_many_answers_an_accuracy_is_and_what_ended_the_run(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    with Journal(run, 0) as journal:
+        counts = {"tokens": 1200.0, "answers": 2.0}
+        journal.event("evaluation", step=10, loss=0.5, accuracy={"tokens": 0.9, "answers": 1.0}, accuracy_counts=counts)
+    recipe = run.read_recipe()
+    replace_recipe(run, recipe.model_copy(update={"data": recipe.data.model_copy(update={"epochs": 3.0})}))
+    console = console_of(width=200)
+    summarise(state_of(run), console)
+    shown = printed(console)
+    assert "accuracy on held-out data: tokens 90.0% of 1,200, answers 100.0% of 2\n" in shown
+    assert "ended by data.epochs 3 or train.steps 10, whichever came first; a resume that sets one of them" in shown
+
+
 def test_the_next_commands_are_ready_to_type(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "my run")
     commands = [shlex.split(command) for command in next_commands(state_of(run))]
     assert commands == [
         ["trimaran", "generate", str(run.path), "--prompt", "class "],
         ["trimaran", "resume", str(run.path), "--set", "train.steps=20"],
-        ["trimaran", "watch", str(run.path)],
+        ["trimaran", "report", str(run.path)],
     ]
 
 

@@ -87,7 +87,8 @@ def perception(path: Path) -> RunDirectory:
     with Journal(run, 0) as journal:
         for step in range(1, 11):
             journal.step(step_metrics(step, loss=1e9 / step))
-        journal.event("evaluation", step=10, loss=0.5, tokens=1, accuracy={"detection": 0.5, "road": 0.875})
+        journal.event("evaluation", step=10, loss=0.5, tokens=1, accuracy={"detection": 0.5, "road": 0.875},
+                      accuracy_counts={"road": 1200})  # fmt: skip
     return run
 
 
@@ -176,6 +177,11 @@ def test_only_the_statement_of_a_finding_is_bold() -> None:
     assert detail == 'ValueError: bad\n  File "x.py", line 3, in forward\n    return weight @ x'
     assert split_verdict("all is slow") == ("All is slow", "")
     assert len(split_verdict("x" * 5000)[0]) < 200
+
+
+def test_an_accuracy_says_of_how_many_it_is(tmp_path: Path) -> None:
+    text = page_of(facts_of(perception(tmp_path / "run")))
+    assert ("87.5% / 1,200<" in text, "50.0%<" in text) == (True, True)
 
 
 def test_source_lines_of_an_incident_are_not_in_a_heading(tmp_path: Path) -> None:

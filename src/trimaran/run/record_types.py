@@ -83,6 +83,7 @@ LINE_TYPES: dict[str, Check] = {
 # Of the `data` of an event. A field of another type is left out.
 DATA_TYPES: dict[str, Check] = {
     "accuracy": _object_of(is_number),
+    "accuracy_counts": _object_of(is_number),
     "action": _is_text,
     "born": _is_object,
     "bytes": is_number,

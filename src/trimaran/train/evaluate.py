@@ -68,9 +68,10 @@ class HoldoutEvaluator:
         if stop:
             return True
         tokens, total_loss, *scores = sums.tolist()
-        pairs = zip(names, scores[::2], scores[1::2], strict=True)
-        accuracy = {name: correct / count for name, correct, count in pairs if count}
-        details = {"accuracy": accuracy} if accuracy else {}
+        counts = {name: count for name, count in zip(names, scores[1::2], strict=True) if count}
+        pairs = zip(names, scores[::2], strict=True)
+        accuracy = {name: correct / counts[name] for name, correct in pairs if name in counts}
+        details = {"accuracy": accuracy, "accuracy_counts": counts} if accuracy else {}
         self.journal.event("evaluation", step=step, loss=total_loss / max(1, tokens), tokens=round(tokens), **details)
         return False
 

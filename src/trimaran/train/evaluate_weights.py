@@ -34,13 +34,14 @@ Progress = Callable[[str, float], None]
 class HeldOutLoss:
     """A mean loss over the valid tokens of some data, in nats. `num_bytes` is None if the tokenizer does not say.
 
-    `accuracy` is that of samples with answers, by what is counted.
+    `accuracy` is that of samples with answers, by what is counted; `accuracy_counts`: of how many.
     """
 
     loss: float
     tokens: int
     num_bytes: int | None = None
     accuracy: dict[str, float] = field(default_factory=dict)
+    accuracy_counts: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -53,7 +54,8 @@ class HeldOutLoss:
 
     def as_dict(self) -> dict[str, Any]:
         found = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return found | {"tokens": self.tokens} | ({"accuracy": self.accuracy} if self.accuracy else {})
+        scores = {"accuracy": self.accuracy, "accuracy_counts": self.accuracy_counts} if self.accuracy else {}
+        return found | {"tokens": self.tokens} | scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +133,14 @@ def evaluate_feed(
                 num_bytes += int(lengths[labels[labels != IGNORED]].sum())
             progress("evaluating", number / batches)
     total, *scores = sums.tolist()
-    pairs = zip(names, scores[::2], scores[1::2], strict=True)
+    counts = {name: count for name, count in zip(names, scores[1::2], strict=True) if count}
+    pairs = zip(names, scores[::2], strict=True)
     return HeldOutLoss(
         loss=total / max(1, num_valid),
         tokens=num_valid,
         num_bytes=num_bytes if lengths is not None and num_bytes else None,
-        accuracy={name: correct / count for name, correct, count in pairs if count},
+        accuracy={name: correct / counts[name] for name, correct in pairs if name in counts},
+        accuracy_counts=counts,
     )
 
 

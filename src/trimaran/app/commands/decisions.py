@@ -88,9 +88,11 @@ def switch_off(run: "RunDirectory") -> None:
 def _facts(run: "RunDirectory") -> dict[str, Any]:
     """Return what `--json` prints: the mode, the budget, what was spent of it, and the decisions with commands."""
     from trimaran.app.views.decisions_view import command_of_decision
+    from trimaran.app.views.run_state import RunState
 
-    section, found = run.read_recipe().autopilot, _read(run)
-    shown = [each.as_dict() | {"command": command_of_decision(each, run)} for each in found]
+    section, found, state = run.read_recipe().autopilot, _read(run), RunState(run, only_status=True)
+    state.refresh()
+    shown = [each.as_dict() | {"command": command_of_decision(each, run, state.status)} for each in found]
     mode = "off" if run.autopilot_off.exists() else section.mode
     spent = sum(each.trial_seconds for each in found)
     return {"mode": mode, "budget": section.budget, "spent_seconds": spent, "decisions": shown}
@@ -113,7 +115,7 @@ def _follow(run: "RunDirectory", console: "Console") -> None:
         state.refresh()
         has_ended = state.status not in ACTIVE_STATUSES
         for each in reader.new().values():
-            for line in decision_lines(each, run):
+            for line in decision_lines(each, run, state.status):
                 console.print(line, soft_wrap=True)
         if has_ended:
             return

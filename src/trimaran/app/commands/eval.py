@@ -89,7 +89,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
     text += f"perplexity {found['perplexity']:.4g}"
     if found["bits_per_byte"] is not None:
         text += f", {found['bits_per_byte']:.4f} bits per byte"
-    accuracy = ", ".join(f"{name} {value:.1%}" for name, value in found.get("accuracy", {}).items())
+    from trimaran.app.views.run_state import accuracy_texts
+
+    accuracy = ", ".join(accuracy_texts(found.get("accuracy", {}), found.get("accuracy_counts", {})))
     return [text, *([f"  accuracy: {accuracy}"] if accuracy else [])]
 
 

@@ -67,7 +67,8 @@ def state_facts(state: RunState) -> Tree:
     for incident, found in zip(facts["incidents"], state.incidents, strict=True):
         incident["verdict"] = incident_text(found)
     for decision, made in zip(facts["decisions"], decisions, strict=True):
-        decision["change"], decision["command"] = describe(made.patch, made.undo), command_of_decision(made, state.run)
+        decision["change"] = describe(made.patch, made.undo)
+        decision["command"] = command_of_decision(made, state.run, state.status)
     facts["samples"] = [event.data | {"step": event.step} for event in state.events_of_kind("sample")]
     return facts
 

@@ -27,13 +27,19 @@ def header(facts: Tree) -> Html:
     return tag("header", None, tag("h1", None, facts["name"], " ", badge), *lines, tiles(facts))
 
 
+def _accuracy(facts: Tree) -> list[tuple[str, str]]:
+    counts = {name: f" / {count:,.0f}" for name, count in facts["accuracy_counts"].items()}
+    shares = facts["accuracy"].items()
+    return [(say("{name} on held-out data", name=name), f"{share:.1%}{counts.get(name, '')}") for name, share in shares]
+
+
 def tiles(facts: Tree) -> Html:
     """Return the main numbers of the run."""
     measured, unit = facts["measured"] or {}, say(facts["unit"])
     found = [
         (say("loss, first to last"), _arrow(facts["first_loss"], facts["final_loss"])),
         (say("loss on held-out data"), _number(facts["held_out_loss"])),
-        *((say("{name} on held-out data", name=name), f"{share:.1%}") for name, share in facts["accuracy"].items()),
+        *_accuracy(facts),
         (say("{unit}/s, median", unit=unit), show_count(measured["tokens_per_second"]) if measured else ""),
         (say("step time, median"), show_seconds(measured["step_seconds"]) if measured else ""),
         (say("MFU, median"), f"{measured['mfu']:.1%}" if measured.get("mfu") else ""),

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trimaran.app.request.options import path_argument, program_name
+from trimaran.app.views.run_state import ACTIVE_STATUSES, RunState, Status
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.autopilot.proposal import describe
 from trimaran.core import Decision, show_seconds
@@ -25,8 +26,10 @@ def show_decisions(run: "RunDirectory", decisions: Sequence[Decision], console: 
     if not decisions:
         console.print(f"the autopilot ({mode}) has decided nothing in this run", soft_wrap=True)
         return
+    state = RunState(run, only_status=True)
+    state.refresh()
     for each in decisions:
-        for line in decision_lines(each, run):
+        for line in decision_lines(each, run, state.status):
             console.print(line, soft_wrap=True)
     counts = {name: sum(each.outcome == name for each in decisions) for name in STYLES}
     parts = [f"{count} {name}" for name, count in counts.items() if count]
@@ -34,7 +37,7 @@ def show_decisions(run: "RunDirectory", decisions: Sequence[Decision], console: 
     console.print(f"autopilot {mode}: {', '.join(parts)}; trials cost {spent}", soft_wrap=True)
 
 
-def decision_lines(decision: Decision, run: "RunDirectory") -> list[Text]:
+def decision_lines(decision: Decision, run: "RunDirectory", status: Status) -> list[Text]:
     """Return a decision in lines that can be copied: outcome, change, reason, expected and measured effect."""
     head = Text.assemble(
         (f"{decision.id:>3} ", "bold"),
@@ -43,18 +46,26 @@ def decision_lines(decision: Decision, run: "RunDirectory") -> list[Text]:
     )
     rows = {"why": decision.reason, "expected": _expected(decision), "measured": _measured(decision)}
     if decision.outcome == "advised":
-        rows["apply"] = command_of_decision(decision, run)
+        rows["apply"] = command_of_decision(decision, run, status)
     return [head, *(Text(f"    {name + ':':<10}{text}") for name, text in rows.items() if text)]
 
 
-def command_of_decision(decision: Decision, run: "RunDirectory") -> str:
-    """Return the command that makes the change of a decision by hand; the one that takes it back if it was kept."""
+def command_of_decision(decision: Decision, run: "RunDirectory", status: Status) -> str:
+    """Return the command that makes the change of a decision by hand; the one that takes it back if it was kept.
+
+    Only a run that is active can change its plan. Another is resumed with the change, or trained again if it is done.
+    """
     from trimaran.doctor.predicted_gain import patch_settings
 
-    if decision.outcome == "kept":
+    kept, is_active = decision.outcome == "kept", status in ACTIVE_STATUSES
+    if kept and is_active:
         return shlex.join([program_name(), "decisions", path_argument(run.location), "--undo", str(decision.id)])
-    settings = [part for each in patch_settings(decision.patch) for part in ("--set", each)]
-    return shlex.join([program_name(), "replan", path_argument(run.location), *settings])
+    patch = decision.undo if kept else decision.patch
+    settings = [part for each in patch_settings(patch) for part in ("--set", each)]
+    verb, path = ("replan" if is_active else "resume"), run.location
+    if status == "done":
+        verb, path = "train", path / run.recipe.name
+    return shlex.join([program_name(), verb, path_argument(path), *settings])
 
 
 def last_decision_text(decision: Decision) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from trimaran.app.views.logs import LogLine
 from trimaran.app.views.run_findings import FindingsPoller
-from trimaran.app.views.run_state import RunState
+from trimaran.app.views.run_state import RunState, accuracy_texts
 from trimaran.app.views.run_view import draw, line
 from trimaran.app.views.status_lines import finding_lines, status_lines
 from trimaran.app.views.store_notes import store_notes
@@ -80,7 +80,7 @@ def _follow_in_lines(
         show_incidents(state, console, shown_incidents)
         show_findings(state, console, poller)
         for step, loss in state.evaluations[evaluated:]:
-            accuracy = "".join(f"  {name} {fraction:.1%}" for name, fraction in state.accuracy.items())
+            accuracy = "".join(f"  {text}" for text in accuracy_texts(state.accuracy, state.accuracy_counts))
             print_plain(console, f"step {step}  held-out loss {loss:.4f}{accuracy}")
         evaluated = len(state.evaluations)
         if state.step != shown and (ended or shown <= 0 or time.monotonic() >= due):

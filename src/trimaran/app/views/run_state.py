@@ -6,7 +6,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, Literal
@@ -340,7 +340,15 @@ class RunState:
     @property
     def accuracy(self) -> dict[str, float]:
         """The accuracy of the last evaluation on held-out data, by task."""
-        found = [event.data.get("accuracy", {}) for event in self.events_of_kind("evaluation") if event.rank == 0]
+        return self._last_evaluation("accuracy")
+
+    @property
+    def accuracy_counts(self) -> dict[str, float]:
+        """Of how many held-out answers, tokens or cells each accuracy is; empty for a run of an older version."""
+        return self._last_evaluation("accuracy_counts")
+
+    def _last_evaluation(self, name: str) -> dict[str, float]:
+        found = [event.data.get(name, {}) for event in self.events_of_kind("evaluation") if event.rank == 0]
         return found[-1] if found else {}
 
     @property
@@ -436,6 +444,7 @@ class RunState:
             "final_loss": finite(step.loss for step in self.steps[-1:]),
             "held_out_loss": finite(loss for _, loss in self.evaluations[-1:]),
             "accuracy": self.accuracy,
+            "accuracy_counts": self.accuracy_counts,
             "tokens_per_second": measured.tokens_per_second if measured else None,
             "plan": self.plan.model_dump(mode="json"),
             "prediction": self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None,
@@ -476,3 +485,9 @@ def _may_be_alive(host: str | None, pid: int | None, since: float) -> bool:
 def finite(values: Iterable[float]) -> float | None:
     """Return the first finite value, or None: JSON has no NaN and no Inf."""
     return next((value for value in values if math.isfinite(value)), None)
+
+
+def accuracy_texts(accuracy: Mapping[str, float], counts: Mapping[str, float]) -> list[str]:
+    """Return each accuracy as text, such as `answers 50.0% of 2`."""
+    of = {name: f" of {count:,.0f}" for name, count in counts.items()}
+    return [f"{name} {fraction:.1%}{of.get(name, '')}" for name, fraction in accuracy.items()]

@@ -14,7 +14,7 @@ from trimaran.app.views.live import print_plain
 from trimaran.app.views.logs import tail
 from trimaran.app.views.loss_bound import loss_bound_text
 from trimaran.app.views.run_prompt import generate_command
-from trimaran.app.views.run_state import RunState
+from trimaran.app.views.run_state import RunState, accuracy_texts
 from trimaran.app.views.run_view import difference
 from trimaran.app.views.store_notes import store_summary
 from trimaran.app.views.text_chart import GREEN, RED
@@ -42,13 +42,16 @@ def summarise(state: RunState, console: Console) -> None:
             text.append(f" and {show_seconds(done.data['seconds'])}")
         console.print(text, soft_wrap=True)
         if state.accuracy:
-            accuracy = ", ".join(f"{name} {fraction:.1%}" for name, fraction in state.accuracy.items())
+            accuracy = ", ".join(accuracy_texts(state.accuracy, state.accuracy_counts))
             console.print(Text.assemble("      accuracy on held-out data: ", (accuracy, "bold")), soft_wrap=True)
         speed = f"{show_count(measured.tokens_per_second)} {state.unit}/s, {show_seconds(measured.step_seconds)} a step"
         print_plain(console, f"      {speed}, {show_bytes(measured.peak_bytes)} a rank")
         _compare(state, console)
         _show_faults(state, console)
         _show_unfinished(state, console)
+        if state.status == "done" and (epochs := state.recipe.data.epochs):
+            ends = f"data.epochs {epochs:g} or train.steps {state.recipe.train.steps}, whichever came first"
+            print_plain(console, f"      ended by {ends}; a resume that sets one of them follows that one")
         if bound := loss_bound_text(state.loss_bound, total_steps=state.recipe.train.steps):
             print_plain(console, f"      {bound}")
         for name, detail in state.details:
@@ -138,7 +141,7 @@ def next_commands(state: RunState) -> list[str]:
     """Return three commands to try next, ready to type; the run's recipe contains every setting."""
     program, run, recipe = program_name(), path_argument(state.run.path), path_argument(state.run.recipe)
     longer = ["--set", f"train.steps={2 * state.recipe.train.steps}"] if state.status == "done" else []
-    commands = [[program, "resume", run, *longer], [program, "watch", run]]
+    commands = [[program, "resume", run, *longer], [program, "report", run]]
     generate = generate_command(state.recipe, run)
     if state.status == "done" and state.events_of_kind("saved") and generate:
         commands.insert(0, generate)

@@ -21,7 +21,7 @@ from trimaran.app.main import main
 from trimaran.app.new_recipe.choices import choose_values, learning_rate
 from trimaran.app.new_recipe.data_facts import DataFacts, look_at_data
 from trimaran.app.new_recipe.model_facts import ModelFacts, look_at_model
-from trimaran.core import parse_recipe
+from trimaran.core import UserError, parse_recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models.to_hf_vlm import vlm_to_disk
 from trimaran.models.vlm_presets import VLM_PRESETS
@@ -107,6 +107,26 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
         "chat",
         False,
     ),
+    "instructions with a context": (
+        lambda p: lines(p / "dolly.jsonl", [{"instruction": "do", "context": "here", "response": WORDS}] * 60),
+        "chat",
+        False,
+    ),
+    "a table of instructions": (
+        lambda p: written(p / "a.csv", "instruction,output\n" + f'"do, it","{WORDS}"\n' * 60),
+        "chat",
+        False,
+    ),
+    "a table of texts": (
+        lambda p: written(p / "a.tsv", "id\tstory\n" + f"7\t{WORDS}\n" * 60),
+        "datasets",
+        False,
+    ),
+    "lines with a text in an object": (
+        lambda p: lines(p / "n.jsonl", [{"id": "7", "data": {"text": WORDS}}] * 60),
+        "jsonl",
+        False,
+    ),
     "text lines": (lambda p: lines(p / "text.jsonl", TEXTS), "jsonl", False),
     "lines with another field": (lambda p: lines(p / "s.jsonl", [{"id": "7", "story": WORDS}] * 60), "jsonl", False),
     "a text file": (lambda p: written(p / "book.txt", WORDS * 400), "text", False),
@@ -114,7 +134,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
     "parquet with text": (lambda p: parquet(p / "t.parquet", TEXTS), "datasets", False),
     "parquet with chats": (lambda p: parquet(p / "c.parquet", chats()), "parquet", False),
     "a saved dataset": (lambda p: saved(p / "saved", TEXTS), "datasets", False),
-    "a saved dataset with chats": (lambda p: saved(p / "saved", chats()), "datasets", False),
+    "a saved dataset with chats": (lambda p: saved(p / "saved", chats()), "chat", False),
     "images with captions": (lambda p: image_folder(p / "images"), "image-folder", True),
     "a tar file of images": (lambda p: tar_file(p / "shard.tar"), "webdataset", True),
 }
@@ -162,6 +182,38 @@ def test_nothing_is_overwritten_or_asked_without_a_terminal(
     assert "did you mean 'model'?" in capsys.readouterr().err
     assert main(["init", "--model", "model", "--data", "chats.jsonl", "--yes"]) == 2
     assert "did you mean 'chat.jsonl'?" in capsys.readouterr().err
+
+
+REJECTED, CHOSEN = [{"role": "assistant", "content": each} for each in ("rude", "polite")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": "polite", "rejected": "a longer and ruder answer"},
+        {"prompt": chats(1)[0]["messages"][:1], "chosen": [CHOSEN], "rejected": [REJECTED]},
+        {"chosen": chats(1)[0]["messages"], "rejected": chats(1)[0]["messages"]},
+        {"conversations": chats(1)[0]["messages"][:1], "chosen": CHOSEN, "rejected": REJECTED},
+        {"messages": chats(1)[0]["messages"], "rejected_response": "rude"},
+        {"instruction": "hi", "input": "", "chosen": "polite", "rejected": "rude"},
+        {"question": "hi", "response_chosen": "polite", "response_rejected": "rude"},
+        {"prompt": "hi", "completion": "rude", "label": False},
+    ],
+    ids=lambda row: ", ".join(row),
+)
+def test_preference_data_is_never_learnt_as_text(tmp_path: Path, row: dict[str, Any]) -> None:
+    for data in (lines(tmp_path / "dpo.jsonl", [row] * 3), parquet(tmp_path / "dpo.parquet", [row] * 3)):
+        with pytest.raises(UserError, match="preference data") as refused:
+            look_at_data(data.name, data, None)
+        assert refused.value.code == "T077"
+        assert "data.text_field to chosen" in refused.value.fix
+
+
+def test_half_of_a_question_and_its_answer_is_no_text(tmp_path: Path) -> None:
+    data = lines(tmp_path / "a.jsonl", [{"instruction": "do it at once, and do it well", "reply": "no"}])
+    with pytest.raises(UserError, match="instruction looks like a part of a question") as refused:
+        look_at_data(data.name, data, None)
+    assert refused.value.code == "T065"
 
 
 def test_images_need_a_model_that_sees(

@@ -43,10 +43,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def tokenize(folder: Path, row: dict[str, Any], rules: ImageRules | None = None) -> Any:
+def tokenize(folder: Path, row: dict[str, Any], text_field: str = "text", template: str = "model") -> Any:
     """Return the samples of one row of chat data, or why it is bad."""
-    chat = ChatTokenizer(load_tokenizer(str(folder)), "model", rules, 4096)
-    return chat.tokenize([sample_of("x.jsonl", 1, row, ImageFinder("/"), "text")])[0]
+    chat = ChatTokenizer(load_tokenizer(str(folder)), template, None, 4096)
+    raw = sample_of("x.jsonl", 1, row, ImageFinder("/"), text_field)
+    return BadSampleError(raw.bad) if raw.bad else chat.tokenize([raw])[0]
 
 
 def learnt(folder: Path, sample: Any) -> list[str]:
@@ -120,6 +121,133 @@ def test_arguments_and_tools_as_json_text_are_the_same_as_objects(folders: Path)
     talk = [TOOL_TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}, *TOOL_TALK[2:]]
     (sample,) = tokenize(folders / "qwen2.5", {"messages": talk, "tools": json.dumps(TOOLS)})
     assert sample.tokens.tolist() == reference(folders / "qwen2.5", TOOL_TALK, tools=TOOLS)
+
+
+FUNCTION = TOOLS[0]["function"]
+WRITTEN_CALL = json.dumps({"name": "get_weather", "arguments": CALL["function"]["arguments"]})
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+ANSWERS = ["Nobody.<|im_end|>", " A thé dog.\n<|im_end|>"]
+SHAREGPT_TOOLS = {
+    "conversations": [
+        {"from": "human", "value": "Weather in Paris?"},
+        {"from": "function_call", "value": WRITTEN_CALL},
+        {"from": "observation", "value": "21 °C"},
+        {"from": "gpt", "value": "It is 21 °C."},
+    ],
+    "tools": json.dumps([FUNCTION]),
+}
+# Rows of other programs: their fields, the messages that they stand for, and which answers are learnt.
+ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[str]]] = {
+    "Dolly": (
+        {"instruction": "Who is", "context": "there?", "response": "Nobody.", "category": "closed_qa"},
+        [{"role": "user", "content": "Who is\nthere?"}, ANSWER],
+        ANSWERS[:1],
+    ),
+    "Alpaca of LLaMA-Factory": (
+        {"instruction": "And", "input": "? ", "output": " A thé dog.\n", "system": "Be brief.",
+         "history": [["Who is there?", "Nobody."]]},
+        [SYSTEM, *TALK[:2], {"role": "user", "content": "And\n? "}, TALK[3]],
+        ANSWERS,
+    ),
+    "OpenOrca": (
+        {"id": "x", "system_prompt": "Be brief.", "question": "Who is there?", "response": "Nobody."},
+        [SYSTEM, *TALK[:2]],
+        ANSWERS[:1],
+    ),
+    "a prompt and a completion of messages": (
+        {"prompt": [SYSTEM, *TALK[:3]], "completion": TALK[3:]},
+        [SYSTEM, *TALK],
+        ANSWERS[1:],
+    ),
+    "a weight of 0": (
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}, TALK[2], {**TALK[3], "weight": 1}]},
+        TALK,
+        ANSWERS[1:],
+    ),
+    "a weight of 0 at the end": ({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}, TALK, ANSWERS[:1]),
+    "no loss for one answer": ({"messages": [QUESTION, {**ANSWER, "loss": False}, *TALK[2:]]}, TALK, ANSWERS[1:]),
+    "a developer, whom this template does not know": ({"messages": [DEVELOPER, *TALK]}, [SYSTEM, *TALK], ANSWERS),
+    "messages as JSON text": ({"messages": json.dumps(TALK)}, TALK, ANSWERS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("style", ["qwen2.5", "marked"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_of_other_programs_are_written_like_the_messages_they_stand_for(
+    folders: Path, kind: str, style: str
+) -> None:
+    row, messages, answers = ROWS[kind]
+    (sample,) = tokenize(folders / style, row)
+    assert sample.tokens.tolist() == reference(folders / style, messages)
+    assert learnt(folders / style, sample) == answers
+
+
+def test_calls_and_results_of_sharegpt_are_those_of_messages(folders: Path) -> None:
+    (sample,) = tokenize(folders / "qwen2.5", SHAREGPT_TOOLS)
+    assert sample.tokens.tolist() == reference(folders / "qwen2.5", TOOL_TALK, tools=TOOLS)
+    assert len(learnt(folders / "qwen2.5", sample)) == 2
+
+
+def test_a_template_that_knows_developers_writes_them(tmp_path: Path) -> None:
+    template = QWEN25.replace('message.role == "user"', 'message.role == "user" or message.role == "developer"')
+    folder = write_model_tokenizer(tmp_path / "model", "qwen2.5", template=template)
+    (sample,) = tokenize(folder, {"messages": [DEVELOPER, *TALK]})
+    assert sample.tokens.tolist() == reference(folder, [DEVELOPER, *TALK])
+    assert "<|im_start|>developer\nBe brief." in hf_tokenizer(folder).decode(sample.tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "answers"),
+    [
+        ({"prompt": "Who is there?", "chosen": "Nobody.", "rejected": "!"}, TALK[:2], ANSWERS[:1]),
+        ({"prompt": "Who is there?", "chosen": TALK[:2], "rejected": [QUESTION]}, TALK[:2], ANSWERS[:1]),
+        ({"prompt": TALK[:3], "chosen": TALK[3:], "rejected": TALK[3:]}, TALK, ANSWERS[1:]),
+        ({"conversations": TALK[:3], "chosen": TALK[3], "rejected": TALK[3]}, TALK, ANSWERS[1:]),
+        ({"chosen": TALK, "rejected": TALK}, TALK, ANSWERS),
+    ],
+)
+def test_chosen_answers_are_learnt_if_they_are_named(
+    folders: Path, row: dict[str, Any], messages: list[dict[str, Any]], answers: list[str]
+) -> None:
+    (sample,) = tokenize(folders / "qwen2.5", row, "chosen")
+    assert sample.tokens.tolist() == reference(folders / "qwen2.5", messages)
+    assert learnt(folders / "qwen2.5", sample) == answers
+    for field in ("text", "rejected"):
+        with pytest.raises(BadSampleError, match="preference data"):
+            raise tokenize(folders / "qwen2.5", row, field)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "weight of a message is 0.5"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "no answer is learnt"),
+        ({"prompt": TALK, "completion": [QUESTION]}, "no answer is learnt"),
+        ({"conversations": [{"from": "function_call", "value": "get_weather()"}]}, "a tool call is not JSON"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "'history' is not a list of questions"),
+        ({"instruction": "a", "output": "b", "context": {"c": "d"}}, "'context' beside the question is not a text"),
+    ],
+)
+def test_a_row_that_cannot_be_read_completely_is_bad(folders: Path, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadSampleError, match=reason):
+        raise tokenize(folders / "qwen2.5", row)
+
+
+def test_what_a_template_leaves_out_is_not_left_out_in_silence(folders: Path) -> None:
+    for style, messages, reason in (
+        ("zephyr", TOOL_TALK, "leaves out messages of the role tool"),
+        ("phi3", TOOL_TALK[:2], "leaves out tool calls"),
+    ):
+        with pytest.raises(BadSampleError, match=reason):
+            raise tokenize(folders / style, {"messages": messages})
+
+
+def test_a_named_template_has_the_system_prompt_and_refuses_tools(folders: Path) -> None:
+    row = {"instruction": "Who is there?", "output": "Nobody.", "system": "Be brief."}
+    (sample,) = tokenize(folders / "qwen2.5", row, template="chatml")
+    assert sample.tokens.tolist() == reference(folders / "qwen2.5", [SYSTEM, *TALK[:2]])
+    with pytest.raises(BadSampleError, match="it has tools, which the template chatml cannot write"):
+        raise tokenize(folders / "qwen2.5", {"messages": TALK, "tools": TOOLS}, template="chatml")
 
 
 def test_nulls_that_arrow_adds_do_not_reach_the_template(folders: Path, tmp_path: Path) -> None:

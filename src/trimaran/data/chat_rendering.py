@@ -63,6 +63,10 @@ class ChatRenderer:
         """Whether a template asks for today's date; it gets a fixed one."""
         return any("strftime_now" in source for source in self._sources.values())
 
+    def mentions(self, role: str) -> bool:
+        """Return whether a template has a rule for messages of this role."""
+        return any(role in source for source in self._sources.values())
+
     def has_markers(self, tools: Sequence[Any] | None) -> bool:
         """Return whether the template says with `{% generation %}` what is generated."""
         return GENERATION.search(self._sources[self._name(tools)]) is not None

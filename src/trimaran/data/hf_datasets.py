@@ -9,8 +9,10 @@ import datasets
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.data.bad_lines import BadLines
-from trimaran.data.text_files import data_suffix
-from trimaran.data.text_sources import counted_text, row_text
+from trimaran.data.csv_rows import csv_rows
+from trimaran.data.quarantine import BadSampleError
+from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
+from trimaran.data.text_sources import counted_text, is_saved_dataset, row_text
 
 BATCH_ROWS = 1000
 BATCH_IMAGES = 128
@@ -18,21 +20,22 @@ BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Iterator[tuple[str, float]]:
-    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet and JSON files.
+    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet, JSON and CSV files.
 
     The text of a bad row is empty; the row is counted in `bad`.
     """
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_saved_dataset(path):
         dataset = _open_saved(path)
         for number, text in enumerate(_texts(dataset, field, path, bad), start=1):
             yield text, number / len(dataset)
         return
-    tables = [file for file in files if data_suffix(file) in BUILDERS and file.stat().st_size]
+    tables = [file for file in files if data_suffix(file) in (*BUILDERS, *CSV_SUFFIXES) and file.stat().st_size]
     if not tables:
         raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
                         fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip
     for number, file in enumerate(tables):
-        for text in _texts(_open_table(file), field, file, bad):
+        is_csv = data_suffix(file) in CSV_SUFFIXES
+        for text in _csv_texts(file, field, bad) if is_csv else _texts(_open_table(file), field, file, bad):
             yield text, number / len(tables)
 
 
@@ -76,19 +79,31 @@ def _open_table(file: Path) -> datasets.IterableDataset:
         raise _unreadable(file, error) from None
 
 
+def _csv_texts(file: Path, field: str, bad: BadLines) -> Iterator[str]:
+    """Yield the text of each row of a CSV file."""
+    for number, row, _ in csv_rows(file, lambda position: 0.0):
+        where = f"{file}:{number}"
+        if isinstance(row, BadSampleError):
+            bad.add(UserError("T018", f"this row cannot be read: {row}", where=where, fix="correct the row"))
+        else:
+            yield counted_text(row, field, where, bad)
+
+
 def _texts(rows: Any, field: str, path: Path, bad: BadLines) -> Iterator[str]:
     """Yield the text of each row of a Dataset or IterableDataset, which share these methods but no base type."""
-    number = 0
+    number, column = 0, field
     try:
         if columns := rows.column_names:  # unknown for some JSON files until they are read
-            row_text(dict.fromkeys(columns, ""), field, str(path))
-            rows = rows.select_columns([field])
+            column = field if field in columns else field.partition(".")[0]
+            row_text(dict.fromkeys(columns, "some text"), column, str(path))
+            rows = rows.select_columns([column])
         for batch in rows.iter(batch_size=BATCH_ROWS):
-            if field not in batch:
-                row_text(batch, field, str(path))
-            for text in batch[field]:
+            column = field if field in batch else field.partition(".")[0]
+            if column not in batch:
+                row_text(dict.fromkeys(batch, "some text"), column, str(path))
+            for value in batch[column]:
                 number += 1
-                yield counted_text({field: text}, field, f"{path}, row {number}", bad)
+                yield counted_text({column: value}, field, f"{path}, row {number}", bad)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
 

@@ -107,6 +107,8 @@ def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
     }
     if section.source not in SOURCES:
         parts["plugin"] = ", ".join(plugin_fingerprint(section))
+    if "rejected" in section.text_field:
+        parts["rejected"] = "refused"  # earlier versions packed the rejected answers of preference data
     if any_byte_order_mark(files):
         parts["byte_order_mark"] = "skipped"  # earlier versions packed it; files without one keep their fingerprint
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

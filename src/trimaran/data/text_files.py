@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file
 
+CSV_SUFFIXES = (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 ZSTD_CHUNK_BYTES = 1 << 14
@@ -101,7 +102,7 @@ def _zstd_errors(head: bytes) -> tuple[type[Exception], ...]:
 
 def data_suffix(file: Path) -> str:
     """Return the suffix of the file that says what it holds: `.jsonl` for `a.jsonl.gz`."""
-    return file.with_suffix("").suffix if file.suffix in COMPRESSED_SUFFIXES else file.suffix
+    return (file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file).suffix.lower()
 
 
 def any_byte_order_mark(files: Iterable[Path]) -> bool:

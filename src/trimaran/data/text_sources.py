@@ -16,15 +16,24 @@ from trimaran.core.regular_files import read_regular_text
 from trimaran.data import lazy_import
 from trimaran.data.bad_lines import BadLines
 from trimaran.data.plugin_source import plugin_documents
-from trimaran.data.text_files import TextFile, data_suffix, open_text_file
+from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
+from trimaran.data.text_files import CSV_SUFFIXES, TextFile, data_suffix, open_text_file
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
 CHUNK_BYTES = 1 << 24
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json")
-# The file suffixes that belong to a source. Other sources take all files of a folder.
-SUFFIXES = {"jsonl": JSONL_SUFFIXES, "chat": JSON_SUFFIXES, "webdataset": (".tar",), "parquet": (".parquet",)}
+# The file suffixes that belong to a source, in groups: the first group that a folder has is read. Other sources take
+# all files of a folder, as every source does with a saved dataset.
+SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "jsonl": (JSONL_SUFFIXES,),
+    "chat": (JSON_SUFFIXES, (".parquet",), CSV_SUFFIXES),
+    "webdataset": ((".tar",),),
+    "parquet": ((".parquet",),),
+}
+SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of them is in a folder written by save_to_disk
+NOT_ROWS = (*SAVED_DATASET, "dataset_info.json", "dataset_infos.json")
 GENERATED_SOURCES = ("python-stdlib", "shapes")
 # Not part of the standard library's own source: other packages, caches, and tests with deliberately broken files.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -53,15 +62,22 @@ def find_files(section: DataSection) -> list[Path]:
     else:
         root = named_path(section)
         files = [root] if root.is_file() else _walk(root)
-        if section.source in SUFFIXES and root.is_dir():
-            files = [file for file in files if data_suffix(file) in SUFFIXES[section.source]]
+        groups = SUFFIXES.get(section.source, ())
+        if groups and root.is_dir() and not (section.source == "chat" and is_saved_dataset(root)):
+            rows = [file for file in files if file.name not in NOT_ROWS]
+            of_groups = ([file for file in rows if data_suffix(file) in group] for group in groups)
+            files = next(filter(None, of_groups), [])
     if _total_bytes(files):
         return files
-    kind = (
-        "Python file" if section.source == "python-stdlib" else f"{SUFFIXES.get(section.source, ('',))[0]} file".strip()
-    )
+    suffixes = SUFFIXES.get(section.source, (("",),))[0]
+    kind = "Python file" if section.source == "python-stdlib" else f"{suffixes[0]} file".strip()
     raise UserError("T005", f"there is no non-empty {kind}", where=str(root),
                     fix="name a file or a folder with text")  # fmt: skip
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether this is a folder that `save_to_disk` of `datasets` wrote."""
+    return any((path / name).is_file() for name in SAVED_DATASET)
 
 
 def named_path(section: DataSection) -> Path:
@@ -282,7 +298,8 @@ def counted_text(row: dict, field: str, where: str, bad: BadLines) -> str:
     try:
         text = row_text(row, field, where)
     except UserError as error:
-        bad.add(error) if field in row else bad.add_without_field(error, row)
+        has_field = field in row or field_of(row, field) is not None
+        bad.add(error) if has_field else bad.add_without_field(error, row)
         return ""
     bad.add_good()
     return text
@@ -302,10 +319,17 @@ def _parse_line(line: str, field: str, where: str) -> dict:
 
 def row_text(row: dict, field: str, where: str) -> str:
     """Return the text in `field` of one row."""
-    if field not in row:
+    if learns_rejected(row, field):
+        raise preference_error(where)
+    text = field_of(row, field)
+    if (text is None or isinstance(text, list)) and (answers := answer_fields(row)):
+        names = " and ".join(f"'{name}'" for name in answers)
+        raise UserError("T078", f"the field '{field}' holds no text, but {names} {'are' if answers[1:] else 'is'} a "
+                        "conversation", where=where, fix="set data.source to chat, which learns only the answers"
+                        )  # fmt: skip
+    if text is None and field not in row:
         raise UserError("T008", f"there is no field '{field}'{did_you_mean(field, row)}", where=where,
                         fix=f"set data.text_field to one of {', '.join(row) or 'the existing fields'}")  # fmt: skip
-    text = row[field]
     if not isinstance(text, str):
         raise UserError("T008", f"the field '{field}' holds a {type(text).__name__} and not a string", where=where,
                         fix="set data.text_field to the field that holds the text, or drop the row")  # fmt: skip

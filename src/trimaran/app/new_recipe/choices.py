@@ -76,11 +76,10 @@ def recipe_fields(model: ModelFacts, data: DataFacts, choices: Choices, *, path:
     source: dict[str, Any] = {"source": data.source, "path": data.named}
     source |= {"text_field": data.text_field} if data.text_field != "text" else {}
     source |= {"split": data.split} if data.split != "train" else {}
-    place = {"mixture": [{"name": "data", **source}]} if data.needs_mixture else source
     return {
         "name": run_name(model, choices.method),
         "model": section,
-        "data": {**place, "seq_len": choices.seq_len, "epochs": choices.epochs},
+        "data": {**source, "seq_len": choices.seq_len, "epochs": choices.epochs},
         "train": {
             "global_batch": choices.global_batch,
             "lr": choices.lr,

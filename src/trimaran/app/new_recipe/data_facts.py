@@ -10,13 +10,13 @@ from statistics import median
 from typing import Any
 
 from trimaran.core import DataSection, MixtureSource, UserError
-from trimaran.data import TokenShards, lazy_import
-from trimaran.data.samples.parse_chat import CONVERSATIONS, IMAGES, QUESTIONS
+from trimaran.data import TokenShards
+from trimaran.data.row_fields import CONVERSATIONS, QUESTIONS, answer_fields, learns_rejected, preference_error
+from trimaran.data.samples.parse_chat import IMAGES
 from trimaran.data.samples.raw_sample import RawSample, SourceFiles
-from trimaran.data.samples.read_rows import json_rows
-from trimaran.data.samples.readers import IMAGE_SUFFIXES, read_samples
-from trimaran.data.text_files import data_suffix
-from trimaran.data.text_sources import JSON_SUFFIXES, find_files
+from trimaran.data.samples.readers import IMAGE_SUFFIXES, file_rows, read_samples, saved_rows
+from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
+from trimaran.data.text_sources import JSON_SUFFIXES, JSONL_SUFFIXES, find_files, is_saved_dataset
 from trimaran.data.tokenizer import Tokenizer
 from trimaran.hub import is_hub_name, near_folder
 
@@ -39,7 +39,6 @@ class DataFacts:
     source: str
     text_field: str = "text"
     split: str = "train"
-    needs_mixture: bool = False
     is_chat: bool = False
     has_images: bool = False
     num_samples: int
@@ -51,7 +50,7 @@ class DataFacts:
     @property
     def is_samples(self) -> bool:
         """Whether rows are packed from samples, and not cut from one stream of text."""
-        return self.needs_mixture or self.source in ("chat", "webdataset", "parquet", "image-folder")
+        return self.source in ("chat", "webdataset", "parquet", "image-folder")
 
     @property
     def total_tokens(self) -> int:
@@ -87,13 +86,16 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         return DataFacts(named=named, source=source, num_samples=shards.num_documents, is_exact=True,
                          median_tokens=typical, longest_tokens=typical)  # fmt: skip
     row = _first_row(source, folder)
+    if row is not None and learns_rejected(row, ""):
+        raise preference_error(str(folder))
     is_chat, has_images, text_field = _is_chat(row), _has_images(row) or source == "image-folder", "text"
     if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
         text_field = _text_field(row, folder)
     reads_text = not is_chat and not has_images
     if source in ("chat", "parquet") and reads_text:
-        source = "jsonl" if source == "chat" and data_suffix(folder) != ".json" else "datasets"
-    needs_mixture = source == "datasets" and not reads_text
+        source = "jsonl" if _has_only_lines(folder) else "datasets"
+    elif source == "datasets" and not reads_text:
+        source = "chat"
     read = list(islice(_read(source, folder, text_field), MAX_READ))
     good = [sample for sample in read if sample.bad is None]
     if not good:
@@ -108,7 +110,6 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         source="chat" if is_hub and not reads_text else "datasets" if is_hub else source,
         text_field=text_field,
         split=split,
-        needs_mixture=needs_mixture and not is_hub,
         is_chat=is_chat or any(turn.role == "assistant" for turn in good[0].turns),
         has_images=has_images or any(sample.images for sample in good),
         num_samples=max(len(read), round(len(read) / max(fraction, 1e-9))),
@@ -121,7 +122,7 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
 
 def _source_by_names(path: Path) -> str:
     """Return the source that reads the names of the files: a JSON file may still be text or chat."""
-    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+    if is_saved_dataset(path):
         return "datasets"
     if path.is_dir() and (path / "meta.json").is_file() and any(path.glob("shard-*.tokens")):
         return "shards"
@@ -135,7 +136,7 @@ def _source_by_names(path: Path) -> str:
         return "image-folder"
     if suffixes[".parquet"]:
         return "parquet"
-    return "chat" if any(suffixes[each] for each in (*JSON_SUFFIXES, ".json")) else "text"
+    return "chat" if any(suffixes[each] for each in (*JSON_SUFFIXES, *CSV_SUFFIXES)) else "text"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -144,18 +145,19 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
 
 
+def _has_only_lines(path: Path) -> bool:
+    files = find_files(DataSection(source="chat", path=str(path)))
+    return all(data_suffix(file) in JSONL_SUFFIXES for file in files)
+
+
 def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
-    """Return the first row of JSON, Parquet or a saved dataset; None for other sources."""
+    """Return the first row of JSON, Parquet, CSV or a saved dataset; None for other sources."""
     rows: Iterator[tuple[int, Any, float]]
     if source == "datasets":
-        rows = lazy_import.load("hf_datasets", "datasets", where="--data").read_saved(path)
+        rows = saved_rows(path)
     elif source in ("chat", "parquet"):
-        files = find_files(DataSection(source="chat" if source == "chat" else "parquet", path=str(path)))
-        if source == "chat":
-            rows = (row for file in files for row in json_rows(file, lambda position: 0.0))
-        else:
-            module = lazy_import.load("samples.parquet", "pyarrow", where="--data")
-            rows = (row for file in files for row in module.read_parquet(file, lambda position: 0.0))
+        files = find_files(DataSection(source=source, path=str(path)))
+        rows = (row for file in files for row in file_rows(file, lambda position: 0.0))
     else:
         return None
     found = next((row for _, row, _ in islice(rows, MAX_READ) if isinstance(row, Mapping)), None)
@@ -166,10 +168,7 @@ def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
 
 
 def _is_chat(row: Mapping[str, Any] | None) -> bool:
-    if row is None:
-        return False
-    pairs = (*QUESTIONS, ("texts",))
-    return any(name in row for name in CONVERSATIONS) or any(all(name in row for name in pair) for pair in pairs)
+    return row is not None and (any(name in row for name in (*CONVERSATIONS, "texts")) or bool(answer_fields(row)))
 
 
 def _has_images(row: Mapping[str, Any] | None) -> bool:
@@ -178,13 +177,27 @@ def _has_images(row: Mapping[str, Any] | None) -> bool:
 
 def _text_field(row: Mapping[str, Any], path: Path) -> str:
     """Return the field that holds the text: one of the usual names, or the longest string."""
-    strings = {name: value for name, value in row.items() if isinstance(value, str)}
-    if usual := next((name for name in USUAL_TEXT_FIELDS if name in strings), None):
+    strings = dict(_strings(row))
+    last_names = {name.rpartition(".")[2]: name for name in reversed(strings)}
+    if usual := next((last_names[each] for each in USUAL_TEXT_FIELDS if each in last_names), None):
         return usual
+    if asked := [name for name in strings if name in {each for pair in QUESTIONS for each in pair}]:
+        raise UserError("T065", f"{asked[0]} looks like a part of a question and its answer, and the other part is "
+                        f"not found: there are {', '.join(map(str, row))[:200]}", where=str(path),
+                        fix="name the fields prompt and completion")  # fmt: skip
     if not strings:
         raise UserError("T065", f"no field holds text: there are {', '.join(map(str, row))[:200]}", where=str(path),
                         fix="convert it to JSONL with a field text, or to conversations with messages")  # fmt: skip
     return max(strings, key=lambda name: len(strings[name]))
+
+
+def _strings(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields with text, also those of objects inside the row: `data.text`."""
+    for name, value in row.items():
+        if isinstance(value, str):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _strings(value, f"{prefix}{name}.")
 
 
 def _read(source: str, path: Path, text_field: str) -> Iterator[RawSample]:

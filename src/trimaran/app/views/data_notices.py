@@ -42,7 +42,7 @@ def bad_sample_notices(index: SampleIndex) -> list[str]:
 
 
 def _split_notices(source: DataSection | MixtureSource) -> list[str]:
-    ignored = ignored_splits(Path(source.path)) if source.source == "datasets" and source.path else []
+    ignored = ignored_splits(Path(source.path)) if source.source in ("datasets", "chat") and source.path else []
     if not ignored:
         return []
     names = f"split {ignored[0]} is" if len(ignored) == 1 else f"splits {', '.join(ignored)} are"

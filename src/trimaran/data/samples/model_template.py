@@ -23,6 +23,7 @@ from trimaran.data.samples.raw_sample import RawSample, Turn
 
 PROBE, ANSWER = "Wxprobe", "Vxanswer"
 IMAGE_PART = {"type": "image"}
+PROBED_ROLES = ("system", "developer", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ModelTemplate:
         specials = sorted(tokenizer.special_texts(), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self._image_text = ""
+        self._known_left_out: dict[tuple[str, bool], bool] = {}
         self._takes_strings = self._can_render(PROBE)
         self._suffix = "" if self._renderer.has_markers(None) else self._ending()
         if image_token is not None:
@@ -126,16 +128,26 @@ class ModelTemplate:
 
     def _chats(self, raw: RawSample) -> list[RenderedChat]:
         messages = [self._message(turn) for turn in raw.turns]
+        context = {number for number, turn in enumerate(raw.turns) if not turn.learnt}
         has_system = bool(raw.system) and messages[0]["role"] != "system"
         if has_system:
             messages.insert(0, {"role": "system", "content": self._content((raw.system,))})
+            context = {number + 1 for number in context}
         messages, tools = self._plain(messages), self._plain(list(raw.tools)) or None
+        if left_out := self._left_out(messages, tools):
+            raise BadSampleError(f"the chat template leaves out {left_out}")
         write = self._by_marks if self._renderer.has_markers(tools) else self._by_prefix
-        return [replace(chat, num_turns=chat.num_turns - has_system) for chat in write(messages, tools)]
+        return [replace(chat, num_turns=chat.num_turns - has_system) for chat in write(messages, tools, context)]
 
-    def _by_marks(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[RenderedChat]:
-        """Return the conversation of a template with markers. The token that ends a turn is learnt in any case."""
+    def _by_marks(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int]
+    ) -> list[RenderedChat]:
+        """Return the conversation of a template with markers. The token that ends a turn is learnt in any case.
+
+        What it marks in the messages of `context` is not learnt.
+        """
         text, ranges = self._renderer.render_marked(messages, tools)
+        ranges = self._without_context(messages, tools, context, ranges) if context else ranges
         learnt = []
         for each in ranges:
             end = self._special.match(text, each.stop)
@@ -143,16 +155,32 @@ class ModelTemplate:
             learnt.append(range(each.start, end.end() if end and is_open else each.stop))
         return [RenderedChat(text, tuple(learnt), len(messages))]
 
-    def _by_prefix(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[RenderedChat]:
+    def _without_context(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int], ranges: list[range]
+    ) -> list[range]:
+        """Return the ranges that the template marks in other messages than those of `context`."""
+        owners: list[int] = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                so_far = len(self._renderer.render_marked(messages[: number + 1], tools)[1])
+                owners += [number] * (so_far - len(owners))
+        if len(owners) != len(ranges):
+            raise BadSampleError("the chat template does not show which answer is which")
+        return [each for each, owner in zip(ranges, owners, strict=True) if owner not in context]
+
+    def _by_prefix(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int]
+    ) -> list[RenderedChat]:
         """Return the conversation of a template without markers, and a text for each answer that it writes otherwise.
 
         An answer is learnt from the full text only if that has the prompt and the answer as they are at generation.
+        The answers in `context` are not learnt.
         """
         full = self._renderer.render(messages, tools)
         learnt: list[range] = []
         others: list[RenderedChat] = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or number in context:
                 continue
             if not number:
                 raise BadSampleError("it begins with an answer: there is no prompt before it")
@@ -167,6 +195,30 @@ class ModelTemplate:
             else:
                 others.append(RenderedChat(text, (range(len(prompt), stop),), number + 1))
         return ([RenderedChat(full, tuple(learnt), len(messages))] if learnt else []) + others
+
+    def _left_out(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Return which messages the template leaves out without an error; empty if it writes all."""
+        kinds = {f"messages of the role {message['role']}" for message in messages if message["role"] in PROBED_ROLES}
+        kinds |= {"tool calls"} if any(message.get("tool_calls") for message in messages) else set()
+        return next((kind for kind in sorted(kinds) if self._leaves_out(kind, tools)), "")
+
+    def _leaves_out(self, kind: str, tools: list[Any] | None) -> bool:
+        """Return whether the template leaves out messages of this kind. One that fails on the probe does not."""
+        known = kind, bool(tools)  # a model may have another template for tools
+        if known not in self._known_left_out:
+            question, marked = {"role": "user", "content": self._content((PROBE,))}, self._content((ANSWER,))
+            name, role = ANSWER if kind == "tool calls" else PROBE, kind.rpartition(" ")[2]
+            call = {"type": "function", "id": "x00000000", "function": {"name": name, "arguments": {}}}
+            talk = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            if role == "tool":
+                talk.append({"role": "tool", "name": name, "tool_call_id": "x00000000", "content": marked})
+            elif role in PROBED_ROLES:
+                talk = [{"role": role, "content": marked}, question]
+            try:
+                self._known_left_out[known] = ANSWER not in self._renderer.render(talk, tools)
+            except ChatTemplateError:
+                self._known_left_out[known] = False
+        return self._known_left_out[known]
 
     def _answer_length(self, answer: str) -> int:
         """Return the length of an answer with the token that ends it; what a template writes after it is not learnt."""
@@ -203,6 +255,8 @@ class ModelTemplate:
     def _message(self, turn: Turn) -> dict[str, Any]:
         message = dict(turn.fields) if turn.fields else {}
         message.setdefault("role", turn.role)
+        if message["role"] == "developer" and not self._renderer.mentions("developer"):
+            message["role"] = "system"
         if turn.has_content:
             message["content"] = self._content(turn.parts)
         return message

@@ -1,7 +1,8 @@
 """Parses one row of a conversation, caption or text dataset into turns and images.
 
 Supports the `conversations` of LLaVA and ShareGPT, `messages` with plain content or content parts, `texts` with user
-and assistant pairs, question and answer fields, captions, and plain text. The fields of a row decide which it is.
+and assistant pairs, question and answer fields (`QUESTIONS`), captions, and plain text. The fields of a row decide
+which it is, unless `data.text_field` names one.
 """
 
 import base64
@@ -14,19 +15,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
+from trimaran.data.row_fields import (
+    CONTEXTS,
+    CONVERSATIONS,
+    PREFERENCE_REASON,
+    QUESTIONS,
+    SYSTEMS,
+    answer_fields,
+    field_of,
+    is_messages,
+    learns_rejected,
+)
 from trimaran.data.samples.raw_sample import DEFAULT_CHOICE, FrameChoice, ImageLocation, ImageSource, Role, Turn, Video
 from trimaran.data.samples.videos import VIDEO_SUFFIXES, read_video
 
 MARKER = "<image>"
 ROLES: dict[str, Role] = {
-    "system": "system", "human": "user", "user": "user", "tool": "user", "function": "user", "observation": "user",
-    "ipython": "user",
+    "system": "system", "developer": "system", "human": "user", "user": "user", "tool": "user", "function": "user",
+    "observation": "user", "ipython": "user", "tool_response": "user",
     "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
-TOOL_ROLES = ("tool", "function", "observation", "ipython")
+TOOL_ROLES = ("tool", "function", "observation", "ipython", "tool_response")
+CALL_ROLES = ("function_call", "tool_call")  # of ShareGPT: the content is the call, as JSON
 CONTENT_FIELDS = ("from", "value", "role", "content")
-CONVERSATIONS = ("conversations", "messages", "conversation", "dialogue")
-QUESTIONS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
+LOSS_FIELDS = ("weight", "loss", "train")  # of an answer: OpenAI's, ms-swift's and axolotl's; 0 or false: not learnt
+DEFAULT_FIELD = "text"  # of data.text_field
 CAPTIONS = ("caption", "text")
 IMAGES = ("images", "image", "image_path", "file_name")
 
@@ -74,6 +88,8 @@ def read_row(
     turns = list(_turns(row, finder, text_field, split=bool(row_images)))
     turns = [_with_frames(turn) for turn in _with_videos(turns, videos)]
     if not any(_has_target(turn) for turn in turns):
+        if any(_has_target(replace(turn, learnt=True)) for turn in turns):
+            raise BadSampleError("no answer is learnt: they are part of the prompt, or their weight is 0")
         raise BadSampleError("it has no text" if turns[0].role == "text" else "it has no answer")
     num_markers = sum(part is None for turn in turns for part in turn.parts)
     if row_images and not num_markers:
@@ -87,19 +103,25 @@ def read_row(
     for turn in turns:
         images += [next(rest) if part is None else part for part in turn.parts if not isinstance(part, str)]
         parts = tuple(part if isinstance(part, str) else None for part in turn.parts)
-        parsed.append(Turn(turn.role, parts, turn.fields, turn.has_content))
+        parsed.append(Turn(turn.role, parts, turn.fields, turn.has_content, turn.learnt))
     return tuple(parsed), tuple(images)
 
 
-def read_extras(row: Any) -> tuple[tuple[Any, ...], str]:
-    """Return the tools of a row, which may be written as JSON text, and its system prompt beside the conversation."""
-    if not isinstance(row, Mapping) or not any(row.get(field) for field in CONVERSATIONS):
-        return (), ""
-    tools, system = row.get("tools"), row.get("system")
+def read_extras(row: Mapping[str, Any]) -> tuple[tuple[Any, ...], str]:
+    """Return the tools beside a conversation, which may be written as JSON text, and its system prompt."""
+    tools, system = row.get("tools"), next((row[name] for name in SYSTEMS if row.get(name)), "")
     tools = parsed_json(tools) if isinstance(tools, str) and tools.strip() else tools
     if tools and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
         raise BadSampleError("the field 'tools' is not a list of objects")
-    return tuple(tools or ()), system if isinstance(system, str) else ""
+    if not isinstance(system, str):
+        raise BadSampleError("the system prompt beside the conversation is not a text")
+    return tuple(_tool_schema(each) for each in tools or ()), system
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool as templates expect it; ShareGPT's tools are the functions themselves."""
+    is_bare = isinstance(tool.get("name"), str) and "parameters" in tool and not {"type", "function"} & tool.keys()
+    return {"type": "function", "function": tool} if is_bare else tool
 
 
 def parsed_json(text: str) -> Any:
@@ -111,13 +133,16 @@ def parsed_json(text: str) -> Any:
 
 
 def without_arrow_nulls(row: Any) -> Any:
-    """Return a row of Parquet or Arrow whose conversation and tools have only the fields that they were written with.
+    """Return a row of Parquet or Arrow whose messages and tools have only the fields that they were written with.
 
     Arrow gives every object the fields of all objects in its column; those that it did not have are null.
     """
     if not isinstance(row, Mapping):
         return row
-    return {key: _without_nulls(value) if key in (*CONVERSATIONS, "tools") else value for key, value in row.items()}
+    return {
+        key: _without_nulls(value) if key in (*CONVERSATIONS, "tools") or is_messages(value) else value
+        for key, value in row.items()
+    }
 
 
 def _without_nulls(value: Any) -> Any:
@@ -134,6 +159,7 @@ class _ParsedTurn:
     parts: Sequence[TurnPart]
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     has_content: bool = True
+    learnt: bool = True
 
 
 def _video_references(row: Mapping[str, Any], finder: ImageFinder) -> Iterator[Video]:
@@ -185,7 +211,7 @@ def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
 
 def _has_target(turn: _ParsedTurn) -> bool:
     has_text = any(part for part in turn.parts if isinstance(part, str))
-    return turn.role in ("assistant", "text") and (has_text or bool(turn.fields.get("tool_calls")))
+    return turn.role in ("assistant", "text") and turn.learnt and (has_text or bool(turn.fields.get("tool_calls")))
 
 
 def _image_references(row: Mapping[str, Any]) -> Iterator[Any]:
@@ -208,26 +234,79 @@ def _is_image(value: Any) -> bool:
 
 def _turns(row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool) -> Iterator[_ParsedTurn]:
     """Yield each turn. With `split`, `<image>` in a text marks an image of the row."""
-    for field in CONVERSATIONS:
-        if row.get(field):
-            yield from (_turn(turn, finder, split) for turn in _listed(row[field], field))
-            return
-    if row.get("texts"):
+    if learns_rejected(row, text_field):
+        raise BadSampleError(PREFERENCE_REASON)
+    fields = _named_answer(row, text_field) or answer_fields(row)
+    if row.get("texts") and len(fields) != 1:
         for pair in _listed(row["texts"], "texts"):
             yield _ParsedTurn("user", _content(pair.get("user"), finder, split))
             yield _ParsedTurn("assistant", _content(pair.get("assistant"), finder, split))
         return
-    for question, answer in QUESTIONS:
-        if row.get(answer) is not None and row.get(question) is not None:
-            extra = [f"\n{row['input']}"] if isinstance(row.get("input"), str) and row["input"] else []
-            yield _ParsedTurn("user", _content(row[question], finder, split) + extra)
-            yield _ParsedTurn("assistant", _content(row[answer], finder, split))
-            return
+    if len(fields) == 2:
+        yield from _pair(row, *fields, finder, split)
+        return
+    if fields:
+        value = field_of(row, fields[0])
+        messages = parsed_json(value) if isinstance(value, str) else value
+        yield from (_turn(turn, finder, split) for turn in _listed(messages, fields[0]))
+        return
     for field in dict.fromkeys((text_field, *CAPTIONS)):
-        if row.get(field) is not None:
-            yield _ParsedTurn("text", _content(row[field], finder, split))
+        if (value := field_of(row, field)) is not None:
+            yield _ParsedTurn("text", _content(value, finder, split))
             return
     raise BadSampleError(f"none of its fields is a conversation or a text: {', '.join(map(str, row))[:120] or 'none'}")
+
+
+def _named_answer(row: Mapping[str, Any], text_field: str) -> tuple[str, ...]:
+    """Return the conversation that `data.text_field` names, or the question and the answer; empty for a text."""
+    value = field_of(row, text_field)
+    if not value or text_field == DEFAULT_FIELD:
+        return ()
+    if "chosen" in text_field or text_field in (answer for _, answer in QUESTIONS):
+        questions = ("conversations", *(question for question, _ in QUESTIONS))
+        asked = next((name for name in questions if row.get(name) is not None and name != text_field), None)
+        if asked is not None:
+            return asked, text_field
+    return (text_field,) if text_field in CONVERSATIONS or is_messages(value) else ()
+
+
+def _pair(
+    row: Mapping[str, Any], question: str, answer: str, finder: ImageFinder, split: bool
+) -> Iterator[_ParsedTurn]:
+    """Yield a question and its answer, each a text or messages. Answers in the question are not learnt."""
+    asked, answered = row[question], field_of(row, answer)
+    answered = [answered] if isinstance(answered, Mapping) else answered
+    for before, after in _history(row.get("history")):
+        yield _ParsedTurn("user", _content(before, finder, split))
+        yield _ParsedTurn("assistant", _content(after, finder, split))
+    if is_messages(asked):
+        repeated = is_messages(answered) and answered[: len(asked)] == asked
+        yield from (replace(_turn(turn, finder, split), learnt=False) for turn in asked if not repeated)
+    elif not (is_messages(answered) and any(asked == each.get("content", each.get("value")) for each in answered)):
+        contexts = [f"\n{text}" for name in CONTEXTS if name != question and (text := _context(row, name))]
+        yield _ParsedTurn("user", _content(asked, finder, split) + contexts)
+    if is_messages(answered):
+        yield from (_turn(turn, finder, split) for turn in answered)
+    else:
+        yield _ParsedTurn("assistant", _content(answered, finder, split))
+
+
+def _context(row: Mapping[str, Any], name: str) -> str:
+    if not isinstance(value := row.get(name) or "", str):
+        raise BadSampleError(f"the field '{name}' beside the question is not a text")
+    return value
+
+
+def _history(value: Any) -> list[Any]:
+    """Return the questions and answers before those of a row, as Alpaca's `history` has them."""
+    value = parsed_json(value) if isinstance(value, str) and value.strip() else value
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in value
+    ):
+        raise BadSampleError("the field 'history' is not a list of questions with their answers")
+    return value
 
 
 def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedTurn:
@@ -235,15 +314,37 @@ def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedT
     if not isinstance(role, str) or role not in ROLES:
         raise BadSampleError(f"the role {role!r} is unknown"[:120])
     content = turn.get("value", turn.get("content"))
-    parts = _content(content, finder, split)
     fields = {key: value for key, value in turn.items() if key not in CONTENT_FIELDS and value is not None}
+    learnt = _is_learnt(fields)
+    if role in CALL_ROLES:
+        fields["tool_calls"] = _written_calls(content)
+        content = ""
+    parts = _content(content, finder, split)
     if fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(each) for each in _listed(fields["tool_calls"], "tool_calls")]
-    if role in TOOL_ROLES:
-        fields["role"] = "tool"
+    if role in TOOL_ROLES or role == "developer":
+        fields["role"] = "developer" if role == "developer" else "tool"
     if content is None and "content" in turn:
         fields["content"] = None
-    return _ParsedTurn(ROLES[role], parts, fields, has_content=content is not None)
+    return _ParsedTurn(ROLES[role], parts, fields, has_content=content is not None, learnt=learnt)
+
+
+def _is_learnt(fields: dict[str, Any]) -> bool:
+    """Take the fields that say whether a message is learnt out of `fields`, and return what they say."""
+    if fields.get("weight", 1) not in (0, 1):
+        raise BadSampleError(f"the weight of a message is {fields['weight']!r} and not 0 or 1"[:120])
+    given = {name for name in LOSS_FIELDS if name in fields and (name == "weight" or isinstance(fields[name], bool))}
+    values = [fields.pop(name) for name in given]
+    return all(values)
+
+
+def _written_calls(content: Any) -> list[dict[str, Any]]:
+    """Return the tool calls that a message has as JSON text: one, or a list of them."""
+    calls = parsed_json(content) if isinstance(content, str) else content
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in calls):
+        raise BadSampleError('a tool call is not JSON such as {"name": "...", "arguments": {...}}')
+    return [{"type": "function", "function": dict(each)} for each in calls]
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from trimaran.core import DataSection, ImageRules, MixtureSource, UserError
 from trimaran.data import drawn_shapes
 from trimaran.data.prepare_text import Progress
 from trimaran.data.quarantine import BadSampleError
+from trimaran.data.row_fields import PREFERENCE_REASON, preference_error
 from trimaran.data.samples.image_header import ImageSizeReader
 from trimaran.data.samples.raw_sample import DEFAULT_CHOICE, FrameChoice, RawSample, SourceFiles
 from trimaran.data.samples.readers import READERS, read_samples
@@ -33,6 +34,7 @@ BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
 FRAMES_TOGETHER = 2  # with temporal patches
 MAX_SHOWN_BAD = 5
+READING_RULES = 2  # of rows; raised if they are read in another way, so that what was prepared is not used again
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -187,7 +189,10 @@ def _refuse_many_bad(
     more = f"\n         and {num_bad - MAX_SHOWN_BAD:,} more" if num_bad > MAX_SHOWN_BAD else ""
     name, total = files.source.name, num_good + num_bad
     too_many = num_bad > max_bad * total
-    if too_many and all(entry["reason"] == NO_IMAGES_REASON for entry in islice(bad, MAX_SHOWN_BAD)):
+    reasons = {entry["reason"] for entry in islice(bad, MAX_SHOWN_BAD)}
+    if too_many and reasons == {PREFERENCE_REASON}:
+        raise preference_error(bad[0]["where"])
+    if too_many and reasons == {NO_IMAGES_REASON}:
         raise _takes_no_images(f"{num_bad:,} of {total:,} samples of {name} have images", "model.family")
     if not num_good:
         raise UserError("T032", f"no sample of {name} can be used{':' if num_bad else ''}{shown}{more}",
@@ -222,6 +227,8 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
         "made": {"python-stdlib": sys.version, "shapes": drawn_shapes.VERSION}.get(source.source),
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
+    if source.source not in ("text", "python-stdlib", "shapes"):
+        parts["rules"] = READING_RULES
     frames, usual = files.frames, DEFAULT_CHOICE
     if frames.together > 1:  # data without videos has the fingerprint of earlier versions
         parts["frames_together"] = frames.together

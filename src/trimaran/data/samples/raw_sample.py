@@ -57,13 +57,18 @@ class Turn:
 
     The roles `assistant` and `text` are targets. `fields` are the other fields of the message, such as `tool_calls`,
     for a model's own chat template; its `role` is the one to use there, such as `tool`. A message without content, such
-    as a tool call, has no `has_content`.
+    as a tool call, has no `has_content`. An answer that is context only is not `learnt`.
     """
 
     role: Role
     parts: tuple[str | None, ...]
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
     has_content: bool = field(default=True, compare=False)
+    learnt: bool = True
+
+    @property
+    def is_target(self) -> bool:
+        return self.learnt and self.role in ("assistant", "text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def sample_of(
         if isinstance(row, BadSampleError):
             raise row
         turns, images = read_row(row, finder, text_field)
-        tools, system = read_extras(row)
+        tools, system = read_extras(row) if turns[0].role != "text" else ((), "")
     except BadSampleError as error:
         return RawSample(file=name, row=number, fraction_read=fraction_read, bad=str(error))
     return RawSample(

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.data import drawn_shapes, lazy_import
+from trimaran.data.csv_rows import csv_rows
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
-from trimaran.data.samples.read_rows import files_with_progress, json_rows, parse_json, sample_of, text_of
+from trimaran.data.samples.read_rows import FractionAt, files_with_progress, json_rows, parse_json, sample_of, text_of
 from trimaran.data.samples.webdataset import read_tar
-from trimaran.data.text_files import data_suffix
-from trimaran.data.text_sources import JSON_SUFFIXES
+from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
+from trimaran.data.text_sources import JSON_SUFFIXES, NOT_ROWS, is_saved_dataset
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CAPTION_FILES = ("metadata.jsonl", "captions.jsonl")
+
+RowsOf = Callable[[Path, FractionAt], Iterator[tuple[int, Any, float]]]
+"""Yields number, row and fraction read of each row of a file."""
 
 
 def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -29,10 +33,41 @@ def _finder(source_files: SourceFiles, folder: Path) -> ImageFinder:
     return ImageFinder(os.path.abspath(source_files.images or folder), source_files.frames)
 
 
-def _read_chat(source_files: SourceFiles) -> Iterator[RawSample]:
+def file_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    """Yield number, row and fraction read of each row of a JSON, Parquet or CSV file."""
+    suffix = data_suffix(file)
+    if suffix == ".parquet":
+        return parquet_rows(file, fraction_at)
+    return csv_rows(file, fraction_at) if suffix in CSV_SUFFIXES else json_rows(file, fraction_at)
+
+
+def parquet_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    parquet = lazy_import.load("samples.parquet", "pyarrow", where="data.source")
+    for number, row, fraction_read in parquet.read_parquet(file, fraction_at):
+        yield number, without_arrow_nulls(row), fraction_read
+
+
+def saved_rows(folder: Path) -> Iterator[tuple[int, Any, float]]:
+    module = lazy_import.load("hf_datasets", "datasets", where="data.source")
+    for number, row, fraction_read in module.read_saved(folder):
+        yield number, without_arrow_nulls(row), fraction_read
+
+
+def _read_rows(source_files: SourceFiles) -> Iterator[RawSample]:
+    """Yield the rows of a `save_to_disk` folder, or of Parquet, JSON and CSV files."""
+    source, folder = source_files.source, Path(source_files.source.path or "")
+    if is_saved_dataset(folder):
+        finder = _finder(source_files, folder)
+        for number, row, fraction_read in saved_rows(folder):
+            yield sample_of(folder, number, row, finder, source.text_field, fraction_read)
+        return
+    yield from _read_files(source_files, file_rows)
+
+
+def _read_files(source_files: SourceFiles, rows_of: RowsOf) -> Iterator[RawSample]:
     for file, fraction_at in files_with_progress(source_files.files):
         finder = _finder(source_files, file.parent)
-        for number, row, fraction_read in json_rows(file, fraction_at):
+        for number, row, fraction_read in rows_of(file, fraction_at):
             yield sample_of(file, number, row, finder, source_files.source.text_field, fraction_read)
 
 
@@ -84,28 +119,15 @@ def _caption(file: Path, image: ImageLocation) -> Any:
 
 
 def _read_parquet(source_files: SourceFiles) -> Iterator[RawSample]:
-    parquet = lazy_import.load("samples.parquet", "pyarrow", where="data.source")
-    for file, fraction_at in files_with_progress(source_files.files):
-        finder = _finder(source_files, file.parent)
-        for number, row, fraction_read in parquet.read_parquet(file, fraction_at):
-            row = without_arrow_nulls(row)
-            yield sample_of(file, number, row, finder, source_files.source.text_field, fraction_read)
+    return _read_files(source_files, parquet_rows)
 
 
 def _read_datasets(source_files: SourceFiles) -> Iterator[RawSample]:
-    """Yield the rows of a `save_to_disk` folder, or of the parquet and JSON files in a folder."""
-    folder = Path(source_files.source.path or "")
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        finder = _finder(source_files, folder)
-        module = lazy_import.load("hf_datasets", "datasets", where="data.source")
-        for number, row, fraction_read in module.read_saved(folder):
-            row = without_arrow_nulls(row)
-            yield sample_of(folder, number, row, finder, source_files.source.text_field, fraction_read)
-        return
-    tables = [file for file in source_files.files if file.suffix == ".parquet"]
-    json_files = [file for file in source_files.files if data_suffix(file) in JSON_SUFFIXES]
-    yield from _read_parquet(replace(source_files, files=tables))
-    yield from _read_chat(replace(source_files, files=json_files))
+    """Yield the rows of a folder: Parquet first, and nothing of files without rows."""
+    suffixes = [(".parquet",), (*JSON_SUFFIXES, *CSV_SUFFIXES)]
+    files = [file for group in suffixes for file in source_files.files
+             if data_suffix(file) in group and file.name not in NOT_ROWS]  # fmt: skip
+    return _read_rows(replace(source_files, files=files))
 
 
 def _read_webdataset(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -127,8 +149,8 @@ def _read_shapes(source_files: SourceFiles) -> Iterator[RawSample]:
 
 
 READERS: dict[str, Callable[[SourceFiles], Iterator[RawSample]]] = {
-    "chat": _read_chat,
-    "jsonl": _read_chat,
+    "chat": _read_rows,
+    "jsonl": _read_rows,
     "text": _read_texts,
     "python-stdlib": _read_texts,
     "webdataset": _read_webdataset,

@@ -193,15 +193,17 @@ class ChatTokenizer:
             return segments
         if any(turn.fields.get("tool_calls") for turn in raw.turns):
             raise BadSampleError(f"it has tool calls, which the template {self.template} cannot write")
+        if raw.tools:
+            raise BadSampleError(f"it has tools, which the template {self.template} cannot write")
         self._add_template_text(segments, template.begin)
-        if template.default_system and raw.turns[0].role != "system":
-            self._add_turn(segments, Turn("system", (template.default_system,)))
+        if (system := raw.system or template.default_system) and raw.turns[0].role != "system":
+            self._add_turn(segments, Turn("system", (system,)))
         for turn in raw.turns:
             self._add_turn(segments, turn)
         return segments
 
     def _add_turn(self, segments: SampleSegments, turn: Turn) -> None:
-        turn_format, is_target = self._template.turns.get(turn.role), turn.role in ("assistant", "text")
+        turn_format, is_target = self._template.turns.get(turn.role), turn.is_target
         if turn_format is not None:
             self._add_template_text(segments, turn_format.before)
         for part in turn.parts:

@@ -7,7 +7,7 @@ the same state in host memory, and collectives would go through sockets, they re
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -86,18 +86,22 @@ def hand_over(
     targets: Sequence[TensorShard],
     device: torch.device,
     memory: CheckpointSource | None = None,
+    at_half: Callable[[], None] = lambda: None,
 ) -> int:
     """Fill `targets` from the state that the ranks hold, bit for bit, and return the bytes that this rank received.
 
     Every rank must call it. `device` is that of the group's collectives. `memory` has a copy of the same state, or of
-    most of it, that every rank can read. Raises UserError before the first value is written if the held state lacks a
-    tensor or has it with another shape or dtype: call `match_shards` before where not all ranks would raise.
+    most of it, that every rank can read. `at_half` is called when half of the targets are filled. Raises UserError
+    before the first value is written if the held state lacks a tensor or has it with another shape or dtype: call
+    `match_shards` before where not all ranks would raise.
     """
     rank = dist.get_rank()
     matched = match_shards(targets, held)
     wanted: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Tensor]] = defaultdict(list)
     requests = []
-    for shard, regions in matched:
+    for number, (shard, regions) in enumerate(matched):
+        if number == len(matched) // 2:
+            at_half()
         for region, start, size in regions:
             region_held = (region.start, region.size)
             target: Any = shard.tensor[window(start, size, shard.start)]

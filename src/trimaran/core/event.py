@@ -27,7 +27,8 @@ EventKind = Literal[
     "replicas",  # elastic replicas were lost or have joined. data: replicas (that synchronised), joined, rows_again
     # (dealt out again), next_row
     "change",  # the answer to a request to change the plan. data: id, status (applied | refused | failed), patch, by,
-    # reason, how (in place | rebuilt), pause_seconds, pause_parts {part: seconds}, error {code, what, fix} or null
+    # reason, how (in place | rebuilt | restarted), pause_seconds, pause_parts {part: seconds},
+    # error {code, what, fix} or null
     "replay",  # the metrics of all later steps were withdrawn: those steps run again. data: steps, seconds
     "disk",  # metrics cannot be written and are kept in memory (data: failed), or are written again.
     # data: file, failed; lost, first_lost, last_lost (steps) if some were lost

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimaran.core import Cause, UserError
+from trimaran.run.change_phases import CHANGE_PHASES, ChangePhase
 
 FaultName = Literal[
     "kill",
+    "kill-in-change",
     "stop",
     "slow",
     "kill-loader",
@@ -46,6 +48,13 @@ KINDS: dict[FaultName, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind(name="kill", what="SIGKILL to a rank", causes=("crash",), names_rank=True, restarts=True),
+        FaultKind(
+            name="kill-in-change",
+            what="SIGKILL to a rank while the plan changes",
+            causes=("crash",),
+            names_rank=True,
+            restarts=True,
+        ),
         FaultKind(name="stop", what="SIGSTOP to a rank", causes=("hang",), names_rank=True, restarts=True),
         FaultKind(name="slow", what="a rank runs slower", causes=("straggler",), names_rank=True, lasts=True),
         FaultKind(name="kill-loader", what="SIGKILL to a loader process of a rank"),
@@ -69,19 +78,23 @@ KINDS: dict[FaultName, FaultKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillFault:
-    """One fault to inject: into `rank`, with a `factor` for a slow rank, or at `node` for a cut network."""
+    """One fault to inject: into `rank`, or at `node` for a cut network.
+
+    `factor` is that of a slow rank, and `phase` where in a change of the plan a rank is killed.
+    """
 
     kind: FaultKind
     rank: int | None = None
     factor: float = DEFAULT_FACTOR
     node: str = ""
+    phase: ChangePhase = "hand-over"
 
     @property
     def title(self) -> str:
         """Return the fault as its option is typed, such as `slow 1=2x`."""
         target = self.node if self.kind.name == "cut" else "" if self.rank is None else str(self.rank)
-        factor = f"={self.factor:g}x" if self.kind.name == "slow" else ""
-        return f"{self.kind.name} {target}{factor}".strip()
+        detail = {"slow": f"={self.factor:g}x", "kill-in-change": f"={self.phase}"}.get(self.kind.name, "")
+        return f"{self.kind.name} {target}{detail}".strip()
 
 
 def parse_slow(text: str) -> DrillFault:
@@ -95,3 +108,13 @@ def parse_slow(text: str) -> DrillFault:
             fix="write --slow 1=2x for half the speed of rank 1",
         )
     return DrillFault(kind=KINDS["slow"], rank=int(match[1]), factor=float(match[2]))
+
+
+def parse_kill_in_change(text: str) -> DrillFault:
+    """Return the fault of `--kill-in-change 1=hand-over`: rank 1 dies while it hands its state to another plan."""
+    rank, _, name = text.partition("=")
+    phase = next((each for each in CHANGE_PHASES if each == name), None)
+    if phase is None or not re.fullmatch(r"[0-9]{1,6}", rank):
+        raise UserError("A001", f"'{text}' is not RANK=PHASE", where="--kill-in-change",
+                        fix=f"write 1=hand-over; the phases are {', '.join(CHANGE_PHASES)}")  # fmt: skip
+    return DrillFault(kind=KINDS["kill-in-change"], rank=int(rank), phase=phase)

@@ -16,6 +16,8 @@ from trimaran.drill.fault_kinds import DrillFault, FaultName
 from trimaran.drill.find_processes import RunProcesses
 from trimaran.drill.network_cut import cut_network, find_peers
 from trimaran.run import RunDirectory
+from trimaran.run.change_phases import request_kill
+from trimaran.run.change_request import write_change_request
 
 SLOW_PERIOD_SECONDS = 0.08  # in each, a slow rank runs for a part; shorter than most steps
 MAX_CUT_SECONDS = 600.0
@@ -108,6 +110,19 @@ def _damage_and_kill(processes: RunProcesses, fault: DrillFault) -> Iterator[Non
         yield
 
 
+@contextmanager
+def _kill_in_change(processes: RunProcesses, fault: DrillFault) -> Iterator[None]:
+    """Have the rank die in a change of the plan that moves no values and changes no results."""
+    run = processes.run
+    request_kill(run, _rank(fault), fault.phase)
+    try:
+        reason = f"drill: {fault.title}"
+        write_change_request(run, {"plan.cuda_graphs": not run.read_plan().cuda_graphs}, reason=reason)
+        yield
+    finally:
+        run.kill_request.unlink(missing_ok=True)
+
+
 def _rank(fault: DrillFault) -> int:
     assert fault.rank is not None, f"{fault.kind.name} needs a rank"
     return fault.rank
@@ -115,6 +130,7 @@ def _rank(fault: DrillFault) -> int:
 
 INJECTIONS: dict[FaultName, Callable[[RunProcesses, DrillFault], AbstractContextManager[object]]] = {
     "kill": lambda processes, fault: _send(processes.rank(_rank(fault)), signal.SIGKILL),
+    "kill-in-change": _kill_in_change,
     "stop": lambda processes, fault: stopped_process(processes.rank(_rank(fault))),
     "slow": lambda processes, fault: slowed_process(processes.rank(_rank(fault)), fault.factor),
     "kill-loader": lambda processes, fault: _send(oldest_loader(processes, _rank(fault)), signal.SIGKILL),

@@ -74,6 +74,11 @@ class RunDirectory:
         return self.path / "change.json"
 
     @property
+    def kill_request(self) -> Path:
+        """A file that has a rank killed in the next change of the plan, for drills; see `change_phases.py`."""
+        return self.path / "change-drill.json"
+
+    @property
     def model(self) -> Path:
         """The trained weights as Hugging Face safetensors."""
         return self.path / "model"

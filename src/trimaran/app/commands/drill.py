@@ -55,6 +55,10 @@ def drill(  # noqa: PLR0913 - each option of a command is a parameter
         ),
     ] = None,
     kill: Annotated[list[int] | None, typer.Option(metavar="RANK", min=0, help="Kill a rank (SIGKILL).")] = None,
+    kill_in_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=PHASE", help="Kill a rank while the plan changes: 1=hand-over."),
+    ] = None,
     stop: Annotated[list[int] | None, typer.Option(metavar="RANK", min=0, help="Stop a rank (SIGSTOP).")] = None,
     slow: Annotated[
         list[str] | None, typer.Option(metavar="RANK=FACTORx", help="Slow a rank down: 1=2x halves its speed.")
@@ -105,10 +109,11 @@ def drill(  # noqa: PLR0913 - each option of a command is a parameter
     trimaran drill runs/stdlib-tiny --slow 1=2x --yes
     """
     from trimaran.app.views.clean_console import open_console
-    from trimaran.drill.fault_kinds import KINDS, DrillFault, parse_slow
+    from trimaran.drill.fault_kinds import KINDS, DrillFault, parse_kill_in_change, parse_slow
 
     faults = [
         *(DrillFault(kind=KINDS["kill"], rank=rank) for rank in kill or []),
+        *(parse_kill_in_change(text) for text in kill_in_change or []),
         *(DrillFault(kind=KINDS["stop"], rank=rank) for rank in stop or []),
         *(parse_slow(text) for text in slow or []),
         *(DrillFault(kind=KINDS["kill-loader"], rank=rank) for rank in kill_loader or []),
@@ -178,7 +183,7 @@ class Drills:
         processes = drill.wait_for_steady_run()
         rank = max(processes.ranks)
         for name, kind in KINDS.items():
-            if name in {each.kind.name for each in named} or name == "cut":
+            if name in {each.kind.name for each in named} or name in ("cut", "kill-in-change"):
                 continue
             fault = DrillFault(kind=kind, rank=rank if name in ("kill", "stop", "slow", "kill-loader") else None)
             if why := self._why_not(drill, fault, processes):

@@ -25,8 +25,9 @@ def show_answer(answer: dict[str, Any], console: Console) -> None:
     """Print what became of the change."""
     data, step = answer["data"], answer["step"]
     if data["status"] == "applied":
-        pause = show_seconds(data["pause_seconds"])
-        console.print(f"applied after step {step}, {data['how']}; training paused for {pause}")
+        pause = data["pause_seconds"]  # not known if a rank died after the change, before the answer
+        paused = "" if pause is None else f"; training paused for {show_seconds(pause)}"
+        console.print(f"applied after step {step}, {data['how']}{paused}")
         return
     console.print(f"change {data['id']} failed after step {step}: {data['error']['what']}")
     console.print("the run goes on with the plan that it had")

@@ -73,8 +73,9 @@ def _change(state: RunState) -> Iterator[Text]:
         return
     fields = ", ".join(f"{name}={value}" for name, value in _tree(event.data.get("patch")).items())
     text, seconds = f"{event.data.get('status')} after step {event.step}: {fields}", event.data.get("pause_seconds")
-    if event.data.get("status") == "applied" and isinstance(seconds, int | float):
-        yield _line("change", Text(f"{text}; paused for {show_seconds(seconds)}"))
+    if event.data.get("status") == "applied":
+        paused = f"; paused for {show_seconds(seconds)}" if isinstance(seconds, int | float) else ""
+        yield _line("change", Text(f"{text}{paused}"))
     else:
         why = _tree(event.data.get("error")).get("what", "")
         yield _line("change", Text(f"{text}; {why}", style=ORANGE))

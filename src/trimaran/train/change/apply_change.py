@@ -22,6 +22,7 @@ from trimaran.checkpoint.saver import TorchStore
 from trimaran.core import UserError
 from trimaran.data.loader import LoaderFault
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+from trimaran.run.change_phases import ChangePhase, reach_phase
 from trimaran.run.connection_lost import says_connection_lost
 from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.train.agreement import LoopExit
@@ -90,12 +91,15 @@ class PlanChanger:
         first_began, num_updates = time.monotonic(), new.trainer.checkpointer.num_updates
         first = self._try_step(new, step)
         began += time.monotonic() - first_began  # a step is not a part of the pause
+        self._reach("step")
         with self._link.section("restore", step + 1):
             failed = self._agree_on_step(first, new.trainer.checkpointer.num_updates - num_updates)
             if failed is None:
                 assert first.loop_exit is not None
                 with self._timed("checkpoints"):
+                    self._reach("commit")
                     self._commit(change, new, first.loop_exit, step)
+                    self._reach("answer")
                 loop_exit = first.loop_exit
             else:
                 groups = {*known_groups()}
@@ -116,6 +120,7 @@ class PlanChanger:
         """Return the parts of the new plan, whose memory alone is left, or why they cannot be built."""
         old, is_compiled = self.parts, self.parts.context.plan.compile or change.plan.compile
         shard_check = old.trainer.check.guard.shard_check
+        self._reach("copy")
         with self._timed("copy"):
             old.trainer.checkpointer.copy_before_change(step)
             release_graphs(old)  # new parts need their memory, and if these stay, they capture again
@@ -136,7 +141,11 @@ class PlanChanger:
             if not change.in_place:
                 release_state(old)
             forget_compiled(is_compiled)
+        self._reach("release")
         return new
+
+    def _reach(self, phase: ChangePhase) -> None:
+        reach_phase(self._run, self._info.rank, phase)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -224,6 +233,7 @@ class PlanChanger:
         """Make the new plan that of the run: in its directory, and for the checkpoints."""
         old, self.parts = self.parts, new
         self._agree(lambda: self._replace_files(change))
+        self._reach("switch")
         done = loop_exit.step if loop_exit.reason != "rewind" else step + 1
         if not change.in_place:
             new.trainer.checkpointer.take_over(old.trainer.checkpointer, done, copied_step=step)
@@ -233,8 +243,9 @@ class PlanChanger:
     def _replace_files(self, change: CheckedChange) -> None:
         """Write recipe and plan to the run directory, on each node that has its own."""
         if self._info.rank == 0 or (self._link.own_disk and self._info.local_rank == 0):
-            replace_recipe(self._run, change.recipe)
             replace_plan(self._run, change.plan)
+            self._reach("files")
+            replace_recipe(self._run, change.recipe)
 
     def _answer(self, change: CheckedChange, status: Any, began: float, *, error: Exception | None = None) -> None:
         seconds = time.monotonic() - began

@@ -11,6 +11,7 @@ from typing import Any
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.change_request import ChangeRequest, ChangeStatus, read_change_request
+from trimaran.run.replace_plan import replace_recipe
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,29 @@ class ChangeFile:
         if self._path and os.path.exists(self._path):
             request = read_change_request(self._run) or ChangeRequest(id=0)
             fix = "request it again" if status == "failed" else "resume the run with --set"
-            self.answer(request, status, error=UserError("S044", why, where=self._path, fix=fix))
+            if status == "failed" and self._was_made(request):
+                self.answer(request, "applied", how="restarted")
+            else:
+                self.answer(request, status, error=UserError("S044", why, where=self._path, fix=fix))
+
+    def _was_made(self, request: ChangeRequest) -> bool:
+        """Return whether the ranks died after the change was made, and before they answered it.
+
+        The plan is written first. If they died before the recipe was, it is written here.
+        """
+        from trimaran.planner.change_plan import change_run, patch_between  # noqa: PLC0415  few runs need the planner in a rank
+
+        recipe, plan = self._run.read_recipe(), self._run.read_plan()
+        try:
+            changed = change_run(recipe, plan, request.patch, self._environment)
+        except UserError:
+            return False
+        if patch_between(plan, changed.plan):
+            return False
+        if any(name.startswith("plan.") for name in request.patch):
+            replace_recipe(self._run, changed.recipe)
+            return True
+        return changed.recipe == recipe
 
     def _check(self) -> None:
         """Read and check the request."""

@@ -21,6 +21,7 @@ from trimaran.parallel.axes.pp import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 from trimaran.parallel.memory.recompute import change_recompute
 from trimaran.parallel.mesh import forget_meshes
+from trimaran.run.change_phases import reach_phase
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.build import (
     RankContext,
@@ -154,7 +155,9 @@ def _fill(new: WorkerParts, old: WorkerParts, held: HeldState, progress: dict[st
 
     shards: Sequence[TensorShard] = agree(targets)
     memory = old.trainer.checkpointer.open_copy(held.step) if _uses_sockets(new.context.rank_info) else None
-    hand_over(held, shards, new.trainer.device, memory)
+    reach = partial(reach_phase, new.context.run, new.context.rank_info.rank)
+    reach("build")
+    hand_over(held, shards, new.trainer.device, memory, at_half=lambda: reach("hand-over"))
     try:
         refuse_unused_tensors(shards, held, gather=all_gather_int64, allowed=MAY_BE_UNUSED)
     except UserError as error:  # the same on all ranks

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,54 @@ def test_a_full_queue_answers_429_and_the_rest_is_answered(server: RunningServer
     assert refused[0].json()["error"]["code"] == "U008"
     assert int(refused[0].headers["retry-after"]) >= 1
     server.wait_idle()
+
+
+def test_a_call_that_can_never_fit_is_400_and_one_that_fits_an_idle_server_is_answered(server: RunningServer) -> None:
+    small = {"max_tokens": 1, "temperature": 0}
+    assert server.client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, **small}).status_code == 200
+    for path, body in [
+        ("/v1/completions", {"prompt": ["a"] * 5, **small}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 3, **small}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 5, **small}),
+        ("/v1/embeddings", {"input": ["a"] * 2048}),
+    ]:
+        answer = server.client.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "U024")
+        assert "at most 4 fit" in answer.text
+
+
+def test_prompts_of_more_bytes_than_fit_are_refused_without_tokenising_them(server: RunningServer) -> None:
+    text = "a" * (3 << 20)
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    for path, body in [
+        ("/v1/completions", {"prompt": ["a", text]}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/embeddings", {"input": text}),
+    ]:
+        answer = server.client.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "U003")
+        assert "3,145,728 bytes" in answer.json()["error"]["what"]
+
+
+def test_a_body_that_is_too_large_gets_413(server: RunningServer) -> None:
+    body = b"x" * (33 << 20)
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=HEADERS, timeout=ANSWER_SECONDS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "U007")
+
+
+def test_an_endless_head_and_half_heads_leave_the_server_to_others(server: RunningServer) -> None:
+    address = httpx.URL(server.url)
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection((address.host, address.port or 80))) for _ in range(100)
+        ]
+        for each in connections:
+            each.sendall(b"GET / HTTP/1.1\r\nHo")
+        endless = connections[0]
+        endless.sendall(b"st: a\r\nX: " + b"a" * (40 << 10))
+        assert endless.recv(100).startswith(b"HTTP/1.1 431 ")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.metrics()['errors_total{code="U021"}'] == 1
 
 
 def test_a_client_that_vanishes_frees_its_pages_and_its_place(server: RunningServer) -> None:

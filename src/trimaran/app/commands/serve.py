@@ -59,6 +59,9 @@ def serve(  # noqa: PLR0913 - each option of a command is a parameter
         float | None, typer.Option(min=0.0, metavar="GB", help="Size of the key-value cache. [default: what is free]")
     ] = None,
     max_body_mb: Annotated[int, typer.Option(min=1, metavar="MB", help="The largest request.")] = 32,
+    max_client_connections: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Connections of one address, or of the proxy before the server.")
+    ] = 1024,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="How long running requests may take after SIGTERM.")
     ] = 30.0,
@@ -86,7 +89,7 @@ def serve(  # noqa: PLR0913 - each option of a command is a parameter
     )  # fmt: skip
     settings = ServerSettings(
         name=name or _name_of(weights), token=token or secrets.token_urlsafe(24), host=host, max_queue=max_queue,
-        max_body_bytes=max_body_mb << 20, drain_seconds=drain_seconds,
+        max_body_bytes=max_body_mb << 20, max_client_connections=max_client_connections, drain_seconds=drain_seconds,
         follow_after=_newest_step(weights) if follow else None,
     )  # fmt: skip
     if engine == "vllm":

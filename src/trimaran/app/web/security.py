@@ -4,6 +4,7 @@ A request has to name this machine as its host, come from a page of this server,
 the token in the address. Responses say what a browser may do with them; see docs/guides/ui.md.
 """
 
+import asyncio
 import hmac
 import re
 import secrets
@@ -24,6 +25,7 @@ HOST = re.compile(r"(?P<name>\[::1\]|[a-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?", re
 READING = ("GET", "HEAD")
 LOGIN = "/login"
 MAX_TOKEN_BYTES = 256
+TOKEN_SECONDS = 10.0
 # NiceGUI puts `X-Forwarded-Prefix` into its pages; there is no proxy that would have to set it.
 REMOVED_HEADER = b"x-forwarded-"
 SCRIPT = re.compile(rb"<script(?=[\s>])")
@@ -94,7 +96,11 @@ class SecurityMiddleware:
 
     async def _log_in(self, receive: Receive, send: Send) -> None:
         """Give the cookie for the token. The token stays valid: the address may be opened in another browser."""
-        given = await _read_body(receive, limit=MAX_TOKEN_BYTES)
+        try:
+            async with asyncio.timeout(TOKEN_SECONDS):
+                given = await _read_body(receive, limit=MAX_TOKEN_BYTES)
+        except TimeoutError:
+            given = None
         if given is None or not hmac.compare_digest(given, self._credentials.token.encode()):
             await _answer(send, 401, "this is not the token of this server\n")
             return

@@ -26,9 +26,11 @@ from trimaran.app.web import (
 )
 from trimaran.app.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
 from trimaran.app.web.language import LANGUAGE_COOKIE, language_of, say, say_in, set_server_language
-from trimaran.app.web.security import Credentials, SecurityMiddleware
+from trimaran.app.web.security import Application, Credentials, SecurityMiddleware
 from trimaran.app.web.web_state import WebState
 from trimaran.core import UserError
+from trimaran.infer.server.api_error import status_of
+from trimaran.infer.server.connection_guard import ConnectionGuard, guarded_http, limits_of_process
 
 LOOPBACK = "127.0.0.1"
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
@@ -85,8 +87,18 @@ def bind(port: int) -> socket.socket:
 def serve(state: WebState, listening: socket.socket, on_start: Callable[[str], None]) -> None:
     """Serve the pages until the process is interrupted. `on_start` gets the address when it can be opened."""
     credentials = Credentials(listening.getsockname()[1])
-    config = uvicorn.Config(
-        build_app(state, credentials),
+    server = uvicorn.Server(http_config(build_app(state, credentials), ConnectionGuard(limits_of_process(), refusal)))
+    nicegui_app.on_startup(lambda: on_start(credentials.url))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+
+
+def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Config:
+    """Return how uvicorn serves the pages."""
+    return uvicorn.Config(
+        application,
+        http=guarded_http(guard),
+        h11_max_incomplete_event_size=guard.limits.h11_bytes,
         access_log=False,
         log_level="warning",
         proxy_headers=False,
@@ -94,10 +106,11 @@ def serve(state: WebState, listening: socket.socket, on_start: Callable[[str], N
         timeout_graceful_shutdown=1,
         ws_max_size=1 << 20,
     )
-    server = uvicorn.Server(config)
-    nicegui_app.on_startup(lambda: on_start(credentials.url))
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
+
+
+def refusal(error: UserError) -> Response:
+    """Return the answer to a connection that is refused before its request is known."""
+    return Response(f"{error.code}: {error.what}\n", status_code=status_of(error), media_type="text/plain")
 
 
 def open_browser(url: str) -> None:

@@ -5,6 +5,7 @@ is limited in size and time. Probes (/health, /ready) need no token: they say no
 """
 
 import asyncio
+import contextlib
 import hmac
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -23,6 +24,8 @@ LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
 OPEN_PATHS = ("/health", "/ready")
 BODY_SECONDS = 60.0
+DRAIN_SECONDS = 10.0
+DRAIN_BODIES = 4  # of a refused body, as many bytes are read and dropped as so many of the largest bodies have
 
 
 class AccessMiddleware:
@@ -39,12 +42,13 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        incoming = _Incoming(receive)
         try:
             self._check(scope)
-            body = await self._read_body(scope["headers"], receive)
+            body = await self._read_body(scope["headers"], incoming.receive)
         except UserError as error:
             self._on_refusal(error)
-            await _with_close(error_response(error))(scope, receive, send)
+            await self._refuse(error, incoming, send)
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
@@ -92,9 +96,37 @@ class AccessMiddleware:
             raise UserError("U018", f"the body did not arrive within {BODY_SECONDS:.0f} seconds", where="the body",
                             fix="send it faster, or in smaller requests") from None  # fmt: skip
 
+    async def _refuse(self, error: UserError, incoming: "_Incoming", send: Send) -> None:
+        """Answer with an error, read what the client still sends, within bounds, and close the connection.
+
+        A connection that is closed with unread data is reset, and the client may never see the answer.
+        """
+        response = error_response(error)
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        dropped = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while not incoming.is_over and dropped <= DRAIN_BODIES * self._max_body_bytes:
+                    dropped += len((await incoming.receive()).get("body", b""))
+        await send({"type": "http.response.body"})
+
     def _too_large(self) -> UserError:
         return UserError("U007", f"the body has more than {self._max_body_bytes:,} bytes", where="the body",
                          fix="send less, or start the server with a larger --max-body-mb")  # fmt: skip
+
+
+class _Incoming:
+    """What a client sends, and whether it was all."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.is_over = receive, False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.is_over = message["type"] != "http.request" or not message.get("more_body")
+        return message
 
 
 def allowed_host(headers: RawHeaders, hosts: Sequence[str] | None) -> str | None:
@@ -106,12 +138,6 @@ def allowed_host(headers: RawHeaders, hosts: Sequence[str] | None) -> str | None
     found = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     match = HOST.fullmatch(found[0]) if len(found) == 1 else None
     return found[0] if match and (hosts is None or match["name"] in hosts) else None
-
-
-def _with_close(response: Any) -> Any:
-    """Return the response with the connection closed after it: the rest of a body may be on its way."""
-    response.headers["connection"] = "close"
-    return response
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,7 +35,7 @@ from trimaran.infer.server.call_fields import (
 )
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.guided_json import schema_of
-from trimaran.infer.server.prompt_reader import PreparedPrompt, PromptReader
+from trimaran.infer.server.prompt_reader import PreparedPrompt, PromptReader, longest_prompt
 from trimaran.infer.server.serving_metrics import ServingMetrics
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
@@ -108,16 +109,15 @@ class OpenAiApi:
     async def _complete(self, request: Request) -> Response:
         call = parse_call(CompletionCall, await request.body())
         adapter, limits = self._model.adapter_of(call.model), self._limits()
-        prompts = await self._in_thread(
-            lambda: self._reader.read_texts(call.prompts, vocabulary=limits.vocabulary, where="prompt")
-        )
+        self._client.check_count(len(call.prompts) * (call.n or 1))
+        prompts = await self._read_texts(call.prompts, limits, where="prompt")
         count, wants = call.n or 1, call.logprobs is not None
         template = EngineRequest(
             id="", prompt=(), sampling=_sampling(call), adapter=adapter, logprobs=call.logprobs,
             max_tokens=call.max_tokens or DEFAULT_COMPLETION_TOKENS, grammar=schema_of(call.response_format),
             prompt_logprobs=bool(call.echo) and wants,
         )  # fmt: skip
-        requests = [each for prompt in prompts for each in self._requests(template, prompt, count, call, limits)]
+        requests = [each for prompt in prompts for each in self._requests(template, prompt, count, call)]
         echoes = [_echo(self._model, prompt) if call.echo else "" for prompt in prompts for _ in range(count)]
         choices = [
             AnswerChoice(prompts[number // count], self._model.texts.tokenizer, call.stops, echo=echo, records=wants)
@@ -133,14 +133,17 @@ class OpenAiApi:
         if call.top_logprobs and not call.logprobs:
             raise UserError("U001", "top_logprobs needs logprobs: true", where="top_logprobs",
                             fix="send logprobs: true, or leave top_logprobs out")  # fmt: skip
+        self._client.check_count(call.n or 1)
+        self._reader.check_bytes(self._reader.texts_of(call.messages), limits, where="messages")
         prompt = await self._in_thread(lambda: self._reader.read_chat(call.messages))
+        _refuse_long(prompt, limits)
         longest = max(1, limits.max_length - len(prompt.ids))
         template = EngineRequest(
             id="", prompt=(), sampling=_sampling(call), adapter=adapter, grammar=schema_of(call.response_format),
             max_tokens=call.max_completion_tokens or call.max_tokens or longest,
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
         )  # fmt: skip
-        requests = list(self._requests(template, prompt, call.n or 1, call, limits))
+        requests = list(self._requests(template, prompt, call.n or 1, call))
         choices = [
             AnswerChoice(prompt, self._model.texts.tokenizer, call.stops, records=bool(call.logprobs)) for _ in requests
         ]
@@ -153,11 +156,8 @@ class OpenAiApi:
         if call.dimensions is not None:
             raise UserError("U001", "dimensions is not supported by this server", where="dimensions",
                             fix="leave it out: an embedding has the size of the model's last layer")  # fmt: skip
-        prompts = await self._in_thread(
-            lambda: self._reader.read_texts(call.inputs, vocabulary=limits.vocabulary, where="input")
-        )
-        for prompt in prompts:
-            _refuse_long(prompt, limits)
+        self._client.check_count(len(call.inputs))
+        prompts = await self._read_texts(call.inputs, limits, where="input")
         ids = [secrets.token_hex(8) for _ in prompts]
         requests = [
             EngineRequest(id=name, prompt=prompt.ids, sampling=Sampling(), max_tokens=1, adapter=adapter, embed=True)
@@ -167,11 +167,24 @@ class OpenAiApi:
         shape = _EmbeddingFormat(call.model or self._model.name, call.encoding_format)
         return AnswerResponse(self._pending(requests, choices, shape), stream=False)
 
+    async def _read_texts(
+        self, prompts: Sequence[str | Sequence[int]], limits: EngineLimits, *, where: str
+    ) -> list[PreparedPrompt]:
+        """Return the prompts of a call. The prompts of other calls are tokenised in between."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._reader.check_bytes([prompt], limits, where=where)
+        found = []
+        for prompt in prompts:
+            read = partial(self._reader.read_text, prompt, vocabulary=limits.vocabulary, where=where)
+            found.append(await self._in_thread(read))
+            _refuse_long(found[-1], limits)
+        return found
+
     def _requests(
-        self, template: EngineRequest, prompt: PreparedPrompt, count: int, call: GenerationFields, limits: EngineLimits
+        self, template: EngineRequest, prompt: PreparedPrompt, count: int, call: GenerationFields
     ) -> Sequence[EngineRequest]:
         """Return the engine's requests for the answers to one prompt. Each has its own seed."""
-        _refuse_long(prompt, limits)
         return [
             replace(
                 template,
@@ -302,7 +315,7 @@ def _sampling(call: CallFields) -> Sampling:
 
 def _refuse_long(prompt: PreparedPrompt, limits: EngineLimits) -> None:
     """Raise if the engine could never run the prompt: the model has too few positions, or the cache too few pages."""
-    longest = min(limits.max_length, limits.num_pages * limits.page_size)
+    longest = longest_prompt(limits)
     if len(prompt.ids) > longest:
         raise UserError("U003", f"the prompt has {len(prompt.ids)} tokens, and at most {longest} fit",
                         where="the prompt", fix="shorten it, or use fewer or smaller images")  # fmt: skip

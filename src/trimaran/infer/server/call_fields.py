@@ -9,6 +9,8 @@ from trimaran.core import UserError, did_you_mean
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
+MAX_PROMPT_IDS = 1 << 22
+MAX_MESSAGES = 1 << 14
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_SEED = 2**63 - 1
@@ -16,6 +18,10 @@ MAX_TOP_LOGPROBS = 20
 
 Id = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+# The body is parsed in the event loop: a list that is no list of these ends at its first wrong item.
+Ids = Annotated[list[Id], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+ListsOfIds = Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CallFields(BaseModel):
@@ -92,12 +98,7 @@ class GenerationFields(NeutralFields):
 class CompletionCall(GenerationFields):
     """A text to continue, or several, as text or as token ids."""
 
-    prompt: (
-        str
-        | list[Id]
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
-        | Annotated[list[list[Id]], Field(max_length=MAX_PROMPTS)]
-    )
+    prompt: str | Ids | Texts | ListsOfIds
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -135,7 +136,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     name: str | None = None
     refusal: None = None
 
@@ -143,7 +144,7 @@ class ChatMessage(BaseModel):
 class ChatCall(GenerationFields):
     """A conversation to answer."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -152,12 +153,7 @@ class ChatCall(GenerationFields):
 class EmbeddingCall(CallFields):
     """Texts whose embeddings are wanted."""
 
-    input: (
-        str
-        | list[Id]
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
-        | Annotated[list[list[Id]], Field(max_length=MAX_PROMPTS)]
-    )
+    input: str | Ids | Texts | ListsOfIds
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

@@ -111,6 +111,13 @@ class EngineClient:
         """Set the gauges of the queue, which change too often to be set at every change."""
         self._metrics.set_gauges(waiting_requests=self._queue.num_waiting, running_requests=self._queue.num_running)
 
+    def check_count(self, count: int) -> None:
+        """Raise UserError if a call of so many requests could not even be taken by an idle server."""
+        most = self._queue.max_waiting + (self.limits.max_sequences if self.limits else 0)
+        if count > most:
+            raise UserError("U024", f"the call has {count} requests, and at most {most} fit", where="the request",
+                            fix="split it, or start the server with a larger --max-queue")  # fmt: skip
+
     def submit(self, requests: Sequence[EngineRequest]) -> Ticket:
         """Add the requests of a call. Raises UserError if the server stops or the queue is full."""
         if self._is_stopping:

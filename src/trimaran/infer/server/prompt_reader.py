@@ -3,7 +3,7 @@
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trimaran.core import UserError
@@ -11,12 +11,14 @@ from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import Role, Turn
 from trimaran.data.vision import BadImageError
 from trimaran.infer.conversation import PromptBuilder
+from trimaran.infer.engine.engine_messages import EngineLimits
 from trimaran.infer.image_prompt import PromptImage, decode_image, place_images
 from trimaran.infer.next_token import PlacedImage
 from trimaran.infer.open_weights import ModelTexts
 from trimaran.infer.server.call_fields import ChatMessage, ContentPart
 
 DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>[A-Za-z0-9+/=\s]*)", re.ASCII)
+SHORT_BYTES = 1 << 20  # texts up to this size are always tokenised: a tokenizer may drop or join parts of a text
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -29,11 +31,24 @@ class PreparedPrompt:
     images: tuple[PlacedImage, ...] = ()
 
 
+def longest_prompt(limits: EngineLimits) -> int:
+    """Return how many tokens a prompt may have: the model's positions, if the cache has pages for so many."""
+    return min(limits.max_length, limits.num_pages * limits.page_size)
+
+
 class PromptReader:
     """Makes prompts for one model. Not safe for several threads: tokenizers have state."""
 
     def __init__(self, texts: ModelTexts) -> None:
         self._texts, self._builder = texts, PromptBuilder(texts)
+        self._token_bytes = max((len(each.encode()) for each in texts.tokenizer.vocabulary()), default=1)  # the longest
+
+    def check_bytes(self, texts: Iterable[str], limits: EngineLimits, *, where: str) -> None:
+        """Raise UserError if the texts of a prompt have more bytes than the tokens that fit, before tokenising them."""
+        size, longest = sum(len(each.encode(errors="replace")) for each in texts), longest_prompt(limits)
+        if size > max(SHORT_BYTES, longest * self._token_bytes):
+            raise UserError("U003", f"the prompt has {size:,} bytes, and at most {longest} tokens fit, of up to "
+                            f"{self._token_bytes} bytes each", where=where, fix="shorten it")  # fmt: skip
 
     def read_text(self, prompt: str | Sequence[int], *, vocabulary: int, where: str) -> PreparedPrompt:
         """Return the prompt of a text to continue, or of token ids as they are."""
@@ -48,11 +63,6 @@ class PromptReader:
                                 where=where, fix="send ids of this model's tokenizer")  # fmt: skip
         return PreparedPrompt(tuple(ids), self._texts.stop_ids)
 
-    def read_texts(
-        self, prompts: Sequence[str | Sequence[int]], *, vocabulary: int, where: str
-    ) -> list[PreparedPrompt]:
-        return [self.read_text(each, vocabulary=vocabulary, where=where) for each in prompts]
-
     def read_chat(self, messages: Sequence[ChatMessage]) -> PreparedPrompt:
         """Return the prompt of a conversation up to the beginning of the answer."""
         images: list[PromptImage] = []
@@ -65,6 +75,15 @@ class PromptReader:
                             ) from None  # fmt: skip
         placed_ids, placed = place_images(ids, images, self._texts.rules)
         return PreparedPrompt(tuple(placed_ids), self._builder.stop_ids, tuple(placed))
+
+    @staticmethod
+    def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
+        """Yield the texts of a conversation, without those of images."""
+        for message in messages:
+            if isinstance(message.content, str):
+                yield message.content
+            else:
+                yield from (part.text or "" for part in message.content)
 
     def _turn(self, message: ChatMessage, number: int, images: list[PromptImage]) -> Turn:
         role, where = ROLES[message.role], f"messages.{number}.content"

@@ -99,7 +99,7 @@ class RequestQueue:
 
     def __init__(self, *, max_waiting: int, on_times: Callable[[float, bool], None] = lambda seconds, first: None
                  ) -> None:  # fmt: skip
-        self._max_waiting, self._on_times = max_waiting, on_times
+        self.max_waiting, self._on_times = max_waiting, on_times
         self._waiting: deque[ActiveRequest] = deque()
         self._running: dict[str, ActiveRequest] = {}
         self._orders = itertools.count()
@@ -119,7 +119,7 @@ class RequestQueue:
 
     def submit(self, requests: Sequence[EngineRequest], *, free: int) -> Ticket:
         """Add requests, all or none. Raises UserError if too many wait; the first `free` would not wait."""
-        if self.num_waiting + len(requests) - max(0, free) > self._max_waiting:
+        if self.num_waiting + len(requests) - max(0, free) > self.max_waiting:
             raise UserError("U008", f"the queue is full: {self.num_waiting} requests wait", where="the server",
                             fix="try again after the time in Retry-After, or start a server with a longer --max-queue"
                             )  # fmt: skip

@@ -13,10 +13,18 @@ from typing import Any
 
 import uvicorn
 
+from trimaran.core import UserError
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.open_weights import open_texts
-from trimaran.infer.server.access import LOCAL_NAMES, AccessMiddleware
+from trimaran.infer.server.access import LOCAL_NAMES, AccessMiddleware, Application
 from trimaran.infer.server.api import ApiModel, OpenAiApi
+from trimaran.infer.server.api_error import error_response
+from trimaran.infer.server.connection_guard import (
+    MAX_CONNECTIONS,
+    ConnectionGuard,
+    guarded_http,
+    limits_of_process,
+)
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.engine_process import EngineProcess, start_engine
 from trimaran.infer.server.follow_run import follow_run, newest_weights
@@ -28,7 +36,6 @@ from trimaran.infer.weights_location import TrainedWeights
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MAX_CONNECTIONS = 8192
 CLOSE_SECONDS = 5.0
 # Longer than clients usually keep an idle connection: a request that crosses a close on its way is lost.
 KEEP_ALIVE_SECONDS = 75
@@ -89,27 +96,19 @@ class Server:
     def _http_server(self) -> DrainingServer:
         settings = self._settings
         hosts = LOCAL_NAMES if settings.host in LOOPBACK else None
+
+        def on_refusal(error: UserError) -> None:
+            self.metrics.observe_error(error.code)
+
         application = AccessMiddleware(
             self.api.application(),
             token=settings.token,
             hosts=hosts,
             max_body_bytes=settings.max_body_bytes,
-            on_refusal=lambda error: self.metrics.observe_error(error.code),
+            on_refusal=on_refusal,
         )
-        return DrainingServer(
-            uvicorn.Config(
-                application,
-                access_log=False,
-                log_level="warning",
-                lifespan="off",
-                proxy_headers=False,
-                server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_graceful_shutdown=int(CLOSE_SECONDS),
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                ws="none",
-            )
-        )
+        limits = limits_of_process(settings.max_client_connections)
+        return DrainingServer(http_config(application, ConnectionGuard(limits, error_response, on_refusal)))
 
     def _followers(self) -> list[asyncio.Task[None]]:
         run, after = self._config.weights.run, self._settings.follow_after
@@ -148,6 +147,24 @@ class Server:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(http, 2 * CLOSE_SECONDS)
         self.api.close()
+
+
+def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Config:
+    """Return how uvicorn serves the API."""
+    return uvicorn.Config(
+        application,
+        http=guarded_http(guard),
+        h11_max_incomplete_event_size=guard.limits.h11_bytes,
+        access_log=False,
+        log_level="warning",
+        lifespan="off",
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(CLOSE_SECONDS),
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ws="none",
+    )
 
 
 def serve(

@@ -23,6 +23,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     max_queue: int = 1024
     max_body_bytes: int = 32 << 20
+    max_client_connections: int = 1024
     drain_seconds: float = 30.0
     follow_after: int | None = None
     follow_seconds: float = 1.0

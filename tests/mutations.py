@@ -13,6 +13,7 @@ Mutator = Callable[[bytes, random.Random], bytes]
 
 # Values in place of another one, as text that is YAML and, mostly, JSON.
 VALUES = (
+    "[null]", "[[null], {}]", '{"a": null}', '[{"a": [null]}]',
     "null", "true", "[]", "{}", "[1, [2]]", '{"a": {"b": 1}}', '""', '"x"', "0", "-1", "-7.5", "1e308", "1e-320",
     "1e999", ".nan", "NaN", "-Infinity", ".inf", "2001-13-45", "2001-12-14", "9" * 5000, "0x" + "f" * 5000, "9" * 400,
     "9223372036854775808", "-9223372036854775809", "18446744073709551616", "10:13", "~", "!!int abc", "!!bool abc",
@@ -23,7 +24,8 @@ VALUES = (
 PYTHON_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**400, -(10**30), 0.5, -0.5, 1e-320, 1e308, math.nan,
     math.inf, -math.inf, "", "x", "auto", "1", "nan", "\x00", "\ud800", "\x1b]0;x\x07", "a" * 5000, "/" * 5000, [],
-    [[]], [None], {}, {"": None}, {"a": {"b": [1]}}, [1, "2", None], [0] * 100, "../..", "/dev/null", "/", ".", "🙂",
+    [[]], [None], [[None]], {"a": None}, [{"a": [None]}], {}, {"": None},
+    {"a": {"b": [1]}}, [1, "2", None], [0] * 100, "../..", "/dev/null", "/", ".", "🙂",
 )  # fmt: skip
 ENCODINGS = ("utf-16", "utf-16-be", "utf-32", "utf-8-sig", "latin-1", "cp037")
 NEST_DEPTHS = (25, 990, 100_000)

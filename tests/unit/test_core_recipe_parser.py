@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
+from trimaran.core.field_aliases import all_fields
 
 
 def test_an_empty_recipe_is_the_default_recipe() -> None:
@@ -120,6 +121,19 @@ def test_a_dumped_recipe_parses_to_itself() -> None:
 def test_any_yaml_gives_a_recipe_or_a_user_error(tree: object) -> None:
     with suppress(UserError):
         parse_recipe(yaml.safe_dump(tree), name="-")
+
+
+def test_nulls_in_a_list_or_a_mapping_of_any_field_are_one_clear_error() -> None:
+    wrong = {}
+    for path in (*all_fields(), "train.optimizer.towers.vision", "plan.towers.vision"):
+        for value in ("[null]", "[[null], {}]", "{a: null}", "[{a: [null]}]", "{a: {b: null}}"):
+            try:
+                parse_recipe("", name="test", overrides=[f"{path}={value}"])
+            except UserError as error:
+                wrong[path, value] = error.where
+    assert wrong["plan.micro_batches", "[null]"] == "plan.micro_batches.0 (--set)"
+    assert wrong["train.optimizer.towers", "{a: {b: null}}"] == "train.optimizer.towers.a.b (--set)"
+    assert [path for (path, _), where in wrong.items() if path.partition(".")[0] not in where] == []
 
 
 def test_the_schema_has_every_section_and_forbids_others() -> None:

@@ -163,7 +163,7 @@ FIELDS = (
     "plan.mesh.tp", "plan.pipeline.stages", "plan.micro_batch", "plan.recompute", "data.seq_len", "data.path", "name",
     "model.preset", "model.path", "data.mixture", "faults.ranks", "telemetry.profile", "cluster", "checkpoint.every",
     "train.optimizer.towers", "data.epochs", "data.timeout_seconds", "model.family", "train.sample.prompt", "", ".",
-    "a.b",
+    "a.b", "plan.micro_batches",
 )  # fmt: skip
 VARIABLES = (
     "OMP_NUM_THREADS", "TRIMARAN_CACHE", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME",

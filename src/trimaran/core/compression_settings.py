@@ -50,7 +50,7 @@ class Compression(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, tree: Any) -> Any:
-        if not isinstance(tree, Mapping) or tree.get("kind") not in KIND_FIELDS:
+        if not isinstance(tree, Mapping) or str(tree.get("kind")) not in KIND_FIELDS:
             return tree
         own = KIND_FIELDS[tree["kind"]]
         given = {name: value for name, value in tree.items() if value is not None}

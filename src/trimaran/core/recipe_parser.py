@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -177,31 +177,28 @@ def _unknown_field(path: Path, places: Places) -> UserError:
 
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
-    """Return `location` without the names of the union branches that pydantic tried."""
-    branches = ("function-after[_with_largest_micro_batch(), Plan]", "Compression", "LocalSteps", "literal['auto']")
-    path = tuple(part for part in location if part not in branches)
-    while len(path) > 1 and not _reaches(tree, path):
-        path = path[:-1]
-    return path
-
-
-def _reaches(tree: Any, path: Path) -> bool:
-    """Return whether `path` leads to a value in the tree."""
-    for part in path[:-1]:
-        if not isinstance(tree, dict | list) or (isinstance(tree, dict) and part not in tree):
-            return False
-        tree = tree[part]  # type: ignore[index]
-    return (isinstance(tree, dict) and path[-1] in tree) or isinstance(tree, list)
+    """Return `location` without the names of the union branches that pydantic tried, and without missing fields."""
+    path: list[str | int] = []
+    here: Any = tree
+    for part in location:
+        in_list = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if in_list or (isinstance(here, dict) and part in here):
+            here = here[part]
+            path.append(part)
+    return tuple(path) or location[:1]
 
 
 def _fields_at(path: Path) -> list[str]:
-    """Return the fields of the section at `path`; numbers in it are places in a list of sections."""
-    model: Any = Recipe
+    """Return the fields of the section at `path`; numbers in it are places in a list, and keys of a mapping names."""
+    model, is_key = Recipe, False
     for part in path:
-        if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
-            inner = [annotation, *(each for member in get_args(annotation) for each in (member, *get_args(member)))]
-            model = next(each for each in map(section_model, inner) if each)
+        if isinstance(part, int) or is_key:
+            is_key = False
+            continue
+        annotation: Any = model.model_fields[part].annotation
+        is_key = get_origin(annotation) is dict
+        inner = [annotation, *(each for member in get_args(annotation) for each in (member, *get_args(member)))]
+        model = next(each for each in map(section_model, inner) if each)
     return [field for field in model.model_fields if field != "prediction"]
 
 

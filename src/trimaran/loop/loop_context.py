@@ -14,7 +14,7 @@ from trimaran.loop.batch_agreement import BatchAgreement, as_tree
 from trimaran.loop.call_order import CallOrder
 
 ROW_STATE = ("is_padding", "any_padding", "is_evaluating", "local_batch", "local_rows", "min_local_rows",
-             "max_local_rows")  # fmt: skip
+             "max_local_rows", "batch_dim", "num_rows_here", "row_shapes")  # fmt: skip
 
 
 class LoopContext:
@@ -22,7 +22,8 @@ class LoopContext:
 
     `is_padding`: this rank has no rows of the current batch. It works on a copy of one, which counts nothing, since the
     other ranks need it in their collectives. `any_padding`: some rank has none. `is_synced`: gradients are reduced in
-    the current backward. `num_dealt` counts the batches and micro-batches that were dealt.
+    the current backward. `num_dealt` counts the batches and micro-batches that were dealt. `num_rows_here` rows are in
+    the rank's latest one, along `batch_dim` of its tensors, whose shapes are `row_shapes`; 0 if that is not known.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +37,10 @@ class LoopContext:
         self.is_synced = True
         self.num_dealt = 0
         self.local_batch: Any = None  # the latest batch of a loader, which holds this rank's rows only
+        self.loader_dim = 0  # the dimension of its rows
         self.local_rows = self.min_local_rows = self.max_local_rows = 0
+        self.batch_dim = self.num_rows_here = 0
+        self.row_shapes: list[tuple[int, ...]] = []
 
     def set_sync(self, is_last: bool) -> None:
         """Say whether the next backward is the last one before a step."""
@@ -48,22 +52,31 @@ class LoopContext:
     def set_counted(self, is_counted: bool) -> None:
         self.is_padding = not is_counted
 
-    def rows_of(self, batch: Any, start: int, stop: int) -> Any:
+    def rows_of(self, batch: Any, start: int, stop: int, *, dim: int = 0) -> Any:
         """Return this rank's part of the rows from `start` to `stop` of a global batch, on the device."""
         part = part_of(stop - start, self.rank, self.world_size)
         self.any_padding = stop - start < self.world_size
-        return self._take(batch, start + part.start, start + part.stop, instead=start)
+        return self._take(batch, start + part.start, start + part.stop, instead=start, dim=dim)
 
-    def local_rows_of(self, batch: Any, start: int, stop: int) -> Any:
+    def local_rows_of(self, batch: Any, start: int, stop: int, *, dim: int = 0) -> Any:
         """Return the rows from `start` to `stop` of a batch that holds only this rank's rows."""
         self.any_padding = start >= self.min_local_rows
-        return self._take(batch, start, min(stop, self.local_rows), instead=0)
+        return self._take(batch, start, min(stop, self.local_rows), instead=0, dim=dim)
 
-    def _take(self, batch: Any, start: int, stop: int, *, instead: int) -> Any:
+    def _take(self, batch: Any, start: int, stop: int, *, instead: int, dim: int) -> Any:
         """Return a range of rows; if it is empty, the row `instead`, which is not counted."""
         self.is_padding = start >= stop
         rows = slice(instead, instead + 1) if self.is_padding else slice(start, stop)
-        return self.to_device(tree_map(lambda each: each[rows] if has_rows(each) else each, batch))
+        taken = self.to_device(cut_rows(batch, rows, dim))
+        self.note_rows(taken, dim)
+        return taken
+
+    def note_rows(self, batch: Any, dim: int) -> None:
+        """Note the rows that this rank works on from now on."""
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(as_tree(batch)) if has_rows(leaf)]
+        sizes = {shape[min(dim, len(shape) - 1)] for shape in shapes}
+        self.batch_dim, self.row_shapes = dim, shapes
+        self.num_rows_here = sizes.pop() if len(sizes) == 1 else 0
 
     def to_device(self, batch: Any) -> Any:
         return tree_map(
@@ -89,6 +102,32 @@ def has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
+def is_list(leaf: Any) -> bool:
+    """Return whether this is a list of text, or of numbers: plain values, perhaps one for each row."""
+    kinds = {type(each) for each in leaf} if type(leaf) in (list, tuple) else set()
+    return bool(kinds) and (kinds <= {str, bytes} or (isinstance(leaf, list) and kinds <= {int, float, bool}))
+
+
+def cut_rows(batch: Any, rows: slice, dim: int = 0) -> Any:
+    """Return a range of the rows of a batch, along dimension `dim`. A tensor with fewer dimensions has them last."""
+    num_rows = _num_rows(batch, dim)
+
+    def cut(leaf: Any) -> Any:
+        if has_rows(leaf):
+            return leaf[(slice(None),) * min(dim, leaf.ndim - 1) + (rows,)]
+        return leaf[rows] if is_list(leaf) and len(leaf) == num_rows else leaf
+
+    return tree_map(cut, batch, is_leaf=is_list)
+
+
+def _num_rows(batch: Any, dim: int) -> int | None:
+    """Return the number of rows of the tensors of a batch, or else of its texts; None if they differ or have none."""
+    leaves = tree_leaves(batch, is_leaf=is_list)
+    sizes = {leaf.shape[min(dim, leaf.ndim - 1)] for leaf in leaves if has_rows(leaf)}
+    sizes = sizes or {len(leaf) for leaf in leaves if is_list(leaf) and isinstance(leaf[0], str | bytes)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def part_of(num_rows: int, rank: int, world_size: int) -> range:
     """Return the rows of a rank: consecutive, and at most one more than those of another rank."""
     each, more = divmod(num_rows, world_size)
@@ -96,12 +135,38 @@ def part_of(num_rows: int, rank: int, world_size: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def num_rows_of(batch: Any, where: str) -> int:
-    """Return the number of rows of a batch. Raise UserError if its tensors differ in it, or have none."""
-    lengths = {len(leaf) for leaf in tree_leaves(as_tree(batch)) if has_rows(leaf)}
-    if len(lengths) == 1 and (num_rows := lengths.pop()):
+def num_rows_of(batch: Any, where: str, *, dim: int = 0) -> int:
+    """Return the number of rows of a batch. Raise UserError if its tensors or texts differ in it, or have none."""
+    tree = as_tree(batch)
+    num_rows = _num_rows(tree, dim)
+    leaves = tree_leaves(tree, is_leaf=is_list)
+    shapes = [tuple(leaf.shape) for leaf in leaves if has_rows(leaf)]
+    texts = {len(leaf) for leaf in leaves if is_list(leaf) and isinstance(leaf[0], str | bytes)}
+    if num_rows and texts <= {num_rows}:
         return num_rows
-    what = f"tensors of {', '.join(map(str, sorted(lengths)))} rows" if lengths - {0} else "no rows"
-    raise UserError("P040", f"this global batch has {what}", where=where,
-                    fix="pass a tensor, or a tuple, list or dict of tensors, with the rows of the global batch as "
-                    "their first dimension")  # fmt: skip
+    sizes = sorted({shape[min(dim, len(shape) - 1)] for shape in shapes})
+    if num_rows:
+        what = f"lists of {', '.join(map(str, sorted(texts)))} texts beside tensors of {num_rows} rows"
+        fix = "pass one text for each row; keep lists of anything else, such as names of classes, out of the batch"
+    elif set(sizes) - {0}:
+        what = f"tensors of {', '.join(map(str, sizes))} rows"
+        fix = ("pass a tensor, or a tuple, list or dict of tensors, with the rows of the global batch as their first "
+               "dimension")  # fmt: skip
+        if other := _common_dim(shapes):
+            fix = f"if the rows are dimension {other} of shapes {_listed(shapes)}, pass batch_dim={other}; else {fix}"
+    else:
+        what, fix = "no rows", "pass at least one row, as the first dimension of tensors"
+    raise UserError("P040", f"this global batch has {what}", where=where, fix=fix)
+
+
+def _common_dim(shapes: list[tuple[int, ...]]) -> int | None:
+    """Return the first dimension but 0 in which all of the tensors have the same size."""
+    fewest = min((len(shape) for shape in shapes if len(shape) > 1), default=0)
+    for dim in range(1, fewest):
+        if len({shape[min(dim, len(shape) - 1)] for shape in shapes}) == 1:
+            return dim
+    return None
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes[:4])

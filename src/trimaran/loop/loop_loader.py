@@ -43,6 +43,7 @@ class LoopLoader:
         self._order = _order_of(source)
         self.dataset: Any = source.dataset
         self.batch_size = source.batch_size
+        self.batch_dim = 0  # of the rows in a batch
         self.epoch = 0
         self._position = self._stepped = EpochPosition(0)
         self._is_resumed = False
@@ -105,7 +106,8 @@ class LoopLoader:
         context.local_rows = shares[context.rank]
         context.min_local_rows, context.max_local_rows = min(shares), max(shares)
         context.is_padding, context.any_padding = not context.local_rows, not min(shares)
-        context.local_batch = context.to_device(rows)
+        context.local_batch, context.loader_dim = context.to_device(rows), self.batch_dim
+        context.note_rows(context.local_batch, self.batch_dim)
         if not context.is_evaluating:
             context.set_sync(True)
         context.check_same(torch.from_numpy(batch), num_rows=len(batch), where=WHERE)

@@ -1,6 +1,7 @@
 """Tells from the autograd graph whether a loss is a sum or a mean, so that neither is taken for the other."""
 
 import linecache
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -27,7 +28,7 @@ def reduction_of(loss: Tensor) -> Reduction | None:
     return _reduction(loss.grad_fn, MAX_DEPTH)
 
 
-def check_reduction(loss: Tensor, *, claimed: Reduction | None, count: int | None) -> None:
+def check_reduction(loss: Tensor, *, claimed: Reduction | None, count: float | None) -> None:
     """Raise UserError if the graph contradicts `claimed` (None: a sum). Warn if nothing was claimed and it is unknown.
 
     `count` is the number of samples or tokens, None if it is not known. The mean of one is also its sum.
@@ -43,17 +44,95 @@ def check_reduction(loss: Tensor, *, claimed: Reduction | None, count: int | Non
         )
     if found is None or found == (claimed or "sum"):
         return
-    factor = f"{count} times" if count else "as many times as the batch has samples"
+    factor = f"{count:g} times" if count else "as many times as the batch has samples"
     if found == "mean":
         what = f"the loss is a mean but is taken as a sum: its gradient would be {factor} too small"
         fix = 'add reduction="mean" to this line, or compute the loss with reduction="sum"'
     else:
         what = f'the loss is a sum but reduction="mean" is set: its gradient would be {factor} too large'
         fix = 'remove reduction="mean" from this line'
-    raise UserError("P044", what, where=_calling_line(), fix=fix)
+    raise UserError("P044", what, where=calling_line(), fix=fix)
 
 
-def _calling_line() -> str:
+def check_divisor(loss: Tensor, *, count: float) -> None:
+    """Raise UserError if `loss` is a mean, and its graph shows that it was divided by something else than `count`.
+
+    `cross_entropy` divides by the class weights of the labels that are not ignored. A mean over elements may have
+    several for each sample, but not 7 for 5.
+    """
+    sizes = []
+    for node in _means(loss.grad_fn, MAX_DEPTH):
+        if hasattr(node, "_saved_total_weight"):
+            weight = node._saved_total_weight
+            divisor = float(weight)
+            is_equal = abs(divisor - count) <= max(1e-5, 4 * torch.finfo(weight.dtype).eps) * max(divisor, count)
+            if is_equal or not math.isfinite(divisor):
+                sizes.append(1)
+                continue
+            ignored = node._saved_ignore_index
+            ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+            labels = f"labels != {ignored}"
+            if node._saved_weight is None:
+                divided, line = "the labels that are not ignored", f"num_tokens=({labels}).sum()"
+            else:
+                divided, line = "the class weights of the labels", f"num_samples=weight[labels[{labels}]].sum()"
+            what = f"the loss was divided by {divisor:g}, {divided}, but backward was told that it is the mean of"
+            raise UserError("P143", f"{what} {count:g}", where=calling_line(), fix=f"loop.backward(loss, {line}, "
+                            'reduction="mean")')  # fmt: skip
+        sizes.append(_numel(node.next_functions[0]))
+    # One mean that fits is enough: another may be a penalty on weights.
+    if sizes and count > 0 and count == int(count) and all(size % count and count % size for size in sizes):
+        raise UserError("P143", f"the loss is a mean over {sizes[0]} elements, but backward was told that it is the "
+                        f"mean of {count:g}", where=calling_line(),
+                        fix="pass the number that the loss was divided by, such as num_tokens=loss.numel() before "
+                        'the mean; or sum the loss, and leave out reduction="mean"')  # fmt: skip
+
+
+def accumulation_divisor(loss: Tensor) -> int:
+    """Return the whole number that a mean was divided by in its last operation; 1 if there is none.
+
+    The sum of so many losses, divided by their number, is their mean.
+    """
+    node = loss.grad_fn
+    while node is not None and node.name().startswith(TRANSPARENT):
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith(("MulBackward", "DivBackward")):
+        return 1
+    inner = [each for each, _ in node.next_functions if each is not None]
+    factor = _constant(node, node.name())
+    if len(inner) != 1 or not factor or not 0 < factor <= 0.5 or _reduction(inner[0], MAX_DEPTH) != "mean":
+        return 1
+    divisor = round(1 / factor)
+    return divisor if abs(divisor * factor - 1) < 1e-6 and _num_terms(inner[0]) != divisor else 1
+
+
+def _num_terms(node: Any) -> int:
+    if not node.name().startswith(("AddBackward", "SubBackward")):
+        return 1
+    return sum(_num_terms(each) for each, _ in node.next_functions if each is not None)
+
+
+def _means(node: Any, depth: int) -> list[Any]:
+    """Return the nodes that divide by a count, in a loss that is a mean or a weighted sum of means."""
+    if node is None or depth == 0:
+        return []
+    name = node.name()
+    inner = [each for each, _ in node.next_functions if each is not None]
+    if getattr(node, "_saved_reduction", None) == MEAN or name.startswith("MeanBackward"):
+        is_number = _numel(node.next_functions[0]) == 1 and not hasattr(node, "_saved_total_weight")
+        return _means(inner[0], depth - 1) if is_number else [node]
+    is_scale = name.startswith(("MulBackward", "DivBackward")) and len(inner) == 1
+    if name.startswith((*TRANSPARENT, "AddBackward", "SubBackward")) or is_scale:
+        return [found for each in inner for found in _means(each, depth - 1)]
+    return []
+
+
+def _numel(edge: Any) -> int:
+    node, number = edge
+    return torch.Size(node._input_metadata[number].shape).numel() if node is not None else 1
+
+
+def calling_line() -> str:
     """Return the line of the user's script that called Trimaran."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):

@@ -1,0 +1,281 @@
+"""The checks of a loop's first steps: each finds a loop that would train something else than one process does."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from itertools import count as counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from trimaran.core import UserError
+from trimaran.loop.gradient_watch import GradientWatch, local_tensor
+from trimaran.loop.loop_context import LoopContext
+from trimaran.loop.loop_optimizers import parameters_of
+from trimaran.loop.loss_reduction import accumulation_divisor, calling_line, check_divisor
+from trimaran.loop.row_dependence import Cause, mark_outputs, row_dependence
+from trimaran.parallel.comm.json_exchange import all_gather_json
+
+FIRST_STEPS = 3
+MAX_LOSSES = 4  # that are differentiated twice
+OFF = "prepare(..., check_loss=False) turns this check off"
+HOOK_WARNING = (
+    "P148: {} has a gradient hook. In loop.backward gradients are sums over this rank's samples, and no means: a hook "
+    "that masks or scales them is right, one that clips or adds is not, and sharding removes hooks. Change gradients "
+    "in loop.step(before_update=change), which gets the mean over all samples."
+)
+_numbers = counter()
+
+
+class LoopChecks:
+    """What the first steps of a loop are checked for. Mistakes are raised in `before_step`, on all ranks alike.
+
+    With `is_on` false, only the calls are checked: who changes gradients, and who updates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        context: LoopContext,
+        *,
+        is_on: bool,
+        is_sharded: bool,
+    ) -> None:
+        self._model, self._optimizers, self._context = model, optimizers, context
+        self._is_on, self._is_sharded = is_on, is_sharded
+        self._owner = f"output of loop {next(_numbers)}"
+        self._num_steps = self._num_losses = self.num_backwards = 0
+        self._divisors: set[int] = set()
+        self._watch = GradientWatch()
+        self._found: UserError | None = None
+        self._random_state, self._drawn = b"", ""  # before the latest forward; its hash if numbers were drawn in it
+        self._warned_of_noise = self._warned_of_hooks = self._is_updating = False
+        for each in optimizers:
+            each.register_step_pre_hook(self._before_update)
+        self._hooks = self._hooked(model) if is_on else []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is one of the first steps."""
+        return self._num_steps < FIRST_STEPS
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether a step has several batches: of other ranks, or micro-batches. One batch is always whole."""
+        return self._context.world_size > 1 or not self._context.is_synced or self.num_backwards > 0
+
+    def before_backward(self, loss: Tensor, *, count: float | None, is_mean: bool) -> None:
+        """Look at a loss before its graph is freed. `count` is None if it is not read, to not wait for the device."""
+        context = self._context
+        self._check_gradients()
+        is_whole = context.is_padding or not self._is_split
+        if self._is_on and not context.is_padding and is_mean:
+            self._divisors.add(accumulation_divisor(loss))
+        if self._is_on and not is_whole and is_mean and count is not None:
+            try:
+                check_divisor(loss, count=count)
+            except UserError as error:
+                self._found = self._found or error
+        if self._is_on and self.is_first and not is_whole and self._num_losses < MAX_LOSSES:
+            self._num_losses += 1
+            cause = row_dependence(loss, self._owner, context.num_rows_here)
+            if cause is not None:
+                self._found = self._found or self._dependent(cause)
+
+    def after_backward(self) -> None:
+        self.num_backwards += 1
+        if self.is_first:
+            self._watch.record(parameters_of(self._optimizers))
+
+    def before_step(self) -> None:
+        """Raise what any rank has found. Every rank must call it."""
+        self._check_gradients()
+        if self.is_first:
+            self._check_hooks()
+        if not self.num_backwards and any(each.grad is not None for each in parameters_of(self._optimizers)):
+            what = "the gradients of this step do not come from loop.backward: they are not those of all ranks' rows"
+            self._found = self._found or UserError("P142", what, where=calling_line(), fix="call "
+                                                   "loop.backward(loss, num_samples=len(y), reduction=\"mean\") in "
+                                                   "place of loss.backward()")  # fmt: skip
+        if self.num_backwards > 1 and self._divisors == {self.num_backwards}:
+            what = (f"each of {self.num_backwards} losses was divided by {self.num_backwards}, but loop.step divides "
+                    "by the samples of all of them: the gradient would be as many times too small")  # fmt: skip
+            self._found = self._found or UserError("P144", what, where=calling_line(), fix="leave out the division: "
+                                                   "loop.backward(loss, num_samples=len(y), reduction=\"mean\"). "
+                                                   + OFF)  # fmt: skip
+        if self.is_first:
+            self._agree()
+        elif self._found is not None:
+            raise self._found
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Let the optimizers update, which they may do here only; then begin the next step."""
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
+        self._num_steps += 1
+        self.forget()
+        if not self.is_first:
+            for each in self._hooks:
+                each.remove()
+            self._hooks = []
+
+    def forget(self) -> None:
+        """Forget the losses since the last step."""
+        self.num_backwards = 0
+        self._divisors.clear()
+        self._watch.forget()
+
+    def _agree(self) -> None:
+        """Raise this rank's mistake, or that of another rank; warn if all ranks have drawn the same random numbers."""
+        found = self._found
+        if self._context.world_size > 1:
+            mine = None if found is None else [found.code, found.what, found.where, found.fix]
+            ranks = all_gather_json([mine, self._drawn])
+            for rank, (other, _) in enumerate(ranks):
+                if found is None and other is not None:
+                    code, what, where, fix = other
+                    found = UserError(code, f"{what} (on rank {rank})", where=where, fix=fix)
+            states = {state for _, state in ranks}
+            if len(states) == 1 and states != {""} and not self._warned_of_noise and found is None:
+                self._warned_of_noise = True
+                if self._context.rank == 0:
+                    warnings.warn(
+                        "P147: all ranks have drawn the same random numbers in the model, each for its own rows "
+                        "(dropout, noise). Call trimaran.seed_rank(seed) after prepare, and draw batches from a "
+                        f"generator of their own; ignore this if all rows share them. {OFF}.",
+                        stacklevel=4,
+                    )
+        if found is not None:
+            raise found
+
+    def _check_gradients(self) -> None:
+        if num_changed := self._watch.num_changed():
+            self._watch.forget()
+            what = (f"{num_changed} gradients were changed or cleared between loop.backward and loop.step: they are "
+                    "sums over the samples, which loop.step divides")  # fmt: skip
+            fix = ("clip with loop.step(clip_norm=...); change gradients in a function, which gets their means: "
+                   "loop.step(before_update=change); leave zero_grad to loop.step")  # fmt: skip
+            self._found = self._found or UserError("P141", what, where=calling_line(), fix=fix)
+
+    def _before_update(self, optimizer: Optimizer, *args: Any) -> None:
+        if self._is_updating:
+            return
+        gradients = [local_tensor(each.grad) for each in parameters_of([optimizer]) if each.grad is not None]
+        if self.num_backwards or any(bool((each != 0).any()) for each in gradients if not each.is_sparse):
+            raise UserError("P142", "the optimizer was stepped by itself: gradients are not divided by the samples of "
+                            "all ranks, and not summed over ranks unless loop.backward was called",
+                            where=calling_line(), fix="call loop.step() in place of optimizer.step(), "
+                            "scaler.step(optimizer) and optimizer.zero_grad()")  # fmt: skip
+
+    def _dependent(self, cause: Cause) -> UserError:
+        ranks, rows = self._context.world_size, self._context.num_rows_here
+        seen = f"the {rows} rows of each of {ranks} ranks" if ranks > 1 else f"the {rows} rows of each micro-batch"
+        if cause == "dimension":
+            what = f"in this loss the {rows} rows of a rank depend on each other, but not those of another dimension"
+            fix = "if the rows of the batch are dimension 1: loop.local_rows(batch, batch_dim=1)"
+        elif cause == "normalised":
+            what = f"this loss normalises over {seen}, not over those of the whole batch"
+            fix = "compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches"
+        else:
+            what = f"this loss is no sum over rows: it compares or combines {seen}, not those of the whole batch"
+            fix = ("compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches; or "
+                   "sum a loss for each row")  # fmt: skip
+        return UserError("P140", what, where=calling_line(), fix=f"{fix}. {OFF}")
+
+    def _hooked(self, model: nn.Module) -> list[Any]:
+        """Watch what the model draws and returns, and the dimension along which its layers for sequences run."""
+        hooks: list[Any] = [
+            model.register_forward_pre_hook(Hook(self._before_forward)),
+            model.register_forward_hook(Hook(self._after_forward), prepend=not self._is_sharded),
+        ]
+        for name, module in model.named_modules():
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+                hooks.append(module.register_forward_pre_hook(Hook(self._check_sequence, name)))
+        return hooks
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        self._random_state = random_state(self._context.device)
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Mark the outputs. FSDP's hooks on them gather weights: those of a sharded model are marked behind these."""
+        if not torch.is_grad_enabled():
+            return None
+        is_drawn = random_state(self._context.device) != self._random_state
+        self._drawn = blake2b(self._random_state, digest_size=8).hexdigest() if is_drawn else ""
+        if self._is_sharded:
+            output = tree_map(lambda each: each.view_as(each) if is_computed(each) else each, output)
+        mark_outputs(output, self._owner)
+        return output
+
+    def _check_sequence(self, name: str, module: Any, args: Any) -> None:
+        context = self._context
+        along = int(bool(module.batch_first))
+        shape = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
+        rows, dim = context.num_rows_here, context.batch_dim
+        if not torch.is_grad_enabled() or len(shape) < 3 or dim != along or not self._is_split or rows < 2:
+            return
+        other = shape[1 - along]
+        if shape[along] == rows != other and any(
+            len(each) > 1 and each[along] == rows and each[1 - along] == other
+            for each in context.row_shapes[:MAX_LOSSES]
+        ):
+            what = (f"{name or 'the model'} ({type(module).__name__}) runs along dimension {along} of its input, which "
+                    "the batch was cut along: each rank would see a part of every sequence")  # fmt: skip
+            self._found = self._found or UserError(
+                "P145", what, where=name or type(module).__name__, fix=f"if the batch is [sequence, rows], pass "
+                f"batch_dim={1 - along} to loop.local_rows or micro_batches; if it is [rows, sequence], build the "
+                f"layer with batch_first={not along}. {OFF}")  # fmt: skip
+
+    def _check_hooks(self) -> None:
+        if not self._warned_of_hooks and (name := hooked_parameter(self._model)):
+            self._warned_of_hooks = True
+            warnings.warn(HOOK_WARNING.format(name), stacklevel=4)
+
+
+class Hook:
+    """A hook of a module. A copy of the module, or one that is pickled, has a hook that does nothing."""
+
+    def __init__(self, function: Callable[..., Any], *first: Any) -> None:
+        self._function, self._first = function, first
+
+    def __call__(self, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self._function(*self._first, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (do_nothing,)
+
+
+def do_nothing(*args: Any) -> None: ...
+
+
+def hooked_parameter(model: nn.Module) -> str | None:
+    """Return the name of a parameter with a hook of the user on its gradient."""
+    for name, each in model.named_parameters():
+        hooks = [
+            *(each._backward_hooks or {}).values(),
+            *(getattr(each, "_post_accumulate_grad_hooks", 0) or {}).values(),
+        ]
+        if any(
+            not (getattr(hook, "func", hook).__module__ or "").startswith(("trimaran.", "torch.")) for hook in hooks
+        ):
+            return name
+    return None
+
+
+def is_computed(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def random_state(device: torch.device) -> bytes:
+    """Return the states of torch's generators of the CPU and the device."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return b"".join(each.numpy().tobytes() for each in states)

@@ -21,6 +21,7 @@ from trimaran.app.main import main
 from trimaran.app.new_recipe.choices import choose_values, learning_rate
 from trimaran.app.new_recipe.data_facts import DataFacts, look_at_data
 from trimaran.app.new_recipe.model_facts import ModelFacts, look_at_model
+from trimaran.app.session import prepare_data
 from trimaran.core import UserError, parse_recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models.to_hf_vlm import vlm_to_disk
@@ -272,3 +273,28 @@ def test_a_written_recipe_trains(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 2
+
+
+def test_init_and_the_dry_run_refuse_the_data_that_train_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    rows = [json.dumps(row) for row in chats(43)]
+    language_model(tmp_path / "model")
+    written(tmp_path / "chat.jsonl", "\n".join(rows))
+    init = ["init", "--model", "model", "--data", "chat.jsonl", "--yes", "--cluster", "2xcpu", "--out"]
+    assert main([*init, "good.yaml"]) == 0
+    assert "data.epochs 1: " in capsys.readouterr().err
+    assert main(["train", "good.yaml", "--dry-run"]) == 0
+    assert "data.epochs 1: " in capsys.readouterr().err
+    for number in (7, 31):
+        rows[number] = rows[number][:-9]
+    written(tmp_path / "chat.jsonl", "\n".join(rows))
+    refused = [main([*init, "bad.yaml"]), main(["train", "good.yaml", "--dry-run"]), main(["train", "good.yaml"])]
+    assert refused == [2, 2, 2]
+    assert capsys.readouterr().err.count("T031: 2 of 43 samples of chat are bad") == 3
+    assert not Path("bad.yaml").exists()
+    monkeypatch.setattr(prepare_data, "MAX_CHECKED_BYTES", 1000)
+    assert main(["train", "good.yaml", "--dry-run"]) == 0
+    assert "KiB: only the first lines of its files are checked" in capsys.readouterr().err

@@ -158,13 +158,13 @@ def _write_checked(file: Path, text: str) -> "Request":
     from trimaran.app.request.hub_files import with_local_files
     from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
     from trimaran.app.request.request import resolve
-    from trimaran.app.session.prepare_data import check_data
+    from trimaran.app.session.prepare_data import check_all_data
 
     draft = file.with_name(f".{file.name}.{os.getpid()}.yaml")
     try:
         draft.write_text(text, encoding="utf-8")
         request = resolve(str(draft), [])
-        check_data(with_model_tokenizer(with_local_files(request.recipe, weights=False)))
+        check_all_data(with_model_tokenizer(with_local_files(request.recipe, weights=False)), _say)
         os.link(draft, file)  # fails if the file exists by now
     except FileExistsError:
         _refuse_existing(file)

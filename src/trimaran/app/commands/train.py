@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -175,14 +176,18 @@ def _prepare_nodes(request: Request, path: Path, *, as_json: bool, check: bool) 
 def _dry_run(request: Request, path: Path, *, as_json: bool) -> int:
     """Check the data, build ranks of the plan without weights, and show the plan and the command."""
     from trimaran.app.session.dry_run import check_ranks, show_check
-    from trimaran.app.session.prepare_data import check_data
+    from trimaran.app.session.prepare_data import check_all_data
     from trimaran.app.views.clean_console import open_console
+    from trimaran.app.views.live import print_plain
+    from trimaran.app.views.progress_bar import progress_bar
 
+    console = open_console(stderr=True)
     request, is_on_hub = replace(request, recipe=with_model_tokenizer(request.recipe)), has_hub_data(request.recipe)
     refuse_occupied(path)
     if not is_on_hub:
-        check_data(request.recipe)
-    with open_console(stderr=True).status("building a rank without weights"):
+        with progress_bar(console) as progress:
+            check_all_data(request.recipe, partial(print_plain, console), progress)
+    with console.status("building a rank without weights"):
         check = check_ranks(request)
     command = local_command(RunDirectory(path))
     if as_json:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimaran.app.request.recipe_tokenizer import model_vocabulary
 from trimaran.app.views.data_notices import bad_sample_notices, sample_notices, text_notices
-from trimaran.core import Recipe, RowCost
+from trimaran.core import Recipe, RowCost, show_bytes
 from trimaran.data import Progress, TokenShards, cache_folder, check, prepare
 from trimaran.data.data_kind import DataKind, data_kind_of
 from trimaran.data.feed import DataShare
@@ -21,6 +21,8 @@ from trimaran.data.tokenizer import check_vocabulary, load_tokenizer
 from trimaran.models import spec_of
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.recipe_images import recipe_image_rules
+
+MAX_CHECKED_BYTES = 64 << 20  # of data that a dry run reads to its end: some seconds
 
 StepsOfEpochs = Callable[[float], int]
 """Returns the number of steps of that many passes over the data."""
@@ -37,6 +39,23 @@ def check_data(recipe: Recipe) -> None:
         check(recipe.data)
     else:
         check_samples(recipe.data, recipe_image_rules(recipe))
+
+
+def check_all_data(recipe: Recipe, notify: Callable[[str], None], progress: Progress | None = None) -> None:
+    """Raise what `train` would raise about the data: it is prepared, for the run to use, unless it is large.
+
+    `notify` is called with what a person should know about the data, and with what was not read.
+    """
+    check_data(recipe)
+    sources = recipe.data.mixture or (recipe.data,)
+    paths = [Path(each.path) for each in sources if each.path is not None and each.source != "shards"]
+    if data_kind_of(recipe) == "scenes" or not paths:
+        return
+    files = (file for path in paths for file in (path.rglob("*") if path.is_dir() else (path,)) if file.is_file())
+    if (num_bytes := sum(file.stat().st_size for file in files)) > MAX_CHECKED_BYTES:
+        notify(f"the data has {show_bytes(num_bytes)}: only the first lines of its files are checked")
+    else:
+        prepare_data(recipe, progress, notify)
 
 
 def prepare_data(

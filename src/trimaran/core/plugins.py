@@ -20,7 +20,7 @@ from trimaran.core.errors import UserError, did_you_mean
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 FAMILIES = ("decoder", "vlm", "perception", "hf")
 SOURCES = (
-    "python-stdlib", "text", "jsonl", "shards", "datasets",
+    "python-stdlib", "text", "jsonl", "shards", "datasets", "megatron", "nanogpt",
     "chat", "webdataset", "parquet", "image-folder", "shapes", "scenes",
 )  # fmt: skip
 

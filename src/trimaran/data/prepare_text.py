@@ -17,10 +17,12 @@ from trimaran.data.plugin_source import plugin_fingerprint
 from trimaran.data.sequences import count_sequences
 from trimaran.data.text_files import any_byte_order_mark
 from trimaran.data.text_sources import TextChunk, check_file_starts, find_files, named_path, read_chunks
+from trimaran.data.token_files import TOKEN_SOURCES, check_token_files, read_token_runs
 from trimaran.data.token_shards import FORMAT, ShardWriter, TokenShards
 from trimaran.data.tokenizer import Tokenizer, is_same_tokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 1 << 22
+REPORTED_RUNS = 1000  # of tokens between reports of progress
 
 Progress = Callable[[str, float], None]
 
@@ -77,9 +79,11 @@ def check(section: DataSection) -> None:
     if section.source == "shards":
         _check_shards(section, named_path(section))
         return
-    files = find_files(section)
-    load_tokenizer(section.tokenizer)
-    check_file_starts(section, files)
+    files, tokenizer = find_files(section), load_tokenizer(section.tokenizer)
+    if section.source in TOKEN_SOURCES:
+        check_token_files(section, files, tokenizer)
+    else:
+        check_file_starts(section, files)
 
 
 def _check_shards(section: DataSection, path: Path) -> None:
@@ -115,23 +119,12 @@ def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
 
 
 def _pack(section: DataSection, files: list[Path], tokenizer: Tokenizer, path: Path, progress: Progress | None) -> None:
-    bad = BadLines(section.samples.max_bad, kind="row" if section.source == "datasets" else "line")
-    begin, at_start = np.array(tokenizer.begin_ids, dtype=np.int64), True
+    write = _write_tokens if section.source in TOKEN_SOURCES else _write_texts
     try:
         with ShardWriter(path, tokenizer) as writer:
-            for batch in _batches(read_chunks(section, files, bad)):
-                encoded = tokenizer.encode_many([chunk.text for chunk in batch])
-                for chunk, ids in zip(batch, encoded, strict=True):
-                    if at_start:
-                        writer.append(begin)
-                    writer.append(ids)
-                    at_start = chunk.ends_document
-                    if chunk.ends_document:
-                        writer.end_document()
+            for fraction_read in write(section, files, tokenizer, writer):
                 if progress is not None:
-                    progress(f"packing {section.source}", batch[-1].fraction_read)
-            bad.refuse_too_many()
-            writer.record_bad(bad)
+                    progress(f"packing {section.source}", fraction_read)
             if not writer.num_documents:
                 raise UserError("T009", "the data has no text", where=f"data.path: {section.path}",
                                 fix="name data with at least one non-empty document")  # fmt: skip
@@ -140,6 +133,36 @@ def _pack(section: DataSection, files: list[Path], tokenizer: Tokenizer, path: P
     except OSError as error:
         raise UserError("T017", f"the packed shards cannot be written: {error.strerror}", where=str(path),
                         fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
+
+
+def _write_texts(section: DataSection, files: list[Path], tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[float]:
+    """Write the documents of a text source, and yield the fraction read after each batch."""
+    bad = BadLines(section.samples.max_bad, kind="row" if section.source == "datasets" else "line")
+    begin, at_start = np.array(tokenizer.begin_ids, dtype=np.int64), True
+    for batch in _batches(read_chunks(section, files, bad)):
+        encoded = tokenizer.encode_many([chunk.text for chunk in batch])
+        for chunk, ids in zip(batch, encoded, strict=True):
+            if at_start:
+                writer.append(begin)
+            writer.append(ids)
+            at_start = chunk.ends_document
+            if chunk.ends_document:
+                writer.end_document()
+        yield batch[-1].fraction_read
+    bad.refuse_too_many()
+    writer.record_bad(bad)
+
+
+def _write_tokens(
+    section: DataSection, files: list[Path], tokenizer: Tokenizer, writer: ShardWriter
+) -> Iterator[float]:
+    """Write the documents of token files, and yield the fraction read now and then."""
+    for number, run in enumerate(read_token_runs(section, files, tokenizer)):
+        writer.append(run.ids)
+        if run.ends_document:
+            writer.end_document()
+        if number % REPORTED_RUNS == 0:
+            yield run.fraction_read
 
 
 def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:

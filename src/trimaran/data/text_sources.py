@@ -18,6 +18,7 @@ from trimaran.data.bad_lines import BadLines
 from trimaran.data.plugin_source import plugin_documents
 from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
 from trimaran.data.text_files import CSV_SUFFIXES, TextFile, data_suffix, open_text_file
+from trimaran.data.token_files import held_out_files
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
@@ -31,6 +32,8 @@ SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "chat": (JSON_SUFFIXES, (".parquet",), CSV_SUFFIXES),
     "webdataset": ((".tar",),),
     "parquet": ((".parquet",),),
+    "megatron": ((".idx", ".bin"),),
+    "nanogpt": ((".bin",),),
 }
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of them is in a folder written by save_to_disk
 NOT_ROWS = (*SAVED_DATASET, "dataset_info.json", "dataset_infos.json")
@@ -62,11 +65,15 @@ def find_files(section: DataSection) -> list[Path]:
     else:
         root = named_path(section)
         files = [root] if root.is_file() else _walk(root)
+        if section.source == "megatron" and root.is_file():
+            files = [root.with_suffix(suffix) for suffix in (".idx", ".bin")]
         groups = SUFFIXES.get(section.source, ())
         if groups and root.is_dir() and not (section.source == "chat" and is_saved_dataset(root)):
             rows = [file for file in files if file.name not in NOT_ROWS]
             of_groups = ([file for file in rows if data_suffix(file) in group] for group in groups)
             files = next(filter(None, of_groups), [])
+            if section.source == "nanogpt":
+                files = [file for file in files if file not in held_out_files(files)]
     if _total_bytes(files):
         return files
     suffixes = SUFFIXES.get(section.source, (("",),))[0]
@@ -86,6 +93,8 @@ def named_path(section: DataSection) -> Path:
         raise UserError("T001", f"the source {section.source} needs a path", where="data.path",
                         fix="set data.path to a file or folder, or data.source to python-stdlib")  # fmt: skip
     path = Path(section.path)
+    if section.source == "megatron" and not path.exists() and Path(f"{path}.idx").is_file():
+        return Path(f"{path}.idx")  # Megatron's tools name its files without their suffixes
     with _reading(path):
         if path.is_file() or path.is_dir():
             return path

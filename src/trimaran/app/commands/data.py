@@ -16,7 +16,7 @@ from trimaran.hardware.validation_error import first_error
 
 data = typer.Typer(help="Inspect the data of a recipe; pack text into token shards.", rich_markup_mode=None)
 
-Source = Literal["text", "jsonl", "datasets", "python-stdlib"]
+Source = Literal["text", "jsonl", "datasets", "python-stdlib", "megatron", "nanogpt"]
 
 
 @data.command("pack")

@@ -17,6 +17,7 @@ from trimaran.hub.hub_errors import HubRepo
 from trimaran.hub.restore_files import restore_missing_files
 
 TEXT_SOURCES = ("text", "jsonl")
+FILE_SOURCES = ("python-stdlib", "shapes", "scenes", "megatron", "nanogpt")  # a path is never a name on the Hub
 
 
 def with_local_model(recipe: Recipe, *, only_config: bool = False) -> Recipe:
@@ -67,7 +68,7 @@ Section = TypeVar("Section", DataSection, MixtureSource)
 
 
 def _is_on_hub(section: DataSection | MixtureSource) -> bool:
-    if not section.path or not is_hub_name(section.path) or section.source in ("python-stdlib", "shapes", "scenes"):
+    if not section.path or not is_hub_name(section.path) or section.source in FILE_SOURCES:
         return False
     if section.source not in SOURCES:  # a plug-in reads what it is given
         return False

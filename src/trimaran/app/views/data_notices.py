@@ -8,6 +8,7 @@ from trimaran.data.samples.prepare_samples import sources_of
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.samples.tokenize_chat import ChatTokenizer
 from trimaran.data.text_sources import ignored_splits
+from trimaran.data.token_files import held_out_files
 from trimaran.data.token_shards import BAD, TokenShards
 
 TEMPLATE_SOURCES = ("chat", "parquet", "datasets", "webdataset", "shapes")  # may hold conversations
@@ -42,6 +43,9 @@ def bad_sample_notices(index: SampleIndex) -> list[str]:
 
 
 def _split_notices(source: DataSection | MixtureSource) -> list[str]:
+    if source.source == "nanogpt" and source.path and Path(source.path).is_dir():
+        held_out = held_out_files(sorted(Path(source.path).rglob("*.bin")))
+        return [f"{source.path}: {file.name} is not used for training" for file in held_out]
     ignored = ignored_splits(Path(source.path)) if source.source in ("datasets", "chat") and source.path else []
     if not ignored:
         return []

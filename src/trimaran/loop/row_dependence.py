@@ -6,7 +6,7 @@ all rows. Nothing is accumulated, no random number is drawn, and the model itsel
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 MAX_NODES = 20_000
-MAX_ELEMENTS = 1 << 25  # of all tensors between outputs and loss: 128 MiB in fp32
+MAX_ELEMENTS = 1 << 25  # of outputs and all that the loss makes of them: 128 MiB in fp32
 MAX_OUTPUTS = 8
 MAX_DEPTH = 12  # below the loss, to find a table of scores
 LEAF_DEPTH = 4
@@ -49,7 +49,7 @@ def row_dependence(loss: Tensor, owner: str, num_rows: int) -> Cause | None:
     if num_rows < MIN_ROWS:
         return None
     between, outputs = _graph_of(loss.grad_fn, owner, num_rows)
-    if not outputs or not _is_plain(between) or _is_cross_entropy(loss.grad_fn, between, outputs):
+    if not outputs or not _is_plain(between, outputs) or _is_cross_entropy(loss.grad_fn, between, outputs):
         return None
     try:
         cause = _cause(loss, outputs[:MAX_OUTPUTS], num_rows)
@@ -116,29 +116,43 @@ def _cause(loss: Tensor, edges: list[GradientEdge], num_rows: int) -> Cause | No
 
 
 def _is_dependent(gradient: Tensor, layout: Layout, edges: list[GradientEdge], num_rows: int) -> bool:
-    """Return whether the gradient of the row with the largest one depends on other rows of any of the outputs."""
-    rows = _as_rows(gradient, layout, num_rows)
-    row = int(rows.detach().abs().sum(1).argmax())
-    weights = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).mul_(2.4).cos_()
-    seconds = torch.autograd.grad((rows[row] * weights).sum(), edges, retain_graph=True, allow_unused=True)
-    return any(
-        all(_is_beyond(_as_rows(each, layout, num_rows), row) for layout in layouts)
-        for each in seconds
-        if each is not None and (layouts := _layouts(tuple(each.shape), num_rows))
-    )
+    """Return whether the gradient of a row depends on other rows of any of the outputs, beyond a group of rows.
 
-
-def _is_beyond(second: Tensor, row: int) -> bool:
-    """Return whether rows other than `row` have a derivative, beyond a group of rows such as a pair.
-
-    A group that divides the rows evenly is whole on its rank. A derivative that is not finite says nothing.
+    Rows that belong together, such as pairs, are a group. Groups that divide the rows evenly are whole on their rank.
     """
+    rows = _as_rows(gradient, layout, num_rows)
+    weights = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype).mul_(2.4).cos_()
+    groups = {size for size in range(2, num_rows) if num_rows % size == 0}
+    largest = int(rows.detach().abs().sum(1).argmax())
+    for number, row in enumerate((largest, num_rows // 2, num_rows // 2 - 1, 0, num_rows - 1)):
+        seconds = torch.autograd.grad((rows[row] * weights).sum(), edges, retain_graph=True, allow_unused=True)
+        dependent = _others(seconds, row, num_rows)
+        if not dependent and not number:
+            return False
+        groups = {size for size in groups if all(each // size == row // size for each in dependent)}
+        if not groups:
+            return True
+    return False
+
+
+def _others(seconds: Sequence[Tensor | None], row: int, num_rows: int) -> set[int]:
+    """Return the rows with a derivative other than `row`. An output with several layouts gives the fewest of them."""
+    found: set[int] = set()
+    for each in seconds:
+        if each is not None:
+            found |= min(
+                (_nonzero(_as_rows(each, layout, num_rows), row) for layout in _layouts(tuple(each.shape), num_rows)),
+                key=len,
+            )
+    return found
+
+
+def _nonzero(second: Tensor, row: int) -> set[int]:
+    """Return the rows with a derivative other than `row`; none if some are not finite."""
     sizes = second.abs().amax(1).tolist()
-    found = [each for each, size in enumerate(sizes) if each != row and size > TOLERANCE * max(sizes)]
-    is_known = all(math.isfinite(size) for size in sizes)
-    groups = [size for size in range(2, len(sizes)) if len(sizes) % size == 0]
-    in_group = any(all(each // size == row // size for each in found) for size in groups)
-    return is_known and bool(found) and not in_group
+    if not all(map(math.isfinite, sizes)):
+        return set()
+    return {each for each, size in enumerate(sizes) if each != row and size > TOLERANCE * max(sizes)}
 
 
 def _graph_of(start: Any, owner: str, num_rows: int) -> tuple[list[Any], list[GradientEdge]]:
@@ -165,13 +179,13 @@ def _graph_of(start: Any, owner: str, num_rows: int) -> tuple[list[Any], list[Gr
     ]
 
 
-def _is_plain(nodes: list[Any]) -> bool:
+def _is_plain(nodes: list[Any], outputs: list[GradientEdge]) -> bool:
     """Return whether these nodes may be differentiated twice: small, no custom function, no layers that are trained.
 
     A custom function may hold anything: collectives, a compiled graph, the hooks of FSDP. BatchNorm with weights is a
     layer of another model, such as a discriminator's; `prepare` warns of it.
     """
-    size = 0
+    size = sum(torch.Size(_shape(each.node, each.output_nr)).numel() for each in outputs)
     for node in nodes:
         name = node.name()
         if isinstance(node, BackwardCFunction) and not name.startswith("_DDPSink"):

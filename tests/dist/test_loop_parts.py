@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.loop import gradient_reduction
 
@@ -88,10 +89,10 @@ def train(loss_of: Loss, net: Net, optimizer: torch.optim.Optimizer) -> Iterator
         yield [each.detach().clone() for each in net.parameters()]
 
 
-def differences(loss_of: Loss, sharding: str, size: int) -> tuple[float, list[str]]:
+def differences(loss_of: Loss, sharding: str, size: int, make: type[Any] = Net) -> tuple[float, list[str]]:
     """Return the largest difference to a plain loop, and the optimizer's states at the end."""
     torch.manual_seed(0)
-    plain, net = Net(), Net()
+    plain, net = make(), make()
     net.load_state_dict(plain.state_dict())
     reference = train(loss_of, plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
     loop = trimaran.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), sharding=sharding)
@@ -108,9 +109,10 @@ def differences(loss_of: Loss, sharding: str, size: int) -> tuple[float, list[st
     return most, sorted(names[id(each)] for each, state in loop.optimizer.state.items() if state)
 
 
-def _stored(plain: Net, values: list[Tensor]) -> list[Tensor]:
-    by_name = dict(zip(dict(plain.named_parameters()), values, strict=True))
-    return [by_name.get(name, by_name["head.weight"]) for name in plain.state_dict()]
+def _stored(plain: nn.Module, values: list[Tensor]) -> list[Tensor]:
+    """Return the values in the order of the state dict, which names tied weights twice."""
+    by_id = {id(each): value for each, value in zip(plain.parameters(), values, strict=True)}
+    return [by_id[id(each)] for each in plain.state_dict(keep_vars=True).values()]
 
 
 LOSSES: dict[str, Loss] = {
@@ -133,3 +135,44 @@ def test_every_gradient_is_reduced_whatever_the_loss_is_made_of(ranks: int) -> N
             assert difference < 1e-5, name
             assert not [each for each in trained if "unused" in each], f"{name}: an unused parameter was updated"
     assert "branch.weight" in answers["branching 4"][1]
+
+
+class Containers(nn.Module):
+    """Its layers are lists themselves, as in x-transformers, two layers share a weight, and a scalar is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(6), nn.Linear(6, 6), nn.Identity()]) for _ in range(3))
+        self.layers[2][1].weight = self.layers[1][1].weight  # pyrefly: ignore
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer, last in self.layers:
+            x = last(x + layer(norm(x)))
+        return x * self.scale.exp()
+
+
+SHARDED: dict[str, Loss] = {
+    name: LOSSES[name] for name in ("by_parts", "by_parts_the_other_way_around", "thawed_and_frozen", "checkpointed")
+}
+
+
+def plainly(net: Any, x: Tensor, step: int) -> Tensor:
+    return (net(x) - x).square().sum()
+
+
+def differences_of_sharded(sharding: str) -> dict[str, Any]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    answers = {f"{name} {size}": differences(SHARDED[name], sharding, size) for name in SHARDED for size in (1, 4)}
+    return answers | {"containers": differences(plainly, sharding, 4, Containers)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding"),
+    [(2, "parameters"), (2, "optimizer"), (1, "parameters"), *map(slow, [(3, "parameters"), (2, "gradients")])],
+)
+def test_parts_of_a_sharded_model_are_gathered(ranks: int, sharding: str) -> None:
+    for answers in run_ranks(ranks, differences_of_sharded, sharding):
+        for name, (difference, _) in answers.items():
+            assert difference < 1e-5, name

@@ -18,8 +18,10 @@ from trimaran.core import Plan, UserError
 from trimaran.core.renamed import warn_of_old_name
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
+from trimaran.loop.gather import gather_rows
 from trimaran.loop.gradient_reduction import GradientReduction, nothing_to_train
 from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
+from trimaran.loop.loop_checks import HOOK_WARNING, LoopChecks, hooked_parameter
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
@@ -27,6 +29,7 @@ from trimaran.loop.loop_optimizers import checked_optimizers, parameters_of, rep
 from trimaran.loop.loss_reduction import Reduction, check_reduction
 from trimaran.loop.prepare_split import prepare_split
 from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
+from trimaran.loop.sharded_parts import check_is_plain, check_shardable, gather_for_parts
 from trimaran.loop.sparse_gradients import clip_with_sparse, norm_with_sparse, sparse_parameters
 from trimaran.loop.split_loop import SplitLoop
 from trimaran.loop.step_result import StepResult
@@ -36,6 +39,7 @@ from trimaran.loop.wrap_blocks import Wrap, blocks_of
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_sync
 from trimaran.parallel.apply import SHARDING
+from trimaran.parallel.axes.fsdp import REPLICATED_ATTRIBUTE
 from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning, leave_out_padding
 from trimaran.train.process.rank_info import TIMEOUT
 
@@ -78,8 +82,12 @@ class Loop:
             is_sharded=bool(self._units),
         )
         self._replicas = ReplicaAgreement(model, self.optimizers, is_on=options.check_replicas)
-        if self._units and self.world_size > 1:
-            model.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._checks = LoopChecks(
+            model, self.optimizers, context, is_on=options.check_loss, is_sharded=bool(self._units)
+        )
+        if self._units:
+            gather_for_parts(model, self._before_forward)
+            model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
             model.register_state_dict_pre_hook(self._before_state_dict)
 
     @property
@@ -95,30 +103,33 @@ class Loop:
     def prepare(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none",
         batch_norm: str = "local", scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True,
+        check_loss: bool = True,
     ) -> "Loop":  # fmt: skip
         """Return the loop of another model and optimizer of the same training, such as a GAN's discriminator.
 
         Both work on the batches that either yields, and `save` and `resume` of either cover both.
         """
-        return _prepare(
-            model, optimizer, _Options(sharding, batch_norm, scaler, wrap, check_replicas), self._context, self._state
-        )
+        options = _Options(sharding, batch_norm, scaler, wrap, check_replicas, check_loss)
+        return _prepare(model, optimizer, options, self._context, self._state)
 
-    def micro_batches(self, batch: Any, *, size: int) -> Iterator[Any]:
+    def micro_batches(self, batch: Any, *, size: int, batch_dim: int | None = None) -> Iterator[Any]:
         """Yield this rank's micro-batches of up to `size` rows out of the global `batch`, on the device.
 
-        `batch` is a tensor, or a tuple, list or dict of tensors, whose first dimension is the global batch. Every rank
-        must pass the same one: that is checked now and then. It may also be a batch of `loader`, which holds this
-        rank's rows. Without sharding, gradients are all-reduced with the last micro-batch only.
+        `batch` is a tensor, or a tuple, list or dict of tensors, whose dimension `batch_dim` (the first) is the global
+        batch. Lists with a text for each row are split too. Every rank must pass the same one: that is checked now and
+        then. It may also be a batch of `loader`, which holds this rank's rows. Without sharding, gradients are
+        all-reduced with the last micro-batch only.
         """
         context, where = self._context, "micro_batches(batch, size=...)"
         if size < 1:
             raise UserError("P040", f"micro-batches of {size} rows do not exist", where=where, fix="use size=1 or more")
+        dim = batch_dim or 0
         if batch is not None and batch is context.local_batch:
             starts = range(0, context.max_local_rows, size)
             num_rows, take = context.max_local_rows, context.local_rows_of
+            dim = context.loader_dim if batch_dim is None else batch_dim
         else:
-            num_rows = num_rows_of(batch, where)
+            num_rows = num_rows_of(batch, where, dim=dim)
             context.check_same(batch, num_rows=num_rows, where=where)
             starts = range(0, num_rows, size * self.world_size)
             take = context.rows_of
@@ -126,34 +137,48 @@ class Loop:
         tree = as_tree(batch)
         for start in starts:
             context.set_sync(start == starts[-1])
-            yield take(tree, start, min(start + starts.step, num_rows))
+            yield take(tree, start, min(start + starts.step, num_rows), dim=dim)
 
-    def local_rows(self, batch: Any, *, last: bool = True) -> Any:
+    def local_rows(self, batch: Any, *, last: bool = True, batch_dim: int = 0) -> Any:
         """Return this rank's rows of the global `batch`, on the device. Every rank must pass the same batch.
 
-        A batch of `loader` holds these rows already. With several batches a step, `last=False` for all but the last one
-        saves their all-reduces.
+        `batch_dim` is the dimension of the rows: 1 for tensors of [sequence, rows]. Lists with a text for each row are
+        split too. A batch of `loader` holds these rows already. With several batches a step, `last=False` for all but
+        the last one saves their all-reduces.
         """
         self._context.set_sync(last)
         if batch is not None and batch is self._context.local_batch:
             return batch
         where = "local_rows(batch)"
-        num_rows = num_rows_of(batch, where)
+        num_rows = num_rows_of(batch, where, dim=batch_dim)
         self._context.check_same(batch, num_rows=num_rows, where=where)
         self._warn_of_batch_norm(1)
-        return self._context.rows_of(as_tree(batch), 0, num_rows)
+        return self._context.rows_of(as_tree(batch), 0, num_rows, dim=batch_dim)
+
+    def gather(self, rows: Tensor, *, dim: int = 0) -> Tensor:
+        """Return the rows of all ranks along `dim`, in the order of the global batch, with gradients to every rank.
+
+        For losses that compare rows with each other. Ranks may have different numbers of rows, and copies on a rank
+        without rows are left out. Compute the whole loss on every rank and count all rows, or compute that of the
+        rank's own rows and count these. Every rank must call it, in every micro-batch.
+        """
+        return gather_rows(rows, is_padding=self._context.is_padding, dim=dim)
 
     def loader(
-        self, data: Any, *, batch_size: int | None = None, shuffle: bool = True, seed: int | None = None
-    ) -> LoopLoader:
+        self, data: Any, *, batch_size: int | None = None, shuffle: bool = True, seed: int | None = None,
+        batch_dim: int = 0,
+    ) -> LoopLoader:  # fmt: skip
         """Return a loader of which each rank loads only its rows of every global batch, on the device.
 
         `data` is a DataLoader, whose dataset, batch size, sampler, collate function and workers are kept, or a dataset
         with the `batch_size` of all ranks together. `seed` decides the order; by default it is torch's of rank 0.
+        `batch_dim` is the dimension along which its collate function stacks samples.
         """
         self._warn_of_batch_norm(1)
         self._meet("loop.loader()")
-        return build_loader(self._context, data, batch_size=batch_size, shuffle=shuffle, seed=seed)
+        loader = build_loader(self._context, data, batch_size=batch_size, shuffle=shuffle, seed=seed)
+        loader.batch_dim = batch_dim
+        return loader
 
     def uneven_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this rank's own iterable, on the device, until every rank has run out.
@@ -165,7 +190,9 @@ class Loop:
         self._context.set_sync(True)
         self._context.any_padding = True  # only its own rank knows when data has run out
         self._warn_of_batch_norm(1)
-        yield from uneven_batches(batches, self.device, self._context.set_counted)
+        for batch in uneven_batches(batches, self.device, self._context.set_counted):
+            self._context.note_rows(batch, 0)
+            yield batch
 
     def rounds(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Deprecated: the old name of `uneven_batches`."""
@@ -191,14 +218,16 @@ class Loop:
 
         With `reduction="mean"` the loss is their mean. A loss that is visibly a mean is refused without it.
         """
-        count = self._count(loss, num_tokens, num_samples, reduction)
-        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
-        if reduction == "mean":
-            loss = loss * count
-        if self._context.is_padding:
-            loss, count = loss * 0.0, 0  # this rank has no rows; its collectives are still needed
         if self._has_gradients and not self._any_gradient():
             self._forget()  # they were cleared since the last backward, as in SAM
+        count = self._count(loss, num_tokens, num_samples, reduction)
+        check_is_plain(loss)
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
+        if reduction == "mean":
+            is_empty = torch.as_tensor(count == 0, device=loss.device)  # a mean of nothing is NaN, and counts nothing
+            loss = (loss * count).masked_fill(is_empty, 0.0)
+        if self._context.is_padding:
+            loss, count = loss.nan_to_num() * 0.0, 0  # this rank has no rows; its collectives are still needed
         if self._context.is_synced or self._units:  # else it needs no other rank
             self._context.calls.note("loop.backward()")
         total = loss * self.world_size  # the reduction averages over ranks; this turns the average into a sum
@@ -212,6 +241,7 @@ class Loop:
         self._sums[0].add_(loss.detach())
         self._sums[1].add_(count)  # neither a number nor a tensor makes the host wait for the device
         self._has_gradients = self._has_gradients or self._any_gradient()
+        self._checks.after_backward()
 
     def _count(
         self, loss: Tensor, num_tokens: int | Tensor | None, num_samples: int | Tensor | None, reduction: str | None
@@ -224,8 +254,10 @@ class Loop:
                             " and the like; reduction is 'sum' or 'mean'")  # fmt: skip
         (count,), self._num_backwards = given, self._num_backwards + 1
         is_on_device = isinstance(count, Tensor) and count.device.type != "cpu"
-        if not is_on_device or self._num_backwards <= NUM_READ_COUNTS:
-            check_reduction(loss, claimed=reduction, count=int(count))
+        is_read = not is_on_device or self._num_backwards <= NUM_READ_COUNTS
+        if is_read:
+            check_reduction(loss, claimed=reduction, count=float(count))
+        self._checks.before_backward(loss, count=float(count) if is_read else None, is_mean=reduction == "mean")
         self._warn_of_double_count(count)
         return count
 
@@ -264,14 +296,17 @@ class Loop:
     def _forget(self) -> None:
         self._sums = torch.zeros_like(self._sums)
         self._last_count, self._has_gradients = (0, -1), False
+        self._checks.forget()
 
     def _any_gradient(self) -> bool:
         return any(each.grad is not None for each in parameters_of(self.optimizers))
 
-    def step(self, *, clip_norm: float = 0.0) -> StepResult:
+    def step(self, *, clip_norm: float = 0.0, before_update: Callable[[], None] | None = None) -> StepResult:
         """Divide gradients by the valid tokens of all ranks, clip by the global norm, update, zero the gradients.
 
         With a scaler, gradients are unscaled first. If one is not finite, no rank updates, and the scale decreases.
+        `before_update` is called before clipping, when `parameter.grad` is the gradient of the mean over the global
+        batch; it may change it. Of a sharded parameter a rank holds its part.
         """
         context, scaler = self._context, self._scaler
         if not context.is_synced and self.world_size > 1:
@@ -279,8 +314,9 @@ class Loop:
                             where="loop.step()", fix="run micro_batches to its end, and call local_rows(batch, "
                             "last=True) before the last backward of a step")  # fmt: skip
         context.calls.note("loop.step()")
+        self._checks.before_step()
         dist.all_reduce(self._sums)
-        total, tokens = self._sums[0], self._sums[1].clamp(min=1)
+        total, tokens = self._sums[0], self._sums[1].masked_fill(self._sums[1] == 0, 1.0)
         divisor = tokens if self._unit is None else tokens / self._unit
         parameters = parameters_of(self.optimizers)
         for each in parameters:
@@ -289,16 +325,19 @@ class Loop:
         if scaler is not None:
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
+        if before_update is not None:
+            before_update()
         norm = norm_with_sparse(parameters)
         if clip_norm:
             clip_with_sparse(parameters, clip_norm, norm)
-        for optimizer in self.optimizers:
-            if scaler is None:
-                optimizer.step()
-                continue
-            for found in scaler._found_inf_per_device(optimizer).values():
-                found.copy_(~norm.isfinite())  # of the gradients of all ranks, so that all skip the step or none
-            scaler.step(optimizer)
+        with self._checks.updating():
+            for optimizer in self.optimizers:
+                if scaler is None:
+                    optimizer.step()
+                    continue
+                for found in scaler._found_inf_per_device(optimizer).values():
+                    found.copy_(~norm.isfinite())  # of the gradients of all ranks, so that all skip the step or none
+                scaler.step(optimizer)
         if scaler is not None:
             scaler.update()
             self._unit = self._power_of_two(tokens)
@@ -360,11 +399,11 @@ class Loop:
             call, fix=f"call {call} on every rank, outside of any `if loop.is_main`; print and write on the main rank"
         )
 
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
+    def _before_forward(self) -> None:
         """Make sure that all ranks call a sharded model: its weights are all-gathered in forward."""
-        if self._context.is_evaluating:
+        if self._context.is_evaluating or self.world_size == 1:
             return
-        if model.training and torch.is_grad_enabled():
+        if self.model.training and torch.is_grad_enabled():
             self._context.calls.note("a forward of the training step")
             return
         self._context.calls.meet(
@@ -372,7 +411,7 @@ class Loop:
         )
 
     def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._context.is_evaluating:
+        if not self._context.is_evaluating and self.world_size > 1:
             fix = "weights = loop.state_dict() on every rank, outside of any `if loop.is_main`; then write on one"
             self._context.calls.meet("model.state_dict() of a sharded model", fix=fix)
 
@@ -380,7 +419,7 @@ class Loop:
 @overload
 def prepare(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none", batch_norm: str = "local",
-    scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True,
+    scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True, check_loss: bool = True,
 ) -> Loop: ...  # fmt: skip
 
 
@@ -393,7 +432,7 @@ def prepare(
 
 def prepare(  # noqa: PLR0913 - two ways to split a model
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none", batch_norm: str = "local",
-    scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True,
+    scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True, check_loss: bool = True,
     plan: Plan | Mapping[str, Any] | None = None,
     forward: Forward | None = None, example: Any = None, tensor: Mapping[str, str] | None = None,
 ) -> Loop | SplitLoop:  # fmt: skip
@@ -409,7 +448,7 @@ def prepare(  # noqa: PLR0913 - two ways to split a model
     `wrap` says which modules of a sharded model are gathered one at a time: those of a class or of several
     (`wrap=Block`), or the smallest with at least so many parameters (`wrap=1_000_000`). By default these are the layers
     of the largest `nn.ModuleList`. `check_replicas` compares what all ranks hold after the first updates, and then now
-    and then.
+    and then. `check_loss` looks in the first steps whether the loss is one that can be computed from parts of a batch.
 
     With `plan`, such as `{"pp": 2}` or `{"tp": 2}`, the model is cut into pipeline stages and slices instead, and a
     `SplitLoop` is returned. `forward(rows)` returns the summed loss of the rows of a batch and their count, `example`
@@ -419,7 +458,8 @@ def prepare(  # noqa: PLR0913 - two ways to split a model
         if forward is not None or example is not None or tensor is not None:
             raise UserError("P103", "forward, example and tensor belong to a plan", where="prepare(plan=...)",
                             fix="pass plan={'pp': 2} or plan={'tp': 2}, or leave them out")  # fmt: skip
-        return _prepare(model, optimizer, _Options(sharding, batch_norm, scaler, wrap, check_replicas), None, None)
+        options = _Options(sharding, batch_norm, scaler, wrap, check_replicas, check_loss)
+        return _prepare(model, optimizer, options, None, None)
     if forward is None or example is None or (sharding, batch_norm, scaler, wrap) != ("none", "local", None, None):
         raise UserError("P103", "a plan needs forward and example, and supports neither sharding, wrap, batch_norm nor "
                         "a scaler", where="prepare(plan=...)",
@@ -438,6 +478,7 @@ class _Options:
     scaler: Scaler | None
     wrap: Wrap | None
     check_replicas: bool
+    check_loss: bool
 
 
 def _prepare(
@@ -471,6 +512,12 @@ def _prepare(
     ranks = build_mesh(plan.mesh, device_type=device.type)
     apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
     if is_sharded:
+        if name := hooked_parameter(model):
+            warnings.warn(HOOK_WARNING.format(name), stacklevel=3)
+        check_shardable(model)
+        for each in model.parameters():
+            if each.ndim == 0:  # FSDP cannot shard a scalar; the loop reduces its gradient
+                setattr(each, REPLICATED_ATTRIBUTE, True)
         names = {id(each): name for name, each in model.named_parameters()}
         apply_plan(Network(module=model, blocks=blocks, spec=None), plan, ranks)
         replace_parameters(optimizers, names, dict(model.named_parameters()))

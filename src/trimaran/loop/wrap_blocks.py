@@ -1,6 +1,6 @@
 """Which modules of a model are all-gathered at a time, by class or by size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -13,7 +13,7 @@ WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterD
 def blocks_of(model: nn.Module, wrap: Wrap | None, *, is_sharded: bool) -> tuple[nn.Module, ...]:
     """Return the modules that are gathered one at a time, in the order of the model; see `trimaran.prepare`."""
     if wrap is None:
-        return _largest_list(model)
+        return tuple(_without_shared(_largest_list(model), model))
     if not is_sharded:
         raise _wrong("wrap says how a sharded model is gathered, and sharding is 'none'",
                      "leave it out, or set sharding='parameters'")  # fmt: skip
@@ -58,10 +58,30 @@ def _of_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
 
 
 def _largest_list(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the layers of the ModuleList that holds the most parameters."""
+    """Return the layers of the ModuleList that holds the most parameters; of a layer that is a list, its modules."""
     stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
     largest = max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=())
-    return tuple(largest)
+    return tuple(dict.fromkeys(_with_forward(largest)))
+
+
+def _with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for each in modules:
+        if isinstance(each, WITHOUT_FORWARD):
+            yield from _with_forward(each.children())
+        elif any(True for _ in each.parameters()):
+            yield each
+
+
+def _without_shared(blocks: Iterable[nn.Module], model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of which no parameter belongs to a module outside of them, too: one unit gathers a parameter."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for each in module.parameters(recurse=False):
+            owners.setdefault(each, set()).add(module)
+    for block in blocks:
+        inside = set(block.modules())
+        if all(owners[each] <= inside for each in block.parameters()):
+            yield block
 
 
 def _wrong(what: str, fix: str) -> UserError:

@@ -32,6 +32,7 @@ from trimaran.parallel.precision import CONTAINERS, fsdp_modules
 from trimaran.parallel.tower_plan import sharding_of
 
 SHARDING_ATTRIBUTE = "_trimaran_sharding"
+REPLICATED_ATTRIBUTE = "_trimaran_replicated"  # of parameters that no unit shards; the caller reduces their gradients
 
 
 def apply_fsdp(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -163,7 +164,7 @@ def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False
         reshard_after_forward=reshard,
         mp_policy=policy,
         offload_policy=_offload(plan, ranks),
-        ignored_params={each for module in unit.modules for each in packed_parameters(module)},
+        ignored_params={each for module in unit.modules for each in packed_parameters(module) | replicated_in(module)},
     )
     if experts:
         set_expert_gradient_divisor(module, ranks, scattered=ranks.experts["expert_shard"].size() > 1)
@@ -171,6 +172,11 @@ def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(float(reducing_ranks(plan, ranks).size()))
         module.set_force_sum_reduction_for_comms(True)
+
+
+def replicated_in(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that were set apart by REPLICATED_ATTRIBUTE, such as scalars, which FSDP cannot shard."""
+    return {each for each in module.parameters() if hasattr(each, REPLICATED_ATTRIBUTE)}
 
 
 def reducing_ranks(plan: Plan, ranks: RankMesh) -> DeviceMesh:

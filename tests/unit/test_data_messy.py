@@ -69,6 +69,58 @@ def test_one_bad_line_of_a_thousand_is_left_out_counted_and_named(
     assert "set data.samples.max_bad to 0.001" in error.fix
 
 
+@pytest.mark.parametrize(
+    ("row", "field", "code"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "text", "T077"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rejected", "T077"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "text", "T078"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "T078"),
+        ({"prompt": "a", "completion": "b"}, "text", "T078"),
+    ],
+)
+def test_rows_that_are_no_documents_are_named_for_what_they_are(
+    tmp_path: Path, row: dict[str, Any], field: str, code: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    datasets.Dataset.from_list([row] * 3).save_to_disk(tmp_path / "saved")
+    for data in (section("jsonl", tmp_path / "a.jsonl", text_field=field),
+                 section("datasets", tmp_path / "saved", text_field=field)):  # fmt: skip
+        error = refusal(data, tmp_path / "cache")
+        assert error.code == code
+        assert "data.source to chat" in error.fix
+    with pytest.raises(UserError, match=code):
+        check(section("jsonl", tmp_path / "a.jsonl", text_field=field))
+
+
+@pytest.mark.parametrize("kind", ["lines", "table", "saved"])
+def test_a_field_may_be_inside_another(tmp_path: Path, kind: str) -> None:
+    rows = [{"id": 1, "data": {"text": "one boat", "lang": "en"}}, {"id": 2, "data": {"text": "two", "lang": "en"}}]
+    path = tmp_path / ("a.jsonl" if kind == "lines" else "a.parquet")
+    if kind == "lines":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "table":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    data = section("jsonl" if kind == "lines" else "datasets", path, text_field="data.text")
+    shards = shards_of(data, tmp_path / "cache")
+    assert shards.num_documents == 2
+    assert "one boat" in text_of(shards)
+    missing = refusal(section(data.source, path, text_field="data.body"), tmp_path / "cache")
+    assert (missing.code, "no field 'data.body'" in missing.what) == ("T008", True)
+
+
+def test_a_column_of_a_csv_file_holds_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,body\n1,"one, boat"\n2,NA\n3\n')
+    data = section("datasets", tmp_path / "a.csv", text_field="body", samples={"max_bad": 0.5})
+    shards = shards_of(data, tmp_path / "cache")
+    assert (shards.num_documents, shards.meta.num_bad) == (2, 1)
+    assert shards.bad[0]["where"] == f"{tmp_path / 'a.csv'}:4"
+    assert "one, boat" in text_of(shards)
+    assert "NA" in text_of(shards)
+
+
 def test_the_check_before_a_start_does_not_take_the_beginning_of_a_long_line_for_a_bad_one(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "ü" * 100_000}, ensure_ascii=False) + "\n")
     check(section("jsonl", tmp_path / "a.jsonl"))

@@ -1,8 +1,11 @@
 """All supported formats give the same samples; bad samples are reported and skipped."""
 
 import base64
+import csv
+import gzip
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +145,27 @@ def write_saved(folder: Path) -> DataSection:
     return section("datasets", folder / "saved")
 
 
-@pytest.mark.parametrize("write", [write_llava, write_mixed_lines, write_tars, write_parquet, write_saved])
+def as_chat(write: Callable[[Path], DataSection]) -> Callable[[Path], DataSection]:
+    """Return `write` with the source chat, which finds out the kind of the files."""
+
+    def write_for_chat(folder: Path) -> DataSection:
+        return section("chat", Path(write(folder).path or ""))
+
+    return write_for_chat
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_llava,
+        write_mixed_lines,
+        write_tars,
+        write_parquet,
+        write_saved,
+        pytest.param(as_chat(write_parquet), id="parquet as chat"),
+        pytest.param(as_chat(write_saved), id="saved dataset as chat"),
+    ],
+)
 def test_every_format_gives_the_same_samples(write: Callable[[Path], DataSection], tmp_path: Path) -> None:
     index = indexed(tmp_path / "cache", write(tmp_path))
     assert texts_of(index) == CHAT
@@ -209,11 +232,11 @@ def test_texts_and_text_columns_are_documents_and_all_tokens_are_targets(tmp_pat
     (tmp_path / "books" / "one.txt").write_text("three hulls")
     (tmp_path / "books" / "two.txt").write_bytes(b"\xff\xfe")
     lines = write_lines(tmp_path / "lines.jsonl", [{"body": "one boat"}])
-    pq.write_table(pa.table({"body": ["drei Rümpfe"]}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"data": [{"body": "drei Rümpfe"}]}), tmp_path / "rows.parquet")
     mixture = [
         {"name": "books", "source": "text", "path": str(tmp_path / "books")},
         {"name": "lines", "source": "jsonl", "path": str(lines), "text_field": "body"},
-        {"name": "rows", "source": "parquet", "path": str(tmp_path / "rows.parquet"), "text_field": "body"},
+        {"name": "rows", "source": "parquet", "path": str(tmp_path / "rows.parquet"), "text_field": "data.body"},
     ]
     index = indexed(tmp_path / "cache", section("text", mixture=mixture, samples={"max_bad": 0.5}), rules=None)
     assert texts_of(index) == ["three hulls", "one boat", "drei Rümpfe"]
@@ -221,6 +244,64 @@ def test_texts_and_text_columns_are_documents_and_all_tokens_are_targets(tmp_pat
     assert index.sources.tolist() == [0, 1, 2]
     assert index.source_names == ("books", "lines", "rows")
     assert [entry["source"] for entry in index.bad] == ["books"]
+
+
+PAIRS = [("Who, then?", 'the "cat"'), ("two\nlines", "drei Rümpfe")]
+
+
+@pytest.mark.parametrize(("delimiter", "name"), [(",", "a.csv"), (";", "a.CSV"), ("\t", "a.tsv"), (",", "a.csv.gz")])
+def test_the_columns_of_a_csv_file_are_the_fields_of_its_rows(tmp_path: Path, delimiter: str, name: str) -> None:
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter).writerows([("instruction", "output"), *PAIRS])
+    data = text.getvalue().encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    index = indexed(tmp_path / "cache", section("chat", tmp_path / name))
+    assert texts_of(index) == ["\n".join(pair) for pair in PAIRS]
+    assert [target_text(index, number) for number in range(2)] == [answer for _, answer in PAIRS]
+    assert [index.origin(number) for number in range(2)] == [f"{tmp_path / name}:2", f"{tmp_path / name}:3"]
+
+
+def test_rows_of_a_csv_file_that_do_not_fit_its_first_line_are_bad(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\na,b\nc,d,e\nf\n\ng,h\n"open,i\n')
+    index = indexed(tmp_path / "cache", section("chat", path, samples={"max_bad": 0.6}))
+    assert texts_of(index) == ["a\nb", "g\nh"]
+    assert [entry["where"] for entry in index.bad] == [f"{path}:{line}" for line in (3, 4, 7)]
+    assert "it has 3 values, and the first line has 2 names" in index.bad[0]["reason"]
+    assert "the rest of the file cannot be read" in index.bad[2]["reason"]
+    path.write_text("prompt,prompt\na,b\n")
+    with pytest.raises(UserError, match="two columns have the same name"):
+        indexed(tmp_path / "cache", section("chat", path))
+
+
+def test_a_folder_of_chats_is_read_in_one_format_without_the_files_about_it(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    (folder / "dataset_infos.json").write_text("{}")
+    (folder / "rows.csv").write_text("prompt,completion\ncsv,b\n")
+    assert texts_of(indexed(tmp_path / "cache", section("chat", folder))) == ["csv\nb"]
+    pq.write_table(pa.Table.from_pylist([{"prompt": "parquet", "completion": "b"}]), folder / "rows.parquet")
+    assert texts_of(indexed(tmp_path / "cache", section("chat", folder))) == ["parquet\nb"]
+    write_lines(folder / "rows.jsonl", [{"prompt": "lines", "completion": "b"}])
+    assert texts_of(indexed(tmp_path / "cache", section("chat", folder))) == ["lines\nb"]
+
+
+def test_preference_data_is_refused_unless_the_answer_is_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "dpo.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3)
+    for field in ("text", "rejected"):
+        with pytest.raises(UserError, match="preference data") as refused:
+            indexed(tmp_path / "cache", section("chat", path, text_field=field))
+        assert (refused.value.code, refused.value.where) == ("T077", f"{path}:1")
+    index = indexed(tmp_path / "cache", section("chat", path, text_field="chosen"))
+    assert texts_of(index) == ["a\nb"] * 3
+    assert target_text(index, 0) == "b"
+
+
+def test_what_was_prepared_by_other_rules_is_prepared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = section("chat", write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}]))
+    index = indexed(tmp_path / "cache", data)
+    monkeypatch.setattr(sys.modules[prepare_samples.__module__], "READING_RULES", 1)
+    assert indexed(tmp_path / "cache", data).parts[0].path != index.parts[0].path
 
 
 def test_a_long_document_is_split_without_losing_a_target(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,18 @@ def test_the_facts_of_mixtral_come_from_a_process_of_their_own(mixtral: Path) ->
     assert facts.num_layers > 1
     assert facts.max_seq_len == 65536
     assert facts.has_fp8_layers
+
+
+def test_the_planner_refuses_documents_that_the_model_mixes() -> None:
+    cluster, mixing = parse_cluster("8xH100"), UserError("M058", "it mixes them", where="data", fix="pad")
+    tree = {"model": {"family": "hf", "path": "x"}, "train": {"global_batch": 8}}
+    for facts, data, is_refused in (
+        (HfFacts(without_documents=mixing), {"seq_len": 32}, False),
+        (HfFacts(without_documents=mixing), {"seq_len": 32, "isolate_documents": True}, True),
+        (HfFacts(without_documents=mixing), {"seq_len": 32, "source": "chat", "path": "x.jsonl"}, True),
+        (HfFacts(without_documents=mixing, longest_packed_row=32), {"seq_len": 32, "isolate_documents": True}, False),
+        (HfFacts(without_documents=mixing, longest_packed_row=16), {"seq_len": 32, "isolate_documents": True}, True),
+    ):
+        recipe = Recipe.model_validate(tree | {"data": data})
+        with pytest.raises(UserError, match="M058") if is_refused else nullcontext():
+            check_plan(plan_of(), recipe, None, cluster, None, facts)

@@ -1,14 +1,49 @@
 """Folders of many kinds of Hugging Face models: trained as transformers computes them, or refused with a code."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AfmoeConfig, GptOssConfig
+from transformers import (
+    AfmoeConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    BigBirdConfig,
+    CamembertConfig,
+    CLIPConfig,
+    Data2VecTextConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlavaNextConfig,
+    MambaConfig,
+    ModernBertConfig,
+    OpenAIGPTConfig,
+    Qwen2AudioConfig,
+    RobertaConfig,
+    RobertaPreLayerNormConfig,
+    T5Config,
+    ViTConfig,
+    WhisperConfig,
+    XLMConfig,
+    XLMRobertaConfig,
+    XLMRobertaXLConfig,
+    XLNetConfig,
+    XmodConfig,
+)
 
-from tests.hf_models import CONFIGS, SMALL
+from tests.hf_models import CONFIGS, NARROW, SMALL
+from trimaran.core import ModelSection, UserError
+from trimaran.models.hf_facts import facts_file
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
 
@@ -21,13 +56,29 @@ WITHOUT_POSITIONS = {
     "gpt_oss": GptOssConfig(**SMALL, **EXPERTS, **WINDOWS),
     "afmoe": AfmoeConfig(**SMALL, **AFMOE, **WINDOWS),
 }
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODER: dict[str, Any] = NARROW | NO_DROPOUT | {"is_decoder": True, "pad_token_id": 1}
+POSITIONS_AFTER_PADDING = {
+    "roberta": RobertaConfig(**DECODER),
+    "roberta-prelayernorm": RobertaPreLayerNormConfig(**DECODER),
+    "camembert": CamembertConfig(**DECODER),
+    "xlm-roberta": XLMRobertaConfig(**DECODER),
+    "xlm-roberta-xl": XLMRobertaXLConfig(**DECODER),
+    "data2vec-text": Data2VecTextConfig(**DECODER),
+    "xmod": XmodConfig(**DECODER, default_language="en_XX"),
+}
+PADDING = 1
+LLAMA4: dict[str, Any] = {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "pad_token_id": 0}
+XLM: dict[str, Any] = {"vocab_size": 96, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_langs": 1, "causal": True}
+GPT: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 TOKENS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9, [0] * 4 + [1] * 12])
 STARTS = (7, 4)
 
 
 def network_of(config: Any, folder: Path) -> HfNetwork:
-    config.save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=0)
     network = hf_network(module.train(), None)
     fill(module, CPU)
@@ -53,3 +104,121 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(name: str, tmp_path:
     network = network_of((WITHOUT_POSITIONS | CONFIGS)[name], tmp_path)
     for packed, alone in zip(logits_packed(network), logits_alone(network), strict=True):
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", POSITIONS_AFTER_PADDING)
+def test_positions_of_the_roberta_family_count_from_the_number_after_padding(name: str, tmp_path: Path) -> None:
+    network = network_of(POSITIONS_AFTER_PADDING[name], tmp_path)
+    network.module.eval()
+    tokens = TOKENS.clone()
+    tokens[0, 3] = PADDING  # it has a position of its own, and does not count
+    with torch.no_grad():
+        plain = network.module(input_ids=tokens, use_cache=False).logits
+        torch.testing.assert_close(network.forward({"tokens": tokens})[0], plain)
+    for packed, alone in zip(logits_packed(network), logits_alone(network), strict=True):
+        torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
+    assert network.max_seq_len == SMALL["max_position_embeddings"] - PADDING - 1
+
+
+def test_a_cached_model_of_the_roberta_family_has_the_positions_of_one_forward(tmp_path: Path) -> None:
+    network = network_of(POSITIONS_AFTER_PADDING["roberta"], tmp_path)
+    network.module.eval()
+    with torch.no_grad():
+        whole, cache = network.forward({"tokens": TOKENS[:1]})[0], network.new_cache()
+        network.extend(cache, {"tokens": TOKENS[:1, :-1]})
+        last = network.extend(cache, {"tokens": TOKENS[:1, -1:]})
+    torch.testing.assert_close(last, whole[:, -1:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_negative_limit_of_positions_is_no_limit(tmp_path: Path) -> None:
+    assert network_of(MambaConfig(**NARROW | {"max_position_embeddings": -1}), tmp_path).max_seq_len == sys.maxsize
+
+
+def test_documents_that_a_model_cannot_keep_apart_are_refused(tmp_path: Path) -> None:
+    llama4 = Llama4TextConfig(**SMALL, **LLAMA4, attention_chunk_size=8, layer_types=["chunked_attention"] * 2)
+    for config in (llama4, XLMConfig(**XLM), OpenAIGPTConfig(**GPT)):
+        with pytest.raises(UserError, match="M058"):
+            network_of(config, tmp_path / config.model_type).forward({"tokens": TOKENS, "documents": DOCUMENTS})
+
+
+def refusal(folder: Path, config: Any, *, saved_as: str = "") -> UserError:
+    """Return the mistake of a folder that holds only this config. `saved_as` is the class that it names."""
+    if saved_as:
+        config.architectures = [saved_as]
+    config.save_pretrained(folder)
+    with pytest.raises(UserError) as caught:
+        hf_network(open_hf_model(folder, trust_remote_code=False, seed=0)[0], None)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("config", "saved_as", "kind"),
+    [
+        (BertConfig(**NARROW), "BertForMaskedLM", "a masked language model"),
+        (DistilBertConfig(), "DistilBertForMaskedLM", "a masked language model"),
+        (ModernBertConfig(), "ModernBertModel", "a masked language model"),
+        (LlamaConfig(**SMALL), "LlamaForSequenceClassification", "a classifier of sequences"),
+        (BertConfig(**NARROW), "BertForTokenClassification", "a classifier of tokens"),
+        (WhisperConfig(), "WhisperForConditionalGeneration", "a speech-to-text model"),
+        (BartConfig(), "BartForConditionalGeneration", "an encoder-decoder model"),
+        (BartConfig(is_encoder_decoder=True), "", "an encoder-decoder model"),
+        (T5Config(), "T5ForConditionalGeneration", "an encoder-decoder model"),
+        (ViTConfig(), "ViTForImageClassification", "an image classifier"),
+        (CLIPConfig(), "CLIPModel", "a model that compares images with texts"),
+        (LlavaNextConfig(), "LlavaNextForConditionalGeneration", "a vision-language model"),
+        (Qwen2AudioConfig(), "Qwen2AudioForConditionalGeneration", "an audio-language model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_model_of_another_kind_is_named(config: Any, saved_as: str, kind: str, tmp_path: Path) -> None:
+    error = refusal(tmp_path, config, saved_as=saved_as)
+    assert error.code == "M091"
+    assert f" is {kind}, not a causal language model" in error.what
+    assert "trimaran.prepare" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (BertConfig(**NARROW), "is_decoder: true"),
+        (ElectraConfig(**NARROW, embedding_size=32), "is_decoder: true"),
+        (BigBirdConfig(**NARROW, attention_type="original_full"), "is_decoder: true"),
+        (XLMConfig(**XLM | {"causal": False}), "causal: true"),
+        (XLNetConfig(vocab_size=96, d_model=32, n_layer=2, n_head=4, d_inner=48), ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_attention_to_later_tokens_is_refused(config: Any, setting: str, tmp_path: Path) -> None:
+    error = refusal(tmp_path, config)
+    assert error.code == "M092"
+    assert "attend to later tokens" in error.what
+    assert (f"set {setting} in config.json" in error.fix) == bool(setting)
+
+
+def test_a_bert_that_is_a_decoder_is_trained_whatever_it_was_saved_as(tmp_path: Path) -> None:
+    config = BertConfig(**DECODER)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    network = hf_network(open_hf_model(tmp_path, trust_remote_code=False, seed=0)[0], None)
+    assert network.architecture == "BertLMHeadModel"
+
+
+@pytest.mark.parametrize("without_weights", [False, True], ids=["train", "dry-run"])
+def test_an_embedding_model_without_a_head_is_named(without_weights: bool, tmp_path: Path) -> None:
+    LlamaModel(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"M093.*without the head of a language model: lm_head\.weight"):
+        open_hf_model(tmp_path, trust_remote_code=False, seed=0, without_weights=without_weights)
+
+
+def test_facts_of_a_folder_without_a_head_are_not_those_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    folder, config = tmp_path / "model", LlamaConfig(**SMALL)
+    section = ModelSection(family="hf", path=str(folder))
+    LlamaModel(config).save_pretrained(folder)
+    without_head = facts_file(section, os.environ)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    config.architectures = ["LlamaModel"]
+    config.save_pretrained(folder)
+    assert facts_file(section, os.environ) != without_head

@@ -19,7 +19,7 @@ from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
 from trimaran.models.resolve import MAX_CONFIG_BYTES, model_folder
 
-FORMAT = 3  # of the files in the cache; a change of what they hold needs another number
+FORMAT = 4  # of the files in the cache; a change of what they hold needs another number
 MAX_FACTS_BYTES = 1_000_000
 PACKAGES = ("torch", "transformers")  # whose versions decide what a model can do
 
@@ -31,6 +31,7 @@ class HfFacts:
     untrainable: why the model cannot be trained at all. without_tp and the like: why the axis is not possible.
     tp_sizes: what tp must divide, by name. num_layers: how many layers a pipeline splits. num_experts: of a layer with
     stacked experts, which ep splits; if layers differ, what divides all of them.
+    without_documents: why the documents of a row are not kept apart, in rows longer than longest_packed_row.
     max_seq_len: the longest sequence; 0 if the model gives no limit.
     """
 
@@ -39,6 +40,8 @@ class HfFacts:
     without_cp: UserError | None = None
     without_pp: UserError | None = None
     without_ep: UserError | None = None
+    without_documents: UserError | None = None
+    longest_packed_row: int = 0
     tp_sizes: Mapping[str, int] = field(default_factory=dict)
     num_layers: int = 0
     num_experts: int = 0
@@ -52,8 +55,8 @@ class HfFacts:
         return {**mistakes, **sizes, "tp_sizes": dict(self.tp_sizes), "has_fp8_layers": self.has_fp8_layers}
 
 
-MISTAKES = ("untrainable", "without_tp", "without_cp", "without_pp", "without_ep")
-SIZES = ("num_layers", "num_experts", "max_seq_len")
+MISTAKES = ("untrainable", "without_tp", "without_cp", "without_pp", "without_ep", "without_documents")
+SIZES = ("num_layers", "num_experts", "max_seq_len", "longest_packed_row")
 
 
 def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
@@ -66,6 +69,7 @@ def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
         num_layers=int(tree["num_layers"]),
         num_experts=int(tree["num_experts"]),
         max_seq_len=int(tree["max_seq_len"]),
+        longest_packed_row=int(tree["longest_packed_row"]),
         has_fp8_layers=bool(tree["has_fp8_layers"]),
     )
 
@@ -96,8 +100,8 @@ def refuse_seq_len(seq_len: int, most: int) -> None:
 def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None:
     """Return the file in the cache for the facts of this model; None if torch or transformers is not installed.
 
-    Also None without a home directory. Its name depends on config.json, on the model's own code if it is trusted, and
-    on the versions of the packages that build the model.
+    Also None without a home directory. Its name depends on config.json, on the files of the weights, on the model's own
+    code if it is trusted, and on the versions of the packages that build the model.
     """
     named, cache = environ.get("TRIMARAN_CACHE"), user_cache(environ)
     root = Path(named) if named else cache
@@ -109,6 +113,9 @@ def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None
     folder = model_folder(section.path)
     for path in [folder / "config.json", *(sorted(folder.glob("*.py")) if section.trust_remote_code else [])]:
         digest.update(path.name.encode() + read_regular_bytes(path, follow_links=True, limit_bytes=MAX_CONFIG_BYTES))
+    for path in sorted(folder.glob("*.safetensors")):  # without a head, for instance, a model is refused
+        about = path.stat()
+        digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}".encode())
     return root / "hf-facts" / f"{digest.hexdigest()[:32]}.json"
 
 

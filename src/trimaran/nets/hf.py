@@ -24,6 +24,7 @@ from trimaran.nets.hf_attention import (
     context_of,
     has_windows,
     install_attention,
+    longest_packed_row,
     mixing_reason,
     refuse_packed_rows,
     set_context,
@@ -31,13 +32,14 @@ from trimaran.nets.hf_attention import (
     uses_eager_attention,
 )
 from trimaran.nets.hf_cache import HfCache, cache_difference
+from trimaran.nets.hf_kinds import refuse_later_tokens
 from trimaran.nets.hf_masks import choose_document_masks, layer_masks, needs_layer_masks
 from trimaran.nets.hf_paged import paged_difference
 from trimaran.nets.hf_probe import probe
 from trimaran.nets.hf_stages import HfStage
 from trimaran.nets.hf_tp_plan import hf_tensor_plan
 from trimaran.nets.hf_weights import full_tensor
-from trimaran.nets.key_value_cache import KeyValueCache
+from trimaran.nets.key_value_cache import CacheExtension, KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import run_lengths
@@ -65,12 +67,14 @@ class HfNetwork(Network):
 
     `architecture` is the class that the model was loaded as; a plan changes the Python class. `logits_head` is the
     module whose output is the logits, unchanged; None if the model processes them afterwards. `stage` is that of a
-    pipeline; None if this is the whole model.
+    pipeline; None if this is the whole model. `padding_position` is the position of padding in models of the RoBERTa
+    family, which count other tokens from the next one; None if positions count from 0.
     """
 
     architecture: str
     logits_head: nn.Module | None
     stage: HfStage | None = field(default=None, kw_only=True)
+    padding_position: int | None = field(default=None, kw_only=True)
 
     @property
     def head(self) -> nn.Module | None:
@@ -85,7 +89,10 @@ class HfNetwork(Network):
     @property
     def max_seq_len(self) -> int:
         """The longest sequence; unlimited for architectures that give no limit."""
-        return getattr(self.module.config, "max_position_embeddings", None) or sys.maxsize
+        most = getattr(self.module.config, "max_position_embeddings", None) or 0
+        if most <= 0:  # XLNet says -1
+            return sys.maxsize
+        return most if self.padding_position is None else most - self.padding_position - 1
 
     @property
     def context(self) -> Context:
@@ -136,7 +143,7 @@ class HfNetwork(Network):
             assert counts is None, "the rows of transformers' cache have the same length"
             return self.module(input_ids=tokens, **cache.arguments(tokens)).logits[:, -1:]
         extension = cache.extend(tokens, counts)
-        arguments = {"position_ids": inputs.get("positions", extension.positions), SCOPE_ARGUMENT: extension}
+        arguments = {"position_ids": self._cached_positions(inputs, extension), SCOPE_ARGUMENT: extension}
         if len(tokens) == 1 and "logits_to_keep" in signature(self.module.forward).parameters:
             return self.module(input_ids=tokens, use_cache=False, logits_to_keep=1, **arguments).logits
         return extension.last_of(self.module(input_ids=tokens, use_cache=False, **arguments).logits)
@@ -145,11 +152,16 @@ class HfNetwork(Network):
         return paged_difference(self, device)
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
-        arguments = {"position_ids": inputs.get("positions", extension.positions), SCOPE_ARGUMENT: extension}
+        arguments = {"position_ids": self._cached_positions(inputs, extension), SCOPE_ARGUMENT: extension}
         if extension.kept is None or "logits_to_keep" not in signature(self.module.forward).parameters:
             return extension.last_of(self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits)
         arguments["logits_to_keep"] = extension.kept
         return self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits
+
+    def _cached_positions(self, inputs: Mapping[str, Tensor], extension: CacheExtension | PagedExtension) -> Tensor:
+        """Return the positions of new tokens after those in a cache."""
+        positions = inputs.get("positions", extension.positions)
+        return positions if self.padding_position is None else positions + self.padding_position + 1
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]
@@ -170,14 +182,15 @@ class HfNetwork(Network):
     def _attention_arguments(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments that give the model positions and the attention scope."""
         tokens, documents, given = inputs["tokens"], inputs.get("documents"), context_of(self.module)
-        if documents is not None and mixing_reason(self.module):
-            refuse_packed_rows(self.module, self.architecture, inputs)
+        reason = mixing_reason(self.module)
+        if documents is not None and reason and tokens.shape[1] > longest_packed_row(self.module):
+            refuse_packed_rows(reason, self.architecture, inputs)
             documents = None
         if documents is None:
             if given is None:
                 return {}
-            return {"position_ids": given.shard(torch.arange(tokens.shape[1], device=tokens.device)[None])}
-        arguments: dict[str, Any] = {"position_ids": self.context.shard(document_positions(documents))}
+            return {"position_ids": given.shard(self._positions(tokens, None))}
+        arguments: dict[str, Any] = {"position_ids": self.context.shard(self._positions(tokens, documents))}
         if takes_scope(self.module):
             host_documents = inputs.get("host_documents")
             lengths = None if host_documents is None else run_lengths(host_documents)
@@ -190,6 +203,17 @@ class HfNetwork(Network):
             mask = self.context.mask(documents)
             arguments["attention_mask"] = added_mask(mask) if uses_eager_attention(self.module) else mask
         return arguments
+
+    def _positions(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the position of each token inside its document, as the model counts them."""
+        indices = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        positions = indices if documents is None else document_positions(documents)
+        if self.padding_position is None:
+            return positions
+        is_counted = tokens.ne(self.padding_position)
+        ends = is_counted.cumsum(dim=1)
+        starts = (ends - is_counted.long()).gather(1, (indices - positions).expand_as(tokens))
+        return (ends - starts) * is_counted + self.padding_position
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights a block at a time: transformers may fuse those of one block in memory."""
@@ -223,6 +247,7 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
     """
     _disable_padding_check(module)
     result, architecture = probe(module), type(module).__name__
+    refuse_later_tokens(module, architecture, is_noncausal=result.is_noncausal)
     setattr(module, OPTION_ATTRIBUTE, result.unsupported_option)
     if result.attention_difference:
         log.info("%s keeps its own attention: it %s", architecture, result.attention_difference)
@@ -235,7 +260,18 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
                     "layer keeps scores of heads x seq_len^2 values for every sample", architecture)  # fmt: skip
     _cast_stream(module)
     head = module.get_output_embeddings() if result.ends_in_head else None  # pyrefly: ignore[not-callable]
-    return HfNetwork(module, blocks_of(module), spec, architecture, head)
+    padding = _padding_position(module)
+    return HfNetwork(module, blocks_of(module), spec, architecture, head, padding_position=padding)
+
+
+def _padding_position(module: nn.Module) -> int | None:
+    """Return the position of padding in a model of the RoBERTa family; None in others.
+
+    Its table of positions has a row for padding, with the number of the padding token.
+    """
+    tables = (getattr(part, "position_embeddings", None) for part in module.modules())
+    found = (each.padding_idx for each in tables if isinstance(each, nn.Embedding))
+    return next((each for each in found if each is not None), None)
 
 
 def _has_heads(config: Any) -> bool:
@@ -320,20 +356,12 @@ def hf_config(path: Path, *, trust_remote_code: bool) -> Any:
 def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
     """Return the model of a config with fp32 weights, random unless on the meta device."""
     options = {"trust_remote_code": trust_remote_code}
-    model = _with_attention(lambda settings: _loader(config).from_config(config, **options, **settings))
+    model = _with_attention(lambda settings: auto_class(config).from_config(config, **options, **settings))
     model.config.use_cache = False
     return model
 
 
-def refuse_unknown_class(config: Any, path: Path) -> None:
-    """Raise if transformers has no language model for this configuration, as of a model for images alone."""
-    loader = _loader(config)
-    if type(config) not in loader._model_mapping and loader.__name__ not in (getattr(config, "auto_map", None) or {}):
-        what = f"Unrecognized configuration class {type(config)} for this kind of AutoModel: {loader.__name__}."
-        raise _not_loaded(ValueError(what), path)
-
-
-def _loader(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """Return the transformers auto class for the config."""
     return AutoModelForImageTextToText if config.model_type in FOREIGN else AutoModelForCausalLM
 
@@ -364,7 +392,7 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
         if has_weights:
             options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
             model, report = _with_attention(
-                lambda settings: _loader(config).from_pretrained(folder, **options, **settings)
+                lambda settings: auto_class(config).from_pretrained(folder, **options, **settings)
             )
             missing = sorted(report["missing_keys"])
         else:
@@ -385,4 +413,5 @@ def _not_loaded(error: Exception, path: Path) -> UserError:
         return UserError("M025", "this model needs its own Python code to run", where=str(path),
                          fix="read that code, then set model.trust_remote_code=true")  # fmt: skip
     return UserError("M024", f"transformers cannot load this model: {first_line}", where=str(path),
-                     fix="check that the folder is complete and that transformers knows its architecture")  # fmt: skip
+                     fix="see whether transformers alone loads the folder; another version may know its "
+                     "architecture")  # fmt: skip

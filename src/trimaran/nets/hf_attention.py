@@ -21,7 +21,10 @@ except ImportError:
 
 NAME = "trimaran"
 # Kinds of layers, in a config's `layer_types`, that a mask keeps within documents.
-ISOLATING_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+CHUNKED = "chunked_attention"
+ISOLATING_LAYERS = frozenset({"full_attention", "sliding_attention", CHUNKED})
+CHUNK_SIZES = ("attention_chunk_size", "floor_scale")  # of Llama 4, which scales scores by the position in the row
+WITHOUT_PAIR_MASKS = frozenset({"openai-gpt", "xlm"})  # kinds of models that take no mask for pairs of tokens
 PACKED = "trimaran_flash"  # transformers calls a kernel of this name once for all images, not per image
 UNSUPPORTED_OPTIONS = (
     "dropout",
@@ -195,16 +198,27 @@ def mixing_reason(module: Any) -> str:
         return ""
     if not hasattr(module, MIXING_ATTRIBUTE):
         kinds = getattr(module.config.get_text_config(), "layer_types", None) or ()
+        longest = longest_packed_row(module)
         reasons = {
             "takes no position_ids": "position_ids" not in signature(module.forward).parameters,
+            "takes no mask for pairs of tokens": module.config.model_type in WITHOUT_PAIR_MASKS,
             "also mixes tokens with a convolution": any(isinstance(part, nn.Conv1d) for part in module.modules()),
             "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
+            f"counts chunks of {longest} tokens from the start of a row": longest > 0,
         }
         setattr(module, MIXING_ATTRIBUTE, next((reason for reason, applies in reasons.items() if applies), ""))
     return getattr(module, MIXING_ATTRIBUTE)
 
 
-def refuse_packed_rows(module: nn.Module, architecture: str, inputs: Mapping[str, Tensor]) -> None:
+def longest_packed_row(module: Any) -> int:
+    """Return the length up to which a model that mixes the documents of a row keeps them apart all the same."""
+    config = module.config.get_text_config()
+    if CHUNKED not in (getattr(config, "layer_types", None) or ()):
+        return 0
+    return min((size for each in CHUNK_SIZES if (size := getattr(config, each, None))), default=0)
+
+
+def refuse_packed_rows(reason: str, architecture: str, inputs: Mapping[str, Tensor]) -> None:
     """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first.
 
     `architecture` is the name of its class, which a plan changes.
@@ -213,10 +227,13 @@ def refuse_packed_rows(module: nn.Module, architecture: str, inputs: Mapping[str
     if (labels := inputs.get("labels")) is not None:
         later = later & (labels >= 0)
     if bool(later.any()):
-        reason = mixing_reason(module)
-        raise UserError("M058", f"{architecture} does not keep the documents of a row apart: it {reason}",
-                        where="data", fix="set data.samples.batching to pad; for text, data.isolate_documents to "
-                        "false")  # fmt: skip
+        raise mixes_documents(reason, architecture)
+
+
+def mixes_documents(reason: str, architecture: str) -> UserError:
+    return UserError("M058", f"{architecture} does not keep the documents of a row apart: it {reason}",
+                     where="data", fix="set data.samples.batching to pad; for text, data.isolate_documents to "
+                     "false")  # fmt: skip
 
 
 def _cp_unsupported(module: nn.Module, reason: str) -> UserError:

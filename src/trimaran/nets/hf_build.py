@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private in torch; 
 from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.hf import blocks_of, hf_config, hf_model, load_hf_model, refuse_unknown_class
+from trimaran.nets.hf import auto_class, blocks_of, hf_config, hf_model, load_hf_model
+from trimaran.nets.hf_kinds import refuse_other_kind, refuse_without_head
 from trimaran.nets.hf_read import WeightSource, find_weight_sources, keep_conversions, read_weights
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.network import WeightsNeededError
@@ -43,7 +44,7 @@ def open_hf_model(
     folder = model_folder(str(path))
     has_weights = bool(weight_files(folder))
     config = hf_config(path, trust_remote_code=trust_remote_code)
-    refuse_unknown_class(config, path)
+    refuse_other_kind(config, auto_class(config), path)
     module, sources, problem = _build_on_meta(config, folder if has_weights else None, trust_remote_code)
     if problem and without_weights:
         raise WeightsNeededError(problem)
@@ -66,6 +67,8 @@ def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) ->
         with _parameters_on_meta():
             module = hf_model(config, trust_remote_code=trust_remote_code)
         sources, problem = find_weight_sources(module, folder) if folder else ([], "")
+        if folder:
+            refuse_without_head(module, problem, folder)
     except UserError:
         raise
     except Exception as error:  # any error of transformers or of the model's own code

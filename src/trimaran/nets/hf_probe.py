@@ -32,6 +32,7 @@ class ProbeResult:
     ends_in_head: bool
     attention_difference: str
     unsupported_option: str = ""
+    is_noncausal: bool = False
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class _CallRecord:
     attention_calls: int = 0
     attention_difference: str = ""
     unsupported_option: str = ""
+    is_noncausal: bool = False
 
 
 def probe(module: Any) -> ProbeResult:
@@ -58,7 +60,8 @@ def probe(module: Any) -> ProbeResult:
     difference = attention_difference(module) or record.attention_difference
     if not difference and not record.attention_calls:
         difference = "has its own attention implementation"
-    return ProbeResult(logits is head_output and record.head_calls == 1, difference, record.unsupported_option)
+    ends_in_head = logits is head_output and record.head_calls == 1
+    return ProbeResult(ends_in_head, difference, record.unsupported_option, record.is_noncausal)
 
 
 def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
@@ -76,6 +79,7 @@ def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
         part: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         record.attention_calls += 1
+        record.is_noncausal = record.is_noncausal or is_noncausal(part, options)
         record.unsupported_option = record.unsupported_option or unsupported_option(options)
         reasons = {
             "does not pass extra arguments on to its attention": options.get(SCOPE_ARGUMENT) is not scope,

@@ -3,6 +3,7 @@
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.optional_packages import no_fp8_layers
 from trimaran.models.hf_facts import HfFacts, refuse_ep_degree, refuse_seq_len, refuse_tp_degree
+from trimaran.planner.question import isolates_documents
 
 
 def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
@@ -13,6 +14,8 @@ def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
         raise facts.untrainable
     if facts.max_seq_len:
         refuse_seq_len(recipe.data.seq_len, facts.max_seq_len)
+    if facts.without_documents and recipe.data.seq_len > facts.longest_packed_row and isolates_documents(recipe.data):
+        raise facts.without_documents
     if plan.precision == "fp8" and not facts.has_fp8_layers:
         raise no_fp8_layers()
     mesh = plan.mesh

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trimaran.core import Bytes, Plan, Recipe, RowSizes
+from trimaran.core import Bytes, DataSection, Plan, Recipe, RowSizes
 from trimaran.core.plugins import SOURCES
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.hardware import Cluster
@@ -16,12 +16,17 @@ GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus", "goodp
 NO_BYTES = Bytes(0)
 NO_PINS = Plan()  # a search asks for it thousands of times
 # Sources of text that is cut into sequences of one length. Others have samples of different lengths, or images.
-SEQUENCE_SOURCES = ("python-stdlib", "text", "jsonl", "shards", "datasets")
+SEQUENCE_SOURCES = ("python-stdlib", "text", "jsonl", "shards", "datasets", "megatron", "nanogpt")
 
 
 def is_sequence_source(source: str) -> bool:
     """Return whether a source is text that is cut into sequences of one length, as is that of every plug-in."""
     return source in SEQUENCE_SOURCES or source not in SOURCES
+
+
+def isolates_documents(data: DataSection) -> bool:
+    """Return whether rows hold several documents or samples that do not attend to each other."""
+    return data.isolate_documents if is_sequence_source(data.source) else data.samples.batching == "pack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +78,7 @@ class Question:
     @property
     def isolates_documents(self) -> bool:
         """Whether rows hold several documents or samples that do not attend to each other."""
-        data = self.recipe.data
-        return data.isolate_documents if is_sequence_source(data.source) else data.samples.batching == "pack"
+        return isolates_documents(self.recipe.data)
 
     @property
     def positions(self) -> int:

@@ -13,6 +13,7 @@ from trimaran.core import ModelSection, UserError
 from trimaran.models.hf_facts import HfFacts
 from trimaran.nets.attention_context import Context
 from trimaran.nets.hf import HfNetwork
+from trimaran.nets.hf_attention import longest_packed_row, mixes_documents, mixing_reason
 from trimaran.nets.hf_stages import pipeline_layers
 from trimaran.nets.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
@@ -35,12 +36,15 @@ def find_hf_facts(section: ModelSection) -> HfFacts:
     has_fp8_layers = bool(fp8_layers(network))
     layers, without_pp = _tried(lambda: pipeline_layers(network))
     num_experts, without_ep = _tried(lambda: count_experts(network.module))
+    mixing = mixing_reason(network.module)
     without_cp = _tried(lambda: network.use_context(Context()))[1]
     return HfFacts(
         without_tp=without_tp,
         without_cp=without_cp,
         without_pp=without_pp,
         without_ep=without_ep,
+        without_documents=mixes_documents(mixing, network.architecture) if mixing else None,
+        longest_packed_row=longest_packed_row(network.module),
         num_layers=layers.count if layers else 0,
         num_experts=num_experts or 0,
         tp_sizes=sizes or {},

@@ -55,6 +55,21 @@ def check_token_files(section: DataSection, files: list[Path], tokenizer: Tokeni
         _check_ids(tokens[:HEAD_TOKENS], tokenizer, file)
 
 
+def count_tokens(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the number of tokens, and of documents; in raw files those are estimated from the first tokens."""
+    num_tokens = num_documents = 0
+    for file in files:
+        if section.source == "nanogpt":
+            tokens = _open_raw(file, tokenizer)
+            num_ends = np.count_nonzero(tokens[:HEAD_TOKENS] == tokenizer.end_id)
+            num_documents += max(1, num_ends * len(tokens) // min(HEAD_TOKENS, len(tokens)))
+            num_tokens += len(tokens)
+        elif file.suffix == ".idx":
+            _, lengths, _, documents = _open_megatron(file)
+            num_tokens, num_documents = num_tokens + int(lengths.sum()), num_documents + len(documents) - 1
+    return num_tokens, num_documents
+
+
 def read_token_runs(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> Iterator[TokenRun]:
     """Yield the tokens of the files, document by document. Raises if one is not of the tokenizer."""
     check_token_files(section, files, tokenizer)

@@ -17,7 +17,8 @@ from trimaran.data.samples.raw_sample import RawSample, SourceFiles
 from trimaran.data.samples.readers import IMAGE_SUFFIXES, file_rows, read_samples, saved_rows
 from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
 from trimaran.data.text_sources import JSON_SUFFIXES, JSONL_SUFFIXES, find_files, is_saved_dataset
-from trimaran.data.tokenizer import Tokenizer
+from trimaran.data.token_files import TOKEN_SOURCES, count_tokens
+from trimaran.data.tokenizer import Tokenizer, load_tokenizer
 from trimaran.hub import is_hub_name, near_folder
 
 MAX_LISTED = 5000  # files of a folder whose names are looked at
@@ -85,6 +86,8 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         typical = shards.num_tokens // max(1, shards.num_documents)
         return DataFacts(named=named, source=source, num_samples=shards.num_documents, is_exact=True,
                          median_tokens=typical, longest_tokens=typical)  # fmt: skip
+    if source in TOKEN_SOURCES:
+        return _token_facts(named, source, folder, tokenizer or load_tokenizer(None))
     row = _first_row(source, folder)
     if row is not None and learns_rejected(row, ""):
         raise preference_error(str(folder))
@@ -120,6 +123,14 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
     )
 
 
+def _token_facts(named: str, source: str, path: Path, tokenizer: Tokenizer) -> DataFacts:
+    section = DataSection(source=source, path=str(path))
+    num_tokens, num_documents = count_tokens(section, find_files(section), tokenizer)
+    typical = num_tokens // max(1, num_documents)
+    return DataFacts(named=named, source=source, num_samples=num_documents, is_exact=source == "megatron",
+                     median_tokens=typical, longest_tokens=typical)  # fmt: skip
+
+
 def _source_by_names(path: Path) -> str:
     """Return the source that reads the names of the files: a JSON file may still be text or chat."""
     if is_saved_dataset(path):
@@ -130,6 +141,9 @@ def _source_by_names(path: Path) -> str:
     suffixes = Counter(data_suffix(file).lower() for file in files)
     if not files:
         raise UserError("T005", "the folder has no files", where=str(path), fix="name a file or a folder with data")
+    if suffixes[".bin"] or suffixes[".idx"]:
+        has_index = any(file.with_suffix(".idx").is_file() for file in files)
+        return "megatron" if has_index else "nanogpt"
     if suffixes[".tar"]:
         return "webdataset"
     if any(suffixes[each] for each in IMAGE_SUFFIXES):

@@ -33,7 +33,9 @@ def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str,
         "webdataset": "images with text in tar files",
         "image-folder": "images with captions",
         "parquet": "rows with conversations or images",
-        "datasets": "a saved dataset",
+        "datasets": "rows of a table, or a saved dataset",
+        "megatron": "tokens of Megatron's tools",
+        "nanogpt": "tokens in raw files",
         "shards": "text that was tokenized before",
     }
     rates = {"full": "usual for training all weights of a model of this size", "lora": "usual for LoRA: ten times "
@@ -76,10 +78,6 @@ def _lines(fields: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
         if isinstance(value, dict):
             yield _joined(f"{depth}{name}:", comment)
             yield from _lines(value, comments, f"{dotted}.")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            yield _joined(f"{depth}{name}:", comment)
-            for entry in value:
-                yield f"{depth}  - {{{', '.join(f'{key}: {_scalar(each)}' for key, each in entry.items())}}}"
         else:
             yield _joined(f"{depth}{name}: {_scalar(value)}", comment)
 

@@ -11,6 +11,7 @@ import yaml
 
 from tests.k8s_requests import launch_request
 from tests.pod_runner import expand
+from trimaran.app.main import main
 from trimaran.core import UserError, parse_recipe
 from trimaran.launch.targets.k8s_target import KubernetesTarget
 from trimaran.launch.targets.kubernetes_files.k8s_lint import lint_manifest
@@ -278,6 +279,35 @@ def test_checks_name_what_is_missing() -> None:
     assert codes(launch_request(image="trimaran:latest")) == ["L056"]
     assert codes(launch_request("telemetry.prometheus.port=9101")) == ["L058"]
     assert codes(launch_request(*METRICS)) == []
+
+
+def test_a_dry_run_needs_an_image_and_paths_of_the_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "corpus.txt").write_text("some words " * 200)
+    dry_run = ["launch", "--on", "kubernetes", "--dry-run", "--set", "cluster=2x8xH100", "--set", "data.source=text"]
+
+    def refused(*more: str) -> list[str]:
+        assert main([*dry_run, *more]) in (0, 2)
+        return [line for line in capsys.readouterr().err.splitlines() if re.match(r"[LS]0\d\d:", line)]
+
+    local, image = ("--set", "data.path=corpus.txt"), ("--site", "image=registry.example/x:1.0")
+    path = "S054: data.path is a path of this machine, which the pods do not have"
+    assert refused(*local) == ["L040: Kubernetes needs the container image of the pods", path]
+    assert refused(*local, *image) == [path]
+    assert refused(*local, "--no-check") == []
+    assert main([*dry_run, *image, "--set", "data.path=/runs/corpus.txt"]) == 0
+    assert "/runs/corpus.txt is on the volume of the nodes" in capsys.readouterr().err
+
+
+def test_near_names_of_targets_are_understood_or_suggested() -> None:
+    assert open_target("Kubernetes").name == "k8s"
+    with pytest.raises(UserError, match="did you mean 'k8s'"):
+        open_target("docker")
+    with pytest.raises(UserError, match="did you mean 'slurm'"):
+        open_target("slrum")
 
 
 def test_the_target_is_found_by_name_and_its_section_is_checked() -> None:

@@ -85,7 +85,8 @@ def test_the_files_of_a_target_are_byte_equal_to_those_of_a_launch(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "r.yaml").write_text("name: seen\ntrain: {steps: 4, global_batch: 32}\ndata: {seq_len: 64}\n")
-    code = main(["launch", "r.yaml", "--set", f"cluster={cluster}", "--on", target, "--dry-run", "--json"])
+    site = ["--site", "image=registry.example/trimaran:1.0"] if target == "k8s" else []
+    code = main(["launch", "r.yaml", "--set", f"cluster={cluster}", "--on", target, *site, "--dry-run", "--json"])
     launched = json.loads(capsys.readouterr().out)
     subject = read_subject("r.yaml", None, cluster, (), [f"target={target}"])
     explained = build_view("life", subject).modes["explain"]

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from functools import cache
 
-from trimaran.app.request.launch_request import LaunchOptions, launch_request, resolve_launch
+from trimaran.app.request.launch_request import launch_request, preview_options, resolve_launch
 from trimaran.app.request.request import Request
 from trimaran.launch.targets.target import TARGET_CLASSES, open_target
 from trimaran.viz import LaunchText
@@ -21,8 +21,10 @@ def launches_of(file: str | None, settings: Sequence[str]) -> Launches:
     @cache
     def launch(target: str) -> LaunchText:
         found = open_target(target)
-        files = found.render(launch_request(found, planned(), LaunchOptions()))
+        options = preview_options(found)
+        files = found.render(launch_request(found, planned(), options))
         words = [*([file] if file else []), *(word for each in settings for word in ("--set", each))]
+        words += [word for each in options.site for word in ("--site", each)]
         return LaunchText(
             command=shlex.join(["trimaran", "launch", *words, "--on", target]),
             files=dict(files.files),

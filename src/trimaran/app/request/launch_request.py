@@ -19,6 +19,7 @@ from trimaran.launch.targets.target import SAVE_SECONDS, LaunchRequest, Target, 
 from trimaran.run import free_run_path, refuse_occupied
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # what libraries of ours read from the environment
+EXAMPLE_IMAGE = "registry.example/trimaran:1.0"
 HOST = re.compile(r"[^\s,]+")
 
 
@@ -43,6 +44,12 @@ def read_site(target: Target, settings: Sequence[str]) -> object:
     """Return the target's section of the site file, with `settings` on top."""
     path = site_path(os.environ)
     return site_section(read_site_file(path), target.name, target.site_model, settings, where=str(path))
+
+
+def preview_options(target: Target) -> LaunchOptions:
+    """Return the options to show launch files with: an image to replace, where the site file names none."""
+    needs_image = target.name == "k8s" and not getattr(read_site(target, ()), "image", "")
+    return LaunchOptions(site=[f"image={EXAMPLE_IMAGE}"] if needs_image else [])
 
 
 def launch_request(target: Target, request: Request, options: LaunchOptions) -> LaunchRequest:

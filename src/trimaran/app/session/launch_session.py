@@ -64,7 +64,7 @@ def check_launch(
             read_site(open_target(name), ())  # raises if a section has a mistake
     if recipe is None and not settings:
         return [*checks, *target.check(None, read_site(target, options.site))]
-    request = launch_request(target, _resolved(recipe, settings), options)
+    request = launch_request(target, _resolved(target, recipe, settings, options), options)
     return [*checks, *target.check(request, request.site)]
 
 
@@ -73,10 +73,10 @@ def launch_on(
 ) -> int:
     """Launch a run on `target` and return the exit code."""
     console = open_console(stderr=steps.as_json)
-    planned = _resolved(recipe, settings)
+    planned = _resolved(target, recipe, settings, options)
     request = launch_request(target, planned, options)
-    if options.check and not steps.dry_run:
-        _refuse_failed_checks(target, request, console)
+    if options.check:
+        _refuse_failed_checks(target, request, console, dry_run=steps.dry_run)
     if steps.dry_run and steps.out:
         request = replace(request, run_exists=False)  # the files are submitted later, and create the run then
     files = target.render(request)
@@ -101,7 +101,7 @@ def launch_on(
 
 def preview_launch(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> LaunchFiles:
     """Return the files that `launch --dry-run` shows. Nothing is written or submitted."""
-    return target.render(launch_request(target, _resolved(recipe, settings), options))
+    return target.render(launch_request(target, _resolved(target, recipe, settings, options), options))
 
 
 def _submitted(target: Target, request: LaunchRequest, files: LaunchFiles, folder: Path, records: Path) -> JobRecord:
@@ -133,17 +133,26 @@ def _writable_records() -> Path:
     return folder
 
 
-def _resolved(recipe: str | None, settings: Sequence[str]) -> Request:
+def _resolved(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> Request:
     """Return the recipe and its plan, after the checks that need no machine of the target."""
     request = resolve_launch(recipe, settings)
     refuse_missing_sinks(request.recipe.telemetry)
-    check_data(request.recipe)
+    data, runs = request.recipe.data, Path(getattr(read_site(target, options.site), "runs", ""))
+    if not target.shares_disk and data.path and not Path(data.path).exists() and runs in Path(data.path).parents:
+        typer.echo(f"{data.path} is on the volume of the nodes: the data is not checked here", err=True)
+    else:
+        check_data(request.recipe)
     return request
 
 
-def _refuse_failed_checks(target: Target, request: LaunchRequest, console: Console) -> None:
-    with console.status(f"checking {target.name}"):
-        checks = target.check(request, request.site)
+def _refuse_failed_checks(target: Target, request: LaunchRequest, console: Console, *, dry_run: bool) -> None:
+    """Raise if a check fails. A dry run makes those that ask nothing of the target."""
+    if dry_run:
+        offline = getattr(target, "check_request", None)
+        checks = offline(request) if offline else []
+    else:
+        with console.status(f"checking {target.name}"):
+            checks = target.check(request, request.site)
     raise_together([each.error for each in checks if each.error is not None])
 
 

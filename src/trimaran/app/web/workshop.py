@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from trimaran.app.request.launch_request import preview_options
 from trimaran.app.request.options import complete_setting
 from trimaran.app.request.plan_answer import PlanReport, build_plan_report, run_settings, with_goal, with_top
 from trimaran.app.request.plan_request import PlanRequest, adapter_setting, read_plan_request
@@ -20,6 +21,7 @@ from trimaran.app.request.tuned_recipe import pinned_recipe_text
 from trimaran.app.web.known_plans import price_known_plans
 from trimaran.core import Plan, UserError, show_count
 from trimaran.hardware import DEVICES
+from trimaran.launch.targets.target import open_target
 from trimaran.models import PRESETS, VLM_PRESETS
 
 TOP = 12  # plans in the answer
@@ -205,17 +207,17 @@ def launch_words(report: PlanReport, target: str) -> list[str]:
     """Return the arguments of `trimaran` that show the files of a launch."""
     settings = [word for each in run_settings(report.request, report.answer, _best(report)) for word in ("--set", each)]
     file = [report.request.file] if report.request.file else []
-    return ["launch", *file, *settings, "--on", target, "--dry-run"]
+    site = [word for each in preview_options(open_target(target)).site for word in ("--site", each)]
+    return ["launch", *file, *settings, "--on", target, *site, "--dry-run"]
 
 
 def launch_text(report: PlanReport, target: str) -> str:
     """Return the main file of a launch, as `trimaran launch --dry-run` shows it."""
-    from trimaran.app.request.launch_request import LaunchOptions
     from trimaran.app.session.launch_session import preview_launch
-    from trimaran.launch.targets.target import open_target
 
     settings = run_settings(report.request, report.answer, _best(report))
-    files = preview_launch(open_target(target), report.request.file, settings, LaunchOptions())
+    found = open_target(target)
+    files = preview_launch(found, report.request.file, settings, preview_options(found))
     return files.files[files.main]
 
 

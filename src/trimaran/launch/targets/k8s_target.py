@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from trimaran.core import UserError, show_bytes
 from trimaran.core.regular_files import read_regular_bytes
+from trimaran.hub import hub_repo_of
 from trimaran.launch.targets.kubernetes_files import k8s_client
 from trimaran.launch.targets.kubernetes_files.k8s_lint import lint_manifest
 from trimaran.launch.targets.kubernetes_files.k8s_manifest import dump_documents, job_documents, storage_documents
@@ -40,10 +41,15 @@ class KubernetesTarget:
 
     def check(self, request: LaunchRequest | None, site: Any) -> list[SiteCheck]:
         """Return what was checked: the site's section, our own manifest, and what the cluster has."""
-        checks = [_checked("image", site.image or "none", _image_error(site))]
-        if request is not None and site.image:
-            checks += _check_request(request)
+        image = [_checked("image", site.image or "none", _image_error(site))]
+        checks = image if request is None else self.check_request(request)
         return [*checks, *k8s_client.check_cluster(site, request)]
+
+    def check_request(self, request: LaunchRequest) -> list[SiteCheck]:
+        """Return what can be said about a launch without asking the cluster, as a dry run does."""
+        image = _checked("image", request.site.image or "none", _image_error(request.site))
+        paths = [_checked("path", each.where, each) for each in _path_errors(request)]
+        return [image, *paths, *(_check_manifest(request) if request.site.image else [])]
 
     def check_file(self, path: Path) -> list[SiteCheck]:
         """Return what is wrong with anybody's manifest; one check without an error if nothing is."""
@@ -151,8 +157,7 @@ def _image_error(site: KubernetesSite) -> UserError | None:
                      )  # fmt: skip
 
 
-def _check_request(request: LaunchRequest) -> list[SiteCheck]:
-    """Return what can be said about a launch without asking the cluster."""
+def _check_manifest(request: LaunchRequest) -> list[SiteCheck]:
     documents = job_documents(request)
     findings = lint_manifest(documents)
     checks = [
@@ -162,6 +167,28 @@ def _check_request(request: LaunchRequest) -> list[SiteCheck]:
     ]
     checks += [_checked("manifest", each.what, each) for each in findings]
     return checks if findings else [*checks, _checked("manifest", f"{request.site.kind} {job_name(request.name)}")]
+
+
+def _path_errors(request: LaunchRequest) -> list[UserError]:
+    """Return a mistake for each path of the recipe that exists here and is not on the volume of the pods.
+
+    What comes from the Hub is fetched again by the pods, to the same path.
+    """
+    recipe, runs = request.recipe, PurePosixPath(request.site.runs)
+    model, adapter = recipe.model, recipe.model.adapter
+    paths = {"model.path": model.path, "model.adapter.path": adapter.path if adapter else None,
+             "data.tokenizer": recipe.data.tokenizer, "data.samples.images": recipe.data.samples.images,
+             "cluster": recipe.cluster if recipe.cluster.endswith((".yaml", ".yml")) else None}  # fmt: skip
+    if recipe.data.revision is None:
+        paths["data.path"] = recipe.data.path
+    for source in recipe.data.mixture:
+        if source.revision is None:
+            paths |= {f"data.mixture.{source.name}.path": source.path}
+    here = {name: Path(path) for name, path in paths.items() if path and not hub_repo_of(path) and Path(path).exists()}
+    return [UserError("S054", f"{name} is a path of this machine, which the pods do not have",
+                      where=str(path), fix=f"put it on the volume {request.site.volume_claim} and name it as the pods "
+                      f"see it: --set {name}={runs / path.name}")
+            for name, path in here.items() if runs not in path.absolute().parents]  # fmt: skip
 
 
 def _run_dir_error(request: LaunchRequest) -> UserError | None:

@@ -25,6 +25,9 @@ TARGET_CLASSES = {
     "ray": "trimaran.launch.targets.ray_target:RayTarget",
     "sky": "trimaran.launch.targets.sky_target:SkyTarget",
 }
+OTHER_NAMES = {"kubernetes": "k8s", "skypilot": "sky"}
+ALIASES = {"k8s": "kube kubectl docker container gke eks aks openshift", "slurm": "sbatch srun pbs", "ray": "kuberay "
+           "anyscale", "ssh": "hosts remote mpi", "sky": "cloud aws gcp azure", "local": "localhost here"}  # fmt: skip
 SAVE_SECONDS = Seconds(60.0)  # of a checkpoint that nothing is known about
 MAX_NAME = 40  # characters of a job's name: targets add to it, and Kubernetes allows 63
 State = Literal["queued", "running", "done", "stopped", "failed", "unknown"]
@@ -175,11 +178,14 @@ class Target(Protocol):
 
 def open_target(name: str) -> Target:
     """Return the target with this name, built in or a plug-in's; raise UserError if there is none."""
+    name = OTHER_NAMES.get(name.casefold(), name)
     if name not in TARGET_CLASSES:
         if any(each.name == name for each in installed_plugins("launch target")):
             return load_plugin("launch target", name)
         known = target_names()
-        raise UserError("L001", f"there is no target '{name}'{did_you_mean(name, known)}", where="--on",
+        meant = next((each for each, aliases in ALIASES.items() if name.casefold() in aliases.split()), "")
+        near = f" (did you mean '{meant}'?)" if meant else did_you_mean(name, known)
+        raise UserError("L001", f"there is no target '{name}'{near}", where="--on",
                         fix=f"name one of {', '.join(known)}")  # fmt: skip
     module, _, kind = TARGET_CLASSES[name].partition(":")
     return getattr(import_module(module), kind)()

@@ -10,18 +10,25 @@ class GradientWatch:
     """The gradients of parameters as the last backward has left them."""
 
     def __init__(self) -> None:
-        self._records: list[tuple[nn.Parameter, Tensor, tuple[int, int]]] = []
+        self._records: list[tuple[nn.Parameter, Tensor, int, Tensor | None]] = []
 
     def record(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._records = [(each, each.grad, _version(each.grad)) for each in parameters if each.grad is not None]
+        self._records = [
+            (each, each.grad, each.grad._version, _size_of_shard(each.grad))
+            for each in parameters
+            if each.grad is not None
+        ]
 
     def forget(self) -> None:
         self._records = []
 
     def num_changed(self) -> int:
         """Return how many gradients have been written or replaced since `record`. Removed ones do not count."""
-        kept = [each for each in self._records if each[0].grad is not None]
-        return sum(parameter.grad is not grad or _version(grad) != version for parameter, grad, version in kept)
+        return sum(
+            parameter.grad is not gradient or gradient._version != version or _is_other(gradient, size)
+            for parameter, gradient, version, size in self._records
+            if parameter.grad is not None
+        )
 
 
 def local_tensor(gradient: Tensor) -> Tensor:
@@ -29,6 +36,13 @@ def local_tensor(gradient: Tensor) -> Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _version(gradient: Tensor) -> tuple[int, int]:
-    """Return how often a tensor has been written in place; torch counts that."""
-    return gradient._version, local_tensor(gradient)._version
+def _size_of_shard(gradient: Tensor) -> Tensor | None:
+    """Return the norm of a shard: torch does not count writes of its `_foreach` functions to DTensors."""
+    return gradient._local_tensor.norm() if isinstance(gradient, DTensor) else None
+
+
+def _is_other(gradient: Tensor, size: Tensor | None) -> bool:
+    if size is None:
+        return False
+    now = local_tensor(gradient).norm()
+    return bool((now != size) & ~(now.isnan() & size.isnan()))

@@ -331,3 +331,19 @@ def test_ranks_without_a_supervisor_are_counted_by_their_events(tmp_path: Path) 
         if not start:
             simulated.spend("idle", 100.0)
     simulated.check(read_ledger(simulated.run))
+
+
+def test_no_category_is_negative_if_the_clock_goes_back_by_an_hour_after_the_last_step(tmp_path: Path) -> None:
+    simulated = SimulatedRun(new_run(tmp_path / "run"))
+    simulated.begin(lead="init", seconds=1.0, start=0)
+    simulated.step()
+    simulated.now += 7200.0
+    simulated.event("checkpoint", step=1)
+    simulated.now -= 3600.0
+    simulated.event("evaluation", step=1)
+    simulated.now += 7200.0
+    simulated.end("done")
+    simulated.over()
+    ledger = read_ledger(simulated.run)
+    assert min(ledger.seconds.values()) >= 0
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.total)

@@ -87,7 +87,7 @@ class ElasticWatch(AttemptWatch):
         self._left_at: dict[int, float] = {}  # when replicas that were asked to leave had their last synchronisation
         self._asked_to_leave: list[Node] = []
         self._let_go: list[Node] = []  # of these, those without ranks
-        self._started: dict[int, tuple[float, float]] = {}  # by the monotonic clock and the wall clock
+        self._started: dict[int, tuple[float, int]] = {}  # when, and how many errors were known
         super().__init__(run, nodes, spec)
         self.lead_ranks = tuple(self.rounds.ranks_of(each)[0] for each in range(replicas.num))
         firsts = [0]
@@ -176,8 +176,8 @@ class ElasticWatch(AttemptWatch):
             return None
         return "done" if {each.code for each in ended} == {EXIT_DONE} else "stopped"
 
-    def _started_at(self, rank: int) -> tuple[float, float]:
-        return self._started.get(self.rounds.replica_of(rank), (0.0, 0.0))
+    def _started_at(self, rank: int) -> tuple[float, int]:
+        return self._started.get(self.rounds.replica_of(rank), (0.0, 0))
 
     def _faults(self, heartbeats: Mapping[int, Heartbeat]) -> dict[int, ReplicaFault]:
         """Return the faults of replicas that are running: lost nodes, hung ranks and unexpected exits."""
@@ -190,8 +190,8 @@ class ElasticWatch(AttemptWatch):
             what = f"rank {rank} hung for {self.silent[rank].seconds:.0f} s"
             found.setdefault(self.rounds.replica_of(rank), ReplicaFault(cause="hang", what=what, ranks=(rank,)))
         for ended in self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
-            since = self._started_at(ended.rank)[1]
-            errors = [each for each in self.of_kind("error") if each["rank"] == ended.rank and each["time"] >= since]
+            num_earlier = self._started_at(ended.rank)[1]
+            errors = [each for each in self.of_kind("error")[num_earlier:] if each["rank"] == ended.rank]
             why = read_exit(ended.code, errors[-1]["data"] if errors else None, "", oom_killed=self.oom_killed)
             fault = ReplicaFault(cause=why.cause, what=f"rank {ended.rank} {why.what}", ranks=(ended.rank,))
             if why.primary or self.rounds.replica_of(ended.rank) not in found:
@@ -272,7 +272,7 @@ class ElasticWatch(AttemptWatch):
             if not may_start or any(_is_gone(node) or self._leaves(node) for node, _ in parts):
                 continue
             number = self.rounds.start_again(replica)
-            self._started[replica] = now, time.time()
+            self._started[replica] = now, len(self.of_kind("error"))
             for node, ranks in parts:
                 here = self._ranges[[each is node for each in self.nodes].index(True)]
                 spec = replace(self.spec, first_rank=here.start, num_ranks=len(here), replica_start=number)

@@ -141,6 +141,7 @@ class Supervisor:
         self._highest_step = highest_step
         self._open_incidents: list[OpenIncident] = [open_incident] if open_incident else []
         self._stop_incident: Incident | None = None  # set once a stop of the run is requested
+        self._stop_since = 0.0
         self._new_size: int | None = None  # the requested number of ranks, if it is to change
         self._leaving: list[str] = []  # nodes without which the run is to go on
         self._stopping = False  # the ranks were asked to stop
@@ -298,9 +299,11 @@ class Supervisor:
         known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
         if self._stop_incident is None and (moved := self._directory.moved):
             log.error("%s; stopping with a checkpoint there", moved)
+            self._stop_since = time.monotonic()
             self._stop_incident = self.incidents.notice("storage", moved, **known)
         elif self._stop_incident is None and (self.signals.stop_requested or stop_file):
             what = f"the run was asked to stop by {self.signals.name}"
+            self._stop_since = time.monotonic()
             self._stop_incident = self.incidents.notice("preempted", what, **known)
             self._is_own_stop = not stop_file
         elif not self._stopping:
@@ -387,8 +390,9 @@ class Supervisor:
             return None
         who = ", ".join(leaving) or "a rank"
         what = f"{who} was asked to stop, and all ranks stopped"
+        seconds = time.monotonic() - self._stop_since if self._stop_incident else 0.0
         incident = self._stop_incident or self.incidents.notice("preempted", what, **known)
-        cost = {"seconds_to_stop": round(time.time() - incident.time, 3), "lost_steps": 0.0}
+        cost = {"seconds_to_stop": round(seconds, 3), "lost_steps": 0.0}
         if self._is_own_stop and self.node_group.can_hand_over():
             self.handed_over = True
             why = "only the node that coordinates was asked to stop; the others continue"

@@ -356,7 +356,7 @@ def _rest_seconds(attempt: AttemptTimes, end: float, rest: float, lead: str) -> 
     tail = [(time, name) for time, name in attempt.events if last < time <= end]
     found: dict[str, float] = {}
     for (before, _), (time, name) in pairwise([(last, ""), *tail]):
-        found[name or "init"] = found.get(name or "init", 0.0) + time - before
+        found[name or "init"] = found.get(name or "init", 0.0) + max(0.0, time - before)
     open_end = max(0.0, end - (tail[-1][0] if tail else last))
     name = _category_of_end(attempt, open_end)
     found[name] = found.get(name, 0.0) + open_end

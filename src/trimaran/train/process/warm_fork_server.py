@@ -69,13 +69,13 @@ class WarmForkServer:
     def __init__(self, listener: socket.socket, idle_seconds: float) -> None:
         self._listener, self._idle_seconds = listener, idle_seconds
         self._fingerprint, self._files = fingerprint(_ENVIRONMENT), imported_files()
-        self._num_forks, self._last = 0, time.time()
+        self._num_forks, self._last = 0, time.monotonic()
         self._stopping = False
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
 
     def serve(self) -> None:
         """Serve until asked to stop, or idle for too long, or useless because files have changed."""
-        while not self._stopping and (left := self._last + self._idle_seconds - time.time()) > 0:
+        while not self._stopping and (left := self._last + self._idle_seconds - time.monotonic()) > 0:
             self._listener.settimeout(left)
             with contextlib.suppress(OSError):  # also the timeout
                 connection, _ = self._listener.accept()
@@ -103,7 +103,7 @@ class WarmForkServer:
             "pid": os.getpid(),
             "started": _STARTED,
             "forks": self._num_forks,
-            "idle_seconds": time.time() - self._last,
+            "idle_seconds": time.monotonic() - self._last,
             "ends_after_seconds": self._idle_seconds,
             "python": sys.executable,
         }
@@ -115,7 +115,7 @@ class WarmForkServer:
             return {"refused": f"{changed} has changed since it was imported"}
         if differs := difference(self._fingerprint, theirs):
             return {"refused": f"it differs from this run in {differs}; end it with `trimaran warm --stop`"}
-        self._num_forks, self._last = self._num_forks + 1, time.time()
+        self._num_forks, self._last = self._num_forks + 1, time.monotonic()
         server = os.getpid()
         if (pid := os.fork()) == 0:  # it writes nothing before it is asked, which is after this answer
             serve_fork(connection, self._listener)

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from tests.runs import new_run
 from trimaran.app.main import COMMANDS, _build_app
-from trimaran.app.request.options import complete_recipe, complete_run, complete_run_or_recipe, complete_setting
+from trimaran.app.request.options import (
+    complete_recipe,
+    complete_run,
+    complete_run_or_recipe,
+    complete_setting,
+    find_run,
+)
 from trimaran.core import UserError, parse_recipe
 
 
@@ -54,3 +61,20 @@ def test_no_placeholder_is_the_name_of_its_option(name: str) -> None:
     found = [*options(get_command(_build_app(name)))]
     assert found
     assert not [option for option, metavar in found if metavar and metavar.lower() == option]
+
+
+@pytest.mark.parametrize("name", ["stdlib-tin", "runs/stdlib-tin"])
+def test_a_run_that_does_not_exist_suggests_one_of_a_near_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    run = new_run(Path("runs/stdlib-tiny"))
+    (tmp_path / "runs" / "stdlib-ti").mkdir()  # no run
+    with pytest.raises(UserError, match="D001") as caught:
+        find_run(name)
+    assert (caught.value.what.partition(" (")[2], caught.value.where) == (
+        "did you mean 'stdlib-tiny'?)",
+        f"runs/{Path(name).name}",
+    )
+    assert find_run("stdlib-tiny").path == run.path

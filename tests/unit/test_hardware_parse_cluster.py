@@ -21,12 +21,28 @@ from trimaran.hardware import DEVICES, Cluster, find_device, parse_cluster
         ("16xH100", "H100", 2, 8),
         ("12xH200", "H200", 2, 6),
         ("72xGB200", "GB200", 1, 72),
+        ("8h100", "H100", 1, 8),
+        ("8 H100", "H100", 1, 8),
+        ("8 x H100", "H100", 1, 8),
+        ("8×H100", "H100", 1, 8),
+        ("4 x 8 x A100-80GB", "A100-80GB", 4, 8),
+        ("4x8h100", "H100", 4, 8),
+        ("h100x8", "H100", 1, 8),
+        ("MI300X x 8", "MI300X", 1, 8),
+        ("A100-80GB x 4", "A100-80GB", 1, 4),
     ],
 )
 def test_a_text_names_nodes_and_devices(text: str, name: str, num_nodes: int, devices_per_node: int) -> None:
     cluster = parse_cluster(text)
     assert (cluster.device.name, cluster.num_nodes, cluster.devices_per_node) == (name, num_nodes, devices_per_node)
     assert cluster.world_size == num_nodes * devices_per_node
+
+
+@pytest.mark.parametrize(("text", "fix"), [("4x8", "4x8xH100"), ("8", "8xH100"), ("4 x 8", "4x8xH100")])
+def test_a_cluster_without_a_device_is_asked_for_one(text: str, fix: str) -> None:
+    with pytest.raises(UserError, match="names no device") as caught:
+        parse_cluster(text)
+    assert caught.value.fix.endswith(fix)
 
 
 def test_a_cluster_reads_back_as_itself() -> None:

@@ -26,6 +26,8 @@ from trimaran.hardware.validation_error import first_error
 MAX_FILE_BYTES = 1 << 16
 MAX_DEVICES = 1 << 20
 CLUSTER = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?((?!\d+x)[a-z0-9][a-z0-9 _-]*)", re.IGNORECASE)
+JOINED = re.compile(r"(\d{1,7})\s*([a-z].*)", re.IGNORECASE)  # 8h100
+TURNED = re.compile(r"(.+?)\s*x\s*(\d{1,7})", re.IGNORECASE)  # h100x8
 EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 4xA100-80GB+4xL40S, 2xcpu or the name of a YAML file"
 MAX_GROUPS = 64
 
@@ -94,14 +96,31 @@ def parse_cluster(
 
 
 def _parse_devices(text: str, calibrations: Path | None, threads: int | None = None) -> Cluster:
-    """Return the equal devices that `text` names."""
-    match = CLUSTER.fullmatch(text)
+    """Return the equal devices that `text` names, also as `8 x H100`, `8h100` or `h100x8`."""
+    match = CLUSTER.fullmatch(re.sub(r"(?<=\d)\s*[x×]\s*(?=\w)", "x", text))
     if match is None:
         raise UserError("C002", f"'{text}' is not a cluster", where="cluster", fix=EXAMPLES)
-    counts = [int(each) for each in match.groups()[:2] if each]
+    counts, name = [int(each) for each in match.groups()[:2] if each], match[3]
+    if not _is_device(name):
+        if name.isdigit():
+            raise UserError("C002", f"'{text}' names no device", where="cluster",
+                            fix=f"name it too, such as {'x'.join([*map(str, counts), name])}xH100")  # fmt: skip
+        joined, turned = JOINED.fullmatch(name), TURNED.fullmatch(name)
+        if joined and len(counts) < 2 and _is_device(joined[2]):
+            counts, name = [*counts, int(joined[1])], joined[2]
+        elif turned and not counts and _is_device(turned[1]):
+            counts, name = [int(turned[2])], turned[1]
     if 0 in counts:
         raise UserError("C003", f"'{text}' has no devices", where="cluster", fix=EXAMPLES)
-    return _build(counts, match[3], text, calibrations, threads)
+    return _build(counts, name, text, calibrations, threads)
+
+
+def _is_device(name: str) -> bool:
+    try:
+        find_device(name)
+    except UserError:
+        return False
+    return True
 
 
 def _build(

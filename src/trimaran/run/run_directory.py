@@ -15,7 +15,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trimaran.core import Bytes, Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe, show_bytes
+from trimaran.core import (
+    Bytes,
+    Plan,
+    Prediction,
+    Recipe,
+    UserError,
+    did_you_mean,
+    dump_recipe,
+    parse_recipe,
+    show_bytes,
+)
 from trimaran.core.parse_text import TextError, load_json
 from trimaran.core.recipe_plugins import plugin_records
 from trimaran.core.regular_files import read_regular_bytes
@@ -260,7 +270,8 @@ def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
 def open_run(path: Path) -> RunDirectory:
     """Return the run at `path`. Raises if there is none."""
     if not path.is_dir():
-        raise UserError("D001", "this run directory does not exist", where=str(path), fix="look under runs/")
+        near = did_you_mean(path.name, [each.name for each in path.parent.glob("*") if holds_run(each)])
+        raise UserError("D001", f"this run directory does not exist{near}", where=str(path), fix="look under runs/")
     if not holds_run(path):
         raise UserError("D002", "this folder is not a Trimaran run", where=str(path),
                         fix=f"name a folder that `trimaran train` made (it holds {MARKER})")  # fmt: skip

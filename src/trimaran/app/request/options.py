@@ -193,7 +193,8 @@ def find_run(name: str) -> "RunDirectory":
     """Return the run of that name: a path, or the name of a run under `runs/`."""
     from trimaran.run import open_run
 
-    return open_run(Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name)
+    is_here = Path(name).exists() or len(Path(name).parts) != 1 or not RUNS.is_dir()
+    return open_run(Path(name) if is_here else RUNS / name)
 
 
 def refuse_missing_ranks(ranks: str, world: int) -> None:

@@ -1,6 +1,7 @@
 """Exports to Hugging Face and DCP folders, and imports from DCP, change no bit."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,15 +11,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
 from tests.hf_models import save_model
 from tests.ranks import run_ranks
-from trimaran.checkpoint.convert import export_dcp, export_hf, meta_network, read_full_tensor
+from trimaran.checkpoint.convert import export_dcp, export_hf, read_full_tensor
 from trimaran.checkpoint.dcp_read import DcpSource
-from trimaran.checkpoint.dcp_write import dcp_key
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.export_hf import write_hf_folder
 from trimaran.checkpoint.import_dcp import find_imported_tensors, write_imported_tensors
@@ -29,7 +31,7 @@ from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
 from trimaran.models import ModelSpec, model_folder, spec_of
-from trimaran.nets import Decoder, Network, decoder_network, initialise, load_hf_weights
+from trimaran.nets import Network, decoder_network, initialise, load_hf_weights
 
 MODELS = {
     "untied": "{preset: tiny, shape: {layers: 2, tied: false}}",
@@ -184,7 +186,7 @@ def test_an_export_never_overwrites_and_leaves_no_partial_folder(tmp_path: Path)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("there", "link"):
         with pytest.raises(UserError, match="K024"):
-            export_dcp(source, tmp_path / name, progress=no_progress)
+            export_dcp(source, recipe.model, tmp_path / name, progress=no_progress)
         with pytest.raises(UserError, match="K024"):
             export_hf(source, recipe.model, tmp_path / name, dtype="fp32", add_files=add_nothing, progress=no_progress)
 
@@ -194,7 +196,7 @@ def test_an_export_never_overwrites_and_leaves_no_partial_folder(tmp_path: Path)
     with pytest.raises(UserError, match="K026"):
         export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=full, progress=no_progress)
     with pytest.raises(UserError, match="K026"):
-        export_dcp(source, Path("/proc/nowhere/dcp"), progress=no_progress)
+        export_dcp(source, recipe.model, Path("/proc/nowhere/dcp"), progress=no_progress)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints", "link", "there"]
 
 
@@ -218,7 +220,7 @@ def imported(folder: Path, recipe: Recipe, run: Path, *, step: int = 9) -> DiskS
 def test_a_checkpoint_goes_to_dcp_and_back(model: str, tmp_path: Path) -> None:
     recipe = recipe_of(model)
     state = state_of(network_of(recipe).module)
-    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=no_progress)
+    export_dcp(save(tmp_path / "checkpoints", state), recipe.model, tmp_path / "dcp", progress=no_progress)
     assert find_imported_tensors(DcpSource(tmp_path / "dcp"), recipe).step == 7
     assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), state)
 
@@ -231,7 +233,7 @@ def test_eight_bit_states_go_to_dcp_and_back(tmp_path: Path) -> None:
     for moment in ("exp_avg", "exp_avg_sq"):
         state[f"optimizer/{moment}/{name}"] = torch.arange(rows * columns).view(rows, columns).to(torch.uint8)
         state[f"optimizer/{moment}_scale@128/{name}"] = torch.rand(rows, 2)
-    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=no_progress)
+    export_dcp(save(tmp_path / "checkpoints", state), recipe.model, tmp_path / "dcp", progress=no_progress)
     assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), state)
 
 
@@ -297,8 +299,9 @@ def test_bf16_weights_are_imported_in_fp32(tmp_path: Path) -> None:
 
 
 def test_a_dcp_of_another_model_is_refused_with_what_is_missing(tmp_path: Path) -> None:
-    export_dcp(save(tmp_path / "checkpoints", state_of(network_of(recipe_of(MODELS["tied"])).module)),
-               tmp_path / "dcp", progress=no_progress)  # fmt: skip
+    recipe = recipe_of(MODELS["tied"])
+    state = state_of(network_of(recipe).module)
+    export_dcp(save(tmp_path / "checkpoints", state), recipe.model, tmp_path / "dcp", progress=no_progress)
     source = DcpSource(tmp_path / "dcp")
     with pytest.raises(UserError, match=r"K023.*layers\.2\."):
         find_imported_tensors(source, recipe_of("{preset: tiny, shape: {layers: 3, tied: true}}"))
@@ -317,23 +320,50 @@ def test_only_fp32_states_can_start_as_zeros(tmp_path: Path) -> None:
         find_imported_tensors(DcpSource(tmp_path / "dcp"), recipe)
 
 
-def test_torch_loads_an_export_into_its_own_model_and_optimizer(tmp_path: Path) -> None:
-    recipe = recipe_of(MODELS["tied"])
+def guide_snippet() -> str:
+    """Return the code of the guide that loads a DCP export."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "checkpoints.md").read_text()
+    (code,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "get_state_dict(model" in each)
+    return code
+
+
+def stepped_optimizer(module: torch.nn.Module) -> torch.optim.AdamW:
+    for each in module.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("model", [MODELS["untied"], MODELS["tied"]])
+def test_the_snippet_of_the_guide_moves_weights_and_states_into_a_transformers_model(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(model)
     network = network_of(recipe)
     state = state_of(network.module)
-    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=no_progress)
-    target = meta_network(recipe.model).module.to_empty(device="cpu")
-    assert isinstance(target, Decoder)
-    for each in target.parameters():
-        each.grad = torch.zeros_like(each)
-    optimizer = torch.optim.AdamW(target.parameters())
-    optimizer.step()
-    weights, states = cast(tuple[dict[str, Any], dict[str, Any]], get_state_dict(target, optimizer))
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # the optimizer's settings stay its own
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
-    loaded = {f"model.{name}": each for name, each in weights.items()}
-    loaded |= {
-        f"optimizer.state.{name}.{key}": each for name, of in states["state"].items() for key, each in of.items()
-    }
-    for key, tensor in state.items():
-        assert torch.equal(loaded[dcp_key(key)], tensor), key
+    source = save(tmp_path / "checkpoints", state)
+    export_dcp(source, recipe.model, tmp_path / "dcp", progress=no_progress)
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
+    config = AutoConfig.from_pretrained(tmp_path / "hf")
+    target = AutoModelForCausalLM.from_config(config)
+    optimizer = stepped_optimizer(target)
+    monkeypatch.chdir(tmp_path)
+    exec(guide_snippet(), {"model": target, "optimizer": optimizer})
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(*pair) for pair in zip(target.parameters(), expected.parameters(), strict=True))
+    first = next(key for key in state if key.startswith("optimizer/exp_avg/") and "q_proj" in key)
+    assert torch.equal(optimizer.state[target.get_parameter(f"model.{first.split('/')[2]}")]["exp_avg"], state[first])
+
+
+def test_the_snippet_of_the_guide_refuses_weights_that_transformers_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(MODELS["experts"])
+    source = save(tmp_path / "checkpoints", state_of(network_of(recipe).module))
+    export_dcp(source, recipe.model, tmp_path / "dcp", progress=no_progress)
+    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+        exec(guide_snippet(), {"model": target, "optimizer": stepped_optimizer(target)})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AfmoeConfig,
@@ -43,7 +44,9 @@ from transformers import (
 
 from tests.hf_models import CONFIGS, NARROW, SMALL
 from trimaran.core import ModelSection, UserError
+from trimaran.models import spec_of
 from trimaran.models.hf_facts import facts_file
+from trimaran.nets import decoder_network, load_hf_weights
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
 
@@ -222,3 +225,19 @@ def test_facts_of_a_folder_without_a_head_are_not_those_of_the_whole_model(
     config.architectures = ["LlamaModel"]
     config.save_pretrained(folder)
     assert facts_file(section, os.environ) != without_head
+
+
+@pytest.mark.parametrize("row", [0, 95])
+def test_the_decoder_refuses_a_tied_head_with_values_of_its_own(row: int, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    section = ModelSection(path=str(tmp_path))
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    load_hf_weights(decoder_network(spec_of(section)).module, tmp_path)  # a copy of the embedding is no other head
+    head[row, 0] += 1
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    for device in ("cpu", "meta"):  # a run, and its dry run
+        with torch.device(device), pytest.raises(UserError, match="M075"):
+            load_hf_weights(decoder_network(spec_of(section)).module, tmp_path)

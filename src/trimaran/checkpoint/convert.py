@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trimaran.checkpoint.dcp_names import exported_keys
 from trimaran.checkpoint.dcp_write import write_dcp
 from trimaran.checkpoint.export_hf import sync_folder, write_hf_folder
 from trimaran.checkpoint.load_state import fill_shards
@@ -66,18 +67,22 @@ def export_hf(
         raise not_written(folder, error) from None
 
 
-def export_dcp(source: CheckpointSource, folder: Path, *, progress: Progress) -> None:
-    """Write the tensors of `source`, weights and optimizer states, as a DCP folder."""
+def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *, progress: Progress) -> dict[str, str]:
+    """Write the tensors of `source`, a checkpoint of the model in `section`, and its optimizer's, as a DCP folder.
+
+    Return the key in the checkpoint of each key in the export.
+    """
     refuse_occupied(folder)
+    keys = exported_keys(meta_network(section).module, source.index)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    metas = {key: entry.meta for key, entry in source.index.items()}
+    metas = {exported: source.index[key].meta for exported, key in keys.items()}
     written: list[str] = []
 
     def read(key: str) -> Tensor:
         written.append(key)
         progress("writing the tensors", len(written) / len(metas))
-        return read_full_tensor(source, key)
+        return read_full_tensor(source, keys[key])
 
     try:
         draft.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +93,7 @@ def export_dcp(source: CheckpointSource, folder: Path, *, progress: Progress) ->
         raise not_written(folder, error) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    return keys
 
 
 def meta_network(section: ModelSection) -> Network:

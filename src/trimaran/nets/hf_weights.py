@@ -23,6 +23,7 @@ from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_s
 log = logging.getLogger(__name__)
 
 EMBEDDING = "embed_tokens.weight"
+ROWS_COMPARED = 4096  # at a time, of an embedding and a head
 
 
 def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
@@ -40,6 +41,7 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
         parameters = {name: each for name, each in named.items() if not name.startswith(absent)}
         parts = {name: _parts(disk_layout(module.spec), name, each, module.spec) for name, each in parameters.items()}
         _refuse_mismatch(parts, sources, folder, module.spec)
+        _refuse_untied_head(sources, module.spec, folder)
         if is_on_meta(module):
             return
         log.info("%s is computed by Trimaran's own decoder; model.family=hf uses transformers'", module.spec.name)
@@ -165,6 +167,20 @@ def _refuse_mismatch(
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
         raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+
+
+def _refuse_untied_head(sources: Mapping[str, Any], spec: ModelSpec, folder: Path) -> None:
+    """Raise if config.json ties the head to the embedding, and the head on disk has values of its own."""
+    (embedding,) = disk_layout(spec)(EMBEDDING, (spec.vocab, spec.hidden), spec)
+    if not spec.tied or HEAD not in sources or embedding.name not in sources:
+        return
+    with torch.device("cpu"):  # a dry run builds on the meta device
+        tied, stored = (sources[name].get_slice(name) for name in (embedding.name, HEAD))
+        rows = [slice(start, start + ROWS_COMPARED) for start in range(0, spec.vocab, ROWS_COMPARED)]
+        are_equal = all(torch.equal(tied[some], stored[some]) for some in rows)
+    if not are_equal:
+        raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
+                        where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
 
 
 def _copy(parameter: Tensor, parts: Sequence[DiskPart], sources: Mapping[str, Any]) -> None:

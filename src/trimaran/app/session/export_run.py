@@ -65,16 +65,16 @@ def export_step(request: ExportRequest, path: Path, target: Path, progress: Prog
 
 def _write_dcp(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     source = DiskSource(path)
-    export_dcp(source, target, progress=progress)
+    keys = export_dcp(source, request.run.read_recipe().model, target, progress=progress)
     if not request.check:
         return {}
     written = DcpSource(target)
-    for number, key in enumerate(source.index, 1):
-        if not torch.equal(_bits(read_full_tensor(source, key)), _bits(read_full_tensor(written, dcp_key(key)))):
+    for number, (exported, key) in enumerate(keys.items(), 1):
+        if not torch.equal(_bits(read_full_tensor(source, key)), _bits(read_full_tensor(written, dcp_key(exported)))):
             raise UserError("K072", f"the export differs from the checkpoint in {key}", where=str(target),
                             fix="do not use it, and check the disk")  # fmt: skip
-        progress("comparing the tensors", number / len(source.index))
-    return {"check": {"tensors": len(source.index), "largest_difference": 0.0}}
+        progress("comparing the tensors", number / len(keys))
+    return {"check": {"tensors": len(keys), "largest_difference": 0.0}}
 
 
 def _bits(tensor: Tensor) -> Tensor:

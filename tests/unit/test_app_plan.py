@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.runs import PREDICTION
+from trimaran.app.main import main
 from trimaran.app.request.emit_files import SlowerBy, search_for_tool, show_slower
 from trimaran.app.request.options import (
     complete_cluster,
@@ -284,3 +285,19 @@ def test_a_long_meaning_never_truncates_the_name_or_the_value_of_a_term(width: i
     for names, figure in ((MEANING, "17.0 GiB"), (PHASE_MEANING, "144 ms")):
         for name in names:
             assert any(line.startswith(name) and figure in line for line in lines), (name, drawn.getvalue())
+
+
+def test_a_large_model_without_a_cluster_is_not_planned_for_the_cpu_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["plan", "llama-3-8b", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["cluster"] == "8xH100"
+    assert "no cluster is named and this machine has no GPU: planned for 8xH100; name yours" in shown.err
+    assert main(["plan", "llama-3-8b", "--serve"]) == 0
+    assert "planned for 8xH100" in capsys.readouterr().err
+    small = read_plan_request("tiny", {}, ["plan.precision=fp32"])
+    named = read_plan_request("llama-3-8b", {"cluster": "auto"}, [])
+    assert [(each.is_reference, each.question.cluster.device.kind) for each in (small, named)] == [(False, "cpu")] * 2
+    assert "cluster=8xH100" in read_plan_request("llama-3-8b", {}, []).arguments

@@ -220,6 +220,8 @@ def test_strategies_name_the_planners_choice_and_each_plan_once(example: Subject
         (["zero", "--with", "ranks"], "V002"),
         (["zero", "--with", "color=red"], "V003"),
         (["zero", "--plan", "tiny", "--run", "x"], "V004"),
+        (["zero", "tiny", "--run", "x"], "V004"),
+        (["zero", "tiny", "--plan", "tiny"], "V004"),
         (["zero", "--run", "no-such-run"], "D001"),
         (["zero", "--html", "/no/such/folder/page.html"], "A020"),
         (["zero", "--html", "README.md"], "A020"),
@@ -232,7 +234,7 @@ def test_mistakes_are_named(options: list[str], code: str, capsys: pytest.Captur
 
 def test_a_page_is_written_and_the_terminal_shows_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "need.html"
-    assert main(["viz", "need", "--plan", "llama-3.1-8b", "--cluster", "8xH100", "--html", str(page)]) == 0
+    assert main(["viz", "need", "llama-3.1-8b", "--cluster", "8xH100", "--html", str(page)]) == 0
     assert "Does it fit?" in page.read_text()
     capsys.readouterr()
     for name in ("need", "pipeline", "mesh"):

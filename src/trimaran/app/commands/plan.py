@@ -128,7 +128,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
     trimaran plan --serve llama-3-8b --cluster 8xH100 --prompt-tokens 1024 --output-tokens 256
     """
     from trimaran.app.request.plan_answer import build_plan_report, with_files, with_goal, with_top
-    from trimaran.app.request.plan_request import adapter_setting, read_plan_request
+    from trimaran.app.request.plan_request import adapter_setting, read_plan_request, say_reference
     from trimaran.app.request.run_cost import read_cost_terms
     from trimaran.app.request.serving_request import refuse_serving_options
     from trimaran.app.request.tool_pins import read_tool_file, with_pins
@@ -152,6 +152,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
     tool_file = read_tool_file(from_file) if from_file else None
     pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
     request = with_top(with_goal(pinned, goal), top)
+    say_reference(pinned)
     if tool_file and not as_json:
         from trimaran.app.views.tool_pins_view import show_tool_file
 

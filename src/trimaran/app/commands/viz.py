@@ -19,6 +19,11 @@ ViewName = Annotated[
     typer.Argument(metavar="NAME", show_default=False, help="A view. [default: list them]",
                    autocompletion=complete_view),
 ]  # fmt: skip
+What = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL|RECIPE", show_default=False, help="The same as --plan.",
+                   autocompletion=complete_model_or_recipe),
+]  # fmt: skip
 PlanFile = Annotated[
     str | None,
     typer.Option("--plan", metavar="FILE", help="A recipe, a model, or a plan.json. [default: an example]",
@@ -46,6 +51,7 @@ HtmlFile = Annotated[
 
 def viz(  # noqa: PLR0913  (the options of a command)
     name: ViewName = None,
+    what: What = None,
     plan: PlanFile = None,
     run: RunName = None,
     cluster: ClusterName = None,
@@ -60,7 +66,7 @@ def viz(  # noqa: PLR0913  (the options of a command)
     Each is explained with a formula and your numbers, simulated by the cost model, and, with a run, shown live.
 
     \b
-    trimaran viz need --plan llama-3.1-8b --cluster 8xH100
+    trimaran viz need llama-3.1-8b --cluster 8xH100
     trimaran viz pipeline --with ranks=8 --with schedule=zero-bubble --html pipeline.html
     trimaran viz life --run stdlib-tiny
     trimaran viz zero --run stdlib-tiny --json
@@ -77,7 +83,12 @@ def viz(  # noqa: PLR0913  (the options of a command)
         typer.echo(json.dumps(names)) if as_json else list_views(open_console())
         return
     find_view(name)
-    view = build_view(name, read_subject(plan, run, cluster, settings or [], controls or [], comm))
+    if what is not None and plan is not None:
+        from trimaran.core import UserError
+
+        raise UserError("V004", "a view is of one plan, and two are named", where=f"{what}, --plan {plan}",
+                        fix="leave one of them out")  # fmt: skip
+    view = build_view(name, read_subject(what or plan, run, cluster, settings or [], controls or [], comm))
     if html is not None:
         from trimaran.app.report.view_page import view_page
         from trimaran.app.report.write_page import write_page

@@ -1,22 +1,28 @@
 """Reads what `trimaran plan` is asked to plan: a recipe, or a bare model with defaults for the rest of the recipe."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+
+import typer
 
 from trimaran.app.request.hub_files import with_local_model
 from trimaran.app.request.request import read_question
 from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.user_folders import expand_user
+from trimaran.hardware import detect
 from trimaran.hub import is_hub_name
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
 from trimaran.models.plugin_family import is_plugin_family
 from trimaran.planner import Question
 
 DEFAULT_SEQ_LEN = 4096
+REFERENCE_CLUSTER = "8xH100"
+MIN_REFERENCE_PARAMETERS = 5 * 10**8  # a smaller model may be meant for this machine's CPU
 DEFAULT_STEP_TOKENS = 2**20  # of a bare model without a batch: a common start of pretraining runs
 
 ADAPTERS = {"lora": "kind: lora", "dora": "kind: dora", "qlora": "kind: lora, base: 4bit"}
@@ -27,11 +33,15 @@ OWN_FAMILIES: tuple[OwnFamily, ...] = get_args(OwnFamily)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A question, and the command line arguments that repeat it: the recipe's file and the settings."""
+    """A question, and the command line arguments that repeat it: the recipe's file and the settings.
+
+    `is_reference`: no cluster was named and this machine has no GPU, so the cluster is `REFERENCE_CLUSTER`.
+    """
 
     question: Question
     file: str | None
     settings: tuple[str, ...]
+    is_reference: bool = False
 
     @property
     def arguments(self) -> list[str]:
@@ -42,11 +52,15 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     """Return the request for `what`: a recipe file, `-`, a preset, a config.json or a model folder.
 
     `shortcuts` are recipe fields with values, or None if not given; `settings` override them. A bare model gets a
-    default name, length and batch for those that are not given.
+    default name, length and batch for those that are not given, and on a machine without a GPU, where a large model is
+    hardly to be trained, the cluster `REFERENCE_CLUSTER`.
     """
     file, model = _file_or_model(what)
     given = [_setting(field, value) for field, value in shortcuts.items() if value is not None]
     arguments = [*model, *given, *settings]
+    is_reference = bool(model) and _needs_reference(arguments)
+    if is_reference:
+        arguments.append(f"cluster={REFERENCE_CLUSTER}")
     question = read_question(file, arguments)
     if model:
         defaults = _defaults(question)
@@ -56,7 +70,24 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     # The limits of our trainer do not apply to a model that it does not have: any framework may run the plan.
     is_ours = question.spec is not None or is_plugin_family(question.recipe.model.family)
     question = replace(question, for_trainer=is_ours)
-    return PlanRequest(question=question, file=file, settings=tuple(arguments))
+    return PlanRequest(question=question, file=file, settings=tuple(arguments), is_reference=is_reference)
+
+
+def _needs_reference(arguments: Sequence[str]) -> bool:
+    """Return whether a bare model is too large for this machine, which has no GPU, and no cluster is named."""
+    if any(each.partition("=")[0].strip() == "cluster" for each in arguments):
+        return False
+    if detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")).device.kind != "cpu":
+        return False
+    outline = read_question(None, [*arguments, f"cluster={REFERENCE_CLUSTER}"]).outline
+    return outline is not None and outline.num_parameters >= MIN_REFERENCE_PARAMETERS
+
+
+def say_reference(request: PlanRequest) -> None:
+    """Print on standard error for which cluster a model is planned, if none was named."""
+    if request.is_reference:
+        typer.echo(f"no cluster is named and this machine has no GPU: planned for {REFERENCE_CLUSTER}; name yours, "
+                   "such as --cluster 4xA100-80GB, or --cluster auto for this machine", err=True)  # fmt: skip
 
 
 def adapter_setting(text: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from trimaran.app.request.plan_request import read_plan_request
+from trimaran.app.request.plan_request import read_plan_request, say_reference
 from trimaran.core import UserError, did_you_mean
 from trimaran.cost.serving import QUANTISED, WEIGHT_FORMATS, Traffic
 from trimaran.models import outline_for
@@ -32,7 +32,8 @@ class ServingOptions:
 
 def read_serving_question(what: str | None, options: ServingOptions, settings: Sequence[str]) -> ServingQuestion:
     """Return the question for `what`, which `trimaran plan` would also accept. An adapter counts as merged."""
-    question = read_plan_request(what, {"cluster": options.cluster}, settings).question
+    request = read_plan_request(what, {"cluster": options.cluster}, settings)
+    question = request.question
     section = question.recipe.model.model_copy(update={"adapter": None})
     outline = outline_for(section, question.recipe.data) if question.recipe.model.adapter else question.outline
     if outline is None:
@@ -45,7 +46,7 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
         if value is not None and not 1 <= value <= MAX_TOKENS:
             raise UserError("A013", f"{value} is not a valid number of tokens", where=f"--{name.replace('_', '-')}",
                             fix=f"use 1 to {MAX_TOKENS:,}")  # fmt: skip
-    return ServingQuestion(
+    asked = ServingQuestion(
         outline=outline,
         cluster=question.cluster,
         traffic=Traffic(
@@ -60,6 +61,8 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
         pp=options.pp,
         weights=None if options.weights is None else _choice(options.weights, WEIGHT_FORMATS, "--weights"),
     )
+    say_reference(request)
+    return asked
 
 
 def refuse_training_options(given: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trimaran.app.request.options import RUNS
-from trimaran.app.request.plan_request import read_plan_request
+from trimaran.app.request.plan_request import read_plan_request, say_reference
 from trimaran.app.request.request import read_question
 from trimaran.core import Plan, UserError
 from trimaran.core.parse_text import TextError, load_json
@@ -51,7 +51,9 @@ def read_simulate_request(
     if what and PLAN_FILE.search(what) and Path(what).name != "config.json":
         plan, tree = _read_plan(Path(what))
         return _fitted(plan, read_question(None, [*_plan_settings(tree, what), *given, *settings]))
-    question = replace(read_plan_request(what, shortcuts, settings).question, max_plans=1)
+    request = read_plan_request(what, shortcuts, settings)
+    say_reference(request)
+    question = replace(request.question, max_plans=1)
     _refuse_unknown(question)
     if not (found := best_plans(question).ranked):
         raise no_fit_error(nothing_fits(question))

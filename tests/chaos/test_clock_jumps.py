@@ -1,4 +1,4 @@
-"""The wall clock of a machine jumps by an hour and back during a run: nothing hangs, restarts or lasts less than 0 s."""
+"""The wall clock jumps by an hour and back during a run: nothing hangs, restarts or lasts less than nothing."""
 
 import json
 import os

@@ -27,6 +27,7 @@ from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
 from trimaran.loop.loop_optimizers import checked_optimizers, parameters_of, replace_parameters
 from trimaran.loop.loss_reduction import Reduction, check_reduction
+from trimaran.loop.parameter_norm import parameter_norm
 from trimaran.loop.prepare_split import prepare_split
 from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
 from trimaran.loop.sharded_parts import check_is_plain, check_shardable, gather_for_parts
@@ -34,6 +35,7 @@ from trimaran.loop.sparse_gradients import clip_with_sparse, norm_with_sparse, s
 from trimaran.loop.split_loop import SplitLoop
 from trimaran.loop.step_result import StepResult
 from trimaran.loop.uneven_data import uneven_batches
+from trimaran.loop.weight_copies import CopyMaker, copy_weights, refuse_deepcopy
 from trimaran.loop.weights_file import write_weights
 from trimaran.loop.wrap_blocks import Wrap, blocks_of
 from trimaran.nets import Network
@@ -62,11 +64,13 @@ class Loop:
         context: LoopContext,
         state: LoopState,
         options: "_Options",
+        copies: CopyMaker,
     ) -> None:
         self.model, self.plan, self.device = model, plan, context.device
         self.optimizer, self.optimizers = optimizers[0], tuple(optimizers)
         self.rank, self.world_size = context.rank, context.world_size
-        self._context, self._state = context, state
+        self._context, self._state, self._copy_maker = context, state, copies
+        self._copies: list[nn.Module] = []
         self._scaler = options.scaler if options.scaler is not None and options.scaler.is_enabled() else None
         self._unit: Tensor | None = None  # see `_unit_of`
         self._warned = self._warned_of_count = self._has_gradients = False
@@ -89,6 +93,7 @@ class Loop:
             gather_for_parts(model, self._before_forward)
             model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
             model.register_state_dict_pre_hook(self._before_state_dict)
+            refuse_deepcopy(model)
 
     @property
     def is_main(self) -> bool:
@@ -218,10 +223,10 @@ class Loop:
 
         With `reduction="mean"` the loss is their mean. A loss that is visibly a mean is refused without it.
         """
+        check_is_plain(loss)
         if self._has_gradients and not self._any_gradient():
             self._forget()  # they were cleared since the last backward, as in SAM
         count = self._count(loss, num_tokens, num_samples, reduction)
-        check_is_plain(loss)
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
         if reduction == "mean":
             is_empty = torch.as_tensor(count == 0, device=loss.device)  # a mean of nothing is NaN, and counts nothing
@@ -349,6 +354,43 @@ class Loop:
         for hook in context.step_hooks:
             hook()
         return StepResult(total / tokens, norm, tokens)
+
+    def copy_of(self, model: nn.Module) -> nn.Module:
+        """Return a copy of the loop's model for averages of its weights (EMA) or as a target network.
+
+        It is sharded as the model, in eval mode and without gradients. `update_copy` makes it follow the model;
+        checkpoints hold it if it is made before `resume`. Every rank must call it.
+        """
+        if model is not self.model:
+            raise UserError("P137", "only the model of this loop can be copied", where="loop.copy_of(model)",
+                            fix="loop.copy_of(loop.model)")  # fmt: skip
+        made = self._copy_maker.make(self.device)
+        if self._units:
+            gather_for_parts(made, self._before_forward)
+            made.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
+            refuse_deepcopy(made)
+        self._copies.append(made)
+        self._state.add_copy(made, model)
+        return made
+
+    def update_copy(self, copy: nn.Module, *, decay: float) -> None:
+        """Move a copy's weights towards the model's: `decay` of their difference is left, and buffers are copied.
+
+        Call it after `step`. A target network with soft updates of tau has `decay=1 - tau`; 0 takes the weights over.
+        """
+        if not any(copy is each for each in self._copies) or not 0 <= decay < 1:
+            raise UserError("P137", f"update_copy with decay={decay!r} and a {type(copy).__name__} cannot be done",
+                            where="loop.update_copy(copy, decay=...)",
+                            fix="pass what loop.copy_of(model) returned, and 0 <= decay < 1")  # fmt: skip
+        copy_weights(self.model, copy, decay=decay)
+
+    def parameter_norm(self, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Return the L2 norm over the model's parameters, or those given, for use in a loss. Every rank must call it.
+
+        Count it like the rest of the loss: with `num_samples=n` a penalty is `n * 0.01 * loop.parameter_norm() ** 2`
+        beside a sum, and without the `n` beside a mean.
+        """
+        return parameter_norm(self.model, self.model.parameters() if parameters is None else parameters)
 
     def evaluate(self, measure: Callable[[Any], Any], batches: Iterable[Any]) -> Any:
         """Return the sums of what `measure(batch)` returns over all `batches`, as numbers, the same on every rank.
@@ -500,7 +542,7 @@ def _prepare(
                         fix="pass several optimizers in one call: prepare(model, [muon, adamw])")  # fmt: skip
     is_sharded = sharding != "none"
     optimizers = checked_optimizers(model, optimizer, is_sharded=is_sharded)
-    blocks = blocks_of(model, options.wrap, is_sharded=is_sharded)
+    blocks_of(model, options.wrap, is_sharded=is_sharded)  # checks `wrap` before ranks are joined
     device = _join_process_group()
     world_size = dist.get_world_size()
     axes = {"dp_shard": world_size} if is_sharded else {"dp_replicate": world_size}
@@ -508,23 +550,30 @@ def _prepare(
     model.to(device)
     check_same_model(model)
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)
+        if isinstance(tensor, Tensor):  # a module's extra state may be anything
+            dist.broadcast(tensor, src=0)
     ranks = build_mesh(plan.mesh, device_type=device.type)
     apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
+
+    def shard(module: nn.Module) -> None:
+        for each in module.parameters():
+            if each.ndim == 0:  # FSDP cannot shard a scalar; the loop reduces its gradient
+                setattr(each, REPLICATED_ATTRIBUTE, True)
+        blocks = blocks_of(module, options.wrap, is_sharded=True)
+        apply_plan(Network(module=module, blocks=blocks, spec=None), plan, ranks)
+
+    copies = CopyMaker(model, shard, is_sharded=is_sharded)
     if is_sharded:
         if name := hooked_parameter(model):
             warnings.warn(HOOK_WARNING.format(name), stacklevel=3)
         check_shardable(model)
-        for each in model.parameters():
-            if each.ndim == 0:  # FSDP cannot shard a scalar; the loop reduces its gradient
-                setattr(each, REPLICATED_ATTRIBUTE, True)
         names = {id(each): name for name, each in model.named_parameters()}
-        apply_plan(Network(module=model, blocks=blocks, spec=None), plan, ranks)
+        shard(model)
         replace_parameters(optimizers, names, dict(model.named_parameters()))
     context = context or LoopContext(device)
     leave_out_padding(model, context)
     state = state or LoopState(device)
-    loop = Loop(model, optimizers, plan, context, state, options)
+    loop = Loop(model, optimizers, plan, context, state, options, copies)
     state.add(model, optimizers, loop._scaler)
     _PREPARED.add(model)
     return loop

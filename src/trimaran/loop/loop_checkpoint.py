@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import re
 import secrets
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.find_copies import CopyFinder
@@ -28,6 +29,7 @@ from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Plan, Recipe, UserError
+from trimaran.loop.weight_copies import copy_weights
 from trimaran.optim.optimizer_state import NamedParameters, OptimizerState
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.train.checkpointing.restore import Restorer
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 ANY_STEP = 10**17  # no run has as many steps
 MAX_STATE_BYTES = 1 << 20  # of a tensor in the state of a scheduler or the like; it is kept in the manifest
+COPY_KEY = re.compile(r"model/copy_(\d+)\.")
 JSON_TYPES = (bool, int, float, str, type(None))
 
 
@@ -106,6 +109,7 @@ class LoopState:
 
     def __init__(self, device: torch.device) -> None:
         self._models: list[ModelState] = []
+        self._copies, self._new_copies = list[CopyState](), list[CopyState]()
         self._rng = RngStates(device)
         self.others: Mapping[str, Any] = {}
 
@@ -115,20 +119,37 @@ class LoopState:
         named = model if number == 1 else nn.ModuleDict({f"model_{number}": model})
         self._models.append(self._state_of_model(named, optimizers, scaler))
 
+    def add_copy(self, copy: nn.Module, model: nn.Module) -> None:
+        """Add a copy of `model`, before its first forward."""
+        number = len(self._copies) + 1
+        self._copies.append(CopyState(nn.ModuleDict({f"copy_{number}": copy}), model))
+
     def _state_of_model(
         self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None
     ) -> "ModelState":
         return ModelState(model, optimizers, scaler)
 
     def shards(self) -> list[TensorShard]:
-        return [shard for model in self._models for shard in model.shards()]
+        return [shard for each in (*self._models, *self._copies) for shard in each.shards()]
 
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
-        return [shard for model in self._models for shard in model.shards_from(index)]
+        models = [shard for model in self._models for shard in model.shards_from(index)]
+        copies = [shard for copy in self._copies for shard in copy.shards_from(index)]
+        self._check_copies(index, {shard.key for shard in models})
+        return [*models, *(shard for shard in copies if shard.key in index)]  # see `restore`
+
+    def _check_copies(self, index: TensorIndex, of_models: set[str]) -> None:
+        """Find the copies that the checkpoint does not hold. Raise UserError if it holds more than there are."""
+        found = {int(match[1]) for key in index if key not in of_models and (match := COPY_KEY.match(key))}
+        if len(found) > len(self._copies):
+            raise UserError("K085", f"the checkpoint holds {len(found)} copies of models, and this loop has made "
+                            f"{len(self._copies)}", where="loop.resume(folder, ...)",
+                            fix="call loop.copy_of(model) for each before loop.resume")  # fmt: skip
+        self._new_copies = [copy for number, copy in enumerate(self._copies, 1) if number not in found]
 
     def gather(self) -> None:
-        for model in self._models:
-            model.gather()
+        for each in (*self._models, *self._copies):
+            each.gather()
         self._rng.gather()
 
     def progress(self) -> dict[str, Any]:
@@ -144,6 +165,11 @@ class LoopState:
                             where="loop.resume(folder, ...)", fix=f"loop.resume(folder, {names})")  # fmt: skip
         for model, each in zip(self._models, [progress, *progress.get("models", [])], strict=True):
             model.restore(each)
+        for copy in self._copies:
+            copy.restore({})
+        for copy in self._new_copies:
+            log.warning("the checkpoint has fewer copies of models: this one starts from its model")
+            copy.start_over()
         restore_counters(progress, {"random": self._rng})
         for name, each in self.others.items():
             if name in saved:
@@ -174,6 +200,23 @@ class ModelState(TrainingState):
     def restore(self, progress: Mapping[str, Any]) -> None:
         super().restore(progress)
         self._optimizer.restore_numbers(progress.get("states", {}))
+
+
+class CopyState(TrainingState):
+    """The weights of a copy of a model, which no optimizer trains."""
+
+    def __init__(self, copy: nn.Module, model: nn.Module) -> None:
+        super().__init__([copy], SGD(copy.parameters(), lr=0.0), counters={}, settings={})
+        self._optimizer = OptimizerStates([], [])
+        self._copy, self._model = copy, model
+
+    def gather(self) -> None:
+        for _, buffer in persistent_buffers(self._copy):
+            dist.broadcast(buffer, src=0)
+
+    def start_over(self) -> None:
+        """Take the weights of the model."""
+        copy_weights(self._model, self._copy, decay=0.0)
 
 
 class OptimizerStates(OptimizerState):

@@ -1,5 +1,6 @@
 """BatchNorm statistics when a batch is split over ranks and micro-batches."""
 
+import copy
 from types import MethodType
 from typing import Any, Protocol
 
@@ -82,6 +83,14 @@ class GroupBatchNorm(AnyBatchNorm):
 
     process_group: dist.ProcessGroup
     padded: PaddedRows | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupBatchNorm":
+        """Copy everything but the ranks, which a copy shares."""
+        shared = {key: vars(self).get(key) for key in ("process_group", "padded") if key in vars(self)}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        own = {key: value for key, value in vars(self).items() if key not in shared}
+        vars(copied).update(copy.deepcopy(own, memo) | shared)
+        return copied
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

@@ -128,7 +128,11 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
         "jsonl",
         False,
     ),
-    "tokens in a raw file": (lambda p: written(p / "train.bin", "\1\0" * 2000), "nanogpt", False),
+    "tokens in a raw file, with ends": (
+        lambda p: written(p / "train.bin", ("\1\0" * 49 + "\x3f\1") * 40),
+        "nanogpt",
+        False,
+    ),
     "text lines": (lambda p: lines(p / "text.jsonl", TEXTS), "jsonl", False),
     "lines with another field": (lambda p: lines(p / "s.jsonl", [{"id": "7", "story": WORDS}] * 60), "jsonl", False),
     "a text file": (lambda p: written(p / "book.txt", WORDS * 400), "text", False),

@@ -167,6 +167,11 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[str]]] = {
     "a weight of 0 at the end": ({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}, TALK, ANSWERS[:1]),
     "no loss for one answer": ({"messages": [QUESTION, {**ANSWER, "loss": False}, *TALK[2:]]}, TALK, ANSWERS[1:]),
     "a developer, whom this template does not know": ({"messages": [DEVELOPER, *TALK]}, [SYSTEM, *TALK], ANSWERS),
+    "a completion that repeats the prompt": (
+        {"prompt": "Nobody.", "completion": [ANSWER]},
+        [{"role": "user", "content": "Nobody."}, ANSWER],
+        ANSWERS[:1],
+    ),
     "messages as JSON text": ({"messages": json.dumps(TALK)}, TALK, ANSWERS),
 }  # fmt: skip
 
@@ -245,6 +250,8 @@ def test_what_a_template_leaves_out_is_not_left_out_in_silence(folders: Path) ->
 def test_a_named_template_has_the_system_prompt_and_refuses_tools(folders: Path) -> None:
     row = {"instruction": "Who is there?", "output": "Nobody.", "system": "Be brief."}
     (sample,) = tokenize(folders / "qwen2.5", row, template="chatml")
+    assert sample.tokens.tolist() == reference(folders / "qwen2.5", [SYSTEM, *TALK[:2]])
+    (sample,) = tokenize(folders / "qwen2.5", {"messages": [DEVELOPER, *TALK[:2]]}, template="chatml")
     assert sample.tokens.tolist() == reference(folders / "qwen2.5", [SYSTEM, *TALK[:2]])
     with pytest.raises(BadSampleError, match="it has tools, which the template chatml cannot write"):
         raise tokenize(folders / "qwen2.5", {"messages": TALK, "tools": TOOLS}, template="chatml")

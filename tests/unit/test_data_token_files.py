@@ -11,6 +11,7 @@ from tests.model_folders import write_model_tokenizer
 from trimaran.app.views.data_notices import text_notices
 from trimaran.core import DataSection, UserError
 from trimaran.data import TokenShards, check, load_tokenizer, prepare
+from trimaran.data.token_files import count_tokens
 
 DOCUMENTS = [[1, 2, 3], [300], [5, 6], [7, 8, 9, 10]]
 CODES = {"u1": 1, "i2": 3, "i4": 4, "i8": 5, "u2": 8}  # DType of megatron/core/datasets/indexed_dataset.py
@@ -133,7 +134,9 @@ def test_a_raw_file_is_the_same_stream(model: Path, tmp_path: Path, dtype: str, 
     stream = [1, 2, 3, end, 300, end, end, 5, 6] + [end] * ends
     path = write_raw(tmp_path / "train.bin", stream, dtype)
     expected = [[1, 2, 3, end], [300, end], [end], [5, 6, end]]
-    assert documents_of(section("nanogpt", path, model), tmp_path / "cache") == expected
+    data = section("nanogpt", path, model)
+    assert documents_of(data, tmp_path / "cache") == expected
+    assert count_tokens(data, [path], load_tokenizer(str(model))) == (len(stream), stream.count(end))
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "<u2"), (20240801, "<u4")])

@@ -29,7 +29,9 @@ def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Itera
         for number, text in enumerate(_texts(dataset, field, path, bad), start=1):
             yield text, number / len(dataset)
         return
-    tables = [file for file in files if data_suffix(file) in (*BUILDERS, *CSV_SUFFIXES) and file.stat().st_size]
+    files = [file for file in files if file.stat().st_size]
+    tables = [file for file in files if data_suffix(file) in BUILDERS]
+    tables = tables or [file for file in files if data_suffix(file) in CSV_SUFFIXES]
     if not tables:
         raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
                         fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip

@@ -7,7 +7,7 @@ from trimaran.core import UserError
 
 CONVERSATIONS = ("conversations", "messages", "conversation", "dialogue")
 # A question and its answer. The first pair that a row has counts.
-QUESTIONS = (
+QUESTIONS: tuple[tuple[str, str], ...] = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"),
     ("instruction", "response"), ("question", "response"), ("query", "response"), ("input", "output"),
 )  # fmt: skip

@@ -61,7 +61,7 @@ def count_tokens(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
     for file in files:
         if section.source == "nanogpt":
             tokens = _open_raw(file, tokenizer)
-            num_ends = np.count_nonzero(tokens[:HEAD_TOKENS] == tokenizer.end_id)
+            num_ends = int(np.count_nonzero(tokens[:HEAD_TOKENS] == tokenizer.end_id))
             num_documents += max(1, num_ends * len(tokens) // min(HEAD_TOKENS, len(tokens)))
             num_tokens += len(tokens)
         elif file.suffix == ".idx":

@@ -282,13 +282,19 @@ def _pair(
     if is_messages(asked):
         repeated = is_messages(answered) and answered[: len(asked)] == asked
         yield from (replace(_turn(turn, finder, split), learnt=False) for turn in asked if not repeated)
-    elif not (is_messages(answered) and any(asked == each.get("content", each.get("value")) for each in answered)):
+    elif not (is_messages(answered) and any(_asks(each, asked) for each in answered)):
         contexts = [f"\n{text}" for name in CONTEXTS if name != question and (text := _context(row, name))]
         yield _ParsedTurn("user", _content(asked, finder, split) + contexts)
     if is_messages(answered):
         yield from (_turn(turn, finder, split) for turn in answered)
     else:
         yield _ParsedTurn("assistant", _content(answered, finder, split))
+
+
+def _asks(message: Mapping[str, Any], question: Any) -> bool:
+    """Return whether the message is the user's, with this question: an answer may be a complete conversation."""
+    is_user = message.get("from", message.get("role")) in ("user", "human")
+    return is_user and message.get("value", message.get("content")) == question
 
 
 def _context(row: Mapping[str, Any], name: str) -> str:

@@ -123,11 +123,13 @@ def _read_parquet(source_files: SourceFiles) -> Iterator[RawSample]:
 
 
 def _read_datasets(source_files: SourceFiles) -> Iterator[RawSample]:
-    """Yield the rows of a folder: Parquet first, and nothing of files without rows."""
-    suffixes = [(".parquet",), (*JSON_SUFFIXES, *CSV_SUFFIXES)]
-    files = [file for group in suffixes for file in source_files.files
-             if data_suffix(file) in group and file.name not in NOT_ROWS]  # fmt: skip
-    return _read_rows(replace(source_files, files=files))
+    """Yield the rows of a folder: of Parquet and JSON files, or of CSV files if there are no others."""
+    files = [file for file in source_files.files if file.name not in NOT_ROWS]
+    parquet, lines, tables = (
+        [file for file in files if data_suffix(file) in suffixes]
+        for suffixes in ((".parquet",), JSON_SUFFIXES, CSV_SUFFIXES)
+    )
+    return _read_rows(replace(source_files, files=[*parquet, *lines] or tables))
 
 
 def _read_webdataset(source_files: SourceFiles) -> Iterator[RawSample]:

@@ -21,6 +21,7 @@ GENERATED = {"docs/reference/commands.md", "docs/reference/recipe.md"}  # by sit
 # Pages for people who work on Trimaran itself, or tables of results: they stay English.
 ENGLISH_ONLY = {
     "docs/log.md", "docs/tour.md", "docs/accuracy.md", "docs/benchmarks.md", "docs/parity.md", "docs/parity-nccl.md",
+    "docs/hf-sweep.md",
 }  # fmt: skip
 
 

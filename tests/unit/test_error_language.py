@@ -138,8 +138,8 @@ def test_a_command_shows_its_mistakes_in_chinese(
         "  解决：使用不小于 1 的值",
         "R011: 没有字段 'stepz'（是否想写 'steps'？）",
         "  位置：train.stepz (--set)",
-        "  解决：此处可用的字段：steps, global_batch, lr, seed, clip_norm, deterministic, precision, save, schedule, "
-        "optimizer, evaluate, sample",
+        "  解决：此处可用的字段：steps, global_batch, lr, seed, clip_norm, deterministic, precision, save, "
+        "check_first_loss, schedule, optimizer, evaluate, sample",
     ]
 
 

@@ -297,6 +297,9 @@ class TrainSection(BaseModel):
         Field(description="precision of single modules, independent of the plan, such as {lm_head: fp32}"),
     ] = {}
     save: Annotated[bool, Field(description="write the trained weights to the run directory")] = True
+    check_first_loss: Annotated[
+        bool, Field(description="family hf: compare the first loss with transformers' own forward")
+    ] = True
     schedule: Schedule = Schedule()
     optimizer: Optimizer = Optimizer()
     evaluate: Evaluate = Evaluate()

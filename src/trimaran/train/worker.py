@@ -190,6 +190,8 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
     copies = parts.trainer.checkpointer.copy_memory
     journal.event("ready", step=start, seconds=time.monotonic() - started, phases=phases, copies=copies)
+    if start == 0 and elastic is None and recipe.model.family == "hf" and recipe.train.check_first_loss:
+        _check_first_loss(parts)
     change_file.step = start  # so that whoever asked can tell which of its requests failed
     change_file.drop("the ranks were started again before this change was made")
     changer = PlanChanger(parts, change_file)
@@ -206,6 +208,24 @@ def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
         return _end_without_saving(journal, loop_exit, started)
     report_saved = elastic.membership.report_finished if elastic is not None else _report_nothing
     return _end_run(changer.parts, loop_exit, started, report_saved)
+
+
+def _check_first_loss(parts: WorkerParts) -> None:
+    """Raise UserError if the first loss of a Hugging Face model is not that of transformers."""
+    from trimaran.train.health.first_loss import check_first_loss  # noqa: PLC0415  transformers takes seconds to import
+
+    context, trainer, data = parts.context, parts.trainer, parts.training_data
+    with context.link.section("load"):
+        check_first_loss(
+            context.recipe,
+            context.plan,
+            context.rank_info,
+            networks=parts.networks,
+            ranks=parts.ranks,
+            stepper=trainer.stepper,
+            objective=data.objective,
+            feed=data.training(trainer.check.guard.quarantine.ids),
+        )
 
 
 def _resume(parts: WorkerParts) -> int:

@@ -145,14 +145,16 @@ class PipelineStepper:
 
         return read
 
-    @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
+        return torch.stack([self.evaluate_one(batch.micro(each)) for each in range(self._plan.grad_accum)]).sum(0)
+
+    @torch.no_grad()
+    def evaluate_one(self, inputs: Inputs) -> Tensor:
+        """Do the same as `evaluate` for one micro-batch of any size."""
         total = torch.zeros(1 + 2 * len(self._objective.score_names), dtype=torch.float64, device=self._device)
-        for index in range(self._plan.grad_accum):
-            inputs = batch.micro(index)
-            output = self._forward_only(inputs)
-            if output is not None:
-                total += loss_and_scores(self._objective, self._networks[-1], output, inputs)
+        output = self._forward_only(inputs)
+        if output is not None:
+            total += loss_and_scores(self._objective, self._networks[-1], output, inputs)
         return mask_duplicates(total, self._ranks)
 
     @torch.no_grad()

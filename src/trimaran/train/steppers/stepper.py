@@ -228,9 +228,12 @@ class PlainStepper:
     def evaluate(self, batch: StepBatch) -> Tensor:
         if self._graphs is not None:
             self._graphs.make_room()
+        return torch.stack([self.evaluate_one(batch.micro(each)) for each in range(self._plan.grad_accum)]).sum(0)
+
+    def evaluate_one(self, inputs: Inputs) -> Tensor:
+        """Do the same as `evaluate` for one micro-batch of any size."""
         with autocast(self._plan, self._device):
-            rows = [self._evaluate_micro_batch(batch.micro(each)) for each in range(self._plan.grad_accum)]
-        return mask_duplicates(torch.stack(rows).sum(0), self._ranks)
+            return mask_duplicates(self._evaluate_micro_batch(inputs), self._ranks)
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
         with autocast(self._plan, self._device):

@@ -13,7 +13,7 @@ UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py el
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow targets chaos soak site zh check types rules format matrix nccl bench accuracy wheel release report clean help
+.PHONY: demo test test-fast slow targets chaos soak site zh check types rules format matrix sweep nccl bench accuracy wheel release report clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
@@ -27,6 +27,7 @@ help:
 	@echo "make site       the documentation as a web site, in site/; runs in CI"
 	@echo "make zh         the Chinese pages that are missing or older than the English ones; runs in make site"
 	@echo "make matrix     every axis and product of axes against one process; writes docs/parity.md (10 minutes)"
+	@echo "make sweep      every language model of transformers, tiny, on every axis; writes docs/hf-sweep.md (1 hour)"
 	@echo "make nccl       parity, faults and resumes over NCCL, ranks sharing a GPU; writes docs/parity-nccl.md"
 	@echo "make bench      the benchmarks that run on a CPU"
 	@echo "make accuracy   the planner's errors beside other estimators'; WRITE=1 writes docs/accuracy.md"
@@ -86,6 +87,10 @@ format: .venv/dev
 
 matrix: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.matrix --write docs/parity.md
+
+# Goes on where it was interrupted; fails if any model trains silently wrong or crashes.
+sweep: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.sweep --write docs/hf-sweep.md
 
 nccl: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.nccl --write docs/parity-nccl.md

@@ -10,6 +10,7 @@ import pytest
 
 from tests.measured_runs import PlannedRun, gpu_plan, write_run, write_runs
 from trimaran.app.main import main
+from trimaran.app.session.tune_session import refit_rates
 from trimaran.core import Plan
 from trimaran.hardware import parse_cluster, read_calibration
 from trimaran.hardware.fitted_rates import FittedRates, LinkFactors, combined, with_fitted
@@ -82,6 +83,15 @@ def test_the_fleets_rates_are_found_and_the_planner_uses_them(
     text = (cache / "h100.json").read_bytes()
     assert answer(["calibrate", "--from", "fleet"], capsys, code=2)["error"]["code"] == "P086"
     assert (cache / "h100.json").read_bytes() == text
+
+
+def test_the_trials_of_an_interrupted_tuning_change_no_rates(tmp_path: Path, cache: Path) -> None:
+    write_runs(tmp_path / "trials", FLEET, FittedRates(matmul={"bf16": 0.8}))
+    runs = sorted((tmp_path / "trials").iterdir())
+    interrupted = refit_rates(runs, "interrupted")
+    assert (interrupted.answer, "interrupted" in interrupted.trouble, cache.exists()) == (None, True, False)
+    assert refit_rates(runs, "time").answer is not None
+    assert (cache / "h100.json").exists()
 
 
 def test_one_run_changes_only_what_it_determines() -> None:

@@ -77,7 +77,7 @@ def tune(  # noqa: PLR0913 - each option of a command is a parameter
             _write(request, result, path)
             add_to_history(runs := store.runs())
             with console.status("fitting rates to the trials"):
-                refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs)
+                refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs, result.stopped)
     except KeyboardInterrupt:  # before the first trial, or a second time
         typer.echo(f"interrupted; what was measured is in {request.folder}", err=True)
         return EXIT_INTERRUPTED

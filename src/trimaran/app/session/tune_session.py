@@ -23,6 +23,7 @@ from trimaran.core import UserError
 from trimaran.history.run_index import index_path, open_index
 from trimaran.launch.warm_connection import ask_warm, start_warm
 from trimaran.run.compile_cache import refuse_unusable
+from trimaran.tune.choose_next import StopReason
 from trimaran.tune.run_trial import TrialLimits, run_trial
 from trimaran.tune.trial_record import MeasuredTrial, TuneCandidate
 from trimaran.tune.trial_store import TrialStore
@@ -72,8 +73,13 @@ def tune_here(
         return Tuner(task, store, measure, view).run()
 
 
-def refit_rates(runs: list[Path]) -> Refit:
-    """Fit the planner's rates to the trials, and write them if predictions get better."""
+def refit_rates(runs: list[Path], stopped: StopReason) -> Refit:
+    """Fit the planner's rates to the trials, and write them if predictions get better.
+
+    Those of a tuning that was interrupted are not used: a few steps would change all later predictions.
+    """
+    if stopped == "interrupted":
+        return Refit(None, "a tuning that was interrupted has measured too little; the same command continues it")
     try:
         answer = calibrate_runs([str(run) for run in runs], cluster=None, output=None)
         for each in answer.better:

@@ -71,11 +71,12 @@ def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dt
     """Return the modules that FSDP shards as units, inner ones first, and the dtype of their all-gather.
 
     These are the blocks, the root, and modules whose precision differs from their parent's. None means as stored: fp32.
+    A block with weights that another module uses too belongs to the root: FSDP takes a weight in one unit only.
     A tied weight of such a module (a tied head) cannot be all-gathered in two dtypes: it stays in the parent's unit,
     which is then all-gathered in fp32.
     """
     units: list[tuple[nn.Module, torch.dtype | None]] = []
-    always = {network.module, *network.blocks}
+    always = {network.module, *_independent(network)}
 
     def visit(module: nn.Module, outer: torch.dtype) -> bool:
         """Return whether a parameter in here that belongs to the outer unit needs fp32."""
@@ -90,6 +91,19 @@ def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dt
 
     visit(network.module, DTYPES[plan.precision])
     return units
+
+
+def _independent(network: Network) -> list[nn.Module]:
+    """Return the blocks whose weights are used nowhere else. A shared module has a name in each place."""
+    names: dict[int, list[str]] = {}
+    for name, each in network.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(each), []).append(name)
+    prefixes = {module: f"{name}." for name, module in network.module.named_modules()}
+
+    def shares(block: nn.Module) -> bool:
+        return any(not name.startswith(prefixes[block]) for each in block.parameters() for name in names[id(each)])
+
+    return [block for block in network.blocks if not shares(block)]
 
 
 def _has_tied_parameter(module: nn.Module, root: nn.Module) -> bool:

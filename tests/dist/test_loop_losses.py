@@ -119,7 +119,7 @@ def messages_of_losses() -> list[str]:
 
 def test_the_errors_say_what_to_write() -> None:
     first, second = run_ranks(2, messages_of_losses)
-    assert "compares or combines the 6 rows of each of 2 ranks, not those of the whole batch" in first[0]
+    assert "compares or combines the 6 rows of one of 2 ranks, not those of the whole batch" in first[0]
     assert "outputs = loop.gather(outputs)" in first[0]
     assert "prepare(..., check_loss=False) turns this check off" in first[0]
     assert "this loss normalises over the 6 rows" in first[1]
@@ -161,7 +161,7 @@ def test_class_weights_and_ignored_labels_train_as_in_one_process() -> None:
                 assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def micro_batches_on_one_rank() -> list[str]:
+def codes_of_micro_batches() -> list[str]:
     def steps(loss: Any, *, size: int) -> Callable[[], None]:
         loop = build()
 
@@ -172,11 +172,22 @@ def micro_batches_on_one_rank() -> list[str]:
 
         return run
 
-    return [code_of(steps(contrast, size=size)) for size in (11, 4)] + [code_of(steps(mean, size=4))]
+    codes = [code_of(steps(contrast, size=size)) for size in (11, 4)] + [code_of(steps(mean, size=4))]
+    for size in (11, 4):
+        loop = build()
+
+        def run(loop: Loop = loop, size: int = size) -> None:
+            for x, y in loop.micro_batches((X, LABELS), size=size):
+                loop.backward(contrast(loop.gather(loop.model(x)), y), num_samples=len(y), reduction="mean")
+            loop.step()
+
+        codes.append(code_of(run))
+    return codes
 
 
 def test_micro_batches_split_a_loss_too() -> None:
-    assert run_ranks(1, micro_batches_on_one_rank) == [["", "P140", ""]]
+    assert run_ranks(1, codes_of_micro_batches) == [["", "P140", "", "", "P140"]]
+    assert run_ranks(2, codes_of_micro_batches) == [["P140", "P140", "", "", "P140"]] * 2
 
 
 GRADIENTS: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], Any], str]] = {

@@ -16,13 +16,12 @@ from trimaran.core import UserError
 from trimaran.loop.gradient_watch import GradientWatch, local_tensor
 from trimaran.loop.loop_context import LoopContext
 from trimaran.loop.loop_optimizers import parameters_of
-from trimaran.loop.loss_reduction import accumulation_divisor, calling_line, check_divisor
+from trimaran.loop.loss_reduction import CHECK_OFF, accumulation_divisor, calling_line, check_divisor
 from trimaran.loop.row_dependence import Cause, mark_outputs, row_dependence
 from trimaran.parallel.comm.json_exchange import all_gather_json
 
 FIRST_STEPS = 3
 MAX_LOSSES = 4  # that are differentiated twice
-OFF = "prepare(..., check_loss=False) turns this check off"
 HOOK_WARNING = (
     "P148: {} has a gradient hook. In loop.backward gradients are sums over this rank's samples, and no means: a hook "
     "that masks or scales them is right, one that clips or adds is not, and sharding removes hooks. Change gradients "
@@ -54,7 +53,7 @@ class LoopChecks:
         self._watch = GradientWatch()
         self._found: UserError | None = None
         self._random_state, self._drawn = b"", ""  # before the latest forward; its hash if numbers were drawn in it
-        self._warned_of_noise = self._warned_of_hooks = self._is_updating = False
+        self._warned_of_noise = self._warned_of_hooks = self._is_updating = self._is_gathered = False
         for each in optimizers:
             each.register_step_pre_hook(self._before_update)
         self._hooks = self._hooked(model) if is_on else []
@@ -73,7 +72,7 @@ class LoopChecks:
         """Look at a loss before its graph is freed. `count` is None if it is not read, to not wait for the device."""
         context = self._context
         self._check_gradients()
-        is_whole = context.is_padding or not self._is_split
+        is_whole = context.is_padding or self._is_gathered or not self._is_split
         if self._is_on and not context.is_padding and is_mean:
             self._divisors.add(accumulation_divisor(loss))
         if self._is_on and not is_whole and is_mean and count is not None:
@@ -87,8 +86,18 @@ class LoopChecks:
             if cause is not None:
                 self._found = self._found or self._dependent(cause)
 
+    def before_gather(self) -> None:
+        """Note that a loss sees the rows of all ranks, and whether it misses those of the step's other batches."""
+        self._is_gathered = True
+        is_whole = self._context.is_synced and not self.num_backwards
+        if self._is_on and not is_whole and torch.is_grad_enabled():
+            what = "loop.gather returns the rows of one micro-batch, but this step has several"
+            fix = f"take all rows at once: loop.local_rows(batch). {CHECK_OFF}"
+            self._found = self._found or UserError("P140", what, where=calling_line(), fix=fix)
+
     def after_backward(self) -> None:
         self.num_backwards += 1
+        self._is_gathered = False
         if self.is_first:
             self._watch.record(parameters_of(self._optimizers))
 
@@ -107,7 +116,7 @@ class LoopChecks:
                     "by the samples of all of them: the gradient would be as many times too small")  # fmt: skip
             self._found = self._found or UserError("P144", what, where=calling_line(), fix="leave out the division: "
                                                    "loop.backward(loss, num_samples=len(y), reduction=\"mean\"). "
-                                                   + OFF)  # fmt: skip
+                                                   + CHECK_OFF)  # fmt: skip
         if self.is_first:
             self._agree()
         elif self._found is not None:
@@ -151,7 +160,7 @@ class LoopChecks:
                     warnings.warn(
                         "P147: all ranks have drawn the same random numbers in the model, each for its own rows "
                         "(dropout, noise). Call trimaran.seed_rank(seed) after prepare, and draw batches from a "
-                        f"generator of their own; ignore this if all rows share them. {OFF}.",
+                        f"generator of their own; ignore this if all rows share them. {CHECK_OFF}.",
                         stacklevel=4,
                     )
         if found is not None:
@@ -178,7 +187,7 @@ class LoopChecks:
 
     def _dependent(self, cause: Cause) -> UserError:
         ranks, rows = self._context.world_size, self._context.num_rows_here
-        seen = f"the {rows} rows of each of {ranks} ranks" if ranks > 1 else f"the {rows} rows of each micro-batch"
+        seen = f"the {rows} rows of one of {ranks} ranks" if ranks > 1 else f"the {rows} rows of a micro-batch"
         if cause == "dimension":
             what = f"in this loss the {rows} rows of a rank depend on each other, but not those of another dimension"
             fix = "if the rows of the batch are dimension 1: loop.local_rows(batch, batch_dim=1)"
@@ -189,7 +198,7 @@ class LoopChecks:
             what = f"this loss is no sum over rows: it compares or combines {seen}, not those of the whole batch"
             fix = ("compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches; or "
                    "sum a loss for each row")  # fmt: skip
-        return UserError("P140", what, where=calling_line(), fix=f"{fix}. {OFF}")
+        return UserError("P140", what, where=calling_line(), fix=f"{fix}. {CHECK_OFF}")
 
     def _hooked(self, model: nn.Module) -> list[Any]:
         """Watch what the model draws and returns, and the dimension along which its layers for sequences run."""
@@ -233,7 +242,7 @@ class LoopChecks:
             self._found = self._found or UserError(
                 "P145", what, where=name or type(module).__name__, fix=f"if the batch is [sequence, rows], pass "
                 f"batch_dim={1 - along} to loop.local_rows or micro_batches; if it is [rows, sequence], build the "
-                f"layer with batch_first={not along}. {OFF}")  # fmt: skip
+                f"layer with batch_first={not along}. {CHECK_OFF}")  # fmt: skip
 
     def _check_hooks(self) -> None:
         if not self._warned_of_hooks and (name := hooked_parameter(self._model)):

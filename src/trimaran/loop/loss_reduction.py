@@ -16,7 +16,8 @@ Reduction = Literal["sum", "mean"]
 TRANSPARENT = ("ToCopyBackward", "SqueezeBackward", "ViewBackward", "ReshapeAliasBackward", "CloneBackward", "Neg")
 MEAN, SUM = 1, 2  # ATen's numbers of reductions
 MAX_DEPTH = 16
-PACKAGE = str(Path(__file__).parents[1])
+CHECK_OFF = "prepare(..., check_loss=False) turns this check off"
+PACKAGES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
 def reduction_of(loss: Tensor) -> Reduction | None:
@@ -78,14 +79,14 @@ def check_divisor(loss: Tensor, *, count: float) -> None:
                 divided, line = "the class weights of the labels", f"num_samples=weight[labels[{labels}]].sum()"
             what = f"the loss was divided by {divisor:g}, {divided}, but backward was told that it is the mean of"
             raise UserError("P143", f"{what} {count:g}", where=calling_line(), fix=f"loop.backward(loss, {line}, "
-                            'reduction="mean")')  # fmt: skip
+                            f'reduction="mean"). {CHECK_OFF}')  # fmt: skip
         sizes.append(_numel(node.next_functions[0]))
     # One mean that fits is enough: another may be a penalty on weights.
     if sizes and count > 0 and count == int(count) and all(size % count and count % size for size in sizes):
         raise UserError("P143", f"the loss is a mean over {sizes[0]} elements, but backward was told that it is the "
                         f"mean of {count:g}", where=calling_line(),
                         fix="pass the number that the loss was divided by, such as num_tokens=loss.numel() before "
-                        'the mean; or sum the loss, and leave out reduction="mean"')  # fmt: skip
+                        f'the mean; or sum the loss, and leave out reduction="mean". {CHECK_OFF}')  # fmt: skip
 
 
 def accumulation_divisor(loss: Tensor) -> int:
@@ -135,7 +136,7 @@ def _numel(edge: Any) -> int:
 def calling_line() -> str:
     """Return the line of the user's script that called Trimaran."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGES):
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
     return f"{file}:{number}: {linecache.getline(file, number).strip()}".removesuffix(": ")

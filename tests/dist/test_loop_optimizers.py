@@ -185,6 +185,14 @@ def test_several_backwards_in_a_step_add_up() -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+class LocalOnly(SGD):
+    """Works on the memory of its parameters, of which a shard has none of its own."""
+
+    def step(self, closure: Any = None) -> Any:  # pyrefly: ignore[bad-override]
+        for each in self.param_groups[0]["params"]:
+            each.data.add_(torch.ones(each.shape))
+
+
 class NeedsClosure(SGD):
     def step(self, closure: Any) -> Any:  # pyrefly: ignore[bad-override]
         return super().step(closure)
@@ -212,6 +220,19 @@ def refusals() -> list[str]:
         loop.backward(loss_of(net, loop.local_rows(batch_of(0))), num_samples=3, reduction="sum")
         loop.step()
 
+    def added_later() -> None:
+        net = Words()
+        loop = trimaran.prepare(net, SGD(net.parameters(), lr=0.1))
+        loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        loop.backward(loss_of(net, loop.local_rows(batch_of(0))), num_samples=3, reduction="sum")
+        loop.step()
+
+    def unsupported() -> None:
+        net = Words()
+        loop = trimaran.prepare(net, LocalOnly(net.parameters(), lr=0.1), sharding="parameters")
+        loop.backward(loss_of(net, loop.local_rows(batch_of(0))), num_samples=3, reduction="sum")
+        loop.step()
+
     messages = []
     for mistake in (
         lambda: trimaran.prepare(model, SGD(both, lr=0.1)),
@@ -227,6 +248,8 @@ def refusals() -> list[str]:
         lambda: trimaran.prepare(sparse, SGD(sparse.parameters(), lr=0.1), sharding="parameters"),
         lambda: trimaran.prepare(wide, SGD(wide.parameters(), lr=0.1)),
         detached,
+        added_later,
+        unsupported,
         pulled_apart,
     ):
         with pytest.raises(UserError) as caught:
@@ -238,7 +261,7 @@ def refusals() -> list[str]:
 def test_what_cannot_be_trained_is_an_error_at_once() -> None:
     for messages in run_ranks(2, refusals):
         codes = [each[:4] for each in messages]
-        assert codes == ["P130", "P130", *["P131"] * 6, "P136", "P138", "P133", "P134"]
+        assert codes == ["P130", "P130", *["P131"] * 6, "P136", "P138", "P133", "P130", "P131", "P134"]
         assert "number 3 of group 0, of shape [5, 5]" in messages[0]
         assert "number 0 of group 1, of shape [1]" in messages[1]
         assert "words.weight" in messages[9]

@@ -122,6 +122,30 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
+def differences_of_compiled(after: bool) -> list[float]:
+    """Return the largest differences to a plain loop with a model that is compiled before or after `prepare`."""
+    gradient_reduction.FIRST_BUCKET_BYTES = gradient_reduction.BUCKET_BYTES = 300
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    compiled: Any = torch.compile(net, backend="aot_eager")
+    loop = trimaran.prepare(net if after else compiled, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+    differences = []
+    for step, expected in enumerate(train(plainly, plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))):
+        for rows in loop.micro_batches(batch_of(step), size=2):
+            loop.backward(plainly(compiled, rows, step), num_samples=len(rows), reduction="sum")
+        loop.step()
+        differences += [(a - b).abs().max().item() for a, b in zip(net.parameters(), expected, strict=True)]
+    return differences
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_compiled_model_trains_like_the_plain_loop(after: bool) -> None:
+    for differences in run_ranks(2, differences_of_compiled, after):
+        assert max(differences) < 1e-5
+
+
 def differences_of_all() -> dict[str, Any]:
     gradient_reduction.FIRST_BUCKET_BYTES = gradient_reduction.BUCKET_BYTES = 300  # several buckets
     dist.init_process_group("gloo")

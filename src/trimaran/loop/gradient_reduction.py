@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
 
 from trimaran.core import UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64
@@ -201,6 +204,26 @@ class GradientReduction:
         indices = torch.cat([each[:size] for each, size in zip(all_indices, sizes, strict=True)])
         values = torch.cat([each[:size] for each, size in zip(all_values, sizes, strict=True)])
         return torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False).coalesce()
+
+
+class CompiledBuckets:
+    """Lets torch.compile cut the graph of a compiled model at buckets, as for DDP, so that reductions overlap."""
+
+    bucket_bytes_cap = BUCKET_BYTES
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        DistributedDataParallel._active_ddp_module = self  # pyrefly: ignore[bad-assignment]
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        DistributedDataParallel._active_ddp_module = None
+
+
+def cut_compiled_graph(model: nn.Module) -> None:
+    """Cut the graph of a model that `torch.compile` returned; others have no graph of their own."""
+    if isinstance(model, OptimizedModule):
+        buckets = CompiledBuckets()
+        model.register_forward_pre_hook(buckets.enter)
+        model.register_forward_hook(buckets.leave, always_call=True)
 
 
 def nothing_to_train() -> UserError:

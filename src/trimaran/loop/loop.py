@@ -19,13 +19,13 @@ from trimaran.core.renamed import warn_of_old_name
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
 from trimaran.loop.gather import gather_rows
-from trimaran.loop.gradient_reduction import GradientReduction, nothing_to_train
+from trimaran.loop.gradient_reduction import GradientReduction, cut_compiled_graph, nothing_to_train
 from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
 from trimaran.loop.loop_checks import HOOK_WARNING, LoopChecks, hooked_parameter
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
-from trimaran.loop.loop_optimizers import checked_optimizers, parameters_of, replace_parameters
+from trimaran.loop.loop_optimizers import checked_optimizers, explained_errors, parameters_of, replace_parameters
 from trimaran.loop.loss_reduction import Reduction, check_reduction
 from trimaran.loop.parameter_norm import parameter_norm
 from trimaran.loop.prepare_split import prepare_split
@@ -85,10 +85,13 @@ class Loop:
             agree=self._meet,
             is_sharded=bool(self._units),
         )
-        self._replicas = ReplicaAgreement(model, self.optimizers, is_on=options.check_replicas)
+        self._own = frozenset(id(each) for each in (*model.parameters(), *parameters_of(optimizers)))
+        self._replicas = ReplicaAgreement(model, is_on=options.check_replicas)
         self._checks = LoopChecks(
             model, self.optimizers, context, is_on=options.check_loss, is_sharded=bool(self._units)
         )
+        if self.world_size > 1 and not self._units:
+            cut_compiled_graph(model)
         if self._units:
             gather_for_parts(model, self._before_forward)
             model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
@@ -167,6 +170,7 @@ class Loop:
         without rows are left out. Compute the whole loss on every rank and count all rows, or compute that of the
         rank's own rows and count these. Every rank must call it, in every micro-batch.
         """
+        self._checks.before_gather()
         return gather_rows(rows, is_padding=self._context.is_padding, dim=dim)
 
     def loader(
@@ -303,6 +307,16 @@ class Loop:
         self._last_count, self._has_gradients = (0, -1), False
         self._checks.forget()
 
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the parameters of all optimizers. Raise UserError if they got some that are not the model's."""
+        parameters = parameters_of(self.optimizers)
+        for each in parameters:
+            if id(each) not in self._own:
+                raise UserError("P130", "an optimizer trains a parameter that the model did not have in prepare, of "
+                                f"shape {list(each.shape)}", where="loop.step()",
+                                fix="complete the model, then call prepare; freeze what is trained later")  # fmt: skip
+        return parameters
+
     def _any_gradient(self) -> bool:
         return any(each.grad is not None for each in parameters_of(self.optimizers))
 
@@ -323,7 +337,7 @@ class Loop:
         dist.all_reduce(self._sums)
         total, tokens = self._sums[0], self._sums[1].masked_fill(self._sums[1] == 0, 1.0)
         divisor = tokens if self._unit is None else tokens / self._unit
-        parameters = parameters_of(self.optimizers)
+        parameters = self._trained()
         for each in parameters:
             if each.grad is not None:
                 each.grad.div_(divisor)
@@ -338,7 +352,8 @@ class Loop:
         with self._checks.updating():
             for optimizer in self.optimizers:
                 if scaler is None:
-                    optimizer.step()
+                    with explained_errors(optimizer, is_sharded=bool(self._units)):
+                        optimizer.step()
                     continue
                 for found in scaler._found_inf_per_device(optimizer).values():
                     found.copy_(~norm.isfinite())  # of the gradients of all ranks, so that all skip the step or none

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
@@ -49,6 +50,20 @@ def replace_parameters(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[id(each)]] for each in group["params"]]
+
+
+@contextmanager
+def explained_errors(optimizer: Optimizer, *, is_sharded: bool) -> Iterator[None]:
+    """Raise UserError for torch's errors in an update of sharded parameters: the optimizer does not support them."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError) as error:
+        if not is_sharded:
+            raise
+        kind = type(optimizer).__name__
+        raise UserError("P131", f"{kind} cannot update sharded parameters: {type(error).__name__}: {error}",
+                        where="loop.step()", fix="use sharding='none', or an optimizer that supports DTensor, such as "
+                        "AdamW or SGD of torch") from error  # fmt: skip
 
 
 def _check_kind(optimizer: Optimizer, *, is_sharded: bool) -> None:

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.optim import Optimizer
 
 from trimaran.core import UserError
-from trimaran.loop.loop_optimizers import parameters_of
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
 from trimaran.train.health.replica_check import bit_checksum
 
@@ -46,11 +44,11 @@ def check_same_model(model: nn.Module) -> None:
 class ReplicaAgreement:
     """Compares the replicated weights and buffers of all ranks, after the first updates and then now and then.
 
-    Other updates cost nothing. `optimizers` may hold more than `model`'s parameters.
+    Other updates cost nothing.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, is_on: bool) -> None:
-        self._model, self._optimizers, self._is_on = model, optimizers, is_on and dist.get_world_size() > 1
+    def __init__(self, model: nn.Module, *, is_on: bool) -> None:
+        self._model, self._is_on = model, is_on and dist.get_world_size() > 1
         self._num_steps, self._warned = 0, False
 
     def check(self, step: int) -> None:
@@ -74,11 +72,7 @@ class ReplicaAgreement:
                 )
 
     def _weights(self) -> dict[str, Tensor]:
-        named = dict(self._model.named_parameters())
-        known = {id(each) for each in named.values()}
-        added = [each for each in parameters_of(self._optimizers) if id(each) not in known]
-        named |= {f"parameter {number} that the optimizer got later": each for number, each in enumerate(added)}
-        return {name: each.detach() for name, each in named.items() if not isinstance(each, DTensor)}
+        return {name: each.detach() for name, each in self._model.named_parameters() if not isinstance(each, DTensor)}
 
 
 def _differing(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from trimaran.core import Event, EventKind, StepMetrics
 from trimaran.core.regular_files import append_regular_file, open_regular_file
 from trimaran.run.line_writer import RETRY_SECONDS, LineWriter, LostLines
-from trimaran.run.lines_from_end import lines_from_end
+from trimaran.run.lines_from_end import MAX_LINE_BYTES, lines_from_end, next_line
 from trimaran.run.record_types import checked_record
 from trimaran.run.reserve import fill_reserve
 from trimaran.run.run_directory import RunDirectory
@@ -116,6 +116,14 @@ def _fields(lost: LostLines) -> dict[str, int]:
     return {"lost": lost.count, "first_lost": lost.first_step, "last_lost": lost.last_step} if lost.count else {}
 
 
+class LongLine(NamedTuple):
+    """A line that is longer than any of ours, and was skipped as damaged: its file, where it begins, and its size."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
 class LineFollower:
     """Yields the lines that were added to a file since the last call. An incomplete last line is left for later.
 
@@ -125,31 +133,52 @@ class LineFollower:
     def __init__(self, path: Path, *, backlog: int | None = None) -> None:
         self._path = path
         self._offset = 0 if backlog is None or not path.exists() else max(0, path.stat().st_size - backlog)
+        self._scanned = 0  # bytes of a line that is too long, and has no end yet
+        self._long_lines: list[LongLine] = []
 
     def skip_to(self, offset: int) -> None:
         """Continue at `offset`, where a line begins."""
-        self._offset = offset
+        self._offset, self._scanned = offset, 0
 
     @property
     def offset(self) -> int:
         """Where the next line begins."""
         return self._offset
 
+    @property
+    def scanned(self) -> int:
+        """How far the file was read: up to the next line, or into one that is too long."""
+        return self._offset + self._scanned
+
+    @property
+    def long_lines(self) -> list[LongLine]:
+        """The lines that were skipped because they are too long to be read."""
+        last = [LongLine(self._path.name, self._offset, self._scanned)] if self._scanned else []
+        return [*self._long_lines, *last]
+
     def new(self) -> Iterator[bytes]:
         try:
             status = self._path.lstat()
-            if status.st_size == self._offset and stat.S_ISREG(status.st_mode):
+            if status.st_size == self.scanned and stat.S_ISREG(status.st_mode):
                 return  # many files are polled many times a second, and few have grown
         except (FileNotFoundError, NotADirectoryError):
             return
         with open_regular_file(self._path) as file:
-            self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # `Journal.resume` may shorten the file
-            file.seek(self._offset)
-            for line in file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self.scanned:  # `Journal.resume` may shorten the file
+                self._offset, self._scanned = min(self._offset, size), 0
+                self._long_lines = [each for each in self._long_lines if each.offset < size]
+            file.seek(self.scanned)
+            while True:
+                line, size = next_line(file, self._scanned)
+                self._scanned = size if size > MAX_LINE_BYTES else 0
                 if not line.endswith(b"\n"):
                     return
-                self._offset += len(line)
-                yield line
+                begin, self._offset, self._scanned = self._offset, self._offset + size, 0
+                if size > MAX_LINE_BYTES:
+                    self._long_lines.append(LongLine(self._path.name, begin, size))
+                else:
+                    yield line
 
 
 class JsonlFollower:
@@ -157,6 +186,11 @@ class JsonlFollower:
 
     def __init__(self, path: Path, *, backlog: int | None = None) -> None:
         self._lines = LineFollower(path, backlog=backlog)
+
+    @property
+    def long_lines(self) -> list[LongLine]:
+        """The lines that were skipped because they are too long to be read."""
+        return self._lines.long_lines
 
     def new(self) -> Iterator[dict[str, Any]]:
         return parse_lines(self._lines.new())

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.run.journal import JsonlFollower
+from trimaran.run.journal import JsonlFollower, LongLine
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.step_blocks import STEP_CATEGORIES, StepBlock, split_step
 from trimaran.telemetry.step_lines import StepLine
@@ -142,6 +142,21 @@ class LedgerReader:
         self._attempt_lines, self._events = JsonlFollower(self._run.attempts), JsonlFollower(self._run.events(0))
         self._steps = StepReader(self._run, num_lines=self._num_lines, max_unindexed_bytes=self._max_unindexed_bytes)
 
+    @property
+    def num_estimated(self) -> int:
+        """How many steps were not read: the index lacks them, and neighbouring steps stand for them."""
+        return self._steps.num_estimated
+
+    @property
+    def long_lines(self) -> list[LongLine]:
+        """The lines of the metrics that were skipped because they are too long."""
+        return self._steps.long_lines
+
+    def reopen(self) -> None:
+        """Begin anew: `new_steps` starts from the first step, and finds an index that was written meanwhile."""
+        self._open()
+        self._poll()
+
     def read(self, *, now: float | None = None) -> Ledger:
         """Read new lines and return the ledger, see `compute`."""
         self.poll()
@@ -155,8 +170,7 @@ class LedgerReader:
         """
         has_attempts = bool(self._attempts)
         if self._poll() and has_attempts:
-            self._open()
-            self._poll()
+            self.reopen()
             return True
         return False
 

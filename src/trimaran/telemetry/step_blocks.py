@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from trimaran.core import PHASES
@@ -133,6 +133,25 @@ def block_of(steps: Sequence[StepLine]) -> StepBlock:
             if (extent := extent_of([(step.step, value(step)) for step in steps])) is not None
         },
         not_finite=tuple(each.step for each in steps if not_finite(each))[:MAX_NOT_FINITE],
+    )
+
+
+def estimated_block(sample: Sequence[StepLine], last: int) -> StepBlock:
+    """Return the block of the steps from the first of `sample` to `last`, with sums as if all were like the sample."""
+    found = block_of(sample)
+    count = max(found.count, last - found.first + 1)
+    factor = count / found.count
+    return replace(
+        found,
+        last=max(last, found.last),
+        count=count,
+        highest=max(last, found.highest),
+        seconds=tuple(factor * each for each in found.seconds),
+        phases={name: factor * each for name, each in found.phases.items()},
+        scalars={
+            name: each._replace(count=round(factor * each.count), total=factor * each.total)
+            for name, each in found.scalars.items()
+        },
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimaran.core.regular_files import append_regular_file, open_regular_file
 from trimaran.run.journal import LineFollower
-from trimaran.run.lines_from_end import lines_from_end
+from trimaran.run.lines_from_end import lines_from_end, next_line
 from trimaran.telemetry.step_blocks import StepBlock, block_of, read_block
 from trimaran.telemetry.step_lines import read_step
 
@@ -62,20 +62,19 @@ class StepIndexer:
                 log.warning("%s cannot be written: %s", self._index.name, error.strerror)
             self._has_failed = True
 
-    def extend(self) -> int:
-        """Write the next blocks, at most `MAX_BLOCKS_AT_ONCE`; return how many."""
+    def extend(self, max_blocks: int = MAX_BLOCKS_AT_ONCE) -> int:
+        """Write the next blocks, at most `max_blocks`; return how many."""
         with open_regular_file(self._metrics) as metrics:
             begin = self._drop_stale(metrics.fileno())
             metrics.seek(begin)
             added = []
-            for _ in range(MAX_BLOCKS_AT_ONCE):
-                lines = [line for _, line in zip(range(BLOCK_LINES), metrics, strict=False)]
-                if len(lines) < BLOCK_LINES or not lines[-1].endswith(b"\n"):
+            for _ in range(max_blocks):
+                lines = [next_line(metrics) for _ in range(BLOCK_LINES)]
+                if not lines[-1][0].endswith(b"\n"):
                     break
-                end = begin + sum(map(len, lines))
-                if steps := [step for step in map(read_step, lines) if step is not None]:
-                    data = b"".join(lines)[-CHECKED_BYTES:]
-                    place = {"begin": begin, "end": end, "check": zlib.crc32(data)}
+                end = begin + sum(size for _, size in lines)
+                if steps := [step for line, _ in lines if (step := read_step(line)) is not None]:
+                    place = {"begin": begin, "end": end, "check": _check(metrics.fileno(), begin, end)}
                     added.append(_index_line(place | block_of(steps).as_dict()))
                 begin = end
         if added:
@@ -96,16 +95,18 @@ class StepIndexer:
 
 
 class IndexFollower:
-    """Yields the valid blocks that were added to an index since the last call."""
+    """Yields the valid blocks that were added to an index since the last call; they do not overlap."""
 
     def __init__(self, metrics: Path, index: Path) -> None:
-        self._metrics, self._lines = metrics, LineFollower(index)
+        self._metrics, self._lines, self._end = metrics, LineFollower(index), 0
 
     def new(self) -> Iterator[IndexedBlock]:
         try:
             with open_regular_file(self._metrics) as metrics:
                 for line in self._lines.new():
-                    if (block := _parse(line, metrics.fileno())) is not None:
+                    block = _parse(line, metrics.fileno())
+                    if block is not None and block.begin >= self._end:
+                        self._end = block.end
                         yield block
         except FileNotFoundError:
             return
@@ -115,7 +116,7 @@ def read_index(metrics: Path, index: Path, *, after: int = 0) -> Iterator[Indexe
     """Yield the valid blocks of an index in order, from the byte `after` of the metrics on; they do not overlap."""
     try:
         with open_regular_file(index) as lines, open_regular_file(metrics) as file:
-            for line in lines:
+            while line := next_line(lines)[0]:
                 block = _parse(line, file.fileno())
                 if block is not None and block.begin >= after:
                     yield block
@@ -135,10 +136,14 @@ def _parse(line: bytes, metrics: int) -> IndexedBlock | None:
     try:
         tree = json.loads(body)
         begin, end = tree["begin"], tree["end"]
-        found = os.pread(metrics, min(CHECKED_BYTES, end - begin), max(begin, end - CHECKED_BYTES))
-        return IndexedBlock(begin, end, read_block(tree)) if zlib.crc32(found) == tree["check"] else None
+        return IndexedBlock(begin, end, read_block(tree)) if _check(metrics, begin, end) == tree["check"] else None
     except (LookupError, ValueError, TypeError, OSError):  # of another version
         return None
+
+
+def _check(metrics: int, begin: int, end: int) -> int:
+    """Return the checksum of the end of a block."""
+    return zlib.crc32(os.pread(metrics, min(CHECKED_BYTES, end - begin), max(begin, end - CHECKED_BYTES)))
 
 
 def _index_line(tree: dict[str, Any]) -> bytes:

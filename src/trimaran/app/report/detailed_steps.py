@@ -12,6 +12,7 @@ MAX_STEPS = 800
 MAX_FULLY_READ_BYTES = 4 << 20
 MARK = b'"memory":'  # of lines with slow details, which most lines of a long run leave out
 MAX_SKIPPED_LINES = 64  # without them, at one place
+MAX_PART_BYTES = 1 << 20  # of a line that is read at one place
 
 
 def detailed_steps(run: RunDirectory) -> list[DetailedStep]:
@@ -40,10 +41,10 @@ def _all(file: BinaryIO) -> list[StepLine]:
 def _spread(file: BinaryIO, size: int) -> Iterator[StepLine]:
     for place in range(MAX_STEPS // 2):
         file.seek(place * size // (MAX_STEPS // 2))
-        if place:
-            file.readline()  # the rest of a line
+        if place and not file.readline(MAX_PART_BYTES).endswith(b"\n"):  # the rest of a line
+            continue  # a damaged one
         for _ in range(MAX_SKIPPED_LINES):
-            line = file.readline()
+            line = file.readline(MAX_PART_BYTES)
             if MARK in line and (step := read_step(line)) is not None:
                 yield step
                 break

@@ -15,6 +15,7 @@ Sample = dict[str, Any]
 MAX_LINES = 2000  # of all nodes together
 MIN_NODE_LINES = 20
 MAX_FULLY_READ_BYTES = 1 << 20
+MAX_PART_BYTES = 1 << 20  # of a line of a larger file
 MAX_POINTS = 4096  # of a quantity that are kept
 
 HOST: dict[str, Callable[[Sample], float]] = {
@@ -85,8 +86,8 @@ def spread_lines(path: Path, count: int) -> Iterator[bytes]:
             return
         for part in range(count):
             file.seek(part * size // count)
-            file.readline()  # the rest of a line
-            yield file.readline()
+            if file.readline(MAX_PART_BYTES).endswith(b"\n"):  # the rest of a line, if it is not a damaged one
+                yield file.readline(MAX_PART_BYTES)
 
 
 def _fraction(each: Sample, part: str, total: str) -> float:

@@ -24,7 +24,30 @@ def header(facts: Tree) -> Html:
     lines = [tag("p", {"class": "lead"}, headline(facts)), tag("p", {"class": "quiet"}, facts["model"])]
     if facts["error"] or (status == "failed" and facts["why"]):
         lines.insert(0, tag("p", {"class": "why"}, _why(facts)))
-    return tag("header", None, tag("h1", None, facts["name"], " ", badge), *lines, tiles(facts))
+    return tag("header", None, tag("h1", None, facts["name"], " ", badge), *lines, *unread(facts), tiles(facts))
+
+
+def unread(facts: Tree) -> list[Html]:
+    """Return what could not be read of the run's files, or was not read: a paragraph each."""
+    texts = [
+        say(
+            "{file}: a line of {size} at byte {offset} is damaged and was skipped.",
+            file=each["file"],
+            size=show_bytes(each["num_bytes"]),
+            offset=f"{each['offset']:,}",
+        )
+        for each in facts["skipped_lines"]
+    ]
+    if facts["estimated_steps"]:
+        count = show_count(facts["estimated_steps"])
+        texts.append(
+            say(
+                "The index of the metrics is missing or incomplete: {count} steps were not read, and sums and curves "
+                "are estimates. The page of an ended run rebuilds it while it is open.",
+                count=count,
+            )
+        )
+    return [tag("p", {"class": "fair"}, text) for text in texts]
 
 
 def _accuracy(facts: Tree) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from trimaran.app.views.step_history import StepHistory
 from trimaran.core.regular_files import open_regular_file
 from trimaran.run import RunDirectory
+from trimaran.run.lines_from_end import next_line
 from trimaran.telemetry.step_blocks import StepBlock
 from trimaran.telemetry.step_index import IndexedBlock, IndexFollower
 from trimaran.telemetry.step_lines import StepLine, read_step
@@ -101,8 +102,11 @@ class StepPyramid:
         try:
             with open_regular_file(self._run.metrics) as metrics:
                 metrics.seek(begin)
-                while begin < stop and (line := metrics.readline()):
-                    begin += len(line)
+                while begin < stop:
+                    line, size = next_line(metrics)
+                    begin += size
+                    if not size:
+                        return
                     if line.endswith(b"\n") and (step := read_step(line)) is not None:
                         if step.step > last:
                             return

@@ -1,6 +1,7 @@
 """The state of a run, read from its files only, so that a run can be watched from any machine."""
 
 import math
+import os
 import platform
 import signal
 import statistics
@@ -29,11 +30,12 @@ from trimaran.core import (
 from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.decision_records import DecisionReader
-from trimaran.run.journal import LineFollower
+from trimaran.run.journal import LineFollower, LongLine
 from trimaran.run.lines_from_end import lines_from_end
 from trimaran.run.record_types import is_number
 from trimaran.telemetry.ledger import Ledger, LedgerReader
 from trimaran.telemetry.step_blocks import StepBlock
+from trimaran.telemetry.step_index import StepIndexer
 from trimaran.telemetry.step_lines import StepLine, read_details, read_step
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
@@ -43,6 +45,7 @@ STOPPED = (EXIT_AGAIN, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.S
 RECENT_STEPS = 20
 MEASURED_STEPS = 1000
 SAMPLE_BACKLOG = 1 << 16  # bytes of a node's samples that the first refresh reads
+REBUILT_BLOCKS = 64  # of a missing index, in one refresh
 FRESH_STEPS = 512  # newest steps in which `latest` details are searched
 
 DETAILS: dict[str, Callable[[Any], str]] = {
@@ -123,6 +126,7 @@ class RunState:
         self.samples: dict[str, dict[str, Any]] = {}
         self._sample_followers: dict[str, JsonlFollower] = {}
         self._ledger_reader = LedgerReader(run, num_lines=MEASURED_STEPS)
+        self._indexer: StepIndexer | None = StepIndexer(run.metrics, run.metrics_index)
         self._last_lines: LineFollower | None = None
         self._decision_reader = DecisionReader(run)
         self._incidents: tuple[tuple[int, int, int] | None, list[Incident]] | None = None
@@ -173,15 +177,43 @@ class RunState:
             if isinstance(seconds := details.get("comm_seconds"), dict):
                 self._comm.append(seconds)
 
+    def _rebuild_index(self) -> bool:
+        """Extend a missing index by some blocks; return whether it is complete, and all steps are read again.
+
+        While a run trains its rank 0 does that. Nobody else's run is changed.
+        """
+        if not self.num_estimated or self._indexer is None or self.status in ACTIVE_STATUSES:
+            return False
+        try:
+            if self.run.metrics.stat().st_uid == os.geteuid() and self._indexer.extend(REBUILT_BLOCKS):
+                return False
+        except OSError:  # the estimates stay
+            self._indexer = None
+            return False
+        self._indexer = None
+        self._ledger_reader.reopen()
+        return True
+
     def _new_steps(self) -> Iterator[StepLine | StepBlock]:
         if self._only_status:
             if self._last_lines is None:
                 self._last_lines = LineFollower(self.run.metrics)
                 self._last_lines.skip_to(min((at for at, _ in islice(lines_from_end(self.run.metrics), 2)), default=0))
             return filter(None, map(read_step, self._last_lines.new()))
-        if self._ledger_reader.poll():
+        if self._ledger_reader.poll() or self._rebuild_index():
             self._forget_steps()
         return self._ledger_reader.new_steps()
+
+    @property
+    def num_estimated(self) -> int:
+        """How many steps of a long past without an index were not read: sums and curves are estimates there."""
+        return 0 if self._only_status else self._ledger_reader.num_estimated
+
+    @property
+    def long_lines(self) -> list[LongLine]:
+        """The lines of metrics and events that are too long to be ours, and were skipped."""
+        followers = self._event_followers.values()
+        return [*self._ledger_reader.long_lines, *(line for each in followers for line in each.long_lines)]
 
     @property
     def steps(self) -> list[StepMetrics]:
@@ -468,6 +500,8 @@ class RunState:
             "goodput": ledger.goodput if ledger else None,
             "ledger": ledger.as_dict() if ledger else None,
             "incidents": [incident.as_dict() for incident in self.incidents],
+            "estimated_steps": self.num_estimated,
+            "skipped_lines": [each._asdict() for each in self.long_lines],
         }
 
 

@@ -10,6 +10,7 @@ from trimaran.app.views.decisions_view import last_decision_text
 from trimaran.app.views.run_findings import FindingsPoller, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED, SKY
+from trimaran.app.views.unread import unread_texts
 from trimaran.core import show_bytes, show_count, show_seconds
 from trimaran.core.plan import show_rows
 from trimaran.run.measured_links import read_measured_links
@@ -30,7 +31,7 @@ POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU
 def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
     """Return the lines, the most important first; without data there is no line."""
     found = [*_findings(poller), *_ledger(state)] if poller else []
-    found += [*_decisions(state), *_incidents(state), *_change(state)]
+    found += [*_unread(state), *_decisions(state), *_incidents(state), *_change(state)]
     return [*found, *_ranks(state), *_memory(state), *_links(state), *_machines(state)]
 
 
@@ -50,6 +51,10 @@ def _findings(poller: FindingsPoller) -> Iterator[Text]:
         yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), each.finding.verdict))
     if poller.error:
         yield _line("doctor", Text(poller.error, style=ORANGE))
+
+
+def _unread(state: RunState) -> Iterator[Text]:
+    yield from (_line("files", Text(each, style=ORANGE)) for each in unread_texts(state))
 
 
 def _decisions(state: RunState) -> Iterator[Text]:

@@ -18,6 +18,7 @@ from trimaran.app.views.run_state import RunState, accuracy_texts
 from trimaran.app.views.run_view import difference
 from trimaran.app.views.store_notes import store_summary
 from trimaran.app.views.text_chart import GREEN, RED
+from trimaran.app.views.unread import unread_texts
 from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 
@@ -59,6 +60,8 @@ def summarise(state: RunState, console: Console) -> None:
     elif not state.steps:
         console.print(Text.assemble((state.status, "bold"), "  before the first step"), soft_wrap=True)
     print_plain(console, f"run   {state.run.path}")
+    for text in unread_texts(state):
+        print_plain(console, f"      {text}")
     _show_checkpoints(state, console)
     if (adapter := state.recipe.model.adapter) is not None and state.events_of_kind("saved"):
         form = f"({adapter.kind} of rank {adapter.rank}) in PEFT's format, without the base"

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.sections import GOOD, headline, tiles
+from trimaran.app.report.sections import GOOD, headline, tiles, unread
 from trimaran.app.report.tables import command
 from trimaran.app.report.words import say
 from trimaran.app.views.run_state import ACTIVE_STATUSES
@@ -25,7 +25,9 @@ def run_header(facts: Tree, *, is_short: bool = False) -> Html:
     about = tag("p", {"class": "quiet about"}, f"{facts['name']} · {facts['model']} · {facts['plan_words']}")
     others = tag("a", {"class": "beside", "href": f"/compare?with={quote(folder)}"}, say("Compare with another run"))
     title = tag("h1", None, folder, " ", badge, others)
-    return tag("header", {"class": "run-head"}, title, about, banner(facts), "" if is_short else tiles(facts))
+    return tag(
+        "header", {"class": "run-head"}, title, about, *unread(facts), banner(facts), "" if is_short else tiles(facts)
+    )
 
 
 def banner(facts: Tree) -> Html:

@@ -1,0 +1,177 @@
+"""A line that is too long to be ours costs only itself: it is skipped, named with its size, and never in memory."""
+
+import io
+import os
+import tracemalloc
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.long_run import write_long_run
+from tests.runs import finished_run, new_run, step_metrics
+from trimaran.app.main import main
+from trimaran.app.report.page import page_of
+from trimaran.app.report.report_facts import facts_of
+from trimaran.app.report.run_feed import RunFeed
+from trimaran.app.views import run_state
+from trimaran.app.views.run_state import RunState
+from trimaran.app.web.runs_root import RunsRoot
+from trimaran.run import LineFollower, RunDirectory, append_line, last_step
+from trimaran.run.journal import forget_steps_after
+from trimaran.run.lines_from_end import MAX_LINE_BYTES, lines_from_end
+from trimaran.telemetry import step_reader
+from trimaran.telemetry.ledger import LedgerReader
+from trimaran.telemetry.step_blocks import StepBlock
+from trimaran.telemetry.step_index import StepIndexer
+
+HUGE = 200 << 20  # bytes of a line, in a file without data
+PEAK = 8 * MAX_LINE_BYTES  # well below the size of the line
+
+
+def add_long_line(path: Path, size: int, *, ends: bool) -> None:
+    """Append a line of `size` bytes, most of which the file system does not store."""
+    with path.open("ab") as file:
+        file.write(b'{"step": 301, "x": "')
+        file.truncate(file.tell() + size - 20 - ends)
+    if ends:
+        with path.open("ab") as file:
+            file.write(b"\n")
+
+
+def add_steps(run: RunDirectory, steps: range) -> None:
+    for step in steps:
+        append_line(run.metrics, step_metrics(step, loss=1.0).as_dict())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_long_line_is_skipped_in_both_directions(tmp_path: Path, ends: bool) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n")
+    add_long_line(path, HUGE, ends=ends)
+    follower = LineFollower(path)
+    tracemalloc.start()
+    try:
+        assert list(follower.new()) == [b"one\n"]
+        assert [line for _, line in lines_from_end(path)] == [b"\n" if ends else b"", b"one\n"]
+        assert tracemalloc.get_traced_memory()[1] < PEAK
+    finally:
+        tracemalloc.stop()
+    assert follower.long_lines == [("lines", 4, HUGE)]
+    with path.open("ab") as file:
+        file.write(b"two\n" if ends else b"rest\ntwo\n")
+    assert list(follower.new()) == [b"two\n"]
+    assert follower.long_lines == [("lines", 4, HUGE if ends else HUGE + 5)]
+    assert [offset for offset, _ in lines_from_end(path)] == [path.stat().st_size - 4, 4, 0]
+    os.truncate(path, 4)
+    assert list(follower.new()) == []
+    assert follower.long_lines == []
+
+
+def test_lines_up_to_the_limit_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for size in (MAX_LINE_BYTES - 1, MAX_LINE_BYTES, MAX_LINE_BYTES + 1):
+        path.write_bytes(b"a\n" + b"x" * (size - 1) + b"\nb\n")
+        sizes = [2, 2] if size > MAX_LINE_BYTES else [2, size, 2]
+        assert [len(line) for line in LineFollower(path).new()] == sizes
+        assert len(list(lines_from_end(path))) == 3
+
+
+@pytest.mark.parametrize("name", ["metrics", "events"])
+def test_a_run_with_a_huge_line_is_shown_with_its_size(tmp_path: Path, name: str) -> None:
+    run, other = finished_run(tmp_path / "runs" / "damaged"), finished_run(tmp_path / "runs" / "healthy")
+    assert run.path != other.path
+    path = run.metrics if name == "metrics" else run.events(0)
+    begin = path.stat().st_size
+    add_long_line(path, HUGE, ends=False)
+    tracemalloc.start()
+    try:
+        rows = RunsRoot(tmp_path / "runs").list().runs
+        assert {row.slug: row.step for row in rows} == {"healthy": 10, "damaged": 10}
+        feed = RunFeed(run)
+        facts = feed.refresh()
+        assert facts["steps"] == 10
+        assert feed.between(3, 9)["curves"]["loss"]["first"] == [3, 4.0]
+        assert tracemalloc.get_traced_memory()[1] < PEAK
+    finally:
+        tracemalloc.stop()
+    for verb in (["watch"], ["watch", "--json"], ["incidents"], ["doctor"]):
+        with redirect_stdout(io.StringIO()) as shown:
+            assert main([verb[0], str(run.path), *verb[1:]]) == 0
+        if verb == ["watch"]:
+            assert f"{path.name}: a line of 200" in shown.getvalue()
+    assert facts["skipped_lines"] == [{"file": path.name, "offset": begin, "num_bytes": HUGE}]
+    assert "is damaged and was skipped" in page_of(facts)
+
+
+def test_a_restart_cuts_a_huge_line_off(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    add_steps(run, range(1, 11))
+    size = run.metrics.stat().st_size
+    add_long_line(run.metrics, HUGE, ends=False)
+    assert last_step(run) == 10
+    assert forget_steps_after(10, run.metrics) == []
+    assert run.metrics.stat().st_size == size
+
+
+def test_an_index_goes_on_after_a_long_line(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    add_steps(run, range(1, 101))
+    add_long_line(run.metrics, MAX_LINE_BYTES + 1, ends=True)
+    add_steps(run, range(101, 700))
+    indexer = StepIndexer(run.metrics, run.metrics_index)
+    assert [indexer.extend(), indexer.extend()] == [2, 0]
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return write_long_run(tmp_path_factory.mktemp("long") / "run", steps=40_000, attempts=5, is_indexed=False)
+
+
+@pytest.fixture
+def _few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the run for a much longer one."""
+    limits: dict[str, Any] = {
+        "MAX_LINES_BYTES": 1 << 20,
+        "FIRST_BYTES": 1 << 16,
+        "LAST_BYTES": 1 << 18,
+        "NUM_PLACES": 200,
+    }
+    for name, value in limits.items():
+        monkeypatch.setattr(step_reader, name, value)
+    monkeypatch.setattr(LedgerReader.__init__, "__kwdefaults__", {"num_lines": 64, "max_unindexed_bytes": 1 << 20})
+    monkeypatch.setattr(run_state, "REBUILT_BLOCKS", 80)
+
+
+@pytest.mark.usefixtures("_few_lines")
+def test_a_long_run_without_an_index_is_estimated_and_then_exact(long_run: RunDirectory) -> None:
+    reader = LedgerReader(long_run)
+    reader.poll()
+    steps = list(reader.new_steps())
+    num_read = sum(not isinstance(step, StepBlock) for step in steps)
+    assert len(steps) < 5000
+    assert sum(step.count for step in steps if isinstance(step, StepBlock)) == 40_000 - num_read
+    estimated = reader.compute().seconds
+
+    state = RunState(long_run)
+    state.refresh()
+    assert (state.step, state.history.count, state.first_loss) == (40_000, 40_000, 10 / 10**0.3)
+    assert state.num_estimated > 30_000
+    assert state.as_dict()["estimated_steps"] == state.num_estimated
+    refreshes = 0
+    while state.num_estimated:
+        state.refresh()
+        refreshes += 1
+    assert refreshes == 3
+    assert state.history.count == 40_000
+    assert state.ledger is not None
+    assert estimated == pytest.approx(state.ledger.seconds, abs=0.01 * state.ledger.total)
+
+
+def test_a_page_says_that_its_numbers_are_estimates(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    add_steps(run, range(1, 11))
+    facts = facts_of(run)
+    assert "sums and curves are estimates" not in page_of(facts)
+    assert "steps were not read, and sums and curves are estimates" in page_of(facts | {"estimated_steps": 1000})

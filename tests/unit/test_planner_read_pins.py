@@ -85,6 +85,10 @@ def read(folder: Path, text: object, name: str = "file.yaml") -> ReadConfig:
     return read_pins(path)
 
 
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
 def left_out(found: ReadConfig) -> dict[str, str]:
     return {each.name: each.why for each in found.left_out}
 
@@ -212,6 +216,65 @@ def test_the_precision_of_both_files_must_be_the_same(tmp_path: Path) -> None:
     text = "distributed_type: DEEPSPEED\nmixed_precision: fp16\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
     with pytest.raises(UserError, match="this file is for bf16"):
         read(tmp_path, text)
+
+
+def test_without_a_precision_of_its_own_accelerates_file_has_that_of_deepspeeds(tmp_path: Path) -> None:
+    """As accelerate's template config_yaml_templates/deepspeed.yaml has it."""
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\nnum_processes: 1\n"
+    for precision in ("fp16", "bf16"):
+        (tmp_path / "ds.json").write_text(json.dumps({precision: {"enabled": True}}))
+        assert read(tmp_path, text).pins["plan.precision"] == precision
+    (tmp_path / "ds.json").write_text("{}")
+    assert read(tmp_path, text).pins["plan.precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ds.json", {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1,
+                     "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}),
+        ("acc.yaml", "distributed_type: DEEPSPEED\nmixed_precision: bf16\n"
+                     "deepspeed_config: {gradient_accumulation_steps: 1, zero_stage: 3}\n"),
+    ],
+)  # fmt: skip
+def test_without_a_micro_batch_the_batch_is_that_of_the_trainer(
+    name: str, text: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read(tmp_path, text, name)
+    words = ["plan", "llama-3-8b", "--cluster", "8xH100", "--from", str(tmp_path / name)]
+    assert main(words) == 0
+    assert "no micro-batch in the file: a usual one --set train.global_batch=16" in squeezed(capsys.readouterr().out)
+    assert main([*words, "--global-batch", "8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["global_batch"], answer["plan"]["grad_accum"]) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "replicas", "shards"), [(16, 2, 8), (32, 4, 8), (8, 1, 8), (4, 1, 4), (12, 1, 12)]
+)
+def test_a_file_for_another_number_of_devices_scales_its_data_ranks(
+    num_devices: int, replicas: int, shards: int, tmp_path: Path
+) -> None:
+    hybrid = read(tmp_path, FSDP1.format(strategy="HYBRID_SHARD")).pins_on(num_devices)
+    assert (hybrid["plan.mesh.dp_replicate"], hybrid["plan.mesh.dp_shard"]) == (replicas, shards)
+    axes = "parallelism_config: {parallelism_config_dp_shard_size: 8, parallelism_config_tp_size: 2}\n"
+    found = read(tmp_path, f"distributed_type: FSDP\nmixed_precision: bf16\n{axes}").pins_on(2 * num_devices)
+    assert num_devices % int(str(found["plan.mesh.dp_shard"])) == 0
+
+
+def test_a_file_for_another_number_of_devices_keeps_its_global_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+              "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}  # fmt: skip
+    read(tmp_path, config, "ds.json")
+    assert main(["plan", "llama-3.2-1b", "--cluster", "16xH100", "--from", str(tmp_path / "ds.json")]) == 0
+    assert "on 2x8xH100" in (shown := capsys.readouterr().out)
+    assert "--set plan.grad_accum=2" in shown
+    read(tmp_path, FSDP1.format(strategy="HYBRID_SHARD"))
+    assert main(["plan", "llama-3.2-1b", "--cluster", "8xH100", "--from", str(tmp_path / "file.yaml"), "--json"]) == 0
+    mesh = json.loads(capsys.readouterr().out)["plan"]["mesh"]
+    assert (mesh["dp_replicate"], mesh["dp_shard"]) == (1, 8)
 
 
 def test_the_command_shows_the_translation_and_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from trimaran.planner.read_deepspeed import read_into as read_deepspeed_into
 
 FIELDS = frozenset({"distributed_type", "compute_environment", "num_processes", "mixed_precision"})
 PRECISION = {name: precision for precision, name in MIXED_PRECISION.items()}
+DEEPSPEED_FILE = "deepspeed_config_file"
 SCRIPT, LAUNCHER = "it is about your script", "it says where the processes run, not how"
 REASONS = dict.fromkeys((
     "compute_environment", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
@@ -35,10 +36,10 @@ def read_accelerate(path: Path) -> ReadConfig:
     if num_devices % num_nodes:
         raise reader.contradiction(f"{num_devices} processes do not fill {num_nodes} equal machines",
                                    "correct num_processes or num_machines")  # fmt: skip
-    precision = _precision(reader)
     kind = str(reader.take("distributed_type", "NO"))
     sections = {name: reader.section(name) for name in (
         "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config")}  # fmt: skip
+    precision = _precision(reader, of_file=kind == "DEEPSPEED" and sections["deepspeed_config"].has(DEEPSPEED_FILE))
     has_axes = _parallelism(sections["parallelism_config"])
     if has_axes:
         reader.pin("distributed_type", kind, mesh__pp=1)
@@ -69,8 +70,10 @@ def _num_processes(reader: FieldReader) -> int:
     return max(0, value)
 
 
-def _precision(reader: FieldReader) -> str:
-    """Read mixed_precision and return it in our terms."""
+def _precision(reader: FieldReader, *, of_file: bool) -> str:
+    """Read mixed_precision and return it in our terms; empty if it is missing and a file of DeepSpeed's has it."""
+    if of_file and not reader.has("mixed_precision"):
+        return ""
     value = reader.take("mixed_precision", "no")
     name = "no" if value is False else str(value)  # YAML reads a bare `no` as false
     if name not in PRECISION:
@@ -148,7 +151,7 @@ def _deepspeed(section: FieldReader, path: Path, precision: str) -> None:
     """Read the DeepSpeed file that the section names, or the section's own fields."""
     reasons = dict.fromkeys(("zero3_init_flag", "zero3_save_16bit_model"), "weights are loaded and saved by shards")
     reasons |= {"deepspeed_multinode_launcher": LAUNCHER, "gradient_clipping": "it is the recipe's train.clip_norm"}
-    if (file := section.take("deepspeed_config_file")) is not None:
+    if (file := section.take(DEEPSPEED_FILE)) is not None:
         other = path.parent / str(file)
         reader = FieldReader(load_tree(other), str(other))
         read_deepspeed_into(reader, precision=precision)

@@ -7,6 +7,7 @@ the list of what was left out, with the reason.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from trimaran.core.regular_files import read_regular_bytes
 
 MAX_BYTES = 1 << 20
 UNKNOWN = "this is no field that we know"
+USUAL_MICRO_BATCH = 8  # rows: the default of transformers' Trainer
+USUAL_TOKENS = 8192  # of a micro-batch of fewer rows, where they are long
 AUTO = "auto: the Trainer of transformers decides it"
 
 
@@ -51,15 +54,43 @@ class ReadConfig:
         return tuple(each for each in self.fields if each.why)
 
     def pins_on(self, num_devices: int) -> dict[str, object]:
-        """Return the pins for a cluster of `num_devices`; with the global batch that they imply, if there is one."""
-        pins, axes = self.pins, ("tp", "pp", "cp")
-        inner = 1
-        for axis in axes:
-            inner *= int(str(pins.get(f"plan.mesh.{axis}", 1)))
-        batch = [pins.get("plan.micro_batch"), pins.get("plan.grad_accum")]
-        if "train.global_batch" in pins or None in batch or num_devices % inner:
+        """Return the pins for a cluster of `num_devices`, with the global batch that they imply, if there is one.
+
+        A file for another number of devices gets more or fewer replicas of its shards; if the devices hold no whole
+        number of these, one replica with other shards. Its global batch stays, with another accumulation.
+        """
+        pins, data_ranks = self.pins, self._data_ranks(num_devices)
+        if not data_ranks:
             return pins
-        return pins | {"train.global_batch": int(str(batch[0])) * int(str(batch[1])) * (num_devices // inner)}
+        replicas, shards = (self._number(f"plan.mesh.dp_{axis}") for axis in ("replicate", "shard"))
+        if replicas > 1 and shards and data_ranks % shards == 0:
+            pins["plan.mesh.dp_replicate"] = data_ranks // shards
+        elif shards > 1 and (data_ranks % shards or replicas):
+            pins |= {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": data_ranks}
+        total, micro, steps = map(self._number, ("train.global_batch", "plan.micro_batch", "plan.grad_accum"))
+        if micro and steps and not total:
+            pins["train.global_batch"] = micro * steps * data_ranks
+        elif micro and steps and total % (micro * data_ranks) == 0:
+            pins["plan.grad_accum"] = total // (micro * data_ranks)
+        return pins
+
+    def usual_batch_on(self, num_devices: int, seq_len: int) -> int:
+        """Return the batch of a file with an accumulation but without a micro-batch, which is then a usual one; else 0.
+
+        With the batch of a bare model a file with accumulation 1 would have micro-batches of 32 rows and more.
+        """
+        if self._number("plan.micro_batch") or self._number("train.global_batch"):
+            return 0
+        micro_batch = max(1, min(USUAL_MICRO_BATCH, USUAL_TOKENS // seq_len))
+        return micro_batch * self._number("plan.grad_accum") * self._data_ranks(num_devices)
+
+    def _data_ranks(self, num_devices: int) -> int:
+        """Return how many ranks have data of their own; 0 if the inner axes do not divide the devices."""
+        inner = prod(self._number(f"plan.mesh.{axis}") or 1 for axis in ("tp", "pp", "cp"))
+        return 0 if num_devices % inner else num_devices // inner
+
+    def _number(self, name: str) -> int:
+        return int(str(self.pins.get(name, 0)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the translation for `--json`."""
@@ -82,6 +113,10 @@ class FieldReader:
     def take(self, name: str, default: Any = None) -> Any:
         """Return the value of a field and remove it from what is unread."""
         return self._tree.pop(name, default)
+
+    def has(self, name: str) -> bool:
+        """Return whether a field is unread and not null."""
+        return self._tree.get(name) is not None
 
     def section(self, name: str) -> "FieldReader":
         """Return a reader for a field that is a mapping; empty if it is missing."""

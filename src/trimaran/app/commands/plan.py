@@ -156,7 +156,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
     if tool_file and not as_json:
         from trimaran.app.views.tool_pins_view import show_tool_file
 
-        show_tool_file(tool_file, request.question.cluster)
+        show_tool_file(tool_file, request.question.cluster, request.question.recipe)
     with _spinner(quiet=as_json):
         report = build_plan_report(request, terms, tool=emit)
     return _print_report(_with_measured(with_files(report, output, force=force)), tool_file, top=top, as_json=as_json)

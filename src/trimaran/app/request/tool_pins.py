@@ -52,12 +52,18 @@ def with_pins(
 ) -> PlanRequest:
     """Return the request that `read` makes of the file's pins and `shortcuts`, which win.
 
-    The global batch that the file implies depends on the number of devices, which only the request knows.
+    The data ranks and the global batch that the file implies depend on the number of devices, which only the request
+    knows.
     """
     given = {name: value for name, value in shortcuts.items() if value is not None}
     if tool_file is None:
         return read(given)
-    request = read(tool_file.found.pins | given)
-    pins = tool_file.found.pins_on(request.question.cluster.world_size)
+    found = tool_file.found
+    request = read(found.pins | given)
+    num_devices = request.question.cluster.world_size
+    pins = found.pins_on(num_devices)
     is_given = BATCH in given or any(each.partition("=")[0] == BATCH for each in settings)
-    return request if is_given or BATCH in tool_file.found.pins or BATCH not in pins else read(pins | given)
+    usual = found.usual_batch_on(num_devices, request.question.recipe.data.seq_len)
+    if usual and request.file is None and not is_given and BATCH not in pins:
+        pins[BATCH] = usual
+    return request if pins == found.pins else read(pins | given)

@@ -3,21 +3,25 @@
 import typer
 
 from trimaran.app.request.tool_pins import ToolFile
+from trimaran.core import Recipe
 from trimaran.hardware import Cluster
 from trimaran.planner.read_config import ReadField
 
 
-def show_tool_file(tool_file: ToolFile, cluster: Cluster) -> None:
-    """Print the translation of a file."""
+def show_tool_file(tool_file: ToolFile, cluster: Cluster, recipe: Recipe) -> None:
+    """Print the translation of a file, which is part of `recipe`."""
     found = tool_file.found
     typer.echo(f"{tool_file.path} ({found.tool}), as pins of the plan:")
     rows = [(each.text, settings_of(each)) for each in found.fields if each.pins]
     width = max((len(text) for text, _ in rows), default=0)
     for text, pins in rows:
         typer.echo(f"  {text:{width}}  {pins}")
-    said, implied = {*found.pins}, found.pins_on(cluster.world_size)
-    for name in implied.keys() - said:
-        typer.echo(f"  {f'on {cluster}':{width}}  --set {name}={implied[name]}")
+    for name, value in found.pins_on(cluster.world_size).items():
+        if found.pins.get(name) != value:
+            typer.echo(f"  {f'on {cluster}':{width}}  --set {name}={value}")
+    batch = recipe.train.global_batch
+    if batch == found.usual_batch_on(cluster.world_size, recipe.data.seq_len):
+        typer.echo(f"  {'no micro-batch in the file: a usual one':{width}}  --set train.global_batch={batch}")
     if found.left_out or tool_file.mismatch(cluster):
         typer.echo("left out:")
     for each in found.left_out:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    ElectraConfig,
+    DogeConfig,
+    Lfm2MoeConfig,
+    OpenAIGPTConfig,
     RobertaConfig,
     XLMRobertaXLConfig,
     Zamba2Config,
@@ -19,19 +21,21 @@ from transformers import (
 )
 
 from tests.dist.test_hf import CPU, plan_of, unsharded
-from tests.hf_models import NARROW
+from tests.dist.test_hf_pipeline import recipe_for, without_biases
+from tests.hf_models import NARROW, SMALL, UNDROPPED
+from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import run_ranks
-from trimaran.core import Plan
+from trimaran.core import Plan, UserError
+from trimaran.nets import Context
 from trimaran.nets.hf import hf_network
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 TOKENS = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1))
-DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9] * 4)
 TOLERANCE = 1e-5
-UNDROPPED: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODER: dict[str, Any] = NARROW | UNDROPPED | {"is_decoder": True, "pad_token_id": 1}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODER: dict[str, Any] = NARROW | NO_DROPOUT | {"is_decoder": True, "pad_token_id": 1}
 HYBRID: dict[str, Any] = NARROW | {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
@@ -43,7 +47,6 @@ HYBRID: dict[str, Any] = NARROW | {
 # In BERT and its kind the head is tied to an embedding that is in a block; in Zamba layers share a transformer.
 SHARED = {
     "bert": BertConfig(**DECODER),
-    "electra": ElectraConfig(**DECODER, embedding_size=32),
     "roberta": RobertaConfig(**DECODER),
     "xlm-roberta-xl": XLMRobertaXLConfig(**DECODER),
     "zamba": ZambaConfig(**HYBRID),
@@ -97,7 +100,7 @@ def gradients_of(folder: Path, plan: Plan) -> Gradients:
 
 def test_weights_that_are_used_twice_have_the_gradients_of_plain_transformers(models: Path) -> None:
     (plain,) = run_ranks(1, plain_gradients, models)
-    plans = [plan_of({"dp_shard": 2}), plan_of({"dp_shard": 2}, recompute="full"), plan_of({"dp_replicate": 2})]
+    plans = [plan_of({"dp_shard": 2}), plan_of({"dp_shard": 2}, recompute="full")]
     for gradients_by_plan in run_ranks(2, gradients_under, models, plans):
         for gradients, plan in zip(gradients_by_plan, plans, strict=True):
             for name in SHARED:
@@ -106,3 +109,26 @@ def test_weights_that_are_used_twice_have_the_gradients_of_plain_transformers(mo
                     error = np.linalg.norm(gradients[name][each] - expected)
                     # The small sum is for gradients that cancel to nearly 0.
                     assert error <= TOLERANCE * np.linalg.norm(expected) + 1e-5, f"{name} {each} under {plan}"
+
+
+def test_layers_that_return_a_list_are_cut_into_stages(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = OpenAIGPTConfig(vocab_size=320, n_embd=32, n_layer=4, n_head=4, n_positions=64, **UNDROPPED)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    recipe = recipe_for(tmp_path / "model", tmp_path, isolated=False)
+    (tmp_path / "runs").mkdir()
+    alone, cut = (
+        train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs") for mesh in ({}, {"pp": 2})
+    )
+    assert_same_trajectory(without_biases(cut), without_biases(alone))
+
+
+def test_plans_that_a_model_cannot_follow_are_refused(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1}
+    Lfm2MoeConfig(**SMALL, **experts, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path / "lfm2")
+    DogeConfig(**SMALL).save_pretrained(tmp_path / "doge")
+    lfm2, doge = (open_hf_model(tmp_path / name, trust_remote_code=False, seed=0)[0] for name in ("lfm2", "doge"))
+    with pytest.raises(UserError, match=r"M026.*the convolution model\.layers\.\*\.conv\.conv"):
+        hf_network(lfm2.train(), None).tensor_plan(2)
+    with pytest.raises(UserError, match=r"M028.*masks of its own"):
+        hf_network(doge.train(), None).use_context(Context())

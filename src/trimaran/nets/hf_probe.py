@@ -16,6 +16,7 @@ except ImportError:
     AttentionInterface = None
 
 NAME = "trimaran_probe"
+OWN_MASK = "masks of its own"
 TOKENS_SHAPE = (2, 8)
 
 log = logging.getLogger(__name__)
@@ -76,14 +77,15 @@ def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
         return head_output
 
     def attend(
-        part: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        part: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         record.attention_calls += 1
         record.is_noncausal = record.is_noncausal or is_noncausal(part, options)
-        record.unsupported_option = record.unsupported_option or unsupported_option(options)
+        own_mask = OWN_MASK if attention_mask is not None else ""
+        record.unsupported_option = record.unsupported_option or unsupported_option(options) or own_mask
         reasons = {
             "does not pass extra arguments on to its attention": options.get(SCOPE_ARGUMENT) is not scope,
-            "builds its own attention masks": mask is not None,
+            "builds its own attention masks": attention_mask is not None,
             "has non-causal attention": is_noncausal(part, options),
             "has values of another head size than keys": value.shape[-1] != query.shape[-1],
             f"attends with {unsupported_option(options)}": bool(unsupported_option(options)),

@@ -118,6 +118,8 @@ def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[st
     siblings = [style for each, style in named.items() if each.rpartition(".")[0] == parent]
     if not pattern or any(True for _ in part.children()):
         raise _tp_unsupported(module, f"does not say how the parameters of {pattern or 'the model itself'} are sharded")
+    if isinstance(part, nn.Conv1d):  # the module around it computes with its weights
+        raise _tp_unsupported(module, f"does not say how the convolution {pattern} is sharded")
     if "foreign-experts" in siblings:
         return "foreign-replicated"  # a router, which returns more than one tensor
     if "colwise" not in siblings:

@@ -38,8 +38,8 @@ def record_layer(layer: nn.Module, number: int, trace: LayerTrace) -> Iterator[A
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = trace.calls[-1]
-        call.leaving = output[0] if isinstance(output, tuple) else output
-        call.num_outputs = len(output) if isinstance(output, tuple) else 0
+        call.leaving = output[0] if isinstance(output, tuple | list) else output
+        call.num_outputs = len(output) if isinstance(output, tuple | list) else 0
 
     yield layer.register_forward_pre_hook(before, with_kwargs=True)
     yield layer.register_forward_hook(after)

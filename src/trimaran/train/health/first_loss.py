@@ -29,7 +29,7 @@ from trimaran.data.step_batch import Inputs
 from trimaran.hardware.host_limits import free_bytes
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear, merged_weight
-from trimaran.nets.adapters.nf4_linear import CODES, Nf4Weight
+from trimaran.nets.adapters.nf4_linear import CODES, Nf4Weight, loadable_weights
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.nets.local_shards import gathered
 from trimaran.parallel import RankMesh, autocast
@@ -104,12 +104,11 @@ def check_first_loss(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         with Loader(feed, steps=1) as loader:
             inputs = next(loader).to(device).micro(0)
-        model = _own_model(recipe.model, plan)
-        row, architecture = None, ""
-        if model is not None and _is_cheap(model, networks, plan, rank_info, device):
-            multiple = 2 * plan.mesh.cp * plan.mesh.tp  # what a sequence is split into
-            row, architecture = first_row(inputs, _most_tokens(model, device), multiple=multiple), type(model).__name__
-        if not all(all_gather_json(row is not None)):
+        multiple = 2 * plan.mesh.cp * plan.mesh.tp  # what a sequence is split into
+        row = first_row(inputs, _most_tokens(networks, device), multiple=multiple)
+        is_cheap = row is not None and _is_cheap(networks, plan, rank_info, device)
+        model = _own_model(recipe.model) if is_cheap else None
+        if not all(all_gather_json(model is not None)):
             return
         assert model is not None
         assert row is not None
@@ -124,7 +123,7 @@ def check_first_loss(
     for data_rank, _, numbers in everywhere:
         if numbers is not None:
             total = sum(part for owner, part, _ in everywhere if owner == data_rank)
-            refuse_difference(OwnLosses(**numbers), total, plan.precision, architecture)
+            refuse_difference(OwnLosses(**numbers), total, plan.precision, type(model).__name__)
 
 
 def refuse_difference(own: OwnLosses, ours: float, precision: str, architecture: str) -> None:
@@ -189,10 +188,8 @@ def _documents(row: Mapping[str, Tensor]) -> list[Tensor]:
     return [(row["documents"][0] == number).nonzero()[:, 0] for number in row["documents"][0].unique()]
 
 
-def _own_model(section: ModelSection, plan: Plan) -> nn.Module | None:
-    """Return a new model of the folder, without weights; None if the plan's weights cannot be used in it."""
-    if plan.offload == "parameters" or plan.offloads_to_disk:
-        return None
+def _own_model(section: ModelSection) -> nn.Module | None:
+    """Return a new model of the folder, without weights; None if it cannot be built without them."""
     assert section.path is not None, "a Hugging Face model has a folder"
     options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "seed": 0, "without_weights": True}
     try:
@@ -202,22 +199,23 @@ def _own_model(section: ModelSection, plan: Plan) -> nn.Module | None:
         return None
 
 
-def _most_tokens(model: nn.Module, device: torch.device) -> int:
+def _most_tokens(networks: Sequence[Network], device: torch.device) -> int:
     """Return how many tokens the forwards can compute in about a second."""
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(each.numel() for each in networks[0].whole_module.parameters())
     return min(MAX_TOKENS, int(MAX_FLOPS[device.type] / (2 * FORWARDS * max(1, count))))
 
 
-def _is_cheap(
-    model: nn.Module, networks: Sequence[Network], plan: Plan, rank_info: RankInfo, device: torch.device
-) -> bool:
+def _is_cheap(networks: Sequence[Network], plan: Plan, rank_info: RankInfo, device: torch.device) -> bool:
     """Return whether the weights that this rank does not hold as the model needs them are few and fit into memory."""
+    if plan.offload == "parameters" or plan.offloads_to_disk:
+        return False
     held, changed = set[str](), set[str]()
     for network in networks:
         held |= {name for name, each in network.module.named_parameters() if not isinstance(each, DTensor)}
         parts = network.module.named_modules()
         changed |= {f"{name}.weight" for name, each in parts if isinstance(each, LoraLinear | Nf4Weight)}
-    missing = sum(each.numel() for name, each in model.named_parameters() if name not in held - changed)
+    whole = loadable_weights(networks[0].whole_module)
+    missing = sum(each.numel() for name, each in whole.items() if name not in held - changed)
     width = 4 if plan.precision == "fp32" else 2
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes() // rank_info.local_world_size
     return missing <= MAX_GATHERED and width * missing <= free // 2

@@ -252,11 +252,12 @@ def compare(run: RunDirectory, expected: Path) -> tuple[str, str]:
     steps = json.loads((expected / "steps.json").read_text())
     theirs = Trajectory(steps["losses"], steps["norms"], weights_of(expected))
     ours = Trajectory([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights_of(run.model))
-    if ours.weights.keys() != theirs.weights.keys():
-        return "DIFFERENT", f"names of weights: {min(ours.weights.keys() ^ theirs.weights.keys())}"
+    for these, others in ((ours.weights, theirs.weights), (theirs.weights, ours.weights)):
+        if alone := [name for name in these.keys() - others.keys() if not is_copy(name, these)]:
+            return "DIFFERENT", f"names of weights: {min(alone)}"
     loss, norm = (_off(*pair) for pair in ((ours.losses, theirs.losses), (ours.norms, theirs.norms)))
     name, weight = max(
-        ((name, weight_off(ours.weights[name], each)) for name, each in theirs.weights.items()),
+        ((name, weight_off(ours.weights[name], each)) for name, each in theirs.weights.items() if name in ours.weights),
         key=lambda pair: pair[1],
     )
     detail = f"loss {loss:.1e}, gradient norm {norm:.1e}, weights {weight:.1e}"
@@ -271,6 +272,11 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
     return found
+
+
+def is_copy(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether the weight is also there under another name, as a tied one may be."""
+    return any(torch.equal(each, weights[name]) for other, each in weights.items() if other != name)
 
 
 def weight_off(ours: Tensor, theirs: Tensor) -> float:

@@ -16,6 +16,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads"), HEADS),
     **dict.fromkeys(("num_decoder_attention_heads", "linear_num_key_heads", "linear_num_value_heads"), HEADS),
     "num_key_value_heads": 2,
+    "mamba_chunk_size": 8,
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_ff", "dff"), 48
     ),
@@ -85,7 +86,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": MAMBA2 | {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "mamba2": {"chunk_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
     "reformer": {
         "is_decoder": True,
         "attn_layers": ["local", "lsh"],

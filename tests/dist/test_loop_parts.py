@@ -140,7 +140,7 @@ def differences_of_compiled(after: bool) -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [False, slow(True)])
 def test_a_compiled_model_trains_like_the_plain_loop(after: bool) -> None:
     for differences in run_ranks(2, differences_of_compiled, after):
         assert max(differences) < 1e-5

@@ -27,7 +27,7 @@ IDLE, LOCAL, REDUCING = range(3)
 
 
 @dataclass(slots=True)
-class Bucket:
+class GradientBucket:
     """Some parameters whose gradients are reduced together; `flat` ends with one number for each of them.
 
     That number is above zero after the reduction if any rank had a gradient of the parameter. `num_pending` counts the
@@ -65,8 +65,8 @@ class GradientReduction:
         self._parameters, self._sparse, self._agree = list(parameters.values()), sparse, agree
         self._world_size = dist.get_world_size()
         self._trained: list[nn.Parameter] = []
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self._buckets: list[GradientBucket] = []
+        self._bucket_of: dict[int, GradientBucket] = {}
         self._state, self._next = IDLE, 0
         self._seen: set[int] = set()  # parameters with a gradient in the current backward
         self._late: set[int] = set()  # parameters with several gradients in one backward
@@ -246,7 +246,7 @@ def _in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [*full, *filling.values()]
 
 
-def _bucket_for(parameters: list[nn.Parameter]) -> Bucket:
+def _bucket_for(parameters: list[nn.Parameter]) -> GradientBucket:
     first, size = parameters[0], sum(each.numel() for each in parameters)
     flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
     views, start = [], 0
@@ -254,4 +254,4 @@ def _bucket_for(parameters: list[nn.Parameter]) -> Bucket:
         strides = torch.empty_like(each, device="meta").stride()  # an optimizer may need those of the parameter
         views.append(flat.as_strided(each.shape, strides, start))
         start += each.numel()
-    return Bucket(parameters, flat, views)
+    return GradientBucket(parameters, flat, views)

@@ -22,10 +22,10 @@ def parameter_norm(model: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
     }
     given = [shards.get(id(each), each) for each in parameters]
     is_sharded = [isinstance(each, DTensor) for each in given]
-    return _Norm.apply(is_sharded, *(each.to_local() if isinstance(each, DTensor) else each for each in given))
+    return _NormOfShards.apply(is_sharded, *(each.to_local() if isinstance(each, DTensor) else each for each in given))
 
 
-class _Norm(torch.autograd.Function):
+class _NormOfShards(torch.autograd.Function):
     """The gradient of a shard is not reduced over ranks, so backward averages the gradient of the norm in its place."""
 
     @staticmethod

@@ -18,6 +18,7 @@ from trimaran.train.health.replica_check import bit_checksum
 FIRST_STEPS = 3
 CHECK_EVERY = 100
 MAX_NAMES = 5
+DIFFERENT_BUFFERS = "P135"
 
 
 def check_same_model(model: nn.Module) -> None:
@@ -65,8 +66,8 @@ class ReplicaAgreement:
             self._warned = True
             if dist.get_rank() == 0:
                 warnings.warn(
-                    f"P135: after step {step} the ranks hold different buffers: {_listed(differing)}. Each rank "
-                    "updates them from its own rows; loop.evaluate and checkpoints use rank 0's. Update them from the "
+                    f"{DIFFERENT_BUFFERS}: after step {step} the ranks hold different buffers: {_listed(differing)}. Each "
+                    "rank updates them from its own rows; loop.evaluate and checkpoints use rank 0's. Update them from the "
                     "rows of all ranks, for instance with torch.distributed.all_reduce.",
                     stacklevel=3,
                 )

@@ -21,7 +21,7 @@ from trimaran.loop.cut_module import Forward
 from trimaran.loop.gather import gather_rows
 from trimaran.loop.gradient_reduction import GradientReduction, cut_compiled_graph, nothing_to_train
 from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
-from trimaran.loop.loop_checks import HOOK_WARNING, LoopChecks, hooked_parameter
+from trimaran.loop.loop_checks import LoopChecks, warn_of_hooks
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader
@@ -579,8 +579,7 @@ def _prepare(
 
     copies = CopyMaker(model, shard, is_sharded=is_sharded)
     if is_sharded:
-        if name := hooked_parameter(model):
-            warnings.warn(HOOK_WARNING.format(name), stacklevel=3)
+        warn_of_hooks(model)
         check_shardable(model)
         names = {id(each): name for name, each in model.named_parameters()}
         shard(model)

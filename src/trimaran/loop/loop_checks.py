@@ -22,11 +22,6 @@ from trimaran.parallel.comm.json_exchange import all_gather_json
 
 FIRST_STEPS = 3
 MAX_LOSSES = 4  # that are differentiated twice
-HOOK_WARNING = (
-    "P148: {} has a gradient hook. In loop.backward gradients are sums over this rank's samples, and no means: a hook "
-    "that masks or scales them is right, one that clips or adds is not, and sharding removes hooks. Change gradients "
-    "in loop.step(before_update=change), which gets the mean over all samples."
-)
 _numbers = counter()
 
 
@@ -157,11 +152,11 @@ class LoopChecks:
             if len(states) == 1 and states != {""} and not self._warned_of_noise and found is None:
                 self._warned_of_noise = True
                 if self._context.rank == 0:
-                    warnings.warn(
-                        "P147: all ranks have drawn the same random numbers in the model, each for its own rows "
+                    warn(
+                        "P147",
+                        "all ranks have drawn the same random numbers in the model, each for its own rows "
                         "(dropout, noise). Call trimaran.seed_rank(seed) after prepare, and draw batches from a "
                         f"generator of their own; ignore this if all rows share them. {CHECK_OFF}.",
-                        stacklevel=4,
                     )
         if found is not None:
             raise found
@@ -245,9 +240,8 @@ class LoopChecks:
                 f"layer with batch_first={not along}. {CHECK_OFF}")  # fmt: skip
 
     def _check_hooks(self) -> None:
-        if not self._warned_of_hooks and (name := hooked_parameter(self._model)):
-            self._warned_of_hooks = True
-            warnings.warn(HOOK_WARNING.format(name), stacklevel=4)
+        if not self._warned_of_hooks:
+            self._warned_of_hooks = warn_of_hooks(self._model)
 
 
 class Hook:
@@ -266,18 +260,24 @@ class Hook:
 def do_nothing(*args: Any) -> None: ...
 
 
-def hooked_parameter(model: nn.Module) -> str | None:
-    """Return the name of a parameter with a hook of the user on its gradient."""
+def warn_of_hooks(model: nn.Module) -> bool:
+    """Warn of a hook of the user on the gradient of a parameter; return whether there is one."""
     for name, each in model.named_parameters():
-        hooks = [
-            *(each._backward_hooks or {}).values(),
-            *(getattr(each, "_post_accumulate_grad_hooks", 0) or {}).values(),
-        ]
-        if any(
-            not (getattr(hook, "func", hook).__module__ or "").startswith(("trimaran.", "torch.")) for hook in hooks
-        ):
-            return name
-    return None
+        after = getattr(each, "_post_accumulate_grad_hooks", None) or {}
+        hooks = [getattr(hook, "func", hook) for hook in (*(each._backward_hooks or {}).values(), *after.values())]
+        if any(not (hook.__module__ or "").startswith(("trimaran.", "torch.")) for hook in hooks):
+            warn(
+                "P148",
+                f"{name} has a gradient hook. In loop.backward gradients are sums over this rank's samples, and no "
+                "means: a hook that masks or scales them is right, one that clips or adds is not, and sharding removes "
+                "hooks. Change gradients in loop.step(before_update=change), which gets the mean over all samples.",
+            )
+            return True
+    return False
+
+
+def warn(code: str, text: str) -> None:
+    warnings.warn(f"{code}: {text}", stacklevel=5)
 
 
 def is_computed(value: Any) -> bool:

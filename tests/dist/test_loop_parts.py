@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import trimaran
 from tests.cases import slow
 from tests.ranks import run_ranks
-from trimaran.loop import gradient_reduction
+from trimaran.core import UserError
+from trimaran.loop import gradient_reduction, sharded_parts
 
 STEPS = 4
 
@@ -174,6 +175,55 @@ class Containers(nn.Module):
         for norm, layer, last in self.layers:
             x = last(x + layer(norm(x)))
         return x * self.scale.exp()
+
+
+class Branching(nn.Module):
+    """Calls one of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x)
+
+
+def branch_by_rank(first_step: int) -> str:
+    """Return the error of ranks that call different blocks from this step on."""
+    sharded_parts.CHECK_EVERY = 4
+    dist.init_process_group("gloo")
+    net = Branching()
+    loop = trimaran.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), sharding="parameters", check_loss=False)
+    try:
+        for step in range(8):
+            rows = loop.local_rows(batch_of(step))
+            out = net(rows, loop.rank if step >= first_step else 0)
+            loop.backward(out.square().sum(), num_samples=len(rows), reduction="sum")
+            loop.step()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_call_different_blocks_do_not_mix_their_weights() -> None:
+    messages = run_ranks(2, branch_by_rank, 1)
+    assert all(message.startswith("P046: ") for message in messages)
+    assert "made a call of layers.0" in messages[0]
+    assert "rank 1 made a call of layers.1 in its place" in messages[0]
+    assert all(message.startswith("P139: ") for message in run_ranks(2, branch_by_rank, 2))
+
+
+def split_a_graph() -> str:
+    dist.init_process_group("gloo")
+    net = nn.Linear(4, 4)
+    loop = trimaran.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(UserError) as caught:
+        loop.local_rows((torch.ones(6, 4), torch.eye(6).to_sparse(), torch.zeros(6)))
+    return str(caught.value)
+
+
+def test_the_nodes_of_one_graph_are_no_rows() -> None:
+    assert all(message.startswith("P040: ") and "6 x 6" in message for message in run_ranks(2, split_a_graph))
 
 
 SHARDED: dict[str, Loss] = {

@@ -49,7 +49,7 @@ class CallOrder:
         if self._store is None:
             return
         self.note(call)
-        key, started, pause, warned = f"meet/{self._number}", time.monotonic(), POLL_SECONDS, False
+        key, started, pause, warned = f"meet/{self._number}/{call}", time.monotonic(), POLL_SECONDS, False
         if self._store.add(key, 1) == self.world_size:
             self._store.set(f"{key}/all", "")
         while not self._store.check([f"{key}/all"]):

@@ -30,7 +30,7 @@ from trimaran.loop.loss_reduction import Reduction, check_reduction
 from trimaran.loop.parameter_norm import parameter_norm
 from trimaran.loop.prepare_split import prepare_split
 from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
-from trimaran.loop.sharded_parts import check_is_plain, check_shardable, gather_for_parts
+from trimaran.loop.sharded_parts import UnitOrder, check_is_plain, check_shardable, gather_for_parts
 from trimaran.loop.sparse_gradients import clip_with_sparse, norm_with_sparse, sparse_parameters
 from trimaran.loop.split_loop import SplitLoop
 from trimaran.loop.step_result import StepResult
@@ -92,6 +92,7 @@ class Loop:
         )
         if self.world_size > 1 and not self._units:
             cut_compiled_graph(model)
+        self._order = UnitOrder(model, context.calls)
         if self._units:
             gather_for_parts(model, self._before_forward)
             model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
@@ -366,6 +367,7 @@ class Loop:
             unit.reshard()  # a forward since the last backward may have left gathered weights, which are now outdated
         context.num_steps += 1
         self._replicas.check(context.num_steps)
+        self._order.check()
         for hook in context.step_hooks:
             hook()
         return StepResult(total / tokens, norm, tokens)

@@ -85,6 +85,8 @@ class LoopContext:
 
     def check_same(self, batch: Any, *, num_rows: int, where: str) -> None:
         """Compare what all ranks should hold alike; see `BatchAgreement`."""
+        if self.world_size > 1:
+            _refuse_graph(batch, num_rows, where)
         self._agreement.check(batch, num_rows=num_rows, step=self.num_steps, where=where)
 
     @contextmanager
@@ -157,6 +159,16 @@ def num_rows_of(batch: Any, where: str, *, dim: int = 0) -> int:
     else:
         what, fix = "no rows", "pass at least one row, as the first dimension of tensors"
     raise UserError("P040", f"this global batch has {what}", where=where, fix=fix)
+
+
+def _refuse_graph(batch: Any, num_rows: int, where: str) -> None:
+    """Raise UserError for the adjacency matrix of one graph: its nodes are no rows that ranks could share."""
+    for leaf in tree_leaves(as_tree(batch)):
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and leaf.shape == (num_rows, num_rows):
+            raise UserError("P040", f"this global batch has a sparse matrix of {num_rows} x {num_rows}, as of a graph, "
+                            f"and {num_rows} nodes: ranks cannot compute their rows alone", where=where,
+                            fix="train one graph on one process, or batches of subgraphs, each with its own matrix, "
+                            "through loop.uneven_batches")  # fmt: skip
 
 
 def _common_dim(shapes: list[tuple[int, ...]]) -> int | None:

@@ -66,9 +66,9 @@ class ReplicaAgreement:
             self._warned = True
             if dist.get_rank() == 0:
                 warnings.warn(
-                    f"{DIFFERENT_BUFFERS}: after step {step} the ranks hold different buffers: {_listed(differing)}. Each "
-                    "rank updates them from its own rows; loop.evaluate and checkpoints use rank 0's. Update them from the "
-                    "rows of all ranks, for instance with torch.distributed.all_reduce.",
+                    f"{DIFFERENT_BUFFERS}: after step {step} the ranks hold different buffers: {_listed(differing)}. "
+                    "Each rank updates them from its own rows; loop.evaluate and checkpoints use rank 0's. Update them "
+                    "from the rows of all ranks, for instance with torch.distributed.all_reduce.",
                     stacklevel=3,
                 )
 

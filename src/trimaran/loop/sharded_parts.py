@@ -6,13 +6,17 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trimaran.core import UserError
+from trimaran.loop.call_order import CallOrder
 from trimaran.loop.wrap_blocks import WITHOUT_FORWARD
+from trimaran.parallel.comm.json_exchange import all_gather_int64
 
+FIRST_STEPS, CHECK_EVERY = 2, 100
 FRAMEWORK_BASES = ("PreTrainedModel", "ModelMixin", "LightningModule", "PyTorchModelHubMixin")
 MIXED = "mixed torch.Tensor and DTensor"  # of torch's message
 
@@ -45,6 +49,39 @@ def gather_for_parts(model: nn.Module, before_call: Callable[[], None]) -> None:
             if unit is not model:
                 UnitCalls(unit, before_call).wrap_methods(unit)
     _explain_mixed_tensors()
+
+
+class UnitOrder:
+    """Checks that all ranks call the same blocks in the same order: else they gather weights of different ones.
+
+    In the first steps ranks wait for each other at every block. Later the order is compared now and then.
+    """
+
+    def __init__(self, model: nn.Module, calls: CallOrder) -> None:
+        self._calls, self._num_steps, self._order = calls, 0, 0
+        named = [(name, each) for name, each in model.named_modules() if isinstance(each, FSDPModule) and name]
+        if calls.world_size > 1:
+            for number, (name, each) in enumerate(named, 1):
+                each.register_forward_pre_hook(functools.partial(self._note, number, name), prepend=True)
+
+    def check(self) -> None:
+        """Compare the order of all blocks since the start, after some of the steps. Every rank must call it."""
+        self._num_steps += 1
+        if self._calls.world_size > 1 and self._num_steps % CHECK_EVERY == 0:
+            orders = all_gather_int64(np.array([self._order]))
+            if (orders != orders[0]).any():
+                raise UserError("P139", "ranks have called different blocks of the sharded model, or in another order: "
+                                f"their weights of the last {CHECK_EVERY} steps were mixed up", where="loop.step()",
+                                fix="call the same blocks on every rank, with a result that is multiplied by 0 where "
+                                "it does not count, or use sharding='none'")  # fmt: skip
+
+    def _note(self, number: int, name: str, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._order = (self._order * 1_000_003 + number) % (1 << 61)
+        if self._num_steps < FIRST_STEPS:
+            self._calls.meet(f"a call of {name}", fix="call the same blocks of a sharded model on every rank, in the "
+                             "same order, or use sharding='none'")  # fmt: skip
 
 
 class UnitCalls:

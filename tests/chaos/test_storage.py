@@ -25,7 +25,7 @@ from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
 from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.core import EXIT_DONE
+from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos
@@ -158,6 +158,22 @@ def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_nothing_else(tmp
             subprocess.run(["umount", "-l", str(supervised.run.checkpoints)], check=True)
     assert supervised.attempts() == 1
     assert len(supervised.faults) == 2
+
+
+def test_a_disk_that_stays_full_at_the_last_checkpoint_blames_nobody_and_exits_with_75(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    with start_run(tmp_path / "run", "train.steps=40", "checkpoint.every=10", "checkpoint.memory=1") as supervised:
+        subprocess.run(["mount", "--bind", str(small_disk), str(_make_folder(supervised.run.checkpoints))], check=True)
+        try:
+            remove_pause(supervised)
+            assert supervised.wait() == EXIT_AGAIN
+            assert verify(newest_checkpoint(supervised.run)) == []
+        finally:
+            subprocess.run(["umount", "-l", str(supervised.run.checkpoints)], check=True)
+    assert supervised.attempts() == 1
+    assert {(each.cause, each.suspects, each.victims) for each in supervised.faults} == {("storage", (), ())}
+    assert supervised.faults[-1].action == "stopped"
 
 
 def _make_folder(folder: Path) -> Path:

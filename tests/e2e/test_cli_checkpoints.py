@@ -121,6 +121,15 @@ def test_verify_reads_every_byte(saved_run: RunDirectory, capsys: Any) -> None:
     assert found["damages"] == ["payload.pkl does not belong here"]
 
 
+def test_verify_names_a_checkpoint_without_a_manifest(saved_run: RunDirectory, capsys: Any) -> None:
+    (step_path(saved_run.checkpoints, 6) / "manifest.json").unlink()
+    found = json_output(capsys, "checkpoints", "verify", str(saved_run.path), code=1)["checkpoints"]
+    assert [(each["step"], bool(each["damages"])) for each in found] == [(2, False), (4, False), (6, True)]
+    assert "manifest.json is missing" in found[-1]["damages"][0]
+    (found,) = json_output(capsys, "checkpoints", "verify", str(saved_run.path), "6", code=1)["checkpoints"]
+    assert found["damages"]
+
+
 def test_compare_names_what_differs(saved_run: RunDirectory, capsys: Any) -> None:
     answer = json_output(capsys, "checkpoints", "compare", str(saved_run.path), "2", "4")
     assert (answer["tensors"], answer["identical"]) == (7, 2)

@@ -157,6 +157,19 @@ def test_a_rank_that_failed_is_at_fault_even_if_others_ended_first() -> None:
     assert attribution.what == "rank 1 was killed by SIGKILL"
 
 
+def test_no_rank_is_blamed_for_a_full_disk_at_the_last_checkpoint() -> None:
+    what = "the last checkpoint could not be written: rank 1: No space left on device"
+    data = {"code": "K043", "what": what, "where": "checkpoints", "fix": "free space", "cause": "storage"}
+    events = [{"kind": "error", "rank": rank, "data": data} for rank in range(2)]
+    deaths = [RankEnded(rank=rank, code=75, time=float(rank)) for rank in range(2)]
+    attribution = attribute_fault({}, deaths, events)
+    assert (attribution.cause, attribution.what) == ("storage", what)
+    assert (attribution.suspects, attribution.victims) == ((), ())
+    assert attribution.evidence["code"] == "K043"
+    events[1] = events[1] | {"data": {"code": "D006", "what": "wrong", "where": "here", "fix": "no"}}
+    assert attribute_fault({}, deaths, events).cause == "user"
+
+
 def test_two_killed_ranks_are_both_at_fault() -> None:
     deaths = [RankEnded(rank=3, code=-9, time=1.0), RankEnded(rank=1, code=-9, time=1.3)]
     attribution = attribute_fault({rank: RankReport(rank=rank, state="S") for rank in range(4)}, deaths, [])

@@ -35,6 +35,13 @@ def test_some_causes_stop_the_run(cause: str, code: int) -> None:
     assert (decision.action, decision.code) == ("stopped", code)
 
 
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_last_checkpoint_that_the_disk_cannot_take_ends_the_run_as_one_to_start_again(restart: bool) -> None:
+    unwritten = cycle(cause="storage", new_steps=3, suspects=(), evidence={"code": "K043"})
+    decision = decide_after(unwritten, restart=restart)
+    assert (decision.action, decision.code) == ("stopped", EXIT_AGAIN)
+
+
 def test_a_recipe_without_restarts_stops_the_run() -> None:
     decision = decide_after(cycle(new_steps=3), restart=False)
     assert (decision.action, decision.code) == ("stopped", EXIT_FAULT)

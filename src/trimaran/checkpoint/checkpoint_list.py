@@ -108,6 +108,8 @@ def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
 
     Files on the disks of other nodes are left out.
     """
+    if path.is_dir() and not os.path.lexists(path / MANIFEST):
+        return [Damage(MANIFEST, "is missing")]
     try:
         manifest = read_manifest(path)
     except DamagedError as error:

@@ -108,12 +108,13 @@ class AttemptWatch:
     def unexpected_exits(self, *, grace_seconds: float = 0.0) -> list[RankEnded]:
         """Return the ranks that ended with another code than 0 or 75, or with one of these but without its last event.
 
-        A missing last event counts only after `grace_seconds`.
+        A missing last event counts only after `grace_seconds`, unless the rank wrote an `error` event instead.
         """
         now = time.monotonic()
         unexpected = []
         for each in self.ended.values():
-            if not self._has_last_event(each) and (each.code not in LAST_EVENTS or now - each.time > grace_seconds):
+            is_known = each.code not in LAST_EVENTS or (each.rank, "error") in self._written
+            if not self._has_last_event(each) and (is_known or now - each.time > grace_seconds):
                 unexpected.append(each)
         return unexpected
 

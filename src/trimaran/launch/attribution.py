@@ -83,6 +83,8 @@ def _attribute_deaths(
     faults: Mapping[int, RankFault], deaths: Sequence[RankEnded], reports: Mapping[int, RankReport]
 ) -> Attribution:
     primary = {rank: fault for rank, fault in faults.items() if fault.primary}
+    if all(fault.cause == "storage" and "code" in fault.facts for fault in primary.values()):
+        return _attribute_unwritten_checkpoint(primary, deaths)
     cause = min((fault.cause for fault in primary.values()), key=_priority)
     suspects = sorted(primary)
     times = {each.rank: each.time for each in deaths}
@@ -99,6 +101,13 @@ def _attribute_deaths(
     evidence |= {"sites": sites} if cause == "mismatch" and (sites := _sites(reports, reports)) else {}
     victims = sorted({*reports, *faults} - set(suspects))
     return Attribution(cause=cause, what=what, suspects=tuple(suspects), victims=tuple(victims), evidence=evidence)
+
+
+def _attribute_unwritten_checkpoint(faults: Mapping[int, RankFault], deaths: Sequence[RankEnded]) -> Attribution:
+    """Blame the disk that cannot take the last checkpoint, which all ranks report, and no rank."""
+    facts = next(iter(faults.values())).facts
+    codes = {str(each.rank): each.code for each in deaths}
+    return Attribution(cause="storage", what=facts["what"], evidence={"exit_codes": codes} | dict(facts))
 
 
 def _priority(cause: Cause) -> int:

@@ -63,6 +63,8 @@ def read_exit(code: int, error: Mapping[str, Any] | None, log_tail: str, *, oom_
 
 
 def _read_error(error: Mapping[str, Any]) -> RankFault:
+    if "code" in error and error.get("cause") == "storage":
+        return RankFault(cause="storage", what=f"reported {error['code']}: {error['what']}", facts=dict(error))
     if "code" in error:
         what = f"reported a configuration error: {error['code']}: {error['what']}"
         return RankFault(cause="user", what=what, facts=dict(error))

@@ -1,19 +1,16 @@
 """Incidents from rank events that do not end the run: skipped updates, failed saves, damaged checkpoints."""
 
-import errno
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from trimaran.core import Action, Cause, Incident
 from trimaran.run import IncidentLog
+from trimaran.run.reserve import DISK_REASONS
 
 VARIABLE_PARTS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
 """Steps, temporary names and sizes in an error message. They differ each time while the reason is the same."""
 ACTIONS = {"skip": "skipped", "rewind": "rewound"}  # `stop` ends the ranks, and becomes an incident there
-# What a file system says about all of its files: a failed save and metrics that cannot be written are one incident.
-DISK_REASONS = tuple(os.strerror(each) for each in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE))
 KEPT = "metrics cannot be written and are kept in memory"
 
 
@@ -132,7 +129,10 @@ class RankEventIncidents:
 
 
 def _reason(failed: str) -> str:
-    """Return why something could not be written, without what differs each time."""
+    """Return why something could not be written, without what differs each time.
+
+    A failed save and metrics that cannot be written because of one disk are one incident.
+    """
     on_disk = (each for each in DISK_REASONS if each in failed)
     return next(on_disk, VARIABLE_PARTS.sub("", failed))
 

@@ -7,6 +7,7 @@ from trimaran.core import EXIT_AGAIN, EXIT_STUCK, EXIT_USER, Action, FaultsSecti
 
 EXIT_FAULT = 1
 SAME_RANK_CYCLES = 2
+UNWRITTEN_CHECKPOINT = "K043"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,9 @@ def decide(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOpt
         return PolicyDecision(action="stopped", code=EXIT_USER, why="a restart does not fix a configuration error")
     if cause == "preempted":
         return PolicyDecision(action="stopped", code=EXIT_AGAIN, why="the run was asked to stop")
+    if cause == "storage" and last.incident.evidence.get("code") == UNWRITTEN_CHECKPOINT:
+        why = "there is no room for it; once there is, `trimaran resume` continues from the checkpoint before"
+        return PolicyDecision(action="stopped", code=EXIT_AGAIN, why=why)
     if not faults.restart:
         return PolicyDecision(action="stopped", code=EXIT_FAULT, why="the recipe forbids restarts (faults.restart)")
     if cause == "numeric":

@@ -18,6 +18,8 @@ PIECE_BYTES = 16 << 10  # released at a time, so that other processes cannot fil
 SPARE_BYTES = 1 << 20  # more than this must be free before pieces are taken back
 LOCK_SECONDS = 0.5  # how long to wait for another process; releasing without the lock is harmless
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+# What a file system says about all of its files.
+DISK_REASONS = tuple(os.strerror(each) for each in (*DISK_FULL_ERRORS, errno.EROFS, errno.EIO, errno.ESTALE))
 NO_ALLOCATION_ERRORS = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # of file systems such as ZFS
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts, build_worker_parts
 from trimaran.train.change.apply_change import PlanChanger
 from trimaran.train.change.change_file import ChangeFile
-from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.checkpointing.checkpointer import Checkpointer, UnwrittenCheckpointError
 from trimaran.train.elastic.elastic_loop import build_elastic_loop
 from trimaran.train.elastic.replica import Replica, check_replica, find_replica, join_replica
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
@@ -74,6 +74,9 @@ def run_worker(
         change_file = ChangeFile(run, journal, environment or {})
         try:
             code, not_done = _train_rank(run, rank_info, journal, cache, link, stop, change_file, replica)
+        except UnwrittenCheckpointError as error:
+            journal.event("error", cause="storage", **error.as_dict())
+            return EXIT_AGAIN
         except UserError as error:
             journal.event("error", **error.as_dict())
             return EXIT_USER

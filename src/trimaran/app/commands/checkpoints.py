@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from trimaran.app.request.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
 from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
-from trimaran.checkpoint.step_dirs import complete_steps, prune, step_path, steps_to_prune
+from trimaran.checkpoint.step_dirs import complete_steps, prune, step_of, step_path, steps_to_prune, without_manifest
 from trimaran.core import UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
 
@@ -94,9 +94,10 @@ def verify_run(
     if store or "://" in run:
         return _verify_stored(run, step, as_json=as_json)
     directory = find_run(run)
-    newest = find_step(directory.checkpoints, step, where=str(directory.path))
-    chosen = [newest] if step is not None else [step_path(directory.checkpoints, each) for each in
-                                                complete_steps(directory.checkpoints)]  # fmt: skip
+    folder = directory.checkpoints
+    paths = sorted([*(step_path(folder, each) for each in complete_steps(folder)), *without_manifest(folder)])
+    chosen = [path for path in paths if step in (None, step_of(path))]
+    chosen = chosen or [find_step(folder, step, where=str(directory.path))]
     answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages, "on_nodes": _other_nodes(path)}
                for path in chosen if (damages := _damages(path)) is not None]  # fmt: skip
     if as_json:

@@ -22,6 +22,7 @@ from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, Recipe, Seconds, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import Journal, RunDirectory, last_step
+from trimaran.run.reserve import DISK_REASONS
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.base_hashing import AdapterBase
 from trimaran.train.checkpointing.checkpoint_backend import (
@@ -46,6 +47,10 @@ log = logging.getLogger(__name__)
 
 ASK_EVERY_STEPS = 8
 SHOW_UPLOAD_SECONDS = 2.0  # between reports of the upload that the run waits for at its end
+
+
+class UnwrittenCheckpointError(UserError):
+    """The disk could not take the last checkpoint. Starting again continues from the one before, once it can."""
 
 
 class Checkpointer:
@@ -318,7 +323,9 @@ class Checkpointer:
             return
         self._log_results()
         if self._durable_step != step:
-            raise UserError("K043", f"the last checkpoint could not be written: {self._failure}",
+            is_disk = any(reason in self._failure for reason in DISK_REASONS)
+            kind = UnwrittenCheckpointError if is_disk else UserError
+            raise kind("K043", f"the last checkpoint could not be written: {self._failure}",
                             where=str(self._run.checkpoints),
                             fix="fix that (for disk space: `trimaran checkpoints prune RUN --keep 1`), then resume "
                             "from the checkpoint before: trimaran resume RUN")  # fmt: skip

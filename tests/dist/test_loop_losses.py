@@ -68,6 +68,11 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, str]] = {
     "mean": (mean, LABELS, ""),
     "smoothed": (lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), LABELS, ""),
     "penalty": (lambda out, y: F.cross_entropy(out, y) + 0.1 * X[:3, :3].clone().requires_grad_().mean(), LABELS, ""),
+    "tokens": (
+        lambda out, y: F.cross_entropy(out.view(-1, 2), (y[:, None] > 1).long().repeat(1, 2).flatten()),
+        LABELS,
+        "",
+    ),
     "contrast": (contrast, LABELS, "P140"),
     "root": (lambda out, y: F.mse_loss(out, out.detach() + 1).sqrt(), LABELS, "P140"),
     "whitened": (whitened, LABELS, "P140"),

@@ -65,10 +65,13 @@ def check_divisor(loss: Tensor, *, count: float) -> None:
     for node in _means(loss.grad_fn, MAX_DEPTH):
         if hasattr(node, "_saved_total_weight"):
             weight = node._saved_total_weight
-            divisor = float(weight)
+            divisor, num_labels = float(weight), node._saved_target.numel()
             is_equal = abs(divisor - count) <= max(1e-5, 4 * torch.finfo(weight.dtype).eps) * max(divisor, count)
             if is_equal or not math.isfinite(divisor):
                 sizes.append(1)
+                continue
+            if node._saved_weight is None and divisor == num_labels:  # perhaps several tokens for each sample
+                sizes.append(num_labels)
                 continue
             ignored = node._saved_ignore_index
             ignored = ignored - 2**64 if ignored >= 2**63 else ignored

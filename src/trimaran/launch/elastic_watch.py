@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from trimaran.core import EXIT_DONE, EXIT_USER, Cause, Incident
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause, Incident
 from trimaran.launch.attempt_watch import LAST_EVENT_SECONDS, SHORT_SECTIONS, AttemptWatch
 from trimaran.launch.exit_cause import read_exit
 from trimaran.launch.incident_text import headline
@@ -107,7 +107,13 @@ class ElasticWatch(AttemptWatch):
             return super()._outcome(heartbeats)
         self.ended = {rank: each for rank, each in self.ended.items() if each.time >= self._started_at(rank)[0]}
         living = self.rounds.living_members
-        if any(each.code == EXIT_USER and self.rounds.replica_of(rank) in living for rank, each in self.ended.items()):
+        # What another replica cannot do better: a user's mistake, or the last checkpoint, which the disk did not take.
+        final = [
+            rank
+            for rank, each in self.ended.items()
+            if each.code == EXIT_USER or (each.code == EXIT_AGAIN and (rank, "error") in self._written)
+        ]
+        if any(self.rounds.replica_of(rank) in living for rank in final):
             return "trouble"
         faults = self._faults(heartbeats)
         if {*faults} >= {*living}:

@@ -59,10 +59,11 @@ class UnitOrder:
 
     def __init__(self, model: nn.Module, calls: CallOrder) -> None:
         self._calls, self._num_steps, self._order = calls, 0, 0
-        named = [(name, each) for name, each in model.named_modules() if isinstance(each, FSDPModule) and name]
         if calls.world_size > 1:
-            for number, (name, each) in enumerate(named, 1):
-                each.register_forward_pre_hook(functools.partial(self._note, number, name), prepend=True)
+            for number, (name, each) in enumerate(model.named_modules()):
+                if not isinstance(each, FSDPModule) or each is model:
+                    continue
+                each.register_forward_pre_hook(functools.partial(self._note, number, name), prepend=True)  # pyrefly: ignore
 
     def check(self) -> None:
         """Compare the order of all blocks since the start, after some of the steps. Every rank must call it."""

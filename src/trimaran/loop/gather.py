@@ -50,7 +50,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyrefly: ignore[bad-override]
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total)
         mine = total.new_zeros(ctx.num_rows, *total.shape[1:])

@@ -83,7 +83,7 @@ class LoopChecks:
 
     def before_gather(self) -> None:
         """Note that a loss sees the rows of all ranks, and whether it misses those of the step's other batches."""
-        self._is_gathered = True
+        self._is_gathered = torch.is_grad_enabled()
         is_whole = self._context.is_synced and not self.num_backwards
         if self._is_on and not is_whole and torch.is_grad_enabled():
             what = "loop.gather returns the rows of one micro-batch, but this step has several"

@@ -111,6 +111,11 @@ class GradientReduction:
         dense = [each for each in reversed(trained) if id(each) not in self._sparse]
         self._buckets = [_bucket_for(each) for each in _in_buckets(dense)]
         self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
+        self._view_of = {
+            id(each): view
+            for bucket in self._buckets
+            for each, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
 
     def _on_gradient(self, key: int, parameter: Tensor) -> None:
         if self._state == IDLE or key in self._sparse:
@@ -127,9 +132,18 @@ class GradientReduction:
         self._seen.add(key)
         bucket.num_pending -= 1
         # The first backward shows which parameters get several gradients.
-        if self._state == REDUCING and not self._is_sharded and not self._is_first:
+        if self._state == LOCAL or self._is_sharded or self._is_first:
+            self._move_into_bucket(parameter, self._view_of[key])
+        else:
             while self._next < len(self._buckets) and self._buckets[self._next].num_pending == 0:
                 self._reduce_next()
+
+    @torch.no_grad()
+    def _move_into_bucket(self, parameter: Tensor, view: Tensor) -> None:
+        """Keep a gradient that is reduced later in its bucket, which has memory for it already."""
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse and gradient.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(gradient)
 
     @torch.no_grad()
     def _reduce_next(self) -> None:

@@ -234,8 +234,12 @@ class Loop:
         count = self._count(loss, num_tokens, num_samples, reduction)
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
         if reduction == "mean":
-            is_empty = torch.as_tensor(count == 0, device=loss.device)  # a mean of nothing is NaN, and counts nothing
-            loss = (loss * count).masked_fill(is_empty, 0.0)
+            loss = loss * count
+            is_empty = count == 0  # a mean of nothing is NaN, and counts nothing
+            if isinstance(is_empty, Tensor) and is_empty.device.type != "cpu":  # the host must not wait for it
+                loss = loss.masked_fill(is_empty, 0.0)
+            elif is_empty:
+                loss = loss.nan_to_num() * 0.0
         if self._context.is_padding:
             loss, count = loss.nan_to_num() * 0.0, 0  # this rank has no rows; its collectives are still needed
         if self._context.is_synced or self._units:  # else it needs no other rank

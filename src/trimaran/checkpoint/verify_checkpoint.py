@@ -16,6 +16,7 @@ from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
 
+WEIGHTS = "model/"  # the prefix of their keys
 Part = tuple[str, FileRecord, int]
 """The name and record of a file, and the number of the part of it that one checksum covers."""
 
@@ -51,6 +52,17 @@ def verify(
         expected = {*records, MANIFEST}
         damages += [Damage(each, "does not belong here") for each in sorted(os.listdir(path)) if each not in expected]
     return damages
+
+
+def refuse_damaged_weights(path: Path, *, share: slice = slice(None), num_threads: int = 0) -> None:
+    """Raise DamagedError unless the weights of the checkpoint in `path` are what was written.
+
+    Files that hold only optimizer states are not read. `share` are the files of this rank, if several share the work.
+    """
+    index = StepFiles(path).index
+    files = {region.file for key, each in index.items() if key.startswith(WEIGHTS) for region in each.regions}
+    if damages := verify(path, files=sorted(files)[share], num_threads=num_threads):
+        raise DamagedError(path, damages)
 
 
 class _PartCheck:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trimaran.core import AdapterSection, ModelSection, UserError
@@ -19,6 +19,7 @@ from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.merge import merge_in_place
 from trimaran.nets.adapters.peft_format import DOWN, PEFT_CONFIG, PEFT_WEIGHTS, PREFIX, SUFFIXES, WEIGHT
 from trimaran.nets.adapters.peft_read import MAX_CONFIG_BYTES, load_peft_adapter
+from trimaran.nets.hf_weights import damaged
 
 FillAdapter = Callable[[Network, AdapterSection], None]
 
@@ -57,8 +58,11 @@ def fill_from_peft(folder: Path) -> FillAdapter:
 def described_adapter(network: Network, folder: Path) -> AdapterSection:
     """Return the section that describes the adapter in a PEFT folder, for this network."""
     config = read_json(folder / PEFT_CONFIG, limit_bytes=MAX_CONFIG_BYTES)
-    with safe_open(folder / PEFT_WEIGHTS, framework="pt") as file:
-        names = {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118 - not a dict
+    try:
+        with safe_open(folder / PEFT_WEIGHTS, framework="pt") as file:
+            names = {name.removeprefix(PREFIX) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise damaged(folder / PEFT_WEIGHTS, error) from None
     adapted = {name.removesuffix(DOWN) for name in names if name.endswith(DOWN)}
     trained = {name for name in names if not name.endswith(SUFFIXES)}
     linears = (name for name, part in network.module.named_modules() if isinstance(part, nn.Linear))

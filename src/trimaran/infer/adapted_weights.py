@@ -6,6 +6,7 @@ import torch
 
 from trimaran.checkpoint.convert import MODEL_PREFIX, read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import AdapterSection, ModelSection, Recipe, UserError
 from trimaran.infer.adapted_network import base_of_peft, fill_from_peft, load_adapted, refuse_other_base, saved_base
 from trimaran.infer.trained_model import section_of_folder
@@ -36,6 +37,7 @@ def load_adapted_weights(
     if weights.step is None:
         refuse_other_base(section, saved_base(weights.path), seed=seed, cache=cache)
         return load_adapted(section, device, fill_from_peft(weights.path), seed=seed, adapter=weights.path)
+    refuse_damaged_weights(weights.path)
     source = DiskSource(weights.path)
     refuse_other_base(section, source.progress.get("base") or {}, seed=seed, cache=cache)
 

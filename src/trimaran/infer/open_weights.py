@@ -7,6 +7,7 @@ import torch
 
 from trimaran.checkpoint.convert import MODEL_PREFIX, read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import ImageRules, ModelSection, Recipe, UserError
 from trimaran.data import TokenShards
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
@@ -106,7 +107,11 @@ def section_of(weights: TrainedWeights, recipe: Recipe | None) -> ModelSection:
 
 
 def load_checkpoint(network: Network, path: Path) -> None:
-    """Copy the weights of a checkpoint into a network in place: its memory, and graphs that use it, stay valid."""
+    """Copy the weights of a checkpoint into a network in place: its memory, and graphs that use it, stay valid.
+
+    A damaged checkpoint is refused before the first weight is copied.
+    """
+    refuse_damaged_weights(path)
     source = DiskSource(path)
     with torch.no_grad():
         for name, parameter in network.module.named_parameters():

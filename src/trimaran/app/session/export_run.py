@@ -21,6 +21,7 @@ from trimaran.checkpoint.dcp_write import dcp_key
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.export_hf import write_folder
 from trimaran.checkpoint.step_dirs import step_of
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import Recipe, UserError
 from trimaran.data import TokenShards
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
@@ -57,6 +58,7 @@ def export_step(request: ExportRequest, path: Path, target: Path, progress: Prog
     With `request.check` the folder is read again and compared with the checkpoint; a folder that differs is an error.
     """
     refuse_occupied(target)
+    refuse_damaged_weights(path)
     write = {"dcp": _write_dcp, "hf": _write_hf, "merged": _write_hf, "adapter": _write_hf}.get(
         request.form, _write_file
     )

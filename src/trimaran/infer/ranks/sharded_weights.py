@@ -15,6 +15,7 @@ from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.load_state import fill_shards
 from trimaran.checkpoint.rank_share import TORCH_DTYPES
 from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import Mesh, ModelSection, Plan, UserError
 from trimaran.infer.ranks.sharded_adapters import DescribedAdapter, describe_adapters, load_adapters
 from trimaran.infer.ranks.sharded_quantisation import quantise_part, refuse_inexact_slices
@@ -113,9 +114,12 @@ def agreed(act: Callable[[], Result]) -> Result:
 
 
 def check_weights(weights: WeightsFolder) -> bool:
-    """Return True if there are weights to load. Raises UserError if not."""
+    """Return True if there are weights to load. Raises UserError if not, or if a checkpoint is damaged.
+
+    Each rank verifies a share of the files of a checkpoint.
+    """
     if weights.step is not None:
-        DiskSource(weights.folder)
+        refuse_damaged_weights(weights.folder, share=slice(dist.get_rank(), None, dist.get_world_size()))
     elif not weight_files(weights.folder):
         raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
                         fix="name a folder with safetensors")  # fmt: skip
@@ -166,6 +170,7 @@ def _open_own(
     spec = spec_of(weights.described.model_copy(update={"multi_token_prediction": None}))  # only training needs it
     if spec is None:
         raise _not_split(f"only its plug-in knows the family {weights.described.family}")
+    check_weights(weights)
     plan = Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp)
     layers = stage_ranges(spec, plan, seq_len=1)[ranks.rank("pp")] if ranks.degrees.pp > 1 else None
     with torch.device("meta"):

@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trimaran.core import UserError
@@ -30,7 +30,8 @@ StartEngine = Callable[[TrainedWeights], Awaitable[EngineProcess]]
 class EngineClient:
     """The connection to the engine, over its restarts. All methods are called from one event loop.
 
-    `newest_weights` is asked for weights to use instead if those of the dead engine cannot be loaded any more.
+    `newest_weights` is asked for weights to use instead if those of the dead engine cannot be loaded any more. It gets
+    the steps of those that could not be.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class EngineClient:
     ) -> None:  # fmt: skip
         self._start, self._queue, self._metrics = start, queue, metrics
         self._policy = policy or RestartPolicy()
-        self.newest_weights: Callable[[], TrainedWeights | None] = lambda: None
+        self.newest_weights: Callable[[Collection[int | None]], TrainedWeights | None] = lambda _: None
         self.weights, self.limits = weights, None
         self._process: EngineProcess | None = None
         self._is_ready, self._is_stopping = False, False
@@ -72,9 +73,10 @@ class EngineClient:
                 self._process, self.limits = await self._start_once()
                 break
             except UserError:
-                newest = self.newest_weights()
+                newest = self.newest_weights(())
                 if newest is None or newest.path == self.weights.path:
                     raise
+                LOG.warning("%s was removed before it was loaded; %s is tried", self.weights.path, newest.path)
                 self.weights = newest
         self._is_ready = True
         self._metrics.set_gauges(ready=1, pages=self.limits.num_pages)
@@ -208,7 +210,7 @@ class EngineClient:
 
     async def _restart(self) -> bool:
         """Start the engine again, after pauses. Returns whether it runs."""
-        pause = self._policy.first_pause
+        pause, failed = self._policy.first_pause, set[int | None]()
         for _ in range(self._policy.max_failures):
             await asyncio.sleep(pause)
             pause = min(2 * pause, self._policy.longest_pause)
@@ -218,7 +220,8 @@ class EngineClient:
                 self._process, self.limits = await self._start_once()
             except UserError as error:
                 LOG.error("the engine cannot be started: %s", error)
-                self.weights = self.newest_weights() or self.weights
+                failed.add(self.weights.step)
+                self.weights = self.newest_weights(failed) or self.weights
                 continue
             self._queue.change_weights(self.weights.label)
             self._is_ready = True

@@ -2,23 +2,22 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from trimaran.checkpoint.manifest import DamagedError
-from trimaran.checkpoint.step_dirs import looks_complete, newest_step, step_path
-from trimaran.checkpoint.step_files import StepFiles
-from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint.step_dirs import complete_steps, looks_complete, step_path
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import UserError
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.weights_location import TrainedWeights
 from trimaran.run import RunDirectory
 
 LOG = logging.getLogger(__name__)
-MODEL_KEYS = "model/"
 
 
-def newest_weights(run: RunDirectory) -> TrainedWeights | None:
-    """Return the newest complete checkpoint of a run; None if it has none."""
-    step = newest_step(run.checkpoints)
+def newest_weights(run: RunDirectory, *, besides: Collection[int | None] = ()) -> TrainedWeights | None:
+    """Return the newest complete checkpoint of a run, other than those of the steps `besides`; None if it has none."""
+    step = max((each for each in complete_steps(run.checkpoints) if each not in besides), default=None)
     if step is None or not looks_complete(path := step_path(run.checkpoints, step)):
         return None
     return TrainedWeights(path=path, run=run, step=step)
@@ -30,14 +29,12 @@ def damage_of(weights: TrainedWeights) -> str:
     The files of the optimizer are not read.
     """
     try:
-        index = StepFiles(weights.path).index
-        files = {region.file for key, each in index.items() if key.startswith(MODEL_KEYS) for region in each.regions}
-        damages = verify(weights.path, files=sorted(files), num_threads=1)
+        refuse_damaged_weights(weights.path, num_threads=1)
     except DamagedError as error:
-        damages = list(error.damages)
+        return "; ".join(f"{each.file} {each.what}" for each in error.damages[:3])
     except (UserError, OSError) as error:
         return str(error)
-    return "; ".join(f"{each.file} {each.what}" for each in damages[:3])
+    return ""
 
 
 async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, seconds: float = 1.0) -> None:

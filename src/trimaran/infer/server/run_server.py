@@ -61,7 +61,7 @@ class Server:
         queue = RequestQueue(max_waiting=settings.max_queue, on_times=self.metrics.observe_output)
         self.client = EngineClient(self._start_engine, config.weights, queue, self.metrics, settings.policy)
         if (run := config.weights.run) is not None and settings.follow_after is not None:
-            self.client.newest_weights = lambda: newest_weights(run)
+            self.client.newest_weights = lambda failed: newest_weights(run, besides=failed)
         # Tokenizers have state: prompts are encoded in a thread, and answers are decoded in the event loop.
         texts, encoding = open_texts(config.weights), open_texts(config.weights)
         model = ApiModel(name=settings.name, adapters=tuple(config.adapters), texts=texts, created=int(time.time()))

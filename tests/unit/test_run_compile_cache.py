@@ -1,5 +1,6 @@
 """The cache folder for compiled code."""
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,3 +59,17 @@ def test_the_triton_folder_is_checked_only_with_kernels() -> None:
     refuse_unusable({TRITON: "/proc/mine"})
     with pytest.raises(UserError, match=rf"A017.*{TRITON} is '/proc/mine'"):
         refuse_unusable({TRITON: "/proc/mine"}, kernels=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_a_cache_that_any_user_can_write_to_is_not_used(tmp_path: Path) -> None:
+    own, planted, shared = (tmp_path / name for name in ("own", "planted", "shared"))
+    for each in (own, planted, shared):
+        each.mkdir()
+    own.chmod(0o1777)  # as /tmp: others can write, and cannot replace what is ours
+    planted.chmod(0o1777)
+    (planted / "compile").mkdir()
+    os.chown(planted / "compile", 65501, 65501)  # another user was first
+    shared.chmod(0o777)
+    found = [compile_folder({"TRIMARAN_CACHE": str(each)}) is not None for each in (own, planted, shared)]
+    assert found == [True, False, False]

@@ -106,7 +106,7 @@ def find_runs(folder: Path, *, depth: int = MAX_DEPTH) -> Iterator[Path]:
 
     Hidden folders and links are not followed. Paths are absolute.
     """
-    if (folder / MARKER).is_file():
+    if os.path.isfile(folder / MARKER):  # False in a folder of another user
         yield folder.absolute()
         return
     if depth == 0:

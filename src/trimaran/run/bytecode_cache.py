@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,29 @@ def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
     try:
         root = Path(named) if named else Path(home or Path.home() / ".cache") / "trimaran"
         folder = root.absolute() / "bytecode"
+        if others_can_plant(folder):
+            return None
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def others_can_plant(folder: Path) -> bool:
+    """Return whether any user of this machine can put files into `folder`: what is cached there is executed.
+
+    That is so if everybody may write to it or to a folder above it, unless that one is sticky, as /tmp is. In a sticky
+    folder another user may have made the next folder first. A folder that a group shares is trusted.
+    """
+    user, is_sticky = os.geteuid(), False
+    for each in (*reversed(folder.parents), folder):
+        try:
+            found = each.stat()
+        except FileNotFoundError:
+            return False
+        if is_sticky and found.st_uid not in (0, user):
+            return True
+        is_sticky = bool(found.st_mode & stat.S_ISVTX)
+        if found.st_mode & stat.S_IWOTH and (each == folder or not is_sticky):
+            return True
+    return False

@@ -8,6 +8,7 @@ from tempfile import TemporaryFile
 
 from trimaran.core.errors import UserError
 from trimaran.core.user_folders import user_cache
+from trimaran.run.bytecode_cache import others_can_plant
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 FOLDERS = ("inductor", "triton")  # one for each of the two variables
@@ -18,8 +19,9 @@ def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
 
     The folder is under TRIMARAN_CACHE or the user's cache, one for each version of torch. (torch's default is the
     folder for temporary files, which is lost with the container or at a reboot.) Any number of ranks may share it.
-    Variables that the user has set stay. If no folder is writable, torch's default stays. The variables must be set
-    before the first compilation. The caller passes its environment, because only entry points read it.
+    Variables that the user has set stay. If no folder is writable, or any user can write to it, torch's default stays.
+    The variables must be set before the first compilation. The caller passes its environment, because only entry points
+    read it.
     """
     folder = compile_folder(environ)
     if folder is None:
@@ -39,7 +41,8 @@ def compile_folder(environ: Mapping[str, str]) -> Path | None:
         if root is None:
             return None
     folder = root.absolute() / "compile" / f"torch-{version('torch')}"
-    return folder if all(_writable(folder / each) for each in FOLDERS) else None
+    folders = [folder / each for each in FOLDERS]
+    return folder if all(_writable(each) and not others_can_plant(each) for each in folders) else None
 
 
 def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from trimaran.core import UserError
 from trimaran.loop.call_order import CallOrder
 from trimaran.loop.wrap_blocks import WITHOUT_FORWARD
+from trimaran.parallel.axes.fsdp import own_parameter_groups
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 
 FIRST_STEPS, CHECK_EVERY = 2, 100
@@ -148,7 +149,7 @@ class UnitCalls:
         return output if self._depth else self._state._post_forward(self._unit, args, output)
 
     def _versions(self) -> list[int]:
-        parameters = [each for group in self._state._fsdp_param_groups for each in group.fsdp_params]
+        parameters = [each for group in own_parameter_groups(self._unit) for each in group.fsdp_params]
         return [each._unsharded_param._version for each in parameters if hasattr(each, "_unsharded_param")]
 
 

@@ -217,10 +217,15 @@ def parameter_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
     """Yield the FSDP parameter groups of the module and of those inside it."""
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            state: Any = each._get_fsdp_state()
-            # Before torch 2.13 a module had at most one group.
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            yield from (group for group in groups if group is not None)
+            yield from own_parameter_groups(each)
+
+
+def own_parameter_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """Return the parameter groups of an FSDP module without those inside it."""
+    state: Any = unit._get_fsdp_state()
+    # Before torch 2.13 a module had at most one group.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def is_expert_parallel(module: nn.Module, ranks: RankMesh) -> bool:

@@ -167,7 +167,8 @@ def test_the_adapter_survives_a_way_through_dcp(tmp_path: Path) -> None:
     for name, each in adapter_parameters(network.module):
         moments = {"exp_avg": each.detach() + 1, "exp_avg_sq": each.detach() ** 2, "step": torch.tensor(7.0)}
         state |= {f"model/{name}": each.detach()} | {f"optimizer/{key}/{name}": value for key, value in moments.items()}
-    export_dcp(save(tmp_path / "checkpoints", state), tmp_path / "dcp", progress=lambda what, fraction: None)
+    checkpoint = save(tmp_path / "checkpoints", state)
+    export_dcp(checkpoint, section, tmp_path / "dcp", progress=lambda what, fraction: None)
     source = DcpSource(tmp_path / "dcp")
     found = find_imported_tensors(source, Recipe(model=section))
     assert (found.step, found.with_moments) == (7, True)

@@ -73,7 +73,10 @@ def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *,
     Return the key in the checkpoint of each key in the export.
     """
     refuse_occupied(folder)
-    keys = exported_keys(meta_network(section).module, source.index)
+    if section.adapter is None:
+        keys = exported_keys(meta_network(section).module, source.index)
+    else:  # a part of the weights, which transformers cannot load
+        keys = {key: key for key in source.index}
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     metas = {exported: source.index[key].meta for exported, key in keys.items()}

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_faults_are_found_and_stops_are_quick_while_the_clock_is_an_hour_back(tm
     with start_run(tmp_path / "run", "train.steps=100000", "checkpoint.memory=1") as supervised:
         supervised.wait_for_step(20)
         clock.jump(-HOUR)
-        supervised.send_signal(1, 9)
+        supervised.send_signal(1, signal.SIGKILL)
         assert supervised.wait_for_fault(0).cost["seconds_to_recover"] < 60
         supervised.wait_for_step(supervised.step() + 10)
         clock.jump(HOUR)

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def test_strangers_change_nothing_from_the_first_second_on(tmp_path: Path) -> No
     with start_run(tmp_path / "run", "train.steps=200", "checkpoint.memory=1") as supervised:
         with strangers(supervised, proof) as reached:
             supervised.wait_for_step(20)
-            supervised.send_signal(1, 9)  # they are there while the ranks meet again, too
+            supervised.send_signal(1, signal.SIGKILL)  # they are there while the ranks meet again, too
             assert supervised.wait_for_fault(0, 90).cause == "crash"
             supervised.wait_for_step(supervised.step() + 20)
         assert min(reached[name] for name in first_bytes(proof)) >= 10, reached

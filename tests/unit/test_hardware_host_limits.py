@@ -5,7 +5,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trimaran.hardware.host_limits import count_oom_kills, cpu_quota, free_bytes, total_and_used_bytes, total_bytes
+from trimaran.hardware.host_limits import (
+    count_oom_kills,
+    cpu_quota,
+    free_bytes,
+    free_tasks,
+    total_and_used_bytes,
+    total_bytes,
+)
 
 MIB = 1 << 20
 NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000  # what cgroup v1 shows without a limit
@@ -109,3 +116,14 @@ def test_oom_kills_of_both_versions_are_counted(tmp_path: Path) -> None:
     assert count_oom_kills(tmp_path, tmp_path / "v2") == 3
     assert count_oom_kills(tmp_path, tmp_path / "v1") == 2
     assert count_oom_kills(tmp_path / "none", tmp_path / "v2") == count_oom_kills(tmp_path, tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(("version", "folder"), [("0::/job", "job"), ("7:pids:/job", "pids/job")])
+def test_the_processes_that_a_container_may_still_start(tmp_path: Path, version: str, folder: str) -> None:
+    write(tmp_path / "membership", f"{version}\n")
+    assert free_tasks(tmp_path, tmp_path / "membership") is None
+    write(tmp_path / folder / "pids.max", "64\n")
+    write(tmp_path / folder / "pids.current", "50\n")
+    assert free_tasks(tmp_path, tmp_path / "membership") == 14
+    write(tmp_path / folder / "pids.max", "max\n")
+    assert free_tasks(tmp_path, tmp_path / "membership") is None

@@ -31,7 +31,7 @@ from trimaran.doctor.nvidia_smi import (
 )
 from trimaran.hardware import num_cores
 from trimaran.hardware.gpu_topology import PORT_RATE, parse_topology
-from trimaran.hardware.host_limits import cpu_quota
+from trimaran.hardware.host_limits import cpu_quota, free_tasks
 from trimaran.hardware.numa import numa_node_of, numa_nodes, pci_device
 
 MAX_WRITE_BYTES = 1 << 26  # of the file that measures the disk's speed
@@ -222,15 +222,19 @@ def _limit(kind: int, *, hard: bool = False) -> int | None:
 
 
 def _free_processes() -> int | None:
-    """Return how many processes and threads this user may still start; None if there is no limit, as for root."""
-    limit, user = _limit(resource.RLIMIT_NPROC, hard=True), os.getuid()
+    """Return how many processes and threads may still start here; None if there is no limit.
+
+    That of a user does not hold for root; that of a container does.
+    """
+    limit, user, tasks = _limit(resource.RLIMIT_NPROC, hard=True), os.getuid(), free_tasks()
     if limit is None or user == 0:
-        return None
+        return tasks
     running = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             running += process.num_threads() if process.uids().real == user else 0
-    return max(0, limit - running)
+    left = max(0, limit - running)
+    return left if tasks is None else min(left, tasks)
 
 
 def _read(path: Path) -> str:

@@ -58,6 +58,13 @@ def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
+def free_tasks(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int | None:
+    """Return how many more processes and threads the container may start; None without a limit."""
+    pairs = [(_number(group / "pids.max"), _number(group / "pids.current"))
+             for controller in ("", "pids") for group in _groups(controller, cgroup, membership)]  # fmt: skip
+    return min((max(0, limit - used) for limit, used in pairs if limit is not None and used is not None), default=None)
+
+
 def count_oom_kills(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Return how many processes of this control group the kernel's OOM killer has ended; 0 where unknown."""
     groups = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
@@ -79,17 +86,23 @@ class MemoryLimit(NamedTuple):
 
 def _memory_limits(cgroup: Path, membership: Path) -> list[MemoryLimit]:
     """Return each memory limit that is set, of the root and of the groups in it that this process belongs to."""
-    memberships = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
     found = []
     for controller, limit_file, usage_file, (cache, shmem) in MEMORY_FILES:
-        paths = [path for controllers, path in memberships if controller in controllers.split(",")]
-        # In a container without a namespace of its own the path is that of the host, and does not exist here.
-        groups = {cgroup / controller / part for path in paths for part in _with_parents(path)}
-        for group in sorted({cgroup / controller} | groups):
+        for group in _groups(controller, cgroup, membership):
             if (limit := _number(group / limit_file)) is not None:
                 stat = _counters(group / "memory.stat")
                 found.append(MemoryLimit(limit, _number(group / usage_file), stat.get(cache), stat.get(shmem)))
     return found
+
+
+def _groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
+    """Return the root of a controller and the groups in it that this process belongs to; "" is cgroup v2."""
+    memberships = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
+    paths = [path for controllers, path in memberships if controller in controllers.split(",")]
+    # In a container without a namespace of its own the path is that of the host, and does not exist here.
+    return sorted(
+        {cgroup / controller} | {cgroup / controller / part for path in paths for part in _with_parents(path)}
+    )
 
 
 def _with_parents(path: str) -> list[str]:

@@ -51,8 +51,8 @@ def _processes(limits: ProcessLimits, needs: RunRequirements | None) -> list[Pro
     needed = THREADS_ALONE if ranks == 1 else THREADS_AMONG_OTHERS * ranks_here
     if limits.processes is None or limits.processes >= 2 * needed:
         return []
-    what = f"this user may start {limits.processes} more processes and threads, and the run starts at least {needed}"
-    fix = f"ulimit -u unlimited; {RAISE} --ulimit nproc=-1"
+    what = f"only {limits.processes} more processes and threads may start here, and the run starts at least {needed}"
+    fix = f"ulimit -u unlimited; {RAISE} --ulimit nproc=-1 --pids-limit=-1"
     return [Problem(what, fix, is_fatal=limits.processes < needed)]
 
 

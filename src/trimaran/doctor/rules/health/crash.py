@@ -7,12 +7,15 @@ from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import incident_severity, incidents_of, plural, rank_names
 
 EXIT_CALLED = "something in the rank called exit: look for sys.exit or os._exit"
+NO_PROCESSES = "no more processes and threads are allowed: raise pids.max of the container, or `ulimit -u`"
 # (text in the incident's message, fix); the first match counts.
 FIXES = (
     ("SIGKILL", "another process sent it: check the kernel log (OOM killer), the batch system and other users"),
     ("SIGSEGV", "native code crashed: look for a package that was built for another torch or driver"),
     ("SIGABRT", "native code aborted: the last lines of the rank's log say why"),
     ("SIGBUS", "a memory-mapped file was truncated, often /dev/shm: check its size with `trimaran doctor`"),
+    ("can't start new thread", NO_PROCESSES),
+    ("Resource temporarily unavailable", NO_PROCESSES),
     ("unused", "a parameter gets no gradient: use it in forward, or set requires_grad to False"),
     ("exited with code 0", EXIT_CALLED),
     ("exit code 0", EXIT_CALLED),  # the message of earlier versions

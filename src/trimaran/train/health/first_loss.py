@@ -206,8 +206,14 @@ def _most_tokens(networks: Sequence[Network], device: torch.device) -> int:
 
 
 def _is_cheap(networks: Sequence[Network], plan: Plan, rank_info: RankInfo, device: torch.device) -> bool:
-    """Return whether the weights that this rank does not hold as the model needs them are few and fit into memory."""
-    if plan.offload == "parameters" or plan.offloads_to_disk:
+    """Return whether the weights that this rank does not hold as the model needs them are few and fit into memory.
+
+    False for models that a short forward in evaluation mode changes: RWKV rescales its weights, and BigBird gives up
+    its sparse attention.
+    """
+    config: Any = networks[0].module.config
+    is_changed = getattr(config, "rescale_every", 0) or getattr(config, "attention_type", "") == "block_sparse"
+    if plan.offload == "parameters" or plan.offloads_to_disk or is_changed:
         return False
     held, changed = set[str](), set[str]()
     for network in networks:

@@ -25,6 +25,7 @@ from tests.dist.test_hf_pipeline import recipe_for, without_biases
 from tests.hf_models import NARROW, SMALL, UNDROPPED
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import run_ranks
+from tests.sweep_models import tiny_config
 from trimaran.core import Plan, UserError
 from trimaran.nets import Context
 from trimaran.nets.hf import hf_network
@@ -121,6 +122,19 @@ def test_layers_that_return_a_list_are_cut_into_stages(tmp_path: Path) -> None:
         train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs") for mesh in ({}, {"pp": 2})
     )
     assert_same_trajectory(without_biases(cut), without_biases(alone))
+
+
+def test_replicas_of_a_model_with_unused_parameters_train_as_one_process(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("longcat_flash"))
+    model.save_pretrained(tmp_path / "model")
+    recipe = recipe_for(tmp_path / "model", tmp_path, isolated=False)
+    (tmp_path / "runs").mkdir()
+    alone, replicas = (
+        train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs")
+        for mesh in ({}, {"dp_replicate": 2})
+    )
+    assert_same_trajectory(replicas, alone)
 
 
 def test_plans_that_a_model_cannot_follow_are_refused(tmp_path: Path) -> None:

@@ -77,6 +77,10 @@ class HfNetwork(Network):
     padding_position: int | None = field(default=None, kw_only=True)
 
     @property
+    def may_leave_out_parameters(self) -> bool:
+        return True  # its code is not ours
+
+    @property
     def head(self) -> nn.Module | None:
         return self.logits_head
 

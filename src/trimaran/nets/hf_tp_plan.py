@@ -32,6 +32,8 @@ OUR_PLANS: dict[str, dict[str, str]] = {
         "h.*.mlp.c_proj": "rowwise",
     },
 }
+# Models whose code cannot be sharded although transformers has a plan for it, by model type.
+UNSUPPORTED = {"gemma4": "reads rows of its embedding, of which a rank has a part"}
 CONV1D_STYLES = {"colwise": "foreign-colwise", "rowwise": "foreign-rowwise"}
 
 
@@ -55,6 +57,8 @@ def hf_tp_sizes(module: Any) -> dict[str, int]:
 
 
 def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
+    if reason := UNSUPPORTED.get(module.config.model_type):
+        raise _tp_unsupported(module, reason)
     theirs = _plan_of(module)
     ends = _ends(module, degree)
     wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}

@@ -50,6 +50,11 @@ class Network:
         has_layers = isinstance(self.spec, ModelSpec) and self.spec.prediction_layers > 0
         return has_layers and self.module.training and torch.is_grad_enabled()
 
+    @property
+    def may_leave_out_parameters(self) -> bool:
+        """Whether a loss may not depend on some trained parameters, such as those of experts without tokens."""
+        return False
+
     def has_cache(self, device: torch.device) -> bool:
         """Return whether the network, on `device`, computes the same with a cache as without. Every rank calls it."""
         return True

@@ -33,6 +33,10 @@ class PluginNetwork(Network):
         logits = self.module(inputs["tokens"], **documents)
         return logits, torch.zeros((), device=logits.device)
 
+    @property
+    def may_leave_out_parameters(self) -> bool:
+        return True
+
     def has_cache(self, device: torch.device) -> bool:
         return False
 

@@ -28,7 +28,7 @@ def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         return
     mesh = ranks.degrees
     if mesh.tp == mesh.pp == mesh.ep == 1:
-        replicate(network.module, **_ddp_options(plan, data))
+        replicate(network.module, **_ddp_options(network, plan, data))
         return
     for block in network.blocks:
         for experts in experts_of(block, ranks):
@@ -52,16 +52,16 @@ def change_buckets(network: Network, plan: Plan, ranks: RankMesh) -> None:
     gc.collect()
     if old() is not None:
         raise RuntimeError("the old gradient buckets are still in use")
-    state._ddp = DistributedDataParallel(state._param_list, **_ddp_options(plan, reducing_ranks(plan, ranks)))
+    state._ddp = DistributedDataParallel(state._param_list, **_ddp_options(network, plan, reducing_ranks(plan, ranks)))
     state._ddp_weakref = weakref.ref(state._ddp)
 
 
-def _ddp_options(plan: Plan, data: DeviceMesh) -> dict[str, Any]:
+def _ddp_options(network: Network, plan: Plan, data: DeviceMesh) -> dict[str, Any]:
     return {
         "process_group": data.get_group(),
         "bucket_cap_mb": plan.comm.bucket_mb,
         "gradient_as_bucket_view": True,
-        # Keeps DDP from rebuilding its buckets after the first backward of every start. With three or more ranks the
-        # order of summation depends on the buckets, so a resumed run would round differently.
-        "find_unused_parameters": data.size() > 2,
+        # It also keeps DDP from rebuilding its buckets after the first backward of every start. With three or more
+        # ranks the order of summation depends on the buckets, so a resumed run would round differently.
+        "find_unused_parameters": network.may_leave_out_parameters or data.size() > 2,
     }

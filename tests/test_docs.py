@@ -74,7 +74,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_lines_fit_on_a_screen() -> None:
-    generated = {"parity.md", "parity-nccl.md", "accuracy.md", "hf-sweep.md"}  # their tables have names of plans and of runs
+    # Their tables have names of plans and of runs.
+    generated = {"parity.md", "parity-nccl.md", "accuracy.md", "hf-sweep.md"}
     wide = [
         f"{page.name}: {line[:60]}"
         for page in PAGES

@@ -72,17 +72,14 @@ def measure(sharding):
     model = Network()
     num_parameters = sum(each.numel() for each in model.parameters())
     loop = trimaran.prepare(model, torch.optim.AdamW(model.parameters()), sharding=sharding)
-    views = []
-    for step in range(3):  # states of the optimizer exist after the first step, DDP's final buckets after the second
+    for step in range(2):  # states of the optimizer exist after the first step
         found = []
         for rows in loop.micro_batches(torch.ones(2 * loop.world_size, WIDTH), size=1):
             loss = model(rows).square().sum()
-            found.append(live_bytes() if step == 2 else 0)
+            found.append(live_bytes() if step == 1 else 0)
             loop.backward(loss, num_samples=len(rows))
             del loss
-            found.append(live_bytes() if step == 2 else 0)
-        if sharding == "none":  # DDP's buckets live on, in C++: views of them are what `live_bytes` sees
-            views[:] = [each.grad for each in model.parameters()]
+            found.append(live_bytes() if step == 1 else 0)
         loop.step()
     after = live_bytes()
     return [(each - before) / num_parameters for each in (found[0], found[1], found[3], after)]
@@ -94,9 +91,8 @@ def predict(stage, ranks):
     Gathered weights are held from forward to the last backward, in stage 3 only while their block runs.
     """
     weights, gradients, states = 4.0, 4.0, 8.0
-    if stage == 0:  # DDP keeps its buckets of gradients; before the last micro-batch, gradients are beside them
-        everything = weights + gradients + states
-        return [everything, everything + gradients, everything, everything]
+    if stage == 0:  # the buckets of gradients stay allocated, and hold those of all micro-batches
+        return [weights + gradients + states] * 4
     kept = (weights + states) / ranks
     gathered = 0.0 if stage == 3 else weights
     summed = gradients if stage == 1 else gradients / ranks  # before the last micro-batch

@@ -12,7 +12,7 @@ import typer
 
 from trimaran import __version__
 from trimaran.app.terminal import clean_standard_streams, raw_stream
-from trimaran.run.process_control import drop_unread_output
+from trimaran.run.process_control import drop_unread_output, open_closed_output
 
 if TYPE_CHECKING:
     from trimaran.core import UserError
@@ -61,6 +61,7 @@ CLOSED_PIPE = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A user's mistake is three lines and 2, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    open_closed_output()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark

@@ -61,13 +61,22 @@ class OptionalFile(io.FileIO):
         return len(data)
 
 
+def open_closed_output() -> None:
+    """Open /dev/null as stdout or stderr if it was closed when this process started, so that it can be written to.
+
+    Its descriptor does not become another file's either.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+
+
 def drop_unread_output() -> None:
     """Ignore write errors of stdout and stderr from now on, so that `trimaran train | head` trains to its end."""
+    open_closed_output()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed when this process started: keep its descriptor from becoming another file's
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
-        elif type(stream) is io.TextIOWrapper:
+        if type(stream) is io.TextIOWrapper:
             stream.flush()
             file = OptionalFile(stream.fileno(), "w", closefd=False)
             lines = stream.line_buffering or stream.write_through

@@ -153,8 +153,8 @@ def _with_requested_length(old: "Recipe", new: "Recipe", settings: list[str]) ->
     if not old.data.epochs or new.data.epochs != old.data.epochs or new.train.steps <= old.train.steps:
         return new
     if os.environ.get("RANK", "0") == "0":
-        ended = f"data.epochs {old.data.epochs:g} ended it after {old.train.steps} steps"
-        typer.echo(f"train.steps {new.train.steps} ends the run now; {ended}", err=True)
+        switched = f"data.epochs {old.data.epochs:g} is switched off"
+        typer.echo(f"train.steps {new.train.steps} ends the run now; {switched}", err=True)
     return new.model_copy(update={"data": new.data.model_copy(update={"epochs": 0})})
 
 

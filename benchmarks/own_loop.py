@@ -1,12 +1,14 @@
-"""A user's own loop through `trimaran.prepare` against the same loop in plain PyTorch, both compiled, on one GPU.
+"""A user's own loop through `trimaran.prepare` against the same loop in plain PyTorch, both compiled, on GPUs.
 
     python benchmarks/own_loop.py
+    torchrun --nproc-per-node 2 benchmarks/own_loop.py    # against DDP
 
 Prints one JSON line: milliseconds of a step of each loop, their ratio, the largest difference of their losses, and the
 time of the first steps, in which `prepare` runs its checks.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,13 +19,16 @@ ROOT = Path(__file__).absolute().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "examples" / "nanogpt")]
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import trimaran  # noqa: E402
 
 ROWS, LENGTH, CLIP = 16, 1024, 1.0
 CHECKED_STEPS, BLOCK, BLOCKS = 8, 10, 6  # the two loops take turns, a block of steps each
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -41,12 +46,12 @@ def get_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_loop() -> Callable[[int], torch.Tensor]:
-    """Return the step of a plain loop."""
+    """Return the step of a plain loop: with DDP if there are several ranks."""
     model, optimizer = make()
-    compiled = torch.compile(model)
+    compiled = torch.compile(DistributedDataParallel(model) if RANKS > 1 else model)
 
     def step(number: int) -> torch.Tensor:
-        x, y = get_batch(number)
+        x, y = (each.tensor_split(RANKS)[RANK] for each in get_batch(number))
         with torch.autocast("cuda", torch.bfloat16):
             logits = compiled(x)[0]
             loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -54,7 +59,10 @@ def plain_loop() -> Callable[[int], torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        loss = loss.detach()
+        if RANKS > 1:
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+        return loss
 
     return step
 
@@ -87,8 +95,11 @@ def timed(step: Callable[[int], torch.Tensor], first: int, count: int) -> tuple[
 
 def main() -> None:
     torch.set_float32_matmul_precision("high")
+    if RANKS > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     loops = {"plain": plain_loop(), "trimaran": prepared_loop()}
-    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": RANKS}
     losses: dict[str, list[torch.Tensor]] = {}
     seconds: dict[str, list[float]] = {}
     for name, step in loops.items():
@@ -106,7 +117,10 @@ def main() -> None:
         abs(float(a) - float(b)) for a, b in zip(losses["plain"], losses["trimaran"], strict=True)
     )
     result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    print(json.dumps(result))
+    if RANK == 0:
+        print(json.dumps(result))
+    if RANKS > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -204,6 +204,9 @@ REJECTED, CHOSEN = [{"role": "assistant", "content": each} for each in ("rude", 
         {"instruction": "hi", "input": "", "chosen": "polite", "rejected": "rude"},
         {"question": "hi", "response_chosen": "polite", "response_rejected": "rude"},
         {"prompt": "hi", "completion": "rude", "label": False},
+        {"prompt": "hi", "completion": "rude", "label": "False"},
+        {"prompt": "hi", "completion": "rude", "label": 0},
+        {"messages": chats(1)[0]["messages"], "label": True},
     ],
     ids=lambda row: ", ".join(row),
 )
@@ -213,6 +216,62 @@ def test_preference_data_is_never_learnt_as_text(tmp_path: Path, row: dict[str, 
             look_at_data(data.name, data, None)
         assert refused.value.code == "T077"
         assert "data.text_field to chosen" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"problem": "What is two plus two?", "solution": "Two and two are four."}, "solution looks like"),
+        ({"inputs": "What is two plus two?", "targets": "four"}, "targets looks like"),
+        ({"a": "What is two plus two?", "b": "Two and two are four."}, "the text is not in one field: there are a, b"),
+        ({"user": "Who is there?", "assistant": "Nobody but the cat."}, "assistant looks like"),
+        ({"translation": {"en": "Hello there", "de": "Hallo du"}}, "there are translation.en, translation.de"),
+        ({"data": {"prompt": "Who is it?", "chosen": "Me.", "rejected": "Nobody, go away."}}, "data.prompt looks like"),
+        ({"id": "a7", "segments": [{"text": "Who is there?", "label": False}]}, "there are segments"),
+        ({"id": "a7", "score": 3}, "no field holds text"),
+        ({"id": "a7", "a": chats(1)[0]["messages"], "b": chats(1)[0]["messages"]}, "hold conversations: a, b"),
+    ],
+    ids=lambda each: ", ".join(each) if isinstance(each, dict) else "",
+)
+def test_a_part_of_a_row_is_not_taken_for_its_text(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    data = lines(tmp_path / "a.jsonl", [row] * 3)
+    with pytest.raises(UserError, match=reason) as refused:
+        look_at_data(data.name, data, None)
+    assert refused.value.code == "T065"
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "is_chat"),
+    [
+        ({"id": "a7", "url": "http://example.org/a/long/address/of/it", "story": "A fox came."}, "story", False),
+        ({"title": "The fox and the cat", "story": WORDS}, "story", False),
+        ({"id": "a7", "正文": "很久以前有一只狐狸"}, "正文", False),
+        ({"id": "a7", "sequence": "ACGTACGT"}, "sequence", False),
+        ({"id": "a7", "tags": ["animals"], "story": WORDS}, "story", False),
+        ({"id": "a7", "dialog": chats(1)[0]["messages"]}, "dialog", True),
+        ({"id": "a7", "data": chats(1)[0]}, "data.messages", True),
+    ],
+    ids=lambda each: ", ".join(each) if isinstance(each, dict) else None,
+)
+def test_the_field_with_the_text_is_found_and_named(
+    tmp_path: Path, row: dict[str, Any], field: str, is_chat: bool
+) -> None:
+    data = lines(tmp_path / "a.jsonl", [row] * 3)
+    facts = look_at_data(data.name, data, None)
+    assert (facts.text_field, facts.is_chat) == (field, is_chat)
+    assert f"field {field})" in facts.describe()
+
+
+def test_the_length_of_a_conversation_counts_its_tools(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": WORDS * 20, "parameters": {}}}
+    without, with_tools = (
+        look_at_data(data.name, data, None).longest_tokens
+        for data in (
+            lines(tmp_path / "a.jsonl", chats(3)),
+            lines(tmp_path / "b.jsonl", [{**row, "tools": [tool]} for row in chats(3)]),
+        )
+    )
+    assert with_tools > without + len(WORDS) * 20
 
 
 def test_half_of_a_question_and_its_answer_is_no_text(tmp_path: Path) -> None:

@@ -166,6 +166,11 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[str]]] = {
     ),
     "a weight of 0 at the end": ({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}, TALK, ANSWERS[:1]),
     "no loss for one answer": ({"messages": [QUESTION, {**ANSWER, "loss": False}, *TALK[2:]]}, TALK, ANSWERS[1:]),
+    "no training on one answer": (
+        {"messages": [QUESTION, {**ANSWER, "training": False}, *TALK[2:]]},
+        TALK,
+        ANSWERS[1:],
+    ),
     "a developer, whom this template does not know": ({"messages": [DEVELOPER, *TALK]}, [SYSTEM, *TALK], ANSWERS),
     "a completion that repeats the prompt": (
         {"prompt": "Nobody.", "completion": [ANSWER]},
@@ -189,6 +194,16 @@ def test_rows_of_other_programs_are_written_like_the_messages_they_stand_for(
 
 def test_calls_and_results_of_sharegpt_are_those_of_messages(folders: Path) -> None:
     (sample,) = tokenize(folders / "qwen2.5", SHAREGPT_TOOLS)
+    assert sample.tokens.tolist() == reference(folders / "qwen2.5", TOOL_TALK, tools=TOOLS)
+    assert len(learnt(folders / "qwen2.5", sample)) == 2
+
+
+def test_functions_of_openai_are_tools(folders: Path) -> None:
+    arguments = json.dumps(CALL["function"]["arguments"])
+    called = {"role": "assistant", "function_call": {"name": "get_weather", "arguments": arguments}}
+    result = {"role": "function", "name": "get_weather", "content": TOOL_TALK[2]["content"]}
+    row = {"messages": [TOOL_TALK[0], called, result, *TOOL_TALK[3:]], "functions": [FUNCTION]}
+    (sample,) = tokenize(folders / "qwen2.5", row)
     assert sample.tokens.tolist() == reference(folders / "qwen2.5", TOOL_TALK, tools=TOOLS)
     assert len(learnt(folders / "qwen2.5", sample)) == 2
 
@@ -227,6 +242,8 @@ def test_chosen_answers_are_learnt_if_they_are_named(
     [
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "weight of a message is 0.5"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "no answer is learnt"),
+        ({"messages": [QUESTION, {**ANSWER, "train_detail": [{"train": False}]}]}, "only a part of a message"),
+        ({"instruction": "a", "output": ["b", "c"]}, "2 texts where one is expected"),
         ({"prompt": TALK, "completion": [QUESTION]}, "no answer is learnt"),
         ({"conversations": [{"from": "function_call", "value": "get_weather()"}]}, "a tool call is not JSON"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "'history' is not a list of questions"),

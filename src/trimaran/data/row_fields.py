@@ -50,10 +50,17 @@ def learns_rejected(row: Mapping[str, Any], field: str) -> bool:
     has_rejected = any(
         "rejected" in name and (name in REJECTED or name.replace("rejected", "chosen") in texts) for name in texts
     )
-    has_label = isinstance(row.get("kto_tag"), bool) or (isinstance(row.get("label"), bool) and "completion" in row)
+    has_label = _is_verdict(row.get("kto_tag")) or _is_verdict(row.get("label"), as_number="completion" in row)
     if has_rejected and ("rejected" in field or field_of(row, field) is None):
         return True
     return has_label and not has_rejected and bool(answer_fields(row))
+
+
+def _is_verdict(value: Any, *, as_number: bool = True) -> bool:
+    """Return whether a label says if an answer is good: true or false, also as the text of a CSV file, or 0 or 1."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "false", *(("0", "1") if as_number else ()))
+    return isinstance(value, bool) or (as_number and isinstance(value, int) and value in (0, 1))
 
 
 def preference_error(where: str) -> UserError:

@@ -1,5 +1,6 @@
 """What data is, by its content: format, number of samples, lengths."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,8 +12,15 @@ from typing import Any
 
 from trimaran.core import DataSection, MixtureSource, UserError
 from trimaran.data import TokenShards
-from trimaran.data.row_fields import CONVERSATIONS, QUESTIONS, answer_fields, learns_rejected, preference_error
-from trimaran.data.samples.parse_chat import IMAGES
+from trimaran.data.row_fields import (
+    CONVERSATIONS,
+    QUESTIONS,
+    answer_fields,
+    is_messages,
+    learns_rejected,
+    preference_error,
+)
+from trimaran.data.samples.parse_chat import IMAGES, ROLES
 from trimaran.data.samples.raw_sample import RawSample, SourceFiles
 from trimaran.data.samples.readers import IMAGE_SUFFIXES, file_rows, read_samples, saved_rows
 from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
@@ -26,6 +34,13 @@ MAX_READ = 2000  # samples
 MAX_TOKENIZED = 64  # samples whose text is tokenized, for the ratio of tokens to characters
 MAX_TOKENIZED_CHARACTERS = 200_000
 TURN_TOKENS = 8  # what a chat template adds to a turn, about
+TOOLS_TOKENS = 160  # what it says about tools, about
+METADATA_FIELDS = ("id", "uuid", "url", "title", "author", "date", "language", "lang", "license")  # never the text
+# Other names of an answer. A row with one of them has a question, too, so neither alone is its text.
+ANSWER_FIELDS = ("assistant", "bot", "solution", "target", "targets", "summary", "highlights")
+PROSE_WORDS = 3
+IN_LIST = "[]"  # after the name of a list of texts
+TEXT_SHARE = 0.9  # of the characters of a row, in the field that is taken for its text
 USUAL_TEXT_FIELDS = ("text", "content", "document", "body", "code")
 
 
@@ -61,9 +76,10 @@ class DataFacts:
         """Return one line for the person."""
         kind = "conversations" if self.is_chat else "images with text" if self.has_images else "documents"
         about = "" if self.is_exact else "about "
+        field = f", field {self.text_field}" if self.text_field != "text" else ""
         bad = f", {self.num_bad} of those read cannot be used" if self.num_bad else ""
         return (
-            f"{about}{self.num_samples:,} {kind} ({self.source}), {self.median_tokens:,} tokens each (median), "
+            f"{about}{self.num_samples:,} {kind} ({self.source}{field}), {self.median_tokens:,} tokens each (median), "
             f"the longest read {self.longest_tokens:,}{bad}"
         )
 
@@ -92,6 +108,8 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
     if row is not None and learns_rejected(row, ""):
         raise preference_error(str(folder))
     is_chat, has_images, text_field = _is_chat(row), _has_images(row) or source == "image-folder", "text"
+    if row is not None and not is_chat and (found := _named_conversation(row, folder)):
+        is_chat, text_field = True, found
     if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
         text_field = _text_field(row, folder)
     reads_text = not is_chat and not has_images
@@ -185,33 +203,74 @@ def _is_chat(row: Mapping[str, Any] | None) -> bool:
     return row is not None and (any(name in row for name in (*CONVERSATIONS, "texts")) or bool(answer_fields(row)))
 
 
+def _named_conversation(row: Mapping[str, Any], path: Path) -> str | None:
+    """Return the field with a conversation that has another name than usual, or is inside an object."""
+    names = list(_conversations(row))
+    if len(names) > 1:
+        raise UserError("T065", f"several fields hold conversations: {', '.join(names)[:200]}", where=str(path),
+                        fix="name the one to learn messages")  # fmt: skip
+    return names[0] if names else None
+
+
+def _conversations(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _conversations(value, f"{prefix}{name}.")
+        elif is_messages(value) and any(
+            ROLES.get(str(each.get("from", each.get("role")))) == "assistant" for each in value
+        ):
+            yield f"{prefix}{name}"
+
+
 def _has_images(row: Mapping[str, Any] | None) -> bool:
     return row is not None and any(row.get(name) for name in IMAGES)
 
 
 def _text_field(row: Mapping[str, Any], path: Path) -> str:
-    """Return the field that holds the text: one of the usual names, or the longest string."""
-    strings = dict(_strings(row))
+    """Return the field that holds the text: one of the usual names, or the one with nearly all of the row's text."""
+    every = dict(_strings(row))
+    strings = {name: text for name, text in every.items() if not name.endswith(IN_LIST)}
     last_names = {name.rpartition(".")[2]: name for name in reversed(strings)}
     if usual := next((last_names[each] for each in USUAL_TEXT_FIELDS if each in last_names), None):
         return usual
-    if asked := [name for name in strings if name in {each for pair in QUESTIONS for each in pair}]:
+    asked_names = {*ANSWER_FIELDS, *(each for pair in QUESTIONS for each in pair)}
+    if asked := [name for last, name in last_names.items() if last in asked_names][::-1]:
         raise UserError("T065", f"{asked[0]} looks like a part of a question and its answer, and the other part is "
                         f"not found: there are {', '.join(map(str, row))[:200]}", where=str(path),
                         fix="name the fields prompt and completion")  # fmt: skip
-    if not strings:
+    texts = {name: text for name, text in every.items() if not _is_metadata(name)}
+    texts = {name: text for name, text in texts.items() if _is_prose(text)} or texts
+    if not texts:
         raise UserError("T065", f"no field holds text: there are {', '.join(map(str, row))[:200]}", where=str(path),
                         fix="convert it to JSONL with a field text, or to conversations with messages")  # fmt: skip
-    return max(strings, key=lambda name: len(strings[name]))
+    longest = max(texts, key=lambda name: len(texts[name]))
+    if longest not in strings or len(texts[longest]) < TEXT_SHARE * sum(map(len, texts.values())):
+        raise UserError("T065", f"the text is not in one field: there are {', '.join(texts)[:200]}", where=str(path),
+                        fix="name the field to learn text; name a question and its answer prompt and completion"
+                        )  # fmt: skip
+    return longest
+
+
+def _is_metadata(name: str) -> bool:
+    last = name.rpartition(".")[2].lower()
+    return last in METADATA_FIELDS or last.endswith(("_id", "_url"))
+
+
+def _is_prose(text: str) -> bool:
+    return len(text.split()) >= PROSE_WORDS or not text.isascii()
 
 
 def _strings(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the fields with text, also those of objects inside the row: `data.text`."""
+    """Yield the fields with text, also those of objects inside the row, `data.text`, and the texts of lists, joined."""
     for name, value in row.items():
         if isinstance(value, str):
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
             yield from _strings(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            texts = [text for each in value for _, text in _strings({"": each})]
+            if texts:
+                yield f"{prefix}{name}{IN_LIST}", " ".join(texts)
 
 
 def _read(source: str, path: Path, text_field: str) -> Iterator[RawSample]:
@@ -222,12 +281,21 @@ def _read(source: str, path: Path, text_field: str) -> Iterator[RawSample]:
 
 def _lengths(samples: list[RawSample], tokenizer: Tokenizer | None) -> list[int]:
     """Return the tokens of each sample: the characters of all, times the ratio of those that were tokenized."""
-    texts = ["".join(part for turn in sample.turns for part in turn.parts if part) for sample in samples]
+    texts = [_all_text(sample) for sample in samples]
     ratio = 1.0
     if tokenizer is not None:
         tried = [text[:MAX_TOKENIZED_CHARACTERS] for text in texts[:MAX_TOKENIZED] if text]
         ratio = sum(len(tokenizer.encode(text)) for text in tried) / max(1, sum(map(len, tried)))
     return [
-        round(len(text) * ratio) + TURN_TOKENS * (len(sample.turns) if sample.turns[0].role != "text" else 0)
+        round(len(text) * ratio)
+        + TURN_TOKENS * (len(sample.turns) if sample.turns[0].role != "text" else 0)
+        + TOOLS_TOKENS * bool(sample.tools)
         for text, sample in zip(texts, samples, strict=True)
     ]
+
+
+def _all_text(sample: RawSample) -> str:
+    """Return the text of a sample, with what its template writes of tools and their calls."""
+    parts = [part for turn in sample.turns for part in turn.parts if part]
+    calls = [turn.fields["tool_calls"] for turn in sample.turns if turn.fields.get("tool_calls")]
+    return "".join([sample.system, *parts, *(json.dumps(each, ensure_ascii=False) for each in (*sample.tools, *calls))])

@@ -37,9 +37,11 @@ ROLES: dict[str, Role] = {
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 TOOL_ROLES = ("tool", "function", "observation", "ipython", "tool_response")
+TOOL_FIELDS = ("tools", "functions")  # the second was OpenAI's first
 CALL_ROLES = ("function_call", "tool_call")  # of ShareGPT: the content is the call, as JSON
 CONTENT_FIELDS = ("from", "value", "role", "content")
-LOSS_FIELDS = ("weight", "loss", "train")  # of an answer: OpenAI's, ms-swift's and axolotl's; 0 or false: not learnt
+# Of an answer: OpenAI's, ms-swift's and axolotl's; 0 or false: not learnt.
+LOSS_FIELDS = ("weight", "loss", "train", "training")
 DEFAULT_FIELD = "text"  # of data.text_field
 CAPTIONS = ("caption", "text")
 IMAGES = ("images", "image", "image_path", "file_name")
@@ -109,10 +111,11 @@ def read_row(
 
 def read_extras(row: Mapping[str, Any]) -> tuple[tuple[Any, ...], str]:
     """Return the tools beside a conversation, which may be written as JSON text, and its system prompt."""
-    tools, system = row.get("tools"), next((row[name] for name in SYSTEMS if row.get(name)), "")
+    name, tools = next(((name, row[name]) for name in TOOL_FIELDS if row.get(name)), ("", None))
+    system = next((row[name] for name in SYSTEMS if row.get(name)), "")
     tools = parsed_json(tools) if isinstance(tools, str) and tools.strip() else tools
     if tools and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
-        raise BadSampleError("the field 'tools' is not a list of objects")
+        raise BadSampleError(f"the field '{name}' is not a list of objects")
     if not isinstance(system, str):
         raise BadSampleError("the system prompt beside the conversation is not a text")
     return tuple(_tool_schema(each) for each in tools or ()), system
@@ -140,7 +143,7 @@ def without_arrow_nulls(row: Any) -> Any:
     if not isinstance(row, Mapping):
         return row
     return {
-        key: _without_nulls(value) if key in (*CONVERSATIONS, "tools") or is_messages(value) else value
+        key: _without_nulls(value) if key in (*CONVERSATIONS, *TOOL_FIELDS) or is_messages(value) else value
         for key, value in row.items()
     }
 
@@ -325,6 +328,8 @@ def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedT
     if role in CALL_ROLES:
         fields["tool_calls"] = _written_calls(content)
         content = ""
+    elif role in ROLES and ROLES[role] == "assistant" and fields.get("function_call"):
+        fields["tool_calls"] = _written_calls(fields.pop("function_call"))
     parts = _content(content, finder, split)
     if fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(each) for each in _listed(fields["tool_calls"], "tool_calls")]
@@ -340,6 +345,8 @@ def _is_learnt(fields: dict[str, Any]) -> bool:
     if fields.get("weight", 1) not in (0, 1):
         raise BadSampleError(f"the weight of a message is {fields['weight']!r} and not 0 or 1"[:120])
     given = {name for name in LOSS_FIELDS if name in fields and (name == "weight" or isinstance(fields[name], bool))}
+    if fields.get("train_detail"):
+        raise BadSampleError("only a part of a message is to be learnt (train_detail), which is not available")
     values = [fields.pop(name) for name in given]
     return all(values)
 
@@ -370,6 +377,8 @@ def _content(content: Any, finder: ImageFinder, split: bool) -> list[TurnPart]:
         return parts[:-1]
     if content is None:
         return [""]
+    if isinstance(content, list) and len(content) > 1 and all(isinstance(part, str) for part in content):
+        raise BadSampleError(f"it has {len(content)} texts where one is expected, such as several answers")
     return [_content_part(part, finder) for part in _listed(content, "content", str)]
 
 

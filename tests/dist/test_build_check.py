@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import BloomConfig
 
 from tests.plan_cases import planner_refusal, preset_sections, random_case, write_configs
 from trimaran.core import Mesh, Plan, Recipe, UserError
@@ -116,3 +117,13 @@ def test_a_rank_of_a_thousand_is_built_without_values_or_processes() -> None:
     assert check.ranks == (0, 1023)
     assert check.world_size == 1024
     assert not dist.is_initialized(), "the fake process group is gone"
+
+
+def test_documents_that_the_model_mixes_are_refused_before_a_row_is_read(tmp_path: Path) -> None:
+    BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    tree: dict[str, Any] = {"model": {"family": "hf", "path": str(tmp_path)}}
+    tree |= {"data": {"seq_len": 32, "isolate_documents": True}}
+    with pytest.raises(UserError, match=r"M058.*takes no position_ids"):
+        check_build(Recipe.model_validate(tree), Plan())
+    tree["data"]["isolate_documents"] = False
+    assert check_build(Recipe.model_validate(tree), Plan()).ranks == (0,)

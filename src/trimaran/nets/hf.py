@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from trimaran.nets.hf_attention import (
     has_windows,
     install_attention,
     longest_packed_row,
+    mixes_documents,
     mixing_reason,
     refuse_packed_rows,
     set_context,
@@ -98,6 +99,11 @@ class HfNetwork(Network):
             return sys.maxsize
         return most if self.padding_position is None else most - self.padding_position - 1
 
+    def refuse_documents(self, seq_len: int) -> None:
+        reason = mixing_reason(self.whole_module)
+        if reason and seq_len > longest_packed_row(self.whole_module):
+            raise mixes_documents(reason, self.architecture)
+
     @property
     def context(self) -> Context:
         return context_of(self.module) or Context()
@@ -169,7 +175,9 @@ class HfNetwork(Network):
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]
-        arguments = self._attention_arguments(inputs)
+        arguments, config = self._attention_arguments(inputs), cast("Any", self.module.config)
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            arguments["output_router_logits"] = False  # for a balance loss that is not added
         if stream:
             arguments[STREAM_ARGUMENT] = stream[0]
         out = self.module(input_ids=self.context.shard(tokens), use_cache=False, **arguments)

@@ -201,7 +201,8 @@ def mixing_reason(module: Any) -> str:
         longest = longest_packed_row(module)
         reasons = {
             "takes no position_ids": "position_ids" not in signature(module.forward).parameters,
-            "takes no mask for pairs of tokens": module.config.model_type in WITHOUT_PAIR_MASKS,
+            "takes no mask for pairs of tokens": module.config.model_type in WITHOUT_PAIR_MASKS
+            or getattr(module.config, "alibi", False),  # Falcon counts positions by a mask of single tokens
             "also mixes tokens with a convolution": any(isinstance(part, nn.Conv1d) for part in module.modules()),
             "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
             f"counts chunks of {longest} tokens from the start of a row": longest > 0,

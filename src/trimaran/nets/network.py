@@ -167,6 +167,9 @@ class Network:
         """The maximum length of a sequence."""
         return self._decoder_spec.max_seq_len
 
+    def refuse_documents(self, seq_len: int) -> None:
+        """Raise UserError if rows of this length cannot hold documents that do not attend to each other."""
+
     @property
     def long_after(self) -> int:
         """The length after which all positions of a sequence get other rotary frequencies; the largest int if none.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from trimaran.core import Plan, Recipe
 from trimaran.core.optional_packages import refuse_missing_packages
 from trimaran.nets.network import WeightsNeededError
+from trimaran.planner.question import isolates_documents
 from trimaran.train.build import refuse_unsavable
 from trimaran.train.fake_ranks import META, build_fake_rank, fake_rank
 
@@ -32,7 +33,10 @@ def check_build(recipe: Recipe, plan: Plan) -> BuildCheck:
     try:
         for rank in ranks:
             with fake_rank(plan, rank, META) as fake:
-                refuse_unsavable(recipe, build_fake_rank(recipe, plan, fake))
+                networks = build_fake_rank(recipe, plan, fake)
+                refuse_unsavable(recipe, networks)
+            if isolates_documents(recipe.data):
+                networks[0].refuse_documents(recipe.data.seq_len)
     except WeightsNeededError as error:
         ranks, reason = (), str(error)
     else:

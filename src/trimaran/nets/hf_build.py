@@ -68,7 +68,7 @@ def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) ->
             module = hf_model(config, trust_remote_code=trust_remote_code)
         sources, problem = find_weight_sources(module, folder) if folder else ([], "")
         if folder:
-            refuse_without_head(module, problem, folder)
+            refuse_without_head(module, [each.target for each in sources], problem, folder)
     except UserError:
         raise
     except Exception as error:  # any error of transformers or of the model's own code

@@ -1,11 +1,12 @@
 """Refuses Hugging Face models that are no causal language models, and names what they are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
 from trimaran.models.from_hf_vlm import vlm_from_disk
+from trimaran.nets.hf_weights import without_head
 
 try:
     from transformers.models.auto import modeling_auto
@@ -70,14 +71,23 @@ def refuse_later_tokens(module: Any, architecture: str, *, is_noncausal: bool) -
                     fix=fix)  # fmt: skip
 
 
-def refuse_without_head(module: Any, problem: str, path: Path) -> None:
-    """Raise if the `problem` with the weights of the folder is that those of the language model's head are missing."""
+def refuse_without_head(module: Any, found: Sequence[str], problem: str, path: Path) -> None:
+    """Raise if the `problem` with the weights of the folder is that those of the language model's head are missing.
+
+    `found` are the names of the weights that the folder has.
+    """
     head = module.get_output_embeddings()
     names = [name for name, part in module.named_modules() if part is head]
-    if any(problem == f"{name}.weight is not on disk" for name in names):
-        raise UserError("M093", f"the folder holds a model without the head of a language model: {problem}",
-                        where=str(path), fix=f"name the language model that it was made from, or {OWN_LOOP}, as "
-                        "embedding models and classifiers are trained")  # fmt: skip
+    lacks_head = any(problem == f"{name}.weight is not on disk" for name in names)
+    if lacks_head or (problem.endswith(" is not on disk") and _is_only_base(module, found, problem)):
+        raise without_head(problem, path)
+
+
+def _is_only_base(module: Any, found: Sequence[str], problem: str) -> bool:
+    """Return whether the folder has only weights of the model's base, and the `problem` begins with another weight."""
+    base = f"{module.base_model_prefix}."
+    is_inside = [each.startswith(base) for each in found]
+    return hasattr(module, module.base_model_prefix) and all(is_inside) and not problem.startswith(base)
 
 
 def _kind_of(config: Any, name: str) -> str:

@@ -1,7 +1,7 @@
 """Reads and writes a Decoder's weights as Hugging Face safetensors. No pickle is read: it can run any program."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_s
 
 log = logging.getLogger(__name__)
 
+BASE_PREFIX = "model."  # of the names of all tensors but the head
 EMBEDDING = "embed_tokens.weight"
 ROWS_COMPARED = 4096  # at a time, of an embedding and a head
 
@@ -159,14 +160,32 @@ def _refuse_mismatch(
             missing.append(name)
         elif (found := sources[name].get_slice(name).get_shape()) != shape:
             misshapen.append(f"{name} {found} (the model has {shape})")
-    # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     expected = _names_of_all(spec)
+    _refuse_base_model(sources, expected, folder)
+    # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     others = (each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each)
     unexpected = [each for each in others if not is_extra_layer(each, spec)]
     lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
         raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+
+
+def _refuse_base_model(sources: Mapping[str, Any], expected: Collection[str], folder: Path) -> None:
+    """Raise if only the head is missing, or if the weights were saved from the model inside the language model."""
+    absent = [each for each in expected if each not in sources]
+    missing = [each for each in absent if each.removeprefix(BASE_PREFIX) not in sources]
+    if missing == [HEAD]:
+        raise without_head(f"{HEAD} is not on disk", folder)
+    if absent and not missing:
+        raise UserError("M021", f"the names of the weights lack the prefix {BASE_PREFIX} that the decoder reads",
+                        where=str(folder), fix="set model.family to hf, which reads these names, too")  # fmt: skip
+
+
+def without_head(problem: str, folder: Path) -> UserError:
+    return UserError("M093", f"the folder holds a model without the head of a language model: {problem}",
+                     where=str(folder), fix="name the language model that it was made from, or train it in your own "
+                     "loop with trimaran.prepare, as embedding models and classifiers are trained")  # fmt: skip
 
 
 def _refuse_untied_head(sources: Mapping[str, Any], spec: ModelSpec, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig
+from transformers import BertConfig, LlamaConfig, MixtralConfig
 
 from tests.hf_models import SMALL
 from trimaran.app.main import main
@@ -121,6 +121,18 @@ def test_without_transformers_nothing_is_known_and_the_answer_says_so(
     assert main(["plan", "--set", "model.family=hf", "--set", f"model.path={llama.path}", "--cluster", "H100",
                  "--seq-len", "32", "--json"]) == 0  # fmt: skip
     assert "is not known: no-such-package is not installed here" in capsys.readouterr().out
+
+
+def test_plan_says_that_train_refuses_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path / "bert")
+    assert main(["plan", str(tmp_path / "bert"), "--cluster", "H100", "--seq-len", "32", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "refuses this with any plan: M091: BertForMaskedLM is a masked language model" in answer["warnings"][-1]
 
 
 def test_our_own_models_have_no_facts() -> None:

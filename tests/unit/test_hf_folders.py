@@ -1,5 +1,6 @@
 """Folders of many kinds of Hugging Face models: trained as transformers computes them, or refused with a code."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,19 +15,24 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BertConfig,
+    BertForMaskedLM,
+    BertModel,
     BigBirdConfig,
     CamembertConfig,
     CLIPConfig,
     Data2VecTextConfig,
     DistilBertConfig,
     ElectraConfig,
+    FalconConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlamaModel,
     LlavaNextConfig,
     MambaConfig,
+    MixtralConfig,
     ModernBertConfig,
     OpenAIGPTConfig,
     Qwen2AudioConfig,
@@ -43,21 +49,25 @@ from transformers import (
 )
 
 from tests.hf_models import CONFIGS, NARROW, SMALL
+from tests.model_folders import write_model_tokenizer
+from trimaran.app.main import main
 from trimaran.core import ModelSection, UserError
 from trimaran.models import ModelSpec, spec_of
 from trimaran.models.hf_facts import facts_file
 from trimaran.nets import decoder_network, load_hf_weights
 from trimaran.nets.hf import HfNetwork, hf_network
 from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets.network import WeightsNeededError
 
 CPU = torch.device("cpu")
 WINDOWS: dict[str, Any] = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 AFMOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-# These build their masks without the positions of documents.
-WITHOUT_POSITIONS = {
+# These build their masks without the positions of documents, or read the masks for a balance loss.
+PACKED = {
     "gpt_oss": GptOssConfig(**SMALL, **EXPERTS, **WINDOWS),
     "afmoe": AfmoeConfig(**SMALL, **AFMOE, **WINDOWS),
+    "mixtral-balanced": MixtralConfig(**SMALL, **EXPERTS, output_router_logits=True),
 }
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODER: dict[str, Any] = NARROW | NO_DROPOUT | {"is_decoder": True, "pad_token_id": 1}
@@ -102,9 +112,9 @@ def logits_packed(network: HfNetwork) -> list[Tensor]:
     return [row[start:] for row, start in zip(logits, STARTS, strict=True)]
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_POSITIONS, "mistral", "gemma3"])
+@pytest.mark.parametrize("name", [*PACKED, "mistral", "gemma3"])
 def test_a_packed_document_has_the_logits_that_it_has_alone(name: str, tmp_path: Path) -> None:
-    network = network_of((WITHOUT_POSITIONS | CONFIGS)[name], tmp_path)
+    network = network_of((PACKED | CONFIGS)[name], tmp_path)
     for packed, alone in zip(logits_packed(network), logits_alone(network), strict=True):
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
 
@@ -139,7 +149,8 @@ def test_a_negative_limit_of_positions_is_no_limit(tmp_path: Path) -> None:
 
 def test_documents_that_a_model_cannot_keep_apart_are_refused(tmp_path: Path) -> None:
     llama4 = Llama4TextConfig(**SMALL, **LLAMA4, attention_chunk_size=8, layer_types=["chunked_attention"] * 2)
-    for config in (llama4, XLMConfig(**XLM), OpenAIGPTConfig(**GPT)):
+    falcon = FalconConfig(**NARROW, alibi=True, multi_query=False)
+    for config in (llama4, XLMConfig(**XLM), OpenAIGPTConfig(**GPT), falcon):
         with pytest.raises(UserError, match="M058"):
             network_of(config, tmp_path / config.model_type).forward({"tokens": TOKENS, "documents": DOCUMENTS})
 
@@ -212,6 +223,78 @@ def test_an_embedding_model_without_a_head_is_named(without_weights: bool, tmp_p
     LlamaModel(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"M093.*without the head of a language model: lm_head\.weight"):
         open_hf_model(tmp_path, trust_remote_code=False, seed=0, without_weights=without_weights)
+
+
+def test_an_encoder_without_a_head_is_named(tmp_path: Path) -> None:
+    BertModel(BertConfig(**NARROW)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"M093.*without the head of a language model: cls\.predictions\.bias"):
+        open_hf_model(tmp_path, trust_remote_code=False, seed=0, without_weights=True)
+
+
+def test_a_layer_that_is_not_on_disk_is_no_missing_head(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    LlamaConfig(**SMALL | {"num_hidden_layers": 3}, tie_word_embeddings=True).save_pretrained(tmp_path)
+    with pytest.raises(WeightsNeededError, match=r"model\.layers\.2\.self_attn\.q_proj\.weight is not on disk"):
+        open_hf_model(tmp_path, trust_remote_code=False, seed=0, without_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_tied", "refusal"),
+    [
+        (LlamaModel, False, r"M093.*lm_head\.weight is not on disk"),
+        (LlamaForSequenceClassification, False, r"M093.*lm_head\.weight is not on disk"),
+        (LlamaModel, True, r"M021.*lack the prefix model\.[^$]*set model\.family to hf"),
+    ],
+)
+def test_the_decoder_names_a_model_without_a_head(model: Any, is_tied: bool, refusal: str, tmp_path: Path) -> None:
+    model(LlamaConfig(**SMALL, tie_word_embeddings=is_tied)).save_pretrained(tmp_path)
+    spec = spec_of(ModelSection(path=str(tmp_path)))
+    assert isinstance(spec, ModelSpec)
+    with pytest.raises(UserError, match=refusal):
+        load_hf_weights(decoder_network(spec).module, tmp_path)
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of conversations in the working directory. What is found out about models is kept there, too."""
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "question?"}, {"role": "assistant", "content": "answer"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join([json.dumps({"messages": turns})] * 60))
+    return file
+
+
+def init(model: Path, chats: Path) -> int:
+    options = ["--data", str(chats), "--cluster", "1xH100", "--yes", "--out", "recipe.yaml"]
+    return main(["init", "--model", str(write_model_tokenizer(model, "qwen2.5")), *options])
+
+
+@pytest.mark.parametrize("without_head", [False, True], ids=["another kind", "without a head"])
+def test_init_refuses_the_models_that_train_refuses(
+    without_head: bool, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = chats.with_name("model")
+    if without_head:
+        LlamaModel(LlamaConfig(**SMALL | {"vocab_size": 512})).save_pretrained(folder)
+    else:
+        BertForMaskedLM(BertConfig(**NARROW | {"vocab_size": 512})).save_pretrained(folder)
+    assert init(folder, chats) == 2
+    assert f"M09{3 if without_head else 1}: " in capsys.readouterr().err
+    assert not Path("recipe.yaml").exists()
+
+
+def test_init_pads_samples_of_a_model_that_cannot_keep_them_apart(chats: Path) -> None:
+    folder = chats.with_name("model")
+    AutoModelForCausalLM.from_config(
+        MambaConfig(**NARROW | {"vocab_size": 512, "max_position_embeddings": 512})
+    ).save_pretrained(folder)
+    assert init(folder, chats) == 0
+    text = Path("recipe.yaml").read_text()
+    assert "batching: pad" in text
+    assert main(["train", "recipe.yaml", "--dry-run"]) == 0
+    Path("recipe.yaml").write_text(text.replace("batching: pad", "batching: pack"))
+    assert main(["train", "recipe.yaml", "--dry-run"]) == 2
 
 
 def test_facts_of_a_folder_without_a_head_are_not_those_of_the_whole_model(

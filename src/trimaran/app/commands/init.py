@@ -81,7 +81,8 @@ def init(  # noqa: PLR0913 - each option of a command is a parameter
     if asks and out is None:
         file = Path(typer.prompt("write the recipe to", default=str(file), err=True))
     _refuse_existing(file)
-    request = _write_checked(file, recipe_text(found_model, found_data, choices))
+    text = recipe_text(found_model, found_data, choices)
+    request = _write_checked(file, text, has_local_weights=found_model.weight_bytes > 0)
     return _show(request, file, found_model, found_data, choices, as_json=as_json)
 
 
@@ -153,17 +154,20 @@ def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_met
     return with_epochs(choices, max(1, epochs))
 
 
-def _write_checked(file: Path, text: str) -> "Request":
+def _write_checked(file: Path, text: str, *, has_local_weights: bool) -> "Request":
     """Write the recipe after the checks of `train --dry-run`. The file is complete or absent."""
     from trimaran.app.request.hub_files import with_local_files
     from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
     from trimaran.app.request.request import resolve
+    from trimaran.app.session.dry_run import check_ranks
     from trimaran.app.session.prepare_data import check_all_data
 
     draft = file.with_name(f".{file.name}.{os.getpid()}.yaml")
     try:
         draft.write_text(text, encoding="utf-8")
         request = resolve(str(draft), [])
+        if has_local_weights:
+            check_ranks(request)
         check_all_data(with_model_tokenizer(with_local_files(request.recipe, weights=False)), _say)
         os.link(draft, file)  # fails if the file exists by now
     except FileExistsError:

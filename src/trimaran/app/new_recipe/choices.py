@@ -76,10 +76,11 @@ def recipe_fields(model: ModelFacts, data: DataFacts, choices: Choices, *, path:
     source: dict[str, Any] = {"source": data.source, "path": data.named}
     source |= {"text_field": data.text_field} if data.text_field != "text" else {}
     source |= {"split": data.split} if data.split != "train" else {}
+    rows = {"samples": {"batching": "pad"}} if data.is_samples and model.mixes_documents else {}
     return {
         "name": run_name(model, choices.method),
         "model": section,
-        "data": {**source, "seq_len": choices.seq_len, "epochs": choices.epochs},
+        "data": {**source, "seq_len": choices.seq_len, "epochs": choices.epochs, **rows},
         "train": {
             "global_batch": choices.global_batch,
             "lr": choices.lr,
@@ -111,9 +112,10 @@ def _plan(model: ModelFacts, data: DataFacts, choices: Choices, cluster: Cluster
 def _values(model: ModelFacts, data: DataFacts, cluster: Cluster, method: Method, cluster_name: str) -> Choices:
     device = "cuda" if cluster.device.kind == "cuda" else "cpu"
     targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS
-    seq_len = _seq_len(model, data, MIN_SEQ_LEN[device])
+    one_a_row = data.is_samples and model.mixes_documents
+    seq_len = _seq_len(model, data, MIN_SEQ_LEN["cpu" if one_a_row else device])
     world = cluster.world_size
-    rows = max(1, data.total_tokens // seq_len)
+    rows = data.num_samples if one_a_row else max(1, data.total_tokens // seq_len)
     batch = max(1, min(targets[device] // seq_len, rows // 10))  # of little data, ten steps an epoch
     batch = world * max(1, round(batch / world))
     epochs = 3 if data.is_samples and model.has_weights and data.num_samples < FEW_SAMPLES else 1

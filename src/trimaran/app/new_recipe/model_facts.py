@@ -1,9 +1,11 @@
 """What a model is: family, size, limits, weights, tokenizer, chat template."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trimaran.app.request.ask_hf_facts import ask_hf_facts
 from trimaran.app.request.hub_files import with_local_model
 from trimaran.core import ModelSection, Recipe, UserError, show_bytes, show_count
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
@@ -18,7 +20,10 @@ OWN_FAMILIES: tuple[Family, ...] = ("vlm", "decoder")  # preferred, because they
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model that a recipe can name. `named` is what the person wrote, `folder` where it is on this machine."""
+    """A model that a recipe can name. `named` is what the person wrote, `folder` where it is on this machine.
+
+    mixes_documents: the documents of a packed row would attend to each other.
+    """
 
     named: str
     folder: Path
@@ -32,6 +37,7 @@ class ModelFacts:
     has_chat_template: bool
     takes_images: bool
     image_tokens: int
+    mixes_documents: bool = False
 
     def describe(self) -> str:
         """Return one line for the person."""
@@ -61,16 +67,20 @@ class ModelFacts:
 def look_at_model(named: str) -> ModelFacts:
     """Return what is known of the model in a folder, or of a name on the Hub, whose config and tokenizer are fetched.
 
-    Raises UserError if there is no such model.
+    Raises UserError if there is no such model, or if transformers' code for it is not that of a causal language model.
     """
     recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=named)))
     assert recipe.model.path is not None
     folder = model_folder(recipe.model.path)
     family: Family = next((each for each in OWN_FAMILIES if _describes(each, folder)), "hf")
-    outline = outline_if_known(ModelSection(family=family, path=str(folder)))
+    section = ModelSection(family=family, path=str(folder))
+    facts, _ = ask_hf_facts(section, os.environ)
+    if facts is not None and facts.untrainable is not None:
+        raise facts.untrainable
+    outline = outline_if_known(section)
     files = weight_files(folder)
     projector = [tower.positions for tower in outline.towers if tower.name == "projector"] if outline else []
-    spec = spec_of(ModelSection(family=family, path=str(folder)))
+    spec = spec_of(section)
     return ModelFacts(
         named=named,
         folder=folder,
@@ -84,6 +94,7 @@ def look_at_model(named: str) -> ModelFacts:
         has_chat_template=has_tokenizer(folder) and bool(chat_template_names(folder)),
         takes_images=isinstance(spec, VlmSpec),
         image_tokens=sum(projector) if isinstance(spec, VlmSpec) else 0,
+        mixes_documents=facts is not None and facts.without_documents is not None,
     )
 
 

@@ -40,7 +40,8 @@ def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str,
     }
     rates = {"full": "usual for training all weights of a model of this size", "lora": "usual for LoRA: ten times "
              "that of full training", "qlora": "usual for QLoRA: ten times that of full training"}  # fmt: skip
-    length = f"the longest sample read has {data.longest_tokens:,} tokens; shorter ones share a row"
+    shorter = "are padded" if model.mixes_documents else "share a row"
+    length = f"the longest sample read has {data.longest_tokens:,} tokens; shorter ones {shorter}"
     if not data.is_samples:
         length = "documents are joined and cut into sequences of this length"
     elif data.longest_tokens > choices.seq_len:
@@ -59,6 +60,7 @@ def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str,
         "data.split": "the split of the dataset",
         "data.seq_len": length,
         "data.epochs": f"passes over the data end the run: about {choices.num_steps:,} steps; 0: train.steps alone",
+        "data.samples.batching": "one sample in each row: in this model, several would attend to each other",
         "train.global_batch": f"rows a step, {choices.global_batch * choices.seq_len:,} tokens, on any number of GPUs",
         "train.lr": rates[choices.method] if model.has_weights else "usual for training from scratch",
         "train.schedule.warmup_steps": "3 % of the steps",

@@ -17,6 +17,7 @@ from trimaran.app.request.start_command import start_command
 from trimaran.core import Plan, UserError, did_you_mean
 from trimaran.planner import GOALS, PlanAnswer, Question, check_plan, search
 from trimaran.planner.choose import no_fit_error
+from trimaran.planner.hf_rules import check_hf_facts
 
 if TYPE_CHECKING:  # the emitters and the simulator are imported only if they are needed
     from trimaran.app.request.emit_files import EmittedPlan, WrittenPlan
@@ -102,14 +103,20 @@ def build_plan_report(request: PlanRequest, terms: CostTerms, *, tool: str | Non
 
 
 def _search_for_trainer(question: Question) -> PlanAnswer:
-    """Return the plans for what our trainer can do with a Hugging Face model. A warning says if that is not known."""
+    """Return the plans for what our trainer can do with a Hugging Face model.
+
+    A warning says if that is not known, or why `trimaran train` refuses every plan.
+    """
     facts, unknown = ask_hf_facts(question.recipe.model, os.environ)
     trains = question.for_trainer and not (facts and facts.untrainable)
-    answer = search(replace(question, facts=facts, for_trainer=trains))
-    if not unknown:
-        return answer
-    text = f"which plans `trimaran train` runs for this model is not known: {unknown}"
-    return replace(answer, warnings=(*answer.warnings, text))
+    answer, warnings = search(replace(question, facts=facts, for_trainer=trains)), []
+    if unknown:
+        warnings.append(f"which plans `trimaran train` runs for this model is not known: {unknown}")
+    try:
+        check_hf_facts(Plan(), question.recipe, facts)
+    except UserError as error:
+        warnings.append(f"`trimaran train` refuses this with any plan: {error.code}: {error.what}; {error.fix}")
+    return replace(answer, warnings=(*answer.warnings, *warnings))
 
 
 def with_measured(report: PlanReport, environ: Mapping[str, str]) -> PlanReport:

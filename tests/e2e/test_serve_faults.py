@@ -102,7 +102,7 @@ def test_a_call_that_can_never_fit_is_400_and_one_that_fits_an_idle_server_is_an
         assert "at most 4 fit" in answer.text
 
 
-def test_prompts_of_more_bytes_than_fit_are_refused_without_tokenising_them(server: RunningServer) -> None:
+def test_prompts_that_are_much_too_long_are_refused_with_their_size(server: RunningServer) -> None:
     text = "a" * (3 << 20)
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
     for path, body in [
@@ -112,7 +112,7 @@ def test_prompts_of_more_bytes_than_fit_are_refused_without_tokenising_them(serv
     ]:
         answer = server.client.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "U003")
-        assert "3,145,728 bytes" in answer.json()["error"]["what"]
+        assert "3,145,728 characters" in answer.json()["error"]["what"]
 
 
 def test_a_body_that_is_too_large_gets_413(server: RunningServer) -> None:

@@ -13,6 +13,7 @@ from trimaran.app.request.vllm_command import OPTIONS, VllmRequest, check_folder
 from trimaran.core import UserError
 from trimaran.data import ByteTokenizer
 from trimaran.infer.engine.engine_messages import (
+    EngineLimits,
     dump_message,
     output_from_json,
     output_to_json,
@@ -21,6 +22,7 @@ from trimaran.infer.engine.engine_messages import (
 )
 from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
 from trimaran.infer.next_token import PlacedImage
+from trimaran.infer.open_weights import ModelTexts
 from trimaran.infer.sampling import Sampling
 from trimaran.infer.server import answer_response
 from trimaran.infer.server.access import AccessMiddleware
@@ -28,8 +30,14 @@ from trimaran.infer.server.answer_bodies import AnswerHead, CompletionFormat
 from trimaran.infer.server.answer_choice import AnswerChoice
 from trimaran.infer.server.answer_text import AnswerText
 from trimaran.infer.server.api_error import stopping
-from trimaran.infer.server.call_fields import ChatCall, CompletionCall, parse_call
-from trimaran.infer.server.prompt_reader import PreparedPrompt
+from trimaran.infer.server.call_fields import (
+    ChatCall,
+    CompletionCall,
+    may_have_many_values,
+    parse_call,
+    refuse_many_values,
+)
+from trimaran.infer.server.prompt_reader import PreparedPrompt, PromptReader
 from trimaran.infer.server.request_queue import RequestQueue
 from trimaran.infer.server.serving_metrics import NEXT_SECONDS, ServingMetrics, TokenTimes
 
@@ -280,6 +288,56 @@ def test_wrong_fields_are_named(body: bytes, where: str) -> None:
         parse_call(CompletionCall, body)
     assert caught.value.code == "U001"
     assert caught.value.where.startswith(where)
+
+
+MANY = b'{"prompt": "' + b"[{:," * 300_000 + b'\\"\\\\", "metadata": %s}'
+
+
+@pytest.mark.parametrize(
+    ("metadata", "names"),
+    [
+        (b"[" + b"[]," * (1 << 16) + b"1]", "lists and objects"),
+        (b"{" + b",".join(b'"%x": 1' % number for number in range(1 << 18)) + b"}", "texts and fields"),
+        (b"[" + b'"",' * (1 << 18) + b"1]", "texts and fields"),
+        (b"[" + b"1," * (5 << 20) + b"1]", "values"),
+    ],
+)
+def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(metadata: bytes, names: str) -> None:
+    body = MANY % metadata
+    assert may_have_many_values(body)
+    with pytest.raises(UserError, match=f"the body has more than [0-9,]+ {names}"):
+        refuse_many_values(body)
+
+
+def test_marks_inside_texts_are_no_values() -> None:
+    for body in (MANY % b"null", MANY % b'{"a": "\\\\\\"[["}', MANY % b'["[", "\\\\", "[[", "\\\\\\\\\\"["]'):
+        assert json.loads(body)
+        assert may_have_many_values(body)
+        refuse_many_values(body)
+    assert not may_have_many_values(b'{"prompt": "a"}')
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Bytes as tokens; counts the characters that it has encoded."""
+
+    num_characters = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        self.num_characters += len(text)
+        return super().encode(text)
+
+
+def test_of_a_text_that_is_much_too_long_only_the_beginning_is_tokenised() -> None:
+    tokenizer = CountingTokenizer()
+    reader = PromptReader(ModelTexts(tokenizer=tokenizer, stop_ids=frozenset(), rules=None, template="plain"))
+    limits = EngineLimits(max_length=50_000, max_sequences=1, num_pages=10_000, page_size=16, vocabulary=257)
+    for texts in (["a" * (4 << 20)], ["a" * 40_000] * 100):
+        tokenizer.num_characters = 0
+        with pytest.raises(UserError, match=r"the prompt has 4,[0-9,]+ characters, and at most 50000 tokens fit"):
+            reader.refuse_much_too_long(texts, limits, where="prompt")
+        assert tokenizer.num_characters < 100_000
+    reader.refuse_much_too_long(["a" * 50_000], limits, where="prompt")
+    reader.refuse_much_too_long(["a" * 25_000] * 2, limits, where="prompt")
 
 
 def test_neutral_fields_are_accepted() -> None:

@@ -26,12 +26,15 @@ from trimaran.infer.server.answer_response import AnswerResponse, PendingAnswer
 from trimaran.infer.server.api_error import error_response, json_response, starting, stopping
 from trimaran.infer.server.call_fields import (
     MAX_SEED,
+    Call,
     CallFields,
     ChatCall,
     CompletionCall,
     EmbeddingCall,
     GenerationFields,
+    may_have_many_values,
     parse_call,
+    refuse_many_values,
 )
 from trimaran.infer.server.engine_client import EngineClient
 from trimaran.infer.server.guided_json import schema_of
@@ -107,7 +110,7 @@ class OpenAiApi:
         return endpoint
 
     async def _complete(self, request: Request) -> Response:
-        call = parse_call(CompletionCall, await request.body())
+        call = await self._parsed(CompletionCall, request)
         adapter, limits = self._model.adapter_of(call.model), self._limits()
         self._client.check_count(len(call.prompts) * (call.n or 1))
         prompts = await self._read_texts(call.prompts, limits, where="prompt")
@@ -128,13 +131,14 @@ class OpenAiApi:
         return self._answer(call, requests, choices, shape)
 
     async def _chat(self, request: Request) -> Response:
-        call = parse_call(ChatCall, await request.body())
+        call = await self._parsed(ChatCall, request)
         adapter, limits = self._model.adapter_of(call.model), self._limits()
         if call.top_logprobs and not call.logprobs:
             raise UserError("U001", "top_logprobs needs logprobs: true", where="top_logprobs",
                             fix="send logprobs: true, or leave top_logprobs out")  # fmt: skip
         self._client.check_count(call.n or 1)
-        self._reader.check_bytes(self._reader.texts_of(call.messages), limits, where="messages")
+        texts = list(self._reader.texts_of(call.messages))
+        await self._in_thread(partial(self._reader.refuse_much_too_long, texts, limits, where="messages"))
         prompt = await self._in_thread(lambda: self._reader.read_chat(call.messages))
         _refuse_long(prompt, limits)
         longest = max(1, limits.max_length - len(prompt.ids))
@@ -151,7 +155,7 @@ class OpenAiApi:
         return self._answer(call, requests, choices, ChatFormat(head, self._model.texts.tokenizer, bool(call.logprobs)))
 
     async def _embed(self, request: Request) -> Response:
-        call = parse_call(EmbeddingCall, await request.body())
+        call = await self._parsed(EmbeddingCall, request)
         adapter, limits = self._model.adapter_of(call.model), self._limits()
         if call.dimensions is not None:
             raise UserError("U001", "dimensions is not supported by this server", where="dimensions",
@@ -167,15 +171,21 @@ class OpenAiApi:
         shape = _EmbeddingFormat(call.model or self._model.name, call.encoding_format)
         return AnswerResponse(self._pending(requests, choices, shape), stream=False)
 
+    async def _parsed(self, kind: type[Call], request: Request) -> Call:
+        """Return the fields of a request. Its body is parsed in the event loop, so it may not have too many values."""
+        body = await request.body()
+        if may_have_many_values(body):
+            await asyncio.to_thread(refuse_many_values, body)
+        return parse_call(kind, body)
+
     async def _read_texts(
         self, prompts: Sequence[str | Sequence[int]], limits: EngineLimits, *, where: str
     ) -> list[PreparedPrompt]:
         """Return the prompts of a call. The prompts of other calls are tokenised in between."""
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                self._reader.check_bytes([prompt], limits, where=where)
         found = []
         for prompt in prompts:
+            if isinstance(prompt, str):
+                await self._in_thread(partial(self._reader.refuse_much_too_long, [prompt], limits, where=where))
             read = partial(self._reader.read_text, prompt, vocabulary=limits.vocabulary, where=where)
             found.append(await self._in_thread(read))
             _refuse_long(found[-1], limits)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError, did_you_mean
@@ -15,6 +16,14 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
+# How many of these marks a body may have outside its texts, and what they stand for: parsing many small values takes
+# seconds, during which nobody else is answered.
+MAX_MARKS = {
+    b"[{": (1 << 16, "lists and objects"),
+    b'":': (1 << 18, "texts and fields"),
+    b",": (MAX_PROMPT_IDS + (1 << 18), "values"),
+}
+CHUNK_BYTES = 1 << 20
 
 Id = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -168,6 +177,26 @@ class EmbeddingCall(CallFields):
 
 
 Call = TypeVar("Call", bound=CallFields)
+
+
+def may_have_many_values(body: bytes) -> bool:
+    """Return whether a body has so many marks that `refuse_many_values` has to look which of them are in its texts."""
+    return any(sum(map(body.count, marks)) > most for marks, (most, _) in MAX_MARKS.items())
+
+
+def refuse_many_values(body: bytes) -> None:
+    """Raise UserError U001 if a body has too many values, whatever they are."""
+    characters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    counts, in_text = np.zeros(256, dtype=np.int64), False
+    for start in range(0, len(characters), CHUNK_BYTES):
+        chunk = characters[start : start + CHUNK_BYTES]
+        is_text = np.logical_xor.accumulate(chunk == ord('"')) ^ in_text
+        counts += np.bincount(chunk[~is_text], minlength=256)
+        in_text = bool(is_text[-1])
+    for marks, (most, names) in MAX_MARKS.items():
+        if counts[list(marks)].sum() > most:
+            raise UserError("U001", f"the body has more than {most:,} {names}", where="the body",
+                            fix="send it in several requests")  # fmt: skip
 
 
 def parse_call(kind: type[Call], body: bytes) -> Call:

@@ -3,7 +3,7 @@
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trimaran.core import UserError
@@ -18,7 +18,10 @@ from trimaran.infer.open_weights import ModelTexts
 from trimaran.infer.server.call_fields import ChatMessage, ContentPart
 
 DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>[A-Za-z0-9+/=\s]*)", re.ASCII)
-SHORT_BYTES = 1 << 20  # texts up to this size are always tokenised: a tokenizer may drop or join parts of a text
+PART_CHARACTERS = 1 << 14  # of a long text, tokenised at a time until it is clear that it cannot fit
+ROOM = (
+    1 << 10
+)  # tokens by which a prompt may be too long, and an eighth: parts of a text have more tokens than the text
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -41,14 +44,19 @@ class PromptReader:
 
     def __init__(self, texts: ModelTexts) -> None:
         self._texts, self._builder = texts, PromptBuilder(texts)
-        self._token_bytes = max((len(each.encode()) for each in texts.tokenizer.vocabulary()), default=1)  # the longest
 
-    def check_bytes(self, texts: Iterable[str], limits: EngineLimits, *, where: str) -> None:
-        """Raise UserError if the texts of a prompt have more bytes than the tokens that fit, before tokenising them."""
-        size, longest = sum(len(each.encode(errors="replace")) for each in texts), longest_prompt(limits)
-        if size > max(SHORT_BYTES, longest * self._token_bytes):
-            raise UserError("U003", f"the prompt has {size:,} bytes, and at most {longest} tokens fit, of up to "
-                            f"{self._token_bytes} bytes each", where=where, fix="shorten it")  # fmt: skip
+    def refuse_much_too_long(self, texts: Sequence[str], limits: EngineLimits, *, where: str) -> None:
+        """Raise UserError if the texts of a prompt are far too long, having tokenised little more than fits of them."""
+        size, longest = sum(map(len, texts)), longest_prompt(limits)
+        if size <= max(PART_CHARACTERS, longest):
+            return
+        num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), PART_CHARACTERS):
+                num_tokens += len(self._texts.tokenizer.encode(text[start : start + PART_CHARACTERS]))
+                if num_tokens > longest + longest // 8 + ROOM:
+                    raise UserError("U003", f"the prompt has {size:,} characters, and at most {longest} tokens fit",
+                                    where=where, fix="shorten it")  # fmt: skip
 
     def read_text(self, prompt: str | Sequence[int], *, vocabulary: int, where: str) -> PreparedPrompt:
         """Return the prompt of a text to continue, or of token ids as they are."""

@@ -301,3 +301,18 @@ def test_a_large_model_without_a_cluster_is_not_planned_for_the_cpu_of_this_mach
     named = read_plan_request("llama-3-8b", {"cluster": "auto"}, [])
     assert [(each.is_reference, each.question.cluster.device.kind) for each in (small, named)] == [(False, "cpu")] * 2
     assert "cluster=8xH100" in read_plan_request("llama-3-8b", {}, []).arguments
+
+
+@pytest.mark.parametrize(
+    ("more", "is_said"), [((), True), (("--cluster", "auto"), False), (("--cluster", "8xH100"), False)]
+)
+def test_a_recipe_of_a_large_model_for_this_machine_says_so(
+    more: tuple[str, ...], is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    recipe = tmp_path / "large.yaml"
+    recipe.write_text("model: {preset: llama-3.2-1b}\n")
+    main(["plan", str(recipe), "--json", *more])
+    shown = capsys.readouterr().err
+    assert ("planned for this machine, as the recipe's cluster is auto, and it has no GPU" in shown) == is_said

@@ -75,19 +75,36 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
 
 def _needs_reference(arguments: Sequence[str]) -> bool:
     """Return whether a bare model is too large for this machine, which has no GPU, and no cluster is named."""
-    if any(each.partition("=")[0].strip() == "cluster" for each in arguments):
+    if _names_cluster(arguments):
         return False
     if detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")).device.kind != "cpu":
         return False
-    outline = read_question(None, [*arguments, f"cluster={REFERENCE_CLUSTER}"]).outline
-    return outline is not None and outline.num_parameters >= MIN_REFERENCE_PARAMETERS
+    return _is_large(read_question(None, [*arguments, f"cluster={REFERENCE_CLUSTER}"]))
+
+
+def _names_cluster(settings: Sequence[str]) -> bool:
+    return any(each.partition("=")[0].strip() == "cluster" for each in settings)
+
+
+def _is_large(question: Question) -> bool:
+    """Return whether the model is hardly to be trained on a CPU."""
+    return question.outline is not None and question.outline.num_parameters >= MIN_REFERENCE_PARAMETERS
 
 
 def say_reference(request: PlanRequest) -> None:
-    """Print on standard error for which cluster a model is planned, if none was named."""
+    """Print on standard error for which cluster a model is planned, if none was named and it is large for a CPU."""
+    question = request.question
     if request.is_reference:
         typer.echo(f"no cluster is named and this machine has no GPU: planned for {REFERENCE_CLUSTER}; name yours, "
                    "such as --cluster 4xA100-80GB, or --cluster auto for this machine", err=True)  # fmt: skip
+    elif (
+        question.recipe.cluster == "auto"
+        and not _names_cluster(request.settings)
+        and question.cluster.device.kind == "cpu"
+        and _is_large(question)
+    ):
+        typer.echo("planned for this machine, as the recipe's cluster is auto, and it has no GPU; for another, "
+                   f"name it, such as --cluster {REFERENCE_CLUSTER}", err=True)  # fmt: skip
 
 
 def adapter_setting(text: str) -> str:

@@ -302,8 +302,43 @@ def test_a_dry_run_needs_an_image_and_paths_of_the_pods(
     assert "/runs/corpus.txt is on the volume of the nodes" in capsys.readouterr().err
 
 
+def test_what_a_dry_run_says_about_paths_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    volume = tmp_path / "volume"
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    config = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96,
+              "num_hidden_layers": 2, "num_attention_heads": 8}  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    dry_run = ["launch", "recipe.yaml", "--on", "k8s", "--dry-run", "--site", "image=registry.example/x:1.0",
+               "--site", f"runs={volume}", "--set", "cluster=2x8xH100"]  # fmt: skip
+
+    def launch(folder: str, *more: str) -> tuple[int, str]:
+        sources = ", ".join(
+            f"{{name: {name}, source: chat, path: {folder}{name}.jsonl}}" for name in ("first", "second")
+        )
+        Path("recipe.yaml").write_text(f"data: {{mixture: [{sources}]}}\n")
+        return main([*dry_run, *more]), capsys.readouterr().err
+
+    code, shown = launch("", "--set", "model.path=model")
+    assert (code, shown.count("S054")) == (2, 3)
+    assert f"fix:   put it on the volume trimaran-runs, mount that at {volume} here too" in shown
+    assert f"name it as the pods see it: path: {volume}/first.jsonl in the recipe" in shown
+    volume.mkdir()
+    (tmp_path / "model").rename(volume / "model")
+    code, shown = launch(f"{volume}/", "--set", f"model.path={volume}/model")
+    assert (code, f"{volume}/second.jsonl are on the volume of the nodes: the data is not checked" in shown) == (
+        0,
+        True,
+    )
+
+
 def test_near_names_of_targets_are_understood_or_suggested() -> None:
-    assert open_target("Kubernetes").name == "k8s"
+    assert [open_target(name).name for name in ("Kubernetes", "K8S", "SLURM")] == ["k8s", "k8s", "slurm"]
     with pytest.raises(UserError, match="did you mean 'k8s'"):
         open_target("docker")
     with pytest.raises(UserError, match="did you mean 'slurm'"):

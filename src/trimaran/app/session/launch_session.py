@@ -138,8 +138,11 @@ def _resolved(target: Target, recipe: str | None, settings: Sequence[str], optio
     request = resolve_launch(recipe, settings)
     refuse_missing_sinks(request.recipe.telemetry)
     data, runs = request.recipe.data, Path(getattr(read_site(target, options.site), "runs", ""))
-    if not target.shares_disk and data.path and not Path(data.path).exists() and runs in Path(data.path).parents:
-        typer.echo(f"{data.path} is on the volume of the nodes: the data is not checked here", err=True)
+    paths = [Path(each.path) for each in data.mixture or (data,) if each.path]
+    remote = [str(path) for path in paths if runs in path.parents and not path.exists()]
+    if remote and not target.shares_disk:
+        are = "are" if len(remote) > 1 else "is"
+        typer.echo(f"{', '.join(remote)} {are} on the volume of the nodes: the data is not checked here", err=True)
     else:
         check_data(request.recipe)
     return request

@@ -29,6 +29,7 @@ from trimaran.launch.targets.target import (
 JOB_FILE, STORAGE_FILE = "job.yaml", "storage.yaml"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_RECIPE_BYTES = 240 << 10  # `kubectl apply` keeps a copy in an annotation, of which there may be 256 KiB
+READ_FOR_PLAN = ("model.path", "model.adapter.path", "data.tokenizer", "cluster")  # by the machine that launches
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -184,11 +185,21 @@ def _path_errors(request: LaunchRequest) -> list[UserError]:
     for source in recipe.data.mixture:
         if source.revision is None:
             paths |= {f"data.mixture.{source.name}.path": source.path}
+    if recipe.data.tokenizer == model.path:  # the model's own
+        del paths["data.tokenizer"]
     here = {name: Path(path) for name, path in paths.items() if path and not hub_repo_of(path) and Path(path).exists()}
     return [UserError("S054", f"{name} is a path of this machine, which the pods do not have",
-                      where=str(path), fix=f"put it on the volume {request.site.volume_claim} and name it as the pods "
-                      f"see it: --set {name}={runs / path.name}")
+                      where=str(path), fix=_path_fix(name, path, request.site))
             for name, path in here.items() if runs not in path.absolute().parents]  # fmt: skip
+
+
+def _path_fix(name: str, path: Path, site: KubernetesSite) -> str:
+    there = PurePosixPath(site.runs) / path.name
+    if name in READ_FOR_PLAN:
+        return (f"put it on the volume {site.volume_claim}, mount that at {site.runs} here too, as the plan needs the "
+                f"file, and name it there: --set {name}={there}")  # fmt: skip
+    named = f"path: {there} in the recipe" if name.startswith("data.mixture.") else f"--set {name}={there}"
+    return f"put it on the volume {site.volume_claim} and name it as the pods see it: {named}"
 
 
 def _run_dir_error(request: LaunchRequest) -> UserError | None:

@@ -178,7 +178,8 @@ class Target(Protocol):
 
 def open_target(name: str) -> Target:
     """Return the target with this name, built in or a plug-in's; raise UserError if there is none."""
-    name = OTHER_NAMES.get(name.casefold(), name)
+    folded = name.casefold()
+    name = OTHER_NAMES.get(folded, folded if folded in TARGET_CLASSES else name)
     if name not in TARGET_CLASSES:
         if any(each.name == name for each in installed_plugins("launch target")):
             return load_plugin("launch target", name)

@@ -53,6 +53,10 @@ def whitened(out: Tensor) -> Tensor:
         (lambda a, b: F.cross_entropy(F.cosine_similarity(a[:, None], b[None], dim=-1), LABELS), [X, X], "compared"),
         (lambda a: (a[:, None] - a[None]).square().sum(2).neg().exp().mean(), [X], "compared"),
         (lambda a, b: F.triplet_margin_loss(a, b, b.roll(1, 0), margin=9.0), [X, X + 1], "compared"),
+        (lambda a, b: F.cross_entropy(-torch.cdist(a, b), LABELS), [X, X + 1], "compared"),
+        (lambda a: torch.cdist(a, a).amin(1).mean(), [X], "compared"),
+        (lambda a: F.cross_entropy(a @ IMAGES.T, LABELS), [X], "compared"),  # with features of a frozen tower
+        (lambda a: F.cross_entropy(torch.einsum("id,jd->ij", a, IMAGES), LABELS), [X], "compared"),
         (lambda a: F.mse_loss(a, IMAGES).sqrt(), [X], "compared"),
         (lambda a: 1 - 2 * (a.sigmoid() * IMAGES).sum() / (a.sigmoid() + IMAGES).sum(), [X], "compared"),
         (lambda a: (a.mean(0) - 1).square().sum() + F.mse_loss(a, IMAGES), [X], "compared"),
@@ -75,6 +79,17 @@ def cosine_head(out: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(F.normalize(out, dim=1), F.normalize(nn.Parameter(weight.detach()), dim=1)), LABELS)
 
 
+def class_embeddings(out: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of as many classes as rows, whose embeddings another layer makes."""
+    classes = layers()[1](nn.Parameter(torch.ones(ROWS, 5)))
+    return F.cross_entropy(out @ classes.T, labels) + F.cross_entropy(-torch.cdist(out, classes.tanh()), labels)
+
+
+def as_output(out: Tensor) -> Tensor:
+    mark_outputs(out, "test")
+    return out
+
+
 HEALTHY: dict[str, tuple[Any, list[Tensor]]] = {
     "cross_entropy": (lambda a: F.cross_entropy(a, LABELS), [X]),
     "sum": (lambda a: F.cross_entropy(a, LABELS, reduction="sum"), [X]),
@@ -93,6 +108,17 @@ HEALTHY: dict[str, tuple[Any, list[Tensor]]] = {
     "entropy": (lambda a: (a.softmax(1) * a.log_softmax(1)).sum(1).mean(), [X]),
     "triplet": (lambda a, b, c: F.triplet_margin_loss(a, b, c, margin=9.0), [X, X + 1, X - 1]),
     "cosine head": (cosine_head, [X]),
+    "class embeddings": (lambda a: class_embeddings(a, torch.arange(ROWS) % 4), [X]),
+    "einsum head": (
+        lambda a: F.cross_entropy(torch.einsum("nd,kd->nk", a, nn.Parameter(IMAGES)), LABELS),
+        [X],
+    ),
+    "frozen features": (lambda a: F.cross_entropy(a @ IMAGES.T, LABELS.flip(0)), [X]),  # of classes
+    "frozen head": (
+        lambda a: F.cross_entropy(as_output(a @ IMAGES.T), LABELS),
+        [X],
+    ),
+    "distances in a row": (lambda a: torch.cdist(a, a).amin(2).mean(), [SEQUENCES]),
     "tokens": (lambda a: F.cross_entropy(a.flatten(0, 1), torch.arange(ROWS * 4) % FEATURES), [SEQUENCES]),
     "flat tokens": (lambda a: a.log_softmax(1).unflatten(0, (ROWS, 4)).logsumexp(1).sum(), [SEQUENCES.flatten(0, 1)]),
     "two views": (lambda a: F.cosine_similarity(a[:ROWS], a[ROWS:]).mean(), [torch.cat([X, X + 1])]),

@@ -24,9 +24,11 @@ MIN_ROWS = 4  # with fewer, a pair or triple of rows that belong together looks 
 TOLERANCE = 1e-6  # independent rows give exactly zero
 VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "ToCopyBackward", "CloneBackward",
          "AliasBackward", "SliceBackward")  # fmt: skip
+TURNS = ("PermuteBackward", "TransposeBackward", "TBackward", "UnsqueezeBackward", "SqueezeBackward")
 LOSSES = ("NllLossBackward", "NllLoss2DBackward")
 BATCH_NORMS = ("NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward")
 STATISTICS = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward", *BATCH_NORMS)
+TABLES = ("MmBackward", "AddmmBackward", "BmmBackward", "CdistBackward")
 Cause = Literal["compared", "normalised", "dimension"]
 """Rows are compared or combined; normalised by statistics over rows; or independent along another dimension."""
 Layout = tuple[Literal["dim", "block", "interleaved"], int]
@@ -45,7 +47,7 @@ def row_dependence(loss: Tensor, owner: str, num_rows: int) -> Cause | None:
     """Return why rows of the outputs of `owner` depend on each other in `loss`; None if they do not, or if unknown."""
     if num_rows < 2 or loss.grad_fn is None:
         return None
-    if _has_table_of_scores(loss.grad_fn, num_rows):
+    if _has_table_of_scores(loss.grad_fn, owner, num_rows):
         return "compared"
     if num_rows < MIN_ROWS:
         return None
@@ -226,31 +228,66 @@ def _is_cross_entropy(loss: Any, between: list[Any], outputs: list[GradientEdge]
     return has_loss and seen.issuperset(between)
 
 
-def _has_table_of_scores(start: Any, num_rows: int) -> bool:
-    """Return whether a matrix product just below the loss compares the rows of two activations with each other."""
-    seen, level = {start}, [start]
+def _has_table_of_scores(start: Any, owner: str, num_rows: int) -> bool:
+    """Return whether a table of products or distances just below the loss compares rows with each other.
+
+    Both factors are activations. One may be constant if the label of each row is its own number; within the model that
+    is a frozen head. If two rows have the same label, the labels are classes, of which there happen to be as many as
+    rows.
+    """
+    seen, level, labels = {start}, [start], _labels_of(start)
     for _ in range(MAX_DEPTH):
         level = [each for node in level for each, _ in node.next_functions if each is not None and each not in seen]
         seen.update(level)
         for node in level:
             if isinstance(node, BackwardCFunction):
                 return False  # perhaps the rows of all ranks
-            shape = _shape(node)
+            labels = labels if labels is not None else _labels_of(node)
+            shape = _shape_of_table(node)
             is_table = len(shape) == 2 and shape[0] == shape[1] and shape[0] % num_rows == 0
-            if is_table and node.name().startswith(("MmBackward", "AddmmBackward")):
-                return all(_is_activation(each, shape[0]) for each, _ in node.next_functions[-2:])
+            if is_table and node.name().startswith(TABLES):
+                if labels is not None and len(set(labels)) < len(labels):
+                    return False
+                factors = [each for each, _ in node.next_functions[-2:]]
+                are_activations = [_is_activation(each, shape[0]) for each in factors]
+                is_in_model = any(owner in each.metadata for each in seen)
+                is_own = labels == [*range(num_rows)] and num_rows >= MIN_ROWS and not is_in_model
+                return all(are_activations) or (is_own and any(are_activations) and None in factors)
     return False
+
+
+def _labels_of(node: Any) -> list[int] | None:
+    """Return the labels of a cross-entropy, without ignored ones; None if this node is something else."""
+    if not node.name().startswith("NllLossBackward"):
+        return None
+    labels, ignored = node._saved_target, node._saved_ignore_index
+    return labels[labels != (ignored - 2**64 if ignored >= 2**63 else ignored)].tolist()
+
+
+def _shape_of_table(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's result, without the first dimension of 1 that `einsum` adds."""
+    shape = _shape(node)
+    return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
 def _is_activation(node: Any, size: int) -> bool:
     """Return whether this factor of a product is no weight, nor made from one of its own shape, nor gathered."""
     if node is None:
         return False
-    shape, level = sorted(_shape(node)), [node]
+    shape, level = sorted(_shape_of_table(node)), [node]
     for _ in range(LEAF_DEPTH):
         for each in level:
             is_leaf = each.name().endswith("AccumulateGrad")
             if isinstance(each, BackwardCFunction) or (is_leaf and sorted(each.variable.shape) == shape):
                 return False
-        level = [following for each in level for following, _ in each.next_functions if following is not None]
+        level = [
+            _below_views(following) for each in level for following, _ in each.next_functions if following is not None
+        ]
     return size in shape
+
+
+def _below_views(node: Any) -> Any:
+    """Return the node that makes what this chain of views shows."""
+    while node.name().startswith((*VIEWS, *TURNS)) and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return node

@@ -208,6 +208,8 @@ GRADIENTS: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], Any], str]] =
     "add": (lambda loop, batch: weight_of(loop).grad.add_(weight_of(loop).detach()), "P141"),
     "replace": (lambda loop, batch: setattr(weight_of(loop), "grad", weight_of(loop).grad * 2), "P141"),
     "zero": (lambda loop, batch: loop.optimizer.zero_grad(set_to_none=False), "P141"),
+    "all are removed": (lambda loop, batch: loop.optimizer.zero_grad(), "P141"),
+    "data": (lambda loop, batch: weight_of(loop).grad.data.clamp_(-0.1, 0.1), "P141"),
     "a second backward": (lambda loop, batch: mean(loop.model(batch[0]), batch[1]).backward(), "P141"),
     "optimizer.step": (lambda loop, batch: loop.optimizer.step(), "P142"),
 }
@@ -250,6 +252,12 @@ def loops_that_were_not_converted() -> list[str]:
         mean(loop.model(x), y).backward()
         loop.optimizer.step()
 
+    def backward_before(loop: Loop) -> None:
+        x, y = loop.local_rows((X, LABELS))
+        mean(loop.model(x), y).backward()
+        loop.backward(mean(loop.model(x), y), num_samples=len(y), reduction="mean")
+        loop.step()
+
     def divided(loop: Loop, by: int) -> None:
         for number in range(3):
             x, y = loop.local_rows((X, LABELS), last=number == 2)
@@ -273,12 +281,13 @@ def loops_that_were_not_converted() -> list[str]:
         loop.optimizer.step()  # as when states are made to be loaded
 
     runs: list[Callable[[Loop], None]] = [backward_kept, both_kept, lambda loop: divided(loop, 3)]
-    runs += [lambda loop: divided(loop, 5), two_losses, hook, no_gradients]
+    runs += [lambda loop: divided(loop, 3 * loop.world_size)]  # as many as one process would have
+    runs += [backward_before, lambda loop: divided(loop, 5), two_losses, hook, no_gradients]
     return [code_of(lambda run=run: run(build())) for run in runs]
 
 
 def test_lines_of_the_plain_loop_that_were_kept_are_found() -> None:
-    expected = ["P142", "P142", "P144", "", "", "P148", ""]
+    expected = ["P142", "P142", "P144", "P144", "P142", "", "", "P148", ""]
     for ranks in (1, 2):
         assert run_ranks(ranks, loops_that_were_not_converted) == [expected] * ranks
 

@@ -90,7 +90,7 @@ def train(loss_of: Loss, net: Net, optimizer: torch.optim.Optimizer) -> Iterator
         yield [each.detach().clone() for each in net.parameters()]
 
 
-def differences(loss_of: Loss, sharding: str, size: int, make: type[Any] = Net) -> tuple[float, list[str]]:
+def differences(loss_of: Loss, sharding: str, size: int, make: Callable[[], Any] = Net) -> tuple[float, list[str]]:
     """Return the largest difference to a plain loop, and the optimizer's states at the end."""
     torch.manual_seed(0)
     plain, net = make(), make()
@@ -177,6 +177,15 @@ class Containers(nn.Module):
         return x * self.scale.exp()
 
 
+def two_modules() -> nn.ModuleDict:
+    """Return a model and a head that are trained together, in a container that has no forward."""
+    return nn.ModuleDict({"model": nn.Linear(6, 6), "head": nn.Sequential(nn.Linear(6, 6), nn.Tanh())})
+
+
+def by_two_modules(net: Any, x: Tensor, step: int) -> Tensor:
+    return (net["head"](net["model"](x)) - x).square().sum()
+
+
 class Branching(nn.Module):
     """Calls one of two blocks."""
 
@@ -239,7 +248,8 @@ def differences_of_sharded(sharding: str) -> dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     answers = {f"{name} {size}": differences(SHARDED[name], sharding, size) for name in SHARDED for size in (1, 4)}
-    return answers | {"containers": differences(plainly, sharding, 4, Containers)}
+    answers["containers"] = differences(plainly, sharding, 4, Containers)
+    return answers | {"without a forward": differences(by_two_modules, sharding, 4, two_modules)}
 
 
 @pytest.mark.parametrize(

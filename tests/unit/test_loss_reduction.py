@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimaran.core import UserError
-from trimaran.loop.loss_reduction import check_reduction, reduction_of
+from trimaran.loop.loss_reduction import accumulation_divisor, check_divisor, check_reduction, reduction_of
 
 LABELS, ZEROS = torch.arange(8) % 5, torch.zeros(8, 5)
 
@@ -82,3 +82,24 @@ def test_a_mean_is_refused_as_a_sum_and_a_sum_as_a_mean_with_the_line_to_change(
     check_reduction(mean, claimed=None, count=1)  # the mean of one is its sum
     with pytest.raises(UserError, match="too large"):
         check_reduction(model(ZEROS).sum(), claimed="mean", count=8)
+
+
+def test_a_masked_mean_is_one_of_the_ones_in_its_mask() -> None:
+    losses, mask = outputs().square().mean(1), torch.tensor([1, 1, 1, 0, 1, 0, 1, 0])
+    masked = (losses * mask).sum() / mask.sum().clamp(min=1)
+    with pytest.raises(UserError, match="a mean over 5 elements, but backward was told that it is the mean of 8"):
+        check_divisor(masked, count=8, reads_device=True)
+    for loss, count in (
+        (masked, 5),
+        (losses.sum() / 8, 8),
+        (0.5 * losses.sum() / 8, 8),
+        (outputs().square().sum() / 40, 8),  # of five elements for each sample
+        (losses.sum() / 8 + nn.Parameter(ZEROS).square().sum() / 7, 8),
+    ):
+        check_divisor(loss, count=count, reads_device=True)
+
+
+def test_a_factor_of_a_half_is_no_accumulation() -> None:
+    mean = F.mse_loss(outputs(), ZEROS)
+    assert [accumulation_divisor(each) for each in (mean / 2, mean / 4, mean * 0.25)] == [2, 4, 4]
+    assert [accumulation_divisor(each) for each in (0.5 * mean, mean / 1.5, mean)] == [1, 1, 1]

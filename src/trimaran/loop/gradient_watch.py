@@ -14,16 +14,16 @@ class GradientWatch:
 
     def record(self, parameters: Iterable[nn.Parameter]) -> None:
         self._records = [
-            (each, each.grad, each.grad._version, _size_of_shard(each.grad))
-            for each in parameters
-            if each.grad is not None
+            (each, each.grad, each.grad._version, _size(each.grad)) for each in parameters if each.grad is not None
         ]
 
     def forget(self) -> None:
         self._records = []
 
     def num_changed(self) -> int:
-        """Return how many gradients have been written or replaced since `record`. Removed ones do not count."""
+        """Return how many gradients have been written or replaced since `record`, or all if all were removed."""
+        if all(parameter.grad is None for parameter, *_ in self._records):
+            return len(self._records)
         return sum(
             parameter.grad is not gradient or gradient._version != version or _is_other(gradient, size)
             for parameter, gradient, version, size in self._records
@@ -36,9 +36,9 @@ def local_tensor(gradient: Tensor) -> Tensor:
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def _size_of_shard(gradient: Tensor) -> Tensor | None:
-    """Return the norm of a shard: torch does not count writes of its `_foreach` functions to DTensors."""
-    return gradient._local_tensor.norm() if isinstance(gradient, DTensor) else None
+def _size(gradient: Tensor) -> Tensor | None:
+    """Return the norm: torch counts neither writes to `gradient.data` nor those of `_foreach` to DTensors."""
+    return None if gradient.is_sparse else local_tensor(gradient).norm()
 
 
 def _is_other(gradient: Tensor, size: Tensor | None) -> bool:

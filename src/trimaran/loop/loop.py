@@ -30,7 +30,14 @@ from trimaran.loop.loss_reduction import Reduction, check_reduction
 from trimaran.loop.parameter_norm import parameter_norm
 from trimaran.loop.prepare_split import prepare_split
 from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
-from trimaran.loop.sharded_parts import UnitOrder, check_is_plain, check_shardable, gather_for_parts
+from trimaran.loop.sharded_parts import (
+    UnitOrder,
+    check_is_plain,
+    check_shardable,
+    explained_double_backward,
+    gather_for_parts,
+    give_forward,
+)
 from trimaran.loop.sparse_gradients import clip_with_sparse, norm_with_sparse, sparse_parameters
 from trimaran.loop.split_loop import SplitLoop
 from trimaran.loop.step_result import StepResult
@@ -231,6 +238,8 @@ class Loop:
         check_is_plain(loss)
         if self._has_gradients and not self._any_gradient():
             self._forget()  # they were cleared since the last backward, as in SAM
+        if not self._checks.num_backwards and self._any_gradient():
+            self._drop_foreign_gradients()
         count = self._count(loss, num_tokens, num_samples, reduction)
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
         if reduction == "mean":
@@ -249,7 +258,8 @@ class Loop:
             total = self._scaler.scale(total / self._unit_of(count))
         with self._reduction.during_backward(is_last=self._context.is_synced):
             if total.requires_grad:
-                total.backward()
+                with explained_double_backward():
+                    total.backward()
             elif self.world_size == 1 or self._units:  # the loss of another rank may have gradients
                 raise nothing_to_train()
         self._sums[0].add_(loss.detach())
@@ -311,6 +321,14 @@ class Loop:
         self._sums = torch.zeros_like(self._sums)
         self._last_count, self._has_gradients = (0, -1), False
         self._checks.forget()
+
+    def _drop_foreign_gradients(self) -> None:
+        """Clear what the backward of another loop has left in this model, such as a generator's in its critic."""
+        if len(self._context.set_syncs) == 1:
+            self._checks.found_foreign_gradients()
+            return
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def _trained(self) -> list[nn.Parameter]:
         """Return the parameters of all optimizers. Raise UserError if they got some that are not the model's."""
@@ -577,6 +595,7 @@ def _prepare(
     apply_batch_norm(model, batch_norm, ranks.data.get_group(), device)
 
     def shard(module: nn.Module) -> None:
+        give_forward(module)
         for each in module.parameters():
             if each.ndim == 0:  # FSDP cannot shard a scalar; the loop reduces its gradient
                 setattr(each, REPLICATED_ATTRIBUTE, True)

@@ -72,7 +72,7 @@ class LoopChecks:
             self._divisors.add(accumulation_divisor(loss))
         if self._is_on and not is_whole and is_mean and count is not None:
             try:
-                check_divisor(loss, count=count)
+                check_divisor(loss, count=count, reads_device=self.is_first)
             except UserError as error:
                 self._found = self._found or error
         if self._is_on and self.is_first and not is_whole and self._num_losses < MAX_LOSSES:
@@ -80,6 +80,12 @@ class LoopChecks:
             cause = row_dependence(loss, self._owner, context.num_rows_here)
             if cause is not None:
                 self._found = self._found or self._dependent(cause)
+
+    def found_foreign_gradients(self) -> None:
+        """Note gradients that were there before the first backward of a step, unless they are zero."""
+        gradients = [each.grad for each in parameters_of(self._optimizers) if each.grad is not None]
+        if self.is_first and any(bool(local_tensor(each).count_nonzero()) for each in gradients if not each.is_sparse):
+            self._found = self._found or foreign_gradients()
 
     def before_gather(self) -> None:
         """Note that a loss sees the rows of all ranks, and whether it misses those of the step's other batches."""
@@ -102,12 +108,10 @@ class LoopChecks:
         if self.is_first:
             self._check_hooks()
         if not self.num_backwards and any(each.grad is not None for each in parameters_of(self._optimizers)):
-            what = "the gradients of this step do not come from loop.backward: they are not those of all ranks' rows"
-            self._found = self._found or UserError("P142", what, where=calling_line(), fix="call "
-                                                   "loop.backward(loss, num_samples=len(y), reduction=\"mean\") in "
-                                                   "place of loss.backward()")  # fmt: skip
-        if self.num_backwards > 1 and self._divisors == {self.num_backwards}:
-            what = (f"each of {self.num_backwards} losses was divided by {self.num_backwards}, but loop.step divides "
+            self._found = self._found or foreign_gradients()
+        steps = self.num_backwards, self.num_backwards * self._context.world_size  # of all ranks, in one process
+        if self.num_backwards > 1 and self._divisors in ({each} for each in steps):
+            what = (f"each of {self.num_backwards} losses was divided by {max(self._divisors)}, but loop.step divides "
                     "by the samples of all of them: the gradient would be as many times too small")  # fmt: skip
             self._found = self._found or UserError("P144", what, where=calling_line(), fix="leave out the division: "
                                                    "loop.backward(loss, num_samples=len(y), reduction=\"mean\"). "
@@ -242,6 +246,13 @@ class LoopChecks:
     def _check_hooks(self) -> None:
         if not self._warned_of_hooks:
             self._warned_of_hooks = warn_of_hooks(self._model)
+
+
+def foreign_gradients() -> UserError:
+    what = "gradients of this step do not come from loop.backward: they are not those of all ranks' rows"
+    return UserError("P142", what, where=calling_line(), fix="call loop.backward(loss, num_samples=len(y), "
+                     'reduction="mean") in place of loss.backward(); after a backward for something else, '
+                     "model.zero_grad()")  # fmt: skip
 
 
 class Hook:

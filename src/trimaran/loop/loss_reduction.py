@@ -55,16 +55,20 @@ def check_reduction(loss: Tensor, *, claimed: Reduction | None, count: float | N
     raise UserError("P044", what, where=calling_line(), fix=fix)
 
 
-def check_divisor(loss: Tensor, *, count: float) -> None:
+def check_divisor(loss: Tensor, *, count: float, reads_device: bool) -> None:
     """Raise UserError if `loss` is a mean, and its graph shows that it was divided by something else than `count`.
 
     `cross_entropy` divides by the class weights of the labels that are not ignored. A mean over elements may have
-    several for each sample, but not 7 for 5.
+    several for each sample, but not 7 for 5. Without `reads_device`, divisors on the device are not read, for which the
+    host would wait.
     """
     sizes = []
     for node in _means(loss.grad_fn, MAX_DEPTH):
         if hasattr(node, "_saved_total_weight"):
             weight = node._saved_total_weight
+            if weight.device.type != "cpu" and not reads_device:
+                sizes.append(1)
+                continue
             divisor, num_labels = float(weight), node._saved_target.numel()
             is_equal = abs(divisor - count) <= max(1e-5, 4 * torch.finfo(weight.dtype).eps) * max(divisor, count)
             if is_equal or not math.isfinite(divisor):
@@ -84,9 +88,10 @@ def check_divisor(loss: Tensor, *, count: float) -> None:
             raise UserError("P143", f"{what} {count:g}", where=calling_line(), fix=f"loop.backward(loss, {line}, "
                             f'reduction="mean"). {CHECK_OFF}')  # fmt: skip
         sizes.append(_numel(node.next_functions[0]))
+    sizes += _divisors_of_sums(loss.grad_fn, MAX_DEPTH, reads_device) if not sizes else []
     # One mean that fits is enough: another may be a penalty on weights.
     if sizes and count > 0 and count == int(count) and all(size % count and count % size for size in sizes):
-        raise UserError("P143", f"the loss is a mean over {sizes[0]} elements, but backward was told that it is the "
+        raise UserError("P143", f"the loss is a mean over {sizes[0]:g} elements, but backward was told that it is the "
                         f"mean of {count:g}", where=calling_line(),
                         fix="pass the number that the loss was divided by, such as num_tokens=loss.numel() before "
                         f'the mean; or sum the loss, and leave out reduction="mean". {CHECK_OFF}')  # fmt: skip
@@ -95,7 +100,7 @@ def check_divisor(loss: Tensor, *, count: float) -> None:
 def accumulation_divisor(loss: Tensor) -> int:
     """Return the whole number that a mean was divided by in its last operation; 1 if there is none.
 
-    The sum of so many losses, divided by their number, is their mean.
+    The sum of so many losses, divided by their number, is their mean. A factor of 0.5 belongs to the loss itself.
     """
     node = loss.grad_fn
     while node is not None and node.name().startswith(TRANSPARENT):
@@ -107,6 +112,8 @@ def accumulation_divisor(loss: Tensor) -> int:
     if len(inner) != 1 or not factor or not 0 < factor <= 0.5 or _reduction(inner[0], MAX_DEPTH) != "mean":
         return 1
     divisor = round(1 / factor)
+    if divisor == 2 and node.name().startswith("MulBackward"):
+        return 1
     return divisor if abs(divisor * factor - 1) < 1e-6 and _num_terms(inner[0]) != divisor else 1
 
 
@@ -128,6 +135,22 @@ def _means(node: Any, depth: int) -> list[Any]:
     is_scale = name.startswith(("MulBackward", "DivBackward")) and len(inner) == 1
     if name.startswith((*TRANSPARENT, "AddBackward", "SubBackward")) or is_scale:
         return [found for each in inner for found in _means(each, depth - 1)]
+    return []
+
+
+def _divisors_of_sums(node: Any, depth: int, reads_device: bool) -> list[int]:
+    """Return the whole numbers that sums were divided by, such as the number of ones in a mask."""
+    if node is None or depth == 0:
+        return []
+    name = node.name()
+    inner = [each for each, _ in node.next_functions if each is not None]
+    if name.startswith("DivBackward") and len(inner) == 1 and _reduction(inner[0], depth - 1) == "sum":
+        divisor = node._saved_other
+        is_read = isinstance(divisor, Tensor) and (divisor.device.type == "cpu" or reads_device)
+        divisor = float(divisor) if is_read and divisor.numel() == 1 else 0.0
+        return [int(divisor)] if divisor > 1 and divisor == int(divisor) else []
+    if name.startswith((*TRANSPARENT, "AddBackward", "SubBackward", "MulBackward")):
+        return [found for each in inner for found in _divisors_of_sums(each, depth - 1, reads_device)]
     return []
 
 

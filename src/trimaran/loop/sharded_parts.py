@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from trimaran.parallel.comm.json_exchange import all_gather_int64
 FIRST_STEPS, CHECK_EVERY = 2, 100
 FRAMEWORK_BASES = ("PreTrainedModel", "ModelMixin", "LightningModule", "PyTorchModelHubMixin")
 MIXED = "mixed torch.Tensor and DTensor"  # of torch's message
+FREED = "storage of size 0"  # the same, for weights that were freed after they were used
 
 
 def gather_for_parts(model: nn.Module, before_call: Callable[[], None]) -> None:
@@ -153,12 +155,35 @@ class UnitCalls:
         return [each._unsharded_param._version for each in parameters if hasattr(each, "_unsharded_param")]
 
 
+def give_forward(model: nn.Module) -> None:
+    """Let FSDP take a container as the root: it refuses modules without a forward, but their parts may be called."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
+        kind = type(model)
+        model.__class__ = type(kind.__name__, (kind,), {"forward": _refuse_call})
+
+
+def _refuse_call(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(f"a {type(self).__name__} has no forward: call its parts")
+
+
 def check_shardable(model: nn.Module) -> None:
     """Raise UserError if the model has parts that FSDP does not support."""
     for name, each in model.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise UserError("P136", f"{name} has sparse gradients, which cannot be sharded",
                             where="prepare(sharding=...)", fix="use sharding='none', or sparse=False")  # fmt: skip
+
+
+@contextmanager
+def explained_double_backward() -> Iterator[None]:
+    """Raise UserError for torch's error if a second derivative needs weights that FSDP has freed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if FREED not in str(error):
+            raise
+        what = "the loss has derivatives of the model in it (a gradient penalty), for which a rank's shard does not do"
+        raise UserError("P136", what, where="loop.backward(loss)", fix="use sharding='none'") from error
 
 
 def check_is_plain(loss: Tensor) -> None:
@@ -205,5 +230,5 @@ def _explain_mixed_tensors() -> None:
 
 def _mixed(what: str) -> UserError:
     return UserError("P136", what, where="a loop with sharding", fix="compute norms of weights with "
-                     "loop.parameter_norm(), other values inside of the model's forward or methods, or use "
-                     "sharding='none'")  # fmt: skip
+                     "loop.parameter_norm(), other values inside of the model's forward or methods; copy weights with "
+                     "loop.copy_of(model) or loop.state_dict(); or use sharding='none'")  # fmt: skip

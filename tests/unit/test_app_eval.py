@@ -100,6 +100,21 @@ def test_the_loss_is_that_of_the_trainer_for_other_plans_and_models(
     assert found.get("accuracy_counts") == expected.get("accuracy_counts")
 
 
+def test_an_accuracy_is_of_the_samples_that_are_held_out_and_not_of_their_repetitions(
+    run: RunDirectory, tmp_path: Path, capsys: Any
+) -> None:
+    pairs = [{"prompt": f"{number} + 1 is", "completion": f"{number + 1}"} for number in range(10, 50)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    recipe = parse_recipe(RECIPE.replace("source: text, path: PATH", f"source: chat, path: {tmp_path}/pairs.jsonl")
+                          .replace("holdout: 0.2", "holdout: 0.05").replace("seq_len: 32", "seq_len: 256"),
+                          name="test")  # fmt: skip
+    (tmp_path / "runs").mkdir()
+    other = train_run(recipe, plan_for(recipe, grad_accum=1, dp_replicate=2), tmp_path / "runs")
+    counts = reported(other)[4]["accuracy_counts"]
+    assert counts["answers"] == 2  # of 40 samples; 12 rows are evaluated
+    assert evaluate(capsys, str(other.path))["accuracy_counts"] == counts
+
+
 def test_results_are_kept_in_the_run_and_shown_in_the_model_card(
     run: RunDirectory, tmp_path: Path, capsys: Any
 ) -> None:

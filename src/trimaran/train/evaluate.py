@@ -1,6 +1,6 @@
 """Evaluation on held-out samples: the mean loss, the accuracy, and sample answers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +68,27 @@ class HoldoutEvaluator:
         if stop:
             return True
         tokens, total_loss, *scores = sums.tolist()
-        counts = {name: count for name, count in zip(names, scores[1::2], strict=True) if count}
-        pairs = zip(names, scores[::2], strict=True)
-        accuracy = {name: correct / counts[name] for name, correct in pairs if name in counts}
+        accuracy, counts = accuracy_of(names, scores, self.feed, batches)
         details = {"accuracy": accuracy, "accuracy_counts": counts} if accuracy else {}
         self.journal.event("evaluation", step=step, loss=total_loss / max(1, tokens), tokens=round(tokens), **details)
         return False
+
+
+def accuracy_of(
+    names: Sequence[str], scores: Sequence[float], feed: BatchFeed, batches: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the fraction of each score that is correct, and of how many, without those that `feed` repeats.
+
+    `scores` are pairs of a correct and a total count. If few samples are held out, `batches` repeat them.
+    """
+    totals = {name: total for name, total in zip(names, scores[1::2], strict=True) if total}
+    if not totals:
+        return {}, {}
+    correct = dict(zip(names, scores[::2], strict=True))
+    samples = [sample for step in range(batches) for sample in feed.samples(step, range(feed.share.dp))]
+    distinct = len(set(samples)) / len(samples)
+    counts = {name: float(max(1, round(total * distinct))) for name, total in totals.items()}
+    return {name: correct[name] / total for name, total in totals.items()}, counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from trimaran.data.token_shards import TokenShards
 from trimaran.data.tokenizer import Tokenizer
 from trimaran.nets import Network
 from trimaran.parallel.precision import autocast, override_precision
+from trimaran.train.evaluate import accuracy_of
 from trimaran.train.inputs.training_data import load_training_data
 from trimaran.train.loss.objective import LanguageObjective, Objective
 from trimaran.train.steppers.stepper import evaluate_micro_batch
@@ -133,13 +134,12 @@ def evaluate_feed(
                 num_bytes += int(lengths[labels[labels != IGNORED]].sum())
             progress("evaluating", number / batches)
     total, *scores = sums.tolist()
-    counts = {name: count for name, count in zip(names, scores[1::2], strict=True) if count}
-    pairs = zip(names, scores[::2], strict=True)
+    accuracy, counts = accuracy_of(names, scores, feed, batches)
     return HeldOutLoss(
         loss=total / max(1, num_valid),
         tokens=num_valid,
         num_bytes=num_bytes if lengths is not None and num_bytes else None,
-        accuracy={name: correct / counts[name] for name, correct in pairs if name in counts},
+        accuracy=accuracy,
         accuracy_counts=counts,
     )
 

@@ -56,7 +56,9 @@ from trimaran.models import ModelSpec, spec_of
 from trimaran.models.hf_facts import facts_file
 from trimaran.nets import decoder_network, load_hf_weights
 from trimaran.nets.hf import HfNetwork, hf_network
+from trimaran.nets.hf_attention import takes_scope
 from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets.hf_stages import pipeline_layers
 from trimaran.nets.network import WeightsNeededError
 
 CPU = torch.device("cpu")
@@ -117,6 +119,13 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(name: str, tmp_path:
     network = network_of((PACKED | CONFIGS)[name], tmp_path)
     for packed, alone in zip(logits_packed(network), logits_alone(network), strict=True):
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_a_balance_loss_that_is_not_added_costs_neither_our_attention_nor_stages(tmp_path: Path) -> None:
+    network = network_of(PACKED["mixtral-balanced"], tmp_path)
+    assert takes_scope(network.module)
+    assert pipeline_layers(network).count == 2
+    assert network.disk_config()["output_router_logits"], "for transformers"
 
 
 @pytest.mark.parametrize("name", POSITIONS_AFTER_PADDING)

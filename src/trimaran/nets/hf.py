@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,9 +175,7 @@ class HfNetwork(Network):
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]
-        arguments, config = self._attention_arguments(inputs), cast("Any", self.module.config)
-        if getattr(config.get_text_config(), "output_router_logits", False):
-            arguments["output_router_logits"] = False  # for a balance loss that is not added
+        arguments = self._attention_arguments(inputs)
         if stream:
             arguments[STREAM_ARGUMENT] = stream[0]
         out = self.module(input_ids=self.context.shard(tokens), use_cache=False, **arguments)
@@ -258,6 +256,7 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
     It gets our attention if its own is plain causal attention; the log says if not. Call it before anything is sharded.
     """
     _disable_padding_check(module)
+    _disable_balance_loss(module)
     result, architecture = probe(module), type(module).__name__
     refuse_later_tokens(module, architecture, is_noncausal=result.is_noncausal)
     setattr(module, OPTION_ATTRIBUTE, result.unsupported_option)
@@ -296,6 +295,16 @@ def _disable_padding_check(module: nn.Module) -> None:
     for part in module.modules():
         if hasattr(part, PADDING_CHECK):
             setattr(part, PADDING_CHECK, _do_nothing)
+
+
+def _disable_balance_loss(module: Any) -> None:
+    """Keep a mixture of experts from computing a balance loss, which is not added: it does not take our masks."""
+    if getattr(module.config.get_text_config(), "output_router_logits", False):
+        module.register_forward_pre_hook(_without_router_logits, with_kwargs=True)
+
+
+def _without_router_logits(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, options | {"output_router_logits": False}
 
 
 def _do_nothing(*_: Any) -> None:

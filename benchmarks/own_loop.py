@@ -1,12 +1,13 @@
 """A user's own loop through `trimaran.prepare` against the same loop in plain PyTorch, both compiled, on GPUs.
 
     python benchmarks/own_loop.py
-    torchrun --nproc-per-node 2 benchmarks/own_loop.py    # against DDP
+    torchrun --nproc-per-node 2 benchmarks/own_loop.py --layers 4    # against DDP
 
 Prints one JSON line: milliseconds of a step of each loop, their ratio, the largest difference of their losses, and the
 time of the first steps, in which `prepare` runs its checks.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -31,10 +32,10 @@ CHECKED_STEPS, BLOCK, BLOCKS = 8, 10, 6  # the two loops take turns, a block of 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a GPT of about 300M parameters and its optimizer."""
+def make(layers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a GPT and its optimizer; 24 layers are about 350M parameters."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=LENGTH, vocab_size=50304, n_layer=24, n_head=16, n_embd=1024))
+    model = GPT(GPTConfig(block_size=LENGTH, vocab_size=50304, n_layer=layers, n_head=16, n_embd=1024))
     model = model.cuda()
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
@@ -45,9 +46,9 @@ def get_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous().cuda(), tokens[:, 1:].contiguous().cuda()
 
 
-def plain_loop() -> Callable[[int], torch.Tensor]:
+def plain_loop(layers: int) -> Callable[[int], torch.Tensor]:
     """Return the step of a plain loop: with DDP if there are several ranks."""
-    model, optimizer = make()
+    model, optimizer = make(layers)
     compiled = torch.compile(DistributedDataParallel(model) if RANKS > 1 else model)
 
     def step(number: int) -> torch.Tensor:
@@ -67,9 +68,9 @@ def plain_loop() -> Callable[[int], torch.Tensor]:
     return step
 
 
-def prepared_loop() -> Callable[[int], torch.Tensor]:
+def prepared_loop(layers: int) -> Callable[[int], torch.Tensor]:
     """Return the step of the same loop, converted as docs/guides/own-loop.md says."""
-    model, optimizer = make()
+    model, optimizer = make(layers)
     loop = trimaran.prepare(model, optimizer)
     compiled = torch.compile(model)
 
@@ -94,12 +95,20 @@ def timed(step: Callable[[int], torch.Tensor], first: int, count: int) -> tuple[
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=24)
+    layers = parser.parse_args().layers
     torch.set_float32_matmul_precision("high")
     if RANKS > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    loops = {"plain": plain_loop(), "trimaran": prepared_loop()}
-    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": RANKS}
+    loops = {"plain": plain_loop(layers), "trimaran": prepared_loop(layers)}
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": RANKS,
+        "layers": layers,
+    }
     losses: dict[str, list[torch.Tensor]] = {}
     seconds: dict[str, list[float]] = {}
     for name, step in loops.items():

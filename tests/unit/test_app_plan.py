@@ -316,3 +316,13 @@ def test_a_recipe_of_a_large_model_for_this_machine_says_so(
     main(["plan", str(recipe), "--json", *more])
     shown = capsys.readouterr().err
     assert ("planned for this machine, as the recipe's cluster is auto, and it has no GPU" in shown) == is_said
+
+
+def test_fewer_stages_than_ranks_of_a_pipeline_leave_other_plans_or_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stages = ["plan", "tiny", "--cluster", "2xcpu", "--global-batch", "4", "--set", "plan.pipeline.stages=[4]"]
+    assert main([*stages, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["mesh"]["pp"] == 1
+    assert main([*stages, "--set", "plan.mesh.pp=2"]) == 2
+    assert "P011: 1f1b with pp 2 does not allow 1 stages" in capsys.readouterr().err

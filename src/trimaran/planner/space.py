@@ -482,7 +482,8 @@ class Space:
             if schedule == "zero-bubble" and self.pinned("compile") and self.pins.compile:
                 continue
             if pipeline.stages:
-                yield schedule, pipeline.stages
+                if len(pipeline.stages) >= pp:
+                    yield schedule, pipeline.stages
                 continue
             outline = self.question.outline
             assert outline is not None

@@ -19,9 +19,8 @@ from trimaran.infer.server.call_fields import ChatMessage, ContentPart
 
 DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>[A-Za-z0-9+/=\s]*)", re.ASCII)
 PART_CHARACTERS = 1 << 14  # of a long text, tokenised at a time until it is clear that it cannot fit
-ROOM = (
-    1 << 10
-)  # tokens by which a prompt may be too long, and an eighth: parts of a text have more tokens than the text
+# Tokens by which the parts of a text may be too long, and an eighth: they have more than the text as a whole.
+ROOM = 1 << 10
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 

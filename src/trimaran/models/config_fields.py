@@ -106,9 +106,9 @@ def bad_field(name: str, what: str, where: str) -> UserError:
     )
 
 
-def unknown_network(what: str, where: str) -> UserError:
+def unknown_network(what: str, where: str, *, fix: str = "add what is missing") -> UserError:
     return UserError("M011", f"the configuration does not describe the network: {what}", where=where,
-                     fix="add what is missing, or pass the live module to outline_from_module")  # fmt: skip
+                     fix=f"{fix}, or pass the live module to outline_from_module")  # fmt: skip
 
 
 def show(value: Any) -> str:

@@ -195,7 +195,8 @@ def longest(fields: Fields) -> int:
 def _refuse_unsupported(fields: Fields, traits: FamilyTraits, kind: str) -> None:
     """Raise for unsupported networks, and once for all missing sizes."""
     if fields.boolean("is_encoder_decoder", default=False):
-        raise unknown_network(f"{kind or 'the model'} is an encoder and a decoder", fields.where)
+        raise unknown_network(f"{kind or 'the model'} is an encoder and a decoder", fields.where,
+                              fix="train it in your own loop with trimaran.prepare")  # fmt: skip
     needed = NEEDED if not traits.gated else NEEDED | {"feed-forward": FFN}
     if missing := fields.missing(needed):
         raise unknown_network(f"it lacks {', '.join(missing)}", fields.where)

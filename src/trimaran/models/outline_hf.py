@@ -37,7 +37,8 @@ def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images:
         tower = language_tower(text, nested=nested)
         return Outline(name=name, towers=(tower,), max_seq_len=longest(text))
     if kind in ("clip", "siglip", "siglip2"):
-        raise unknown_network(f"{kind} is two encoders side by side; its vision_config by itself is a network", where)
+        raise unknown_network(f"{kind} is two encoders side by side; its vision_config by itself is a network", where,
+                              fix="train it in your own loop with trimaran.prepare")  # fmt: skip
     vision_config = VISION_OUTLINES.get(kind, VisionOutline(traits=None, view=_one_tile, join=_two_matmuls))
     vision, traits = with_vision_traits(fields.below("vision_config"), vision_config.traits)
     view = vision_config.view(vision, fields, images, traits.tokens)

@@ -299,6 +299,9 @@ def test_downsampling_keeps_minimum_and_maximum() -> None:
     assert curve([(1.0, math.nan)]) == {}
     assert curve([(1.0, 2.0), (2.0, math.inf)])["points"] == [(1.0, 2.0)]
     assert spread([(5.0, 1.0), (5.0, 3.0)]) == [(5.0, 1.0, 2.0, 3.0)]
+    points = [(2.0, 1.0), (3.0, 7.0), (6.0, 2.0), (9.0, 4.0), (10.0, 5.0)]
+    assert spread(points, limit=2) == [(2.5, 1.0, 4.0, 7.0), (25 / 3, 2.0, 11 / 3, 5.0)]
+    assert spread(points, limit=4) == [(2.5, 1.0, 4.0, 7.0), (6.0, 2.0, 2.0, 2.0), (9.5, 4.0, 4.5, 5.0)]
 
 
 @pytest.mark.parametrize(

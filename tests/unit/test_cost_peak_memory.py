@@ -111,6 +111,14 @@ def test_a_sharded_rank_gathers_its_root_at_the_loss_and_its_layers_in_backward(
     assert states(Plan(precision="bf16")).gathered_at_loss == 0
 
 
+def test_the_root_and_the_units_that_are_prefetched_are_not_reduced_in_backward() -> None:
+    spec = replace(PAGE, layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, vocab=10_000)
+    count = outline_of(spec).num_parameters
+    root = 2 * 10_000 * 1024
+    held = states(plan_of(mesh={"dp_shard": 4}, sharding="parameters", comm={"prefetch": 1}), spec)
+    assert held.unreduced / held.gradients == pytest.approx((root + 2 * (count - root) / 8) / count, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("sharding", "comm", "layers"),
     [

@@ -95,6 +95,11 @@ def test_a_bucket_row_has_samples_of_similar_length(mix: Mix) -> None:
     assert (counts < slots).sum() <= len(np.unique(slots))  # only the last row of each bucket may be partly filled
 
 
+def test_a_bucket_whose_rows_are_all_full_has_no_empty_row() -> None:
+    packing = packing_of(Table([[1] * 4, [2] * 4, [3] * 4, [4] * 4]), 8, "bucket")
+    assert np.diff(packing.offsets).tolist() == [2, 2]
+
+
 def test_padding_puts_one_sample_in_each_row() -> None:
     packing = packing_of(Table([[1] * 5, [2] * 6, [3] * 4]), 8, "pad")
     assert np.diff(packing.offsets).tolist() == [1, 1, 1]

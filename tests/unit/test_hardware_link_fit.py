@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 
 import pytest
 
@@ -46,6 +47,20 @@ def test_the_errors_cover_the_truth_as_often_as_two_sigmas_should() -> None:
         inside[0] += abs(fit.alpha_seconds - alpha) < 2 * fit.alpha_error_seconds
         inside[1] += abs(bandwidth / fit.bytes_per_second - 1) < 2 * fit.bandwidth_error
     assert all(170 <= count <= 200 for count in inside), inside  # 190 of 200 expected of a normal distribution
+
+
+def test_the_errors_are_the_scatter_of_fits_that_cannot_tell_latency_from_bandwidth() -> None:
+    alpha, bandwidth = LINKS["gloo"]
+    sizes = [250_000 + 25_000 * number for number in range(12)]  # of which each takes about twice the latency
+    found = []
+    for seed in range(300):
+        draw = random.Random(seed)
+        fit = fit_link([(size, (alpha + size / bandwidth) * math.exp(draw.gauss(0, 0.01))) for size in sizes])
+        assert fit is not None
+        found.append((fit.alpha_seconds, 1 / fit.bytes_per_second, fit.alpha_error_seconds, fit.bandwidth_error))
+    latencies, slopes, latency_errors, slope_errors = zip(*found, strict=True)
+    assert statistics.median(latency_errors) == pytest.approx(statistics.stdev(latencies), rel=0.5)
+    assert statistics.median(slope_errors) * statistics.mean(slopes) == pytest.approx(statistics.stdev(slopes), rel=0.5)
 
 
 def test_four_wrong_points_of_nineteen_are_left_out() -> None:

@@ -109,6 +109,28 @@ def test_a_loss_that_cannot_be_split_is_an_error_on_all_ranks(ranks: int, shardi
     assert run_ranks(ranks, codes_of_losses, sharding) == [expected] * ranks
 
 
+def codes_of_parts(sharding: str) -> list[str]:
+    """Return the codes of a contrastive loop that calls layer by layer, and of a healthy one."""
+    codes = []
+    for loss in (contrast, mean):
+        loop = build(sharding)
+
+        def step(loop: Loop = loop, loss: Any = loss) -> None:
+            x, y = loop.local_rows((X, LABELS))
+            for layer in loop.model.children():
+                x = layer(x)
+            loop.backward(loss(x, y), num_samples=len(y), reduction="mean")
+            loop.step()
+
+        codes.append(code_of(step))
+    return codes
+
+
+@pytest.mark.parametrize("sharding", ["none", "parameters"])
+def test_scores_of_all_pairs_are_found_if_the_loop_calls_parts_of_the_model(sharding: str) -> None:
+    assert run_ranks(2, codes_of_parts, sharding) == [["P140", ""]] * 2
+
+
 def messages_of_losses() -> list[str]:
     messages = []
     for name in ("contrast", "whitened", "weighted", "ignored"):

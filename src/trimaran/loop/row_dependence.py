@@ -28,6 +28,7 @@ TURNS = ("PermuteBackward", "TransposeBackward", "TBackward", "UnsqueezeBackward
 LOSSES = ("NllLossBackward", "NllLoss2DBackward")
 BATCH_NORMS = ("NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward")
 STATISTICS = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward", *BATCH_NORMS)
+FSDP_INPUTS = "RegisterPostBackwardFunction"  # passes the inputs of a sharded part on
 TABLES = ("MmBackward", "AddmmBackward", "BmmBackward", "CdistBackward")
 Cause = Literal["compared", "normalised", "dimension"]
 """Rows are compared or combined; normalised by statistics over rows; or independent along another dimension."""
@@ -277,8 +278,10 @@ def _is_activation(node: Any, size: int) -> bool:
     shape, level = sorted(_shape_of_table(node)), [node]
     for _ in range(LEAF_DEPTH):
         for each in level:
-            is_leaf = each.name().endswith("AccumulateGrad")
-            if isinstance(each, BackwardCFunction) or (is_leaf and sorted(each.variable.shape) == shape):
+            name = each.name()
+            is_leaf = name.endswith("AccumulateGrad")
+            is_custom = isinstance(each, BackwardCFunction) and not name.startswith(FSDP_INPUTS)
+            if is_custom or (is_leaf and sorted(each.variable.shape) == shape):
                 return False
         level = [
             _below_views(following) for each in level for following, _ in each.next_functions if following is not None

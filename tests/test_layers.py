@@ -68,6 +68,14 @@ MAY_START: dict[str, set[str]] = {
 }
 TORCH_FREE = {*PLANNING, *RUN, "launch", "history", "doctor", "autopilot", "drill", "tune", "viz"}
 TORCH_ALLOWED = {"models/from_module.py"}  # walks a live nn.Module
+# Folders inside a package that import each other, also by way of others. The redesign removes them; none may come.
+CIRCLES = {
+    frozenset({"app/assistant", "app/commands", "app/session", "app/web"}),
+    frozenset({"app/request", "app/views"}),
+    frozenset({"infer/engine", "infer/ranks"}),
+    frozenset({"parallel/axes", "parallel/memory"}),
+    frozenset({"train/health", "train/metrics", "train/steppers"}),
+}
 PACKAGED = [path for path in FILES if path.parent != SRC]
 MODULE = re.compile(r"\btrimaran(?:\.[a-z_]\w*)*")
 IMPORT = re.compile(r"^ *(?:from|import) trimaran[\w.]*", re.MULTILINE)
@@ -180,6 +188,33 @@ def test_the_map_has_no_loops() -> None:
         ready = [package for package in sorted(left) if MAY_IMPORT[package] <= set(order)]
         assert ready, f"loop in {left}"
         order += ready
+
+
+def folder_of(module: str) -> str:
+    """Return the folder of a module inside its package, such as `train/steppers`; "" if it is in none."""
+    parts = module.split(".")[1:3]
+    return "/".join(parts) if len(parts) == 2 and SRC.joinpath(*parts).is_dir() else ""
+
+
+def reached_from(folder: str, imports: dict[str, set[str]]) -> set[str]:
+    found, left = set[str](), [folder]
+    while left:
+        new = imports.get(left.pop(), set()) - found
+        found |= new
+        left += new
+    return found
+
+
+def test_folders_inside_a_package_form_no_new_circle() -> None:
+    imports: dict[str, set[str]] = {}
+    for path in PACKAGED:
+        if here := folder_of(".".join(("trimaran", *path.relative_to(SRC).parts[:2]))):
+            below = {folder_of(name) for name in imported(path) if name.startswith("trimaran.")}
+            same_package = {each for each in below if each.split("/")[0] == here.split("/")[0]}
+            imports.setdefault(here, set()).update(same_package - {here})
+    reached = {folder: reached_from(folder, imports) for folder in imports}
+    circles = {frozenset(each for each in reached[folder] if folder in reached.get(each, ())) for folder in imports}
+    assert circles - {frozenset()} == CIRCLES
 
 
 def test_every_package_is_on_the_map() -> None:

@@ -95,7 +95,7 @@ def sent_until_closed(connection: socket.socket, part: bytes, pause: float = 0.0
     raise AssertionError("it is not closed")
 
 
-PROTOCOLS = list({AutoHTTPProtocol, H11Protocol})
+PROTOCOLS = list(dict.fromkeys((AutoHTTPProtocol, H11Protocol)))  # in one order, in every process
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

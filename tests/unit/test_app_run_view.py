@@ -163,7 +163,7 @@ def test_the_summary_says_of_how_many_answers_an_accuracy_is_and_what_ended_the_
     summarise(state_of(run), console)
     shown = printed(console)
     assert "accuracy on held-out data: tokens 90.0% of 1,200, answers 100.0% of 2\n" in shown
-    assert "ended by data.epochs 3 or train.steps 10, whichever came first; a resume that sets one of them" in shown
+    assert "ended by data.epochs 3 or train.steps 10, whichever came first; to train longer, resume with" in shown
 
 
 def test_the_next_commands_are_ready_to_type(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
     """Return the shape that `config` describes. `where` names the configuration in errors."""
     if reason := unsupported(config):
         raise UserError("M006", f"the decoder does not support this model: {reason}", where=where,
-                        fix="train it unchanged with model.family=hf")  # fmt: skip
+                        fix="train a causal language model unchanged with model.family=hf")  # fmt: skip
     spec = FAMILIES[config["model_type"]].read(Fields(config, where))
     if problem := first_invalid_field(spec):
         raise bad_field(HF_NAMES.get(problem[0], problem[0]), problem[1], where)

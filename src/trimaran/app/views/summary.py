@@ -52,7 +52,7 @@ def summarise(state: RunState, console: Console) -> None:
         _show_unfinished(state, console)
         if state.status == "done" and (epochs := state.recipe.data.epochs):
             ends = f"data.epochs {epochs:g} or train.steps {state.recipe.train.steps}, whichever came first"
-            print_plain(console, f"      ended by {ends}; a resume that sets one of them follows that one")
+            print_plain(console, f"      ended by {ends}; to train longer, resume with a larger one")
         if bound := loss_bound_text(state.loss_bound, total_steps=state.recipe.train.steps):
             print_plain(console, f"      {bound}")
         for name, detail in state.details:

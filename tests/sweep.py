@@ -2,8 +2,8 @@
 
 `python -m tests.sweep` trains each model for 4 steps with the real worker and compares it with a plain loop: every
 loss to 1e-5, gradient norms and weights to 1e-4. `--only NAME` and `--plan KEY` choose cells, `--write FILE` replaces
-the table of a page. Cells are kept in `build/sweep.jsonl`, so an interrupted sweep goes on where it stopped; `--again`
-runs the chosen cells again. It exits with 1 if any cell is different or crashed.
+the table of a page. Cells are kept in `build/sweep.jsonl`, so an interrupted sweep continues where it stopped;
+`--again` runs the chosen cells again. It exits with 1 if any cell is different or crashed.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def train_rank(run: Path, cache: Path) -> int:
 
 
 def run_processes(world_size: int, timeout: float, log: Path, function: Callable[..., Any], *args: Any) -> list[int]:
-    """Return the exit codes of `function(*args)` on forked ranks, or of those that ended in time; others are killed."""
+    """Return the exit codes of `function(*args)` on forked ranks that ended in time; others are killed."""
     context, port = multiprocessing.get_context("fork"), _free_port()
     ranks = [
         context.Process(target=_rank, args=(rank, world_size, port, log, function, args)) for rank in range(world_size)

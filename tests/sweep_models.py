@@ -5,7 +5,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 HEADS = 4
-# Fields of many architectures, and their small values. A configuration gets those that it has.
+# Fields of many architectures, and their small values. A configuration gets only its own fields.
 TINY: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "src_vocab_size", "tgt_vocab_size", "vocab_size_per_layer_input"), 320),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim", "emb_dim"), 32),

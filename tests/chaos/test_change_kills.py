@@ -33,7 +33,7 @@ def other_plan(run: RunDirectory) -> dict[str, Any]:
 
 
 def kill_in_change(supervised: Supervised, rank: int, phase: ChangePhase) -> str:
-    """Have `rank` die at `phase` of a change, wait until the run goes on, and return the answer to the change."""
+    """Have `rank` die at `phase` of a change, wait until the run continues, and return the answer to the change."""
     run, known = supervised.run, len(supervised.faults)
     before = run.read_plan()
     request_kill(run, rank, phase)

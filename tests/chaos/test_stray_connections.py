@@ -81,7 +81,7 @@ def connect(where: int | str) -> socket.socket | None:
 
 @contextmanager
 def strangers(supervised: Supervised, proof: Path) -> Iterator[dict[str, int]]:
-    """Connect to whatever listens, say something, and stay; until the end of the block. Yields what was reached."""
+    """Connect to every listener, send bytes and stay until the end of the block. Yields the addresses."""
     over, reached = threading.Event(), dict[str, int]()
     kept: list[socket.socket] = []
 

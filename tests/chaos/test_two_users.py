@@ -1,4 +1,4 @@
-"""Two unprivileged users in one folder of runs: the second gets clear errors, and the first one's run goes on."""
+"""Two unprivileged users in one folder of runs: the second gets clear errors, and the first one's run continues."""
 
 import json
 import os

@@ -25,7 +25,7 @@ def layers() -> list[nn.Linear]:
 
 
 def found(loss: Any, *inputs: Tensor) -> str | None:
-    """Return what is found in the loss of the outputs of one layer for each input."""
+    """Return the cause found in a loss of the outputs of one layer for each input."""
     outputs = [layer(each) for layer, each in zip(layers(), inputs, strict=False)]
     mark_outputs(outputs, "test")
     return row_dependence(loss(*outputs), "test", ROWS)

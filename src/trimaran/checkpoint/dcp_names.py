@@ -1,4 +1,4 @@
-"""The names of tensors in a DCP export: those that torch finds in the model that transformers builds."""
+"""The names of tensors in a DCP export, which match the model that transformers builds."""
 
 from collections.abc import Iterable, Mapping
 

@@ -55,7 +55,7 @@ def verify(
 
 
 def refuse_damaged_weights(path: Path, *, share: slice = slice(None), num_threads: int = 0) -> None:
-    """Raise DamagedError unless the weights of the checkpoint in `path` are what was written.
+    """Raise DamagedError if weights of the checkpoint in `path` differ from their checksums.
 
     Files that hold only optimizer states are not read. `share` are the files of this rank, if several share the work.
     """

@@ -11,7 +11,7 @@ QUESTIONS: tuple[tuple[str, str], ...] = (
     ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"),
     ("instruction", "response"), ("question", "response"), ("query", "response"), ("input", "output"),
 )  # fmt: skip
-CONTEXTS = ("input", "context")  # what a question is about, in a field of its own: Alpaca, Dolly
+CONTEXTS = ("input", "context")  # fields beside a question: Alpaca, Dolly
 SYSTEMS = ("system", "system_prompt")
 REJECTED = ("rejected_response", "rejected_messages")  # beside an ordinary conversation, as ms-swift has it
 PREFERENCE_REASON = "it is preference data: data.text_field must name the answer to learn"

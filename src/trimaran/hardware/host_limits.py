@@ -99,7 +99,7 @@ def _groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
     """Return the root of a controller and the groups in it that this process belongs to; "" is cgroup v2."""
     memberships = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
     paths = [path for controllers, path in memberships if controller in controllers.split(",")]
-    # In a container without a namespace of its own the path is that of the host, and does not exist here.
+    # In a container without its own namespace the path is the host's, and does not exist here.
     return sorted(
         {cgroup / controller} | {cgroup / controller / part for path in paths for part in _with_parents(path)}
     )

@@ -312,7 +312,7 @@ class Loop:
         self._last_count = rows, count if isinstance(count, int) else -1
 
     def zero_grad(self) -> None:
-        """Clear the gradients since the last step, and what was counted for them: the next backward starts over."""
+        """Clear the gradients since the last step, and their counts: the next backward starts over."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._forget()
@@ -323,7 +323,7 @@ class Loop:
         self._checks.forget()
 
     def _drop_foreign_gradients(self) -> None:
-        """Clear what the backward of another loop has left in this model, such as a generator's in its critic."""
+        """Clear gradients that the backward of another loop left in this model, such as a generator's in its critic."""
         if len(self._context.set_syncs) == 1:
             self._checks.found_foreign_gradients()
             return

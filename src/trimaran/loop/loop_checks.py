@@ -26,7 +26,7 @@ _numbers = counter()
 
 
 class LoopChecks:
-    """What the first steps of a loop are checked for. Mistakes are raised in `before_step`, on all ranks alike.
+    """The checks of a loop's first steps. Mistakes are raised in `before_step`, on all ranks alike.
 
     With `is_on` false, only the calls are checked: who changes gradients, and who updates.
     """
@@ -200,7 +200,7 @@ class LoopChecks:
         return UserError("P140", what, where=calling_line(), fix=f"{fix}. {CHECK_OFF}")
 
     def _hooked(self, model: nn.Module) -> list[Any]:
-        """Watch what the model draws and returns, and the dimension along which its layers for sequences run."""
+        """Watch the model's random numbers and outputs, and the dimension along which its sequence layers run."""
         hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self._before_forward)),
             model.register_forward_hook(Hook(self._after_forward), prepend=not self._is_sharded),
@@ -256,7 +256,7 @@ def foreign_gradients() -> UserError:
 
 
 class Hook:
-    """A hook of a module. A copy of the module, or one that is pickled, has a hook that does nothing."""
+    """A hook of a module. It does nothing in copies and pickles of the module."""
 
     def __init__(self, function: Callable[..., Any], *first: Any) -> None:
         self._function, self._first = function, first

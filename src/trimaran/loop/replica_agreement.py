@@ -88,7 +88,7 @@ def _differing(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers without those of BatchNorm, which has a warning of its own; see `batch_norm_warning`."""
+    """Yield the buffers except BatchNorm's, which has its own warning; see `batch_norm_warning`."""
     for path, module in model.named_modules():
         if not isinstance(module, AnyBatchNorm):
             for name, buffer in module.named_buffers(recurse=False):

@@ -272,7 +272,7 @@ def _shape_of_table(node: Any) -> tuple[int, ...]:
 
 
 def _is_activation(node: Any, size: int) -> bool:
-    """Return whether this factor of a product is no weight, nor made from one of its own shape, nor gathered."""
+    """Return whether a factor of a product is computed from this rank's rows: neither a weight nor gathered."""
     if node is None:
         return False
     shape, level = sorted(_shape_of_table(node)), [node]

@@ -189,7 +189,7 @@ def without_head(problem: str, folder: Path) -> UserError:
 
 
 def _refuse_untied_head(sources: Mapping[str, Any], spec: ModelSpec, folder: Path) -> None:
-    """Raise if config.json ties the head to the embedding, and the head on disk has values of its own."""
+    """Raise if config.json ties the head to the embedding, but the head on disk has other values."""
     (embedding,) = disk_layout(spec)(EMBEDDING, (spec.vocab, spec.hidden), spec)
     if not spec.tied or HEAD not in sources or embedding.name not in sources:
         return

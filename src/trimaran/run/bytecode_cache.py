@@ -47,7 +47,7 @@ def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def others_can_plant(folder: Path) -> bool:
-    """Return whether any user of this machine can put files into `folder`: what is cached there is executed.
+    """Return whether any user of this machine can put files into `folder`: cached code is executed.
 
     That is so if everybody may write to it or to a folder above it, unless that one is sticky, as /tmp is. In a sticky
     folder another user may have made the next folder first. A folder that a group shares is trusted.

@@ -147,7 +147,7 @@ class LineFollower:
 
     @property
     def scanned(self) -> int:
-        """How far the file was read: up to the next line, or into one that is too long."""
+        """The position in the file: the start of a line, or inside a line that is too long."""
         return self._offset + self._scanned
 
     @property

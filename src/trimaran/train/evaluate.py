@@ -77,7 +77,7 @@ class HoldoutEvaluator:
 def accuracy_of(
     names: Sequence[str], scores: Sequence[float], feed: BatchFeed, batches: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the fraction of each score that is correct, and of how many, without those that `feed` repeats.
+    """Return the correct fraction of each score, and its count without samples that `feed` repeats.
 
     `scores` are pairs of a correct and a total count. If few samples are held out, `batches` repeat them.
     """

@@ -35,7 +35,7 @@ Progress = Callable[[str, float], None]
 class HeldOutLoss:
     """A mean loss over the valid tokens of some data, in nats. `num_bytes` is None if the tokenizer does not say.
 
-    `accuracy` is that of samples with answers, by what is counted; `accuracy_counts`: of how many.
+    `accuracy` is that of samples with answers, by score; `accuracy_counts` has its denominators.
     """
 
     loss: float

@@ -34,7 +34,7 @@ MAX_READ = 2000  # samples
 MAX_TOKENIZED = 64  # samples whose text is tokenized, for the ratio of tokens to characters
 MAX_TOKENIZED_CHARACTERS = 200_000
 TURN_TOKENS = 8  # what a chat template adds to a turn, about
-TOOLS_TOKENS = 160  # what it says about tools, about
+TOOLS_TOKENS = 160  # a template's text about tools, roughly
 METADATA_FIELDS = ("id", "uuid", "url", "title", "author", "date", "language", "lang", "license")  # never the text
 # Other names of an answer. A row with one of them has a question, too, so neither alone is its text.
 ANSWER_FIELDS = ("assistant", "bot", "solution", "target", "targets", "summary", "highlights")

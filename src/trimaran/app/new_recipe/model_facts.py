@@ -20,7 +20,7 @@ OWN_FAMILIES: tuple[Family, ...] = ("vlm", "decoder")  # preferred, because they
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model that a recipe can name. `named` is what the person wrote, `folder` where it is on this machine.
+    """A model that a recipe can name. `named` is the person's spelling, `folder` its path on this machine.
 
     mixes_documents: the documents of a packed row would attend to each other.
     """

@@ -44,7 +44,7 @@ def check_data(recipe: Recipe) -> None:
 def check_all_data(recipe: Recipe, notify: Callable[[str], None], progress: Progress | None = None) -> None:
     """Raise what `train` would raise about the data: it is prepared, for the run to use, unless it is large.
 
-    `notify` is called with what a person should know about the data, and with what was not read.
+    `notify` is called with remarks about the data, and about parts that were not read.
     """
     check_data(recipe)
     sources = recipe.data.mixture or (recipe.data,)

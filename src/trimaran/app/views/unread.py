@@ -1,4 +1,4 @@
-"""What of a run's files could not be read, or was not read, as text."""
+"""The parts of a run's files that could not be read, or were not read, as text."""
 
 from trimaran.app.views.run_state import RunState
 from trimaran.core import show_bytes, show_count

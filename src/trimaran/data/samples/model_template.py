@@ -144,7 +144,7 @@ class ModelTemplate:
     ) -> list[RenderedChat]:
         """Return the conversation of a template with markers. The token that ends a turn is learnt in any case.
 
-        What it marks in the messages of `context` is not learnt.
+        Its marks in the messages of `context` are ignored.
         """
         text, ranges = self._renderer.render_marked(messages, tools)
         ranges = self._without_context(messages, tools, context, ranges) if context else ranges

@@ -34,7 +34,7 @@ BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
 FRAMES_TOGETHER = 2  # with temporal patches
 MAX_SHOWN_BAD = 5
-READING_RULES = 2  # of rows; raised if they are read in another way, so that what was prepared is not used again
+READING_RULES = 2  # the version of how rows are read; raise it so that prepared samples are prepared again
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 

@@ -97,7 +97,7 @@ class AccessMiddleware:
                             fix="send it faster, or in smaller requests") from None  # fmt: skip
 
     async def _refuse(self, error: UserError, incoming: "_Incoming", send: Send) -> None:
-        """Answer with an error, read what the client still sends, within bounds, and close the connection.
+        """Answer with an error, read the rest of the request, within bounds, and close the connection.
 
         A connection that is closed with unread data is reset, and the client may never see the answer.
         """

@@ -166,11 +166,11 @@ class GuardedProtocol(asyncio.Protocol):
         super().handle_websocket_upgrade(*event)  # pyrefly: ignore[missing-attribute]
 
     def _is_past_head(self, before: Any) -> bool:
-        """Return whether what was parsed last ended a head or had a part of a body; the cycle was `before`."""
+        """Return whether the last piece ended a head or had a part of a body; the cycle was `before`."""
         return self._has_progressed
 
     def _refuse(self, error: UserError) -> None:
-        """Answer with an error, then close. What the client still sends is read for a moment, so that it sees it."""
+        """Answer with an error, then close. Read the rest of the request for a moment, so that the client sees it."""
         self._refused_bytes = 0
         self._stop_timer()
         self.guard.on_refusal(error)

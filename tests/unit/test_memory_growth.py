@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from trimaran.telemetry.host_sampler import HostSampler
 
 GIB, MIB = 1 << 30, 1 << 20
 LEAKING_RANK = """
-import ctypes, time
+import ctypes, sys
 ctypes.CDLL(None).prctl(15, b"trimaran-0", 0, 0, 0)
 kept = []
-while True:
-    kept.append(bytearray(16 << 20))
-    time.sleep(0.03)
+for line in sys.stdin:
+    kept.append(bytearray(b"x") * (24 << 20))
+    print(flush=True)
 """
 
 
@@ -91,16 +90,20 @@ def test_tensors_that_pile_up_on_a_gpu_are_found() -> None:
 
 
 def test_a_process_that_leaks_is_found_in_its_samples(tmp_path: Path) -> None:
-    rank = subprocess.Popen([sys.executable, "-S", "-c", LEAKING_RANK])
+    rank = subprocess.Popen([sys.executable, "-S", "-c", LEAKING_RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert rank.stdin is not None
+    assert rank.stdout is not None
     samples: list[dict[str, Any]] = []
     try:
         wait_for(lambda: psutil.Process(rank.pid).name() == "trimaran-0")
         host = HostSampler(tmp_path, supervisor=os.getpid())
         for at in range(32):  # the rule wants minutes: the times are those of a slower leak
-            time.sleep(0.05)
+            rank.stdin.write(b"leak\n")
+            rank.stdin.flush()
+            assert rank.stdout.readline() == b"\n"
             samples.append(host.sample() | {"time": 10.0 * at, "ram": 4 * GIB})
     finally:
         rank.kill()
-        rank.wait()
+        rank.communicate()
     (finding,) = found(samples)
     assert finding.culprit.startswith("host memory of rank 0 on ")

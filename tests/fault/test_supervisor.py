@@ -39,7 +39,12 @@ def send_signal(supervised: Supervised, rank: int, number: signal.Signals, *, af
 
 
 def test_a_run_survives_every_kind_of_lost_rank_with_the_same_weights(tmp_path: Path) -> None:
-    settings = (f"train.steps={STEPS}", "checkpoint.memory=1", "faults.hang_seconds=2")
+    settings = (
+        f"train.steps={STEPS}",
+        "checkpoint.memory=1",
+        "faults.hang_seconds=2",
+        "telemetry.sample_seconds=0.2",
+    )
     faults = "exit:1:4:0,abort:0:8:1"
     with Supervised.start(tmp_path / "run", *settings, fault=faults, pause=0.01) as supervised:
         for rank, step in ((1, 12), (0, 16)):

@@ -25,7 +25,7 @@ NUM_CLIENTS = 3
 
 
 class Clients:
-    """Ask the server all the time, and keep a link to every checkpoint, also of those that the run prunes."""
+    """Ask the server all the time, and keep a link to every checkpoint, pruned ones included."""
 
     def __init__(self, server: RunningServer, run: RunDirectory, kept: Path) -> None:
         self._server, self._run, self._kept = server, run, kept

@@ -265,7 +265,7 @@ def test_the_decoder_names_a_model_without_a_head(model: Any, is_tied: bool, ref
 
 @pytest.fixture
 def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of conversations in the working directory. What is found out about models is kept there, too."""
+    """A file of conversations in the working directory, which also caches the facts about models."""
     monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "question?"}, {"role": "assistant", "content": "answer"}]

@@ -66,7 +66,7 @@ def test_a_cache_that_any_user_can_write_to_is_not_used(tmp_path: Path) -> None:
     own, planted, shared = (tmp_path / name for name in ("own", "planted", "shared"))
     for each in (own, planted, shared):
         each.mkdir()
-    own.chmod(0o1777)  # as /tmp: others can write, and cannot replace what is ours
+    own.chmod(0o1777)  # as /tmp: others can write, but cannot replace our files
     planted.chmod(0o1777)
     (planted / "compile").mkdir()
     os.chown(planted / "compile", 65501, 65501)  # another user was first

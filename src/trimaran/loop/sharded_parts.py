@@ -182,7 +182,7 @@ def explained_double_backward() -> Iterator[None]:
     except RuntimeError as error:
         if FREED not in str(error):
             raise
-        what = "the loss has derivatives of the model in it (a gradient penalty), for which a rank's shard does not do"
+        what = "the loss contains derivatives of the model (a gradient penalty), which need whole weights"
         raise UserError("P136", what, where="loop.backward(loss)", fix="use sharding='none'") from error
 
 

@@ -30,8 +30,8 @@ StartEngine = Callable[[TrainedWeights], Awaitable[EngineProcess]]
 class EngineClient:
     """The connection to the engine, over its restarts. All methods are called from one event loop.
 
-    `newest_weights` is asked for weights to use instead if those of the dead engine cannot be loaded any more. It gets
-    the steps of those that could not be.
+    `newest_weights` is asked for other weights if those of the dead engine cannot be loaded any more. It gets the steps
+    that failed to load.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trimaran.checkpoint import batched_copy, pinned_memory
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySource, RankMemory
 from trimaran.checkpoint.rank_share import RankShare, build_share, copy_to_memory
@@ -177,17 +176,15 @@ def many_shards() -> list[TensorShard]:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 28, 1 << 20])
-def test_batched_copies_equal_copies_one_by_one(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_copies_equal_copies_one_by_one(chunk_bytes: int) -> None:
     """The first copy to a slot records its launches, the next repeats them with other values at the same addresses."""
-    monkeypatch.setattr(pinned_memory, "PIN_CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(batched_copy, "STAGING_BYTES", 1 << 19)
     shards = many_shards()
     share = build_share(shards, [(0, each.shape[0] if each.shape else 1) for each in shards])
     fd = os.memfd_create("test")
     rank_memory = RankMemory(fd)
     items_bytes = len(Copier(share).items)
     rank_memory.create_slots(2, num_bytes=share.num_bytes, items_bytes=items_bytes, allocate=False)
-    copier = DeviceCopier(share, rank_memory, torch.device("cuda"))
+    copier = DeviceCopier(share, rank_memory, torch.device("cuda"), chunk_bytes=chunk_bytes, staging_bytes=1 << 19)
     expected = torch.empty(share.num_bytes, dtype=torch.uint8)
     for step in range(1, 7):
         copier.before_update()

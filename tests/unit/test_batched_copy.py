@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint import batched_copy, pinned_memory
 from trimaran.checkpoint.batched_copy import VALUES_PER_ROW, Piece, Run, find_run, gather_rows, split_into_pieces
 from trimaran.optim.split_bf16 import join_fp32, split_fp32
 from trimaran.optim.split_weights import SplitWeight
@@ -59,14 +58,10 @@ def values_and_runs(begin: int) -> tuple[Tensor, list[Run]]:
 
 
 @pytest.mark.parametrize(("chunk_bytes", "staging_bytes"), [(1 << 28, 1 << 24), (1 << 16, 1 << 14), (1 << 20, 1 << 18)])
-def test_pieces_hold_every_byte_once_and_cross_no_pinned_chunk(
-    chunk_bytes: int, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pinned_memory, "PIN_CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(batched_copy, "STAGING_BYTES", staging_bytes)
+def test_pieces_hold_every_byte_once_and_cross_no_pinned_chunk(chunk_bytes: int, staging_bytes: int) -> None:
     expected, runs = values_and_runs(begin := 4096)
     copied, num_copied = torch.zeros_like(expected), torch.zeros(len(expected))
-    for piece in split_into_pieces(runs):
+    for piece in split_into_pieces(runs, chunk_bytes=chunk_bytes, staging_bytes=staging_bytes):
         assert piece.start // chunk_bytes == (piece.start + piece.num_bytes - 1) // chunk_bytes
         assert piece.is_direct or piece.num_bytes <= staging_bytes
         part = slice(piece.start - begin, piece.start - begin + piece.num_bytes)

@@ -2,8 +2,8 @@
 
 import gc
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint import pinned_memory
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.pinned_memory import BackgroundPinning, split_at_pin_chunks
 
@@ -49,10 +48,7 @@ def test_memory_is_allocated_and_every_slot_is_pinned(rank_memory: RankMemory) -
     assert rank_memory.allocated_bytes >= rank_memory.num_bytes
 
 
-def test_a_slot_is_pinned_in_chunks_with_pauses_for_training(
-    rank_memory: RankMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pinned_memory, "PIN_CHUNK_BYTES", SLOT_BYTES // 4)
+def test_a_slot_is_pinned_in_chunks_with_pauses_for_training(rank_memory: RankMemory) -> None:
     spans: list[tuple[float, float, int]] = []
 
     def pin(memory: Tensor) -> Pin:
@@ -61,19 +57,18 @@ def test_a_slot_is_pinned_in_chunks_with_pauses_for_training(
         spans.append((began, time.monotonic(), memory.nbytes))
         return Pin(memory)
 
-    assert BackgroundPinning(rank_memory, pin).wait()
+    assert BackgroundPinning(rank_memory, pin, chunk_bytes=SLOT_BYTES // 4).wait()
     assert sum(size for _, _, size in spans) == sum(slot.memory.nbytes for slot in rank_memory.slots)
     assert max(size for _, _, size in spans) == SLOT_BYTES // 4
     assert all(after - end >= 0.01 for (_, end, _), (after, _, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize("shape", [(7,), (1000,), (31, 33), (5, 7, 11), (1, 1000), (3, 1, 400)])
-def test_a_copy_is_split_at_chunk_ends_and_is_complete(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory, "PIN_CHUNK_BYTES", 256)
+def test_a_copy_is_split_at_chunk_ends_and_is_complete(shape: tuple[int, ...]) -> None:
     slot = torch.zeros(8192, dtype=torch.uint8)
     values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
     target = slot[192 : 192 + values.nbytes].view(torch.float32).view(shape)
-    for into, part in split_at_pin_chunks(slot, target, values):
+    for into, part in split_at_pin_chunks(slot, target, values, chunk_bytes=256):
         first = into.data_ptr() - slot.data_ptr()
         assert into.is_contiguous()
         assert first // 256 == (first + into.nbytes - 1) // 256
@@ -141,7 +136,7 @@ def test_release_unpins_and_stops_pinning(rank_memory: RankMemory) -> None:
     began.wait()
     releasing = threading.Thread(target=pinning.release)
     releasing.start()
-    while not pinning._is_cancelled:
+    while not pinning.is_cancelled:
         pass
     may_continue.set()
     releasing.join()
@@ -149,26 +144,29 @@ def test_release_unpins_and_stops_pinning(rank_memory: RankMemory) -> None:
     assert [each() for each in held] == [None], "the first slot is unpinned, the second was never pinned"
 
 
-ENDING = """
-import os, sys, time
-from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.pinned_memory import BackgroundPinning
+def end_while_pinning(pipe: int) -> None:
+    """Exit while the first of 50 slots is being pinned."""
+    rank_memory = RankMemory(os.memfd_create("test"))
+    rank_memory.create_slots(50, num_bytes=4096, items_bytes=100, allocate=False)
+    began = threading.Event()
 
-rank_memory = RankMemory(os.memfd_create("test"))
-rank_memory.create_slots(50, num_bytes=4096, items_bytes=100, allocate=False)
+    def pin(memory: Tensor) -> None:
+        os.write(pipe, b"pinning\n")
+        began.set()
+        time.sleep(0.3)
+        os.write(pipe, b"pinned\n")
 
-def pin(memory):
-    os.write(1, b"pinning\\n")
-    time.sleep(0.3)
-    os.write(1, b"pinned\\n")
-
-pinning = BackgroundPinning(rank_memory, pin)
-time.sleep(0.1)
-sys.exit(75)
-"""
+    BackgroundPinning(rank_memory, pin)
+    began.wait()
+    sys.exit(75)
 
 
 def test_a_process_that_ends_meanwhile_waits_for_one_slot_and_keeps_its_exit_code() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (75, "")
-    assert done.stdout.splitlines() == ["pinning", "pinned"], "of 50 slots"
+    reading, writing = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=end_while_pinning, args=(writing,))
+    process.start()
+    os.close(writing)
+    process.join(timeout=60)
+    assert process.exitcode == 75
+    with open(reading) as lines:
+        assert lines.read().split() == ["pinning", "pinned"], "of 50 slots"

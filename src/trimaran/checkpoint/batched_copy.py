@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint import pinned_memory
 from trimaran.checkpoint.memory_copies import MemorySlot
+from trimaran.checkpoint.pinned_memory import PIN_CHUNK_BYTES
 from trimaran.checkpoint.tensor_shards import TensorLike
 
 log = logging.getLogger(__name__)
@@ -86,27 +86,29 @@ def find_run(start: int, values: Tensor | TensorLike) -> Run | None:
     return Run(start, len(source), (source,)) if aligned or len(source) >= MIN_DIRECT_BYTES else None
 
 
-def split_into_pieces(runs: Sequence[Run]) -> list[Piece]:
+def split_into_pieces(
+    runs: Sequence[Run], *, chunk_bytes: int = PIN_CHUNK_BYTES, staging_bytes: int = STAGING_BYTES
+) -> list[Piece]:
     """Return the pieces to copy; `runs` are in the order of the slot. No piece crosses the end of a pinned chunk."""
     pieces: list[Piece] = []
     for run in _merged(runs):
         if len(run.sources) == 1 and run.num_bytes >= MIN_DIRECT_BYTES:
-            parts = _at_chunk_ends(run)
+            parts = _at_chunk_ends(run, chunk_bytes)
             pieces += [Piece(each.start, each.num_bytes, is_direct=True, runs=[each]) for each in parts]
             continue
-        for part in _at_chunk_ends(run):
-            _append_gathered(pieces, part)
+        for part in _at_chunk_ends(run, chunk_bytes):
+            _append_gathered(pieces, part, chunk_bytes, staging_bytes)
     return pieces
 
 
-def _append_gathered(pieces: list[Piece], run: Run) -> None:
+def _append_gathered(pieces: list[Piece], run: Run, chunk_bytes: int, staging_bytes: int) -> None:
     """Add `run` to the last piece as far as its buffer has room, and to new pieces."""
     first = 0
     while first < run.num_bytes:
         start, last = run.start + first, pieces[-1] if pieces else None
-        if last is None or not _continues(last, start):
+        if last is None or last.num_bytes >= staging_bytes or not _continues(last, start, chunk_bytes):
             pieces.append(last := Piece(start))
-        end = min(run.num_bytes, first + STAGING_BYTES - last.num_bytes)
+        end = min(run.num_bytes, first + staging_bytes - last.num_bytes)
         last.runs.append(run.part(first, end))
         last.num_bytes += end - first
         first = end
@@ -132,18 +134,16 @@ def _rows_of(run: Run, begin: int) -> np.ndarray:
     return rows
 
 
-def _continues(last: Piece, start: int) -> bool:
-    chunk_bytes = pinned_memory.PIN_CHUNK_BYTES
+def _continues(last: Piece, start: int, chunk_bytes: int) -> bool:
     return (
         not last.is_direct
         and last.start + last.num_bytes == start
-        and last.num_bytes < STAGING_BYTES
         and last.start // chunk_bytes == start // chunk_bytes
     )
 
 
-def _at_chunk_ends(run: Run) -> Iterator[Run]:
-    first, chunk_bytes = 0, pinned_memory.PIN_CHUNK_BYTES
+def _at_chunk_ends(run: Run, chunk_bytes: int) -> Iterator[Run]:
+    first = 0
     while first < run.num_bytes:
         end = min(run.num_bytes, first + chunk_bytes - (run.start + first) % chunk_bytes)
         yield run.part(first, end)
@@ -172,11 +172,11 @@ def _are_neighbours(first: Run, second: Run) -> bool:
 
 
 class BatchedCopy:
-    """Copies the same runs to any slot of a rank memory. The runs must stay where they are in memory."""
+    """Copies the same pieces to any slot of a rank memory. Their runs must stay where they are in memory."""
 
-    def __init__(self, runs: Sequence[Run], device: torch.device, stream: torch.cuda.Stream, gather: Gather) -> None:
+    def __init__(self, pieces: list[Piece], device: torch.device, stream: torch.cuda.Stream, gather: Gather) -> None:
         """Copies run on `stream`. `gather` must have run before: a kernel cannot be compiled for a graph."""
-        self._pieces, self._stream, self._gather = split_into_pieces(runs), stream, gather
+        self._pieces, self._stream, self._gather = pieces, stream, gather
         # Of high priority, so that its short kernels do not wait for long ones of training.
         self._gather_stream = torch.cuda.Stream(device, priority=-1)
         no_rows = np.zeros((0, ROW_FIELDS), dtype=np.int64)

@@ -11,9 +11,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.batched_copy import BatchedCopy, Gather, Run, find_run
+from trimaran.checkpoint.batched_copy import STAGING_BYTES, BatchedCopy, Gather, Run, find_run, split_into_pieces
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory, encode_items
-from trimaran.checkpoint.pinned_memory import BackgroundPinning, PinnedMemory, split_at_pin_chunks
+from trimaran.checkpoint.pinned_memory import PIN_CHUNK_BYTES, BackgroundPinning, PinnedMemory, split_at_pin_chunks
 from trimaran.checkpoint.rank_share import RankShare, ShareItem, copy_values, item_values, item_view
 from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
 
@@ -30,8 +30,8 @@ class Copier:
     allocates_in_background = False
     """Whether a thread may still be allocating the slots after `__init__` has returned."""
 
-    def __init__(self, share: RankShare) -> None:
-        self.share, self.items = share, encode_items(share.items)
+    def __init__(self, share: RankShare, *, chunk_bytes: int = PIN_CHUNK_BYTES) -> None:
+        self.share, self.items, self._chunk_bytes = share, encode_items(share.items), chunk_bytes
         self.stall_seconds = 0.0
         """How long the last copy stalled training: the host's time, and on a GPU the wait for the last timed copy."""
         self.commit_seconds = 0.0
@@ -101,10 +101,21 @@ class Copier:
             self._sources = list(zip(self.share.items, item_values(self.share, shards), strict=True))
         if slot not in self._views:
             trained, frozen = (
-                pairs_of(slot, [each for each in self._sources if each[0].frozen == flag]) for flag in (False, True)
+                self._pairs_of(slot, [each for each in self._sources if each[0].frozen == flag])
+                for flag in (False, True)
             )
             self._views[slot] = trained, frozen
         return self._views[slot]
+
+    def _pairs_of(self, slot: MemorySlot, sources: SourcePairs) -> Pairs:
+        """Return the parts of `slot` for these items, and their values. No part crosses the end of a pinned chunk."""
+        pairs: Pairs = ([], [])
+        for item, values in sources:
+            target = item_view(slot.data, item)
+            for into, part in split_at_pin_chunks(slot.memory, target, values, self._chunk_bytes):
+                pairs[0].append(into)
+                pairs[1].append(part)
+        return pairs
 
 
 @dataclass(slots=True)
@@ -132,9 +143,17 @@ class DeviceCopier(Copier):
     allocates_in_background = True
 
     def __init__(
-        self, share: RankShare, rank_memory: RankMemory, device: torch.device, before: "DeviceCopier | None" = None
+        self,
+        share: RankShare,
+        rank_memory: RankMemory,
+        device: torch.device,
+        before: "DeviceCopier | None" = None,
+        *,
+        chunk_bytes: int = PIN_CHUNK_BYTES,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        super().__init__(share)
+        super().__init__(share, chunk_bytes=chunk_bytes)
+        self._staging_bytes = staging_bytes
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(self._device)
         self._timings: deque[list[torch.cuda.Event]] = deque()
@@ -149,7 +168,9 @@ class DeviceCopier(Copier):
         self._gather: Gather | None = before._gather if before else None
         threading.Thread(target=self._commit_all, name="trimaran-commit", daemon=True).start()
         self._pinning = (
-            before._end() if before else BackgroundPinning(rank_memory, self._pin, prepare=self._compile_gather)
+            before._end()
+            if before
+            else BackgroundPinning(rank_memory, self._pin, prepare=self._compile_gather, chunk_bytes=self._chunk_bytes)
         )
 
     def prepare(self, slots: Sequence[MemorySlot], shards: Sequence[TensorShard]) -> None:
@@ -217,7 +238,10 @@ class DeviceCopier(Copier):
             self._shards, self._transfers = shards, self._plan_transfers(slot, shards)
         transfers = self._transfers
         if slot not in transfers.pairs:
-            transfers.pairs[slot] = pairs_of(slot, transfers.before_forward), pairs_of(slot, transfers.single)
+            transfers.pairs[slot] = (
+                self._pairs_of(slot, transfers.before_forward),
+                self._pairs_of(slot, transfers.single),
+            )
         before_forward, single = transfers.pairs[slot]
         timing = []
         if before_forward[0]:
@@ -228,7 +252,7 @@ class DeviceCopier(Copier):
         with torch.cuda.stream(self._stream):
             if slot not in transfers.filled:
                 transfers.filled.add(slot)
-                copy_pairs(pairs_of(slot, transfers.frozen))
+                copy_pairs(self._pairs_of(slot, transfers.frozen))
             copy_pairs(single)
             transfers.batched.start(slot)
             # The commit thread sleeps until this event. Waiting without `blocking` would take a core.
@@ -252,8 +276,9 @@ class DeviceCopier(Copier):
                 runs.append(run)
             else:
                 single.append((item, values))
-        gather = self._gather or _no_gather
-        return DeviceTransfers(before_forward, single, BatchedCopy(runs, self._device, self._stream, gather), frozen)
+        pieces = split_into_pieces(runs, chunk_bytes=self._chunk_bytes, staging_bytes=self._staging_bytes)
+        batched = BatchedCopy(pieces, self._device, self._stream, self._gather or _no_gather)
+        return DeviceTransfers(before_forward, single, batched, frozen)
 
     def _pin(self, memory: Tensor) -> PinnedMemory:
         torch.cuda.set_device(self._device)  # per thread; without it this thread would create a context on GPU 0
@@ -283,16 +308,6 @@ class DeviceCopier(Copier):
             except Exception as error:  # `wait` raises it in the training thread
                 self._failure = error
             self._committed.set()
-
-
-def pairs_of(slot: MemorySlot, sources: SourcePairs) -> Pairs:
-    """Return the parts of `slot` for these items, and their values. No part crosses the end of a pinned chunk."""
-    pairs: Pairs = ([], [])
-    for item, values in sources:
-        for into, part in split_at_pin_chunks(slot.memory, item_view(slot.data, item), values):
-            pairs[0].append(into)
-            pairs[1].append(part)
-    return pairs
 
 
 @torch.no_grad()

@@ -42,11 +42,18 @@ class BackgroundPinning:
     """
 
     def __init__(
-        self, rank_memory: RankMemory, pin: Callable[[Tensor], object], prepare: Callable[[], None] = lambda: None
+        self,
+        rank_memory: RankMemory,
+        pin: Callable[[Tensor], object],
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        chunk_bytes: int = PIN_CHUNK_BYTES,
     ) -> None:
         self._rank_memory, self._pin, self._prepare = rank_memory, pin, prepare
+        self._chunk_bytes = chunk_bytes
         self._pins: list[object] = []
-        self._lacks_memory = self._is_cancelled = False
+        self._lacks_memory = False
+        self.is_cancelled = False
         self._failure: Exception | None = None
         self._done = threading.Event()
         # Not a daemon: a process that ends while a thread is inside CUDA is aborted. `_should_continue` stops the
@@ -72,18 +79,18 @@ class BackgroundPinning:
 
     def release(self) -> None:
         """Stop, and unpin everything. The rank memory stays allocated."""
-        self._is_cancelled = True
+        self.is_cancelled = True
         self._done.wait()
         self._pins.clear()
 
     def _should_continue(self) -> bool:
-        return not self._is_cancelled and threading.main_thread().is_alive()
+        return not self.is_cancelled and threading.main_thread().is_alive()
 
     def _work(self) -> None:
         try:
             self._prepare()
             self._rank_memory.allocate(self._should_continue)
-            for chunk in (each for slot in self._rank_memory.slots for each in slot.memory.split(PIN_CHUNK_BYTES)):
+            for chunk in (each for slot in self._rank_memory.slots for each in slot.memory.split(self._chunk_bytes)):
                 if self._should_continue():
                     _map_pages(chunk)
                     began = time.monotonic()
@@ -106,14 +113,14 @@ def _map_pages(memory: Tensor) -> None:
 
 
 def split_at_pin_chunks(
-    slot: Tensor, target: Tensor, values: Tensor | TensorLike
+    slot: Tensor, target: Tensor, values: Tensor | TensorLike, chunk_bytes: int = PIN_CHUNK_BYTES
 ) -> Iterator[tuple[Tensor, Tensor | TensorLike]]:
     """Yield `target`, a slice of the memory of `slot`, and its values in parts that lie in one pinned chunk each.
 
     A GPU copy cannot span two pinned chunks. Only rows that cross the end of a chunk are split.
     """
     first = target.data_ptr() - slot.data_ptr()
-    remaining = PIN_CHUNK_BYTES - first % PIN_CHUNK_BYTES
+    remaining = chunk_bytes - first % chunk_bytes
     if target.nbytes <= remaining:
         yield target, values
         return
@@ -122,7 +129,7 @@ def split_at_pin_chunks(
     if num_rows:
         yield target[:num_rows], values[:num_rows]
     if rest:
-        yield from split_at_pin_chunks(slot, target[num_rows], values[num_rows])
+        yield from split_at_pin_chunks(slot, target[num_rows], values[num_rows], chunk_bytes)
         num_rows += 1
     if num_rows < len(target):
-        yield from split_at_pin_chunks(slot, target[num_rows:], values[num_rows:])
+        yield from split_at_pin_chunks(slot, target[num_rows:], values[num_rows:], chunk_bytes)

@@ -104,7 +104,13 @@ def file_identity(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def file_digest(path: Path, cache: Path | None, count: Callable[[int], None] = lambda num_bytes: None) -> str:
+def file_digest(
+    path: Path,
+    cache: Path | None,
+    count: Callable[[int], None] = lambda num_bytes: None,
+    *,
+    settled_ns: int = SETTLED_NS,
+) -> str:
     """Return the SHA-256 of a file, from the cache if the file has not changed since it was computed.
 
     `count` is called with the number of bytes after each chunk. Raises UserError if the file changes meanwhile.
@@ -118,7 +124,7 @@ def file_digest(path: Path, cache: Path | None, count: Callable[[int], None] = l
         began, digest = time.time_ns(), _read_digest(path, count)
         if file_identity(path) != before:
             continue
-        if note is not None and max(before[1], before[2]) < began - SETTLED_NS:
+        if note is not None and max(before[1], before[2]) < began - settled_ns:
             with suppress(OSError):  # without a cache it is computed again
                 _write_note(note, digest)
         return digest

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 import trimaran
 from tests.sources import SRC
-from trimaran.app.main import _build_app, main
+from trimaran.app.main import build_app, main
 from trimaran.core import parse_recipe
 from trimaran.core.field_aliases import all_fields
 from trimaran.core.renamed import GONE_IN, RENAMED
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def options_of(name: str) -> set[str]:
-    command: Any = get_command(_build_app(name.split()[0]))
+    command: Any = get_command(build_app(name.split()[0]))
     for word in name.split():
         command = command.commands[word]
     return {option for each in command.params for option in (*each.opts, *each.secondary_opts)}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_the_bytes_of_tokens_are_known(tmp_path: Path) -> None:
 
 
 def test_tasks_need_lm_eval(run: RunDirectory, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.infer.harness_tasks.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
     error = evaluate(capsys, str(run.path), "--tasks", "numbers", code=2)["error"]
     assert (error["code"], "trimaran[eval]" in error["fix"]) == ("K071", True)
 

@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from tests.runs import new_run
-from trimaran.app.main import COMMANDS, _build_app
+from trimaran.app.main import COMMANDS, build_app
 from trimaran.app.request.options import (
     complete_recipe,
     complete_run,
@@ -58,7 +58,7 @@ def options(command: Any) -> Iterator[tuple[str, str | None]]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_placeholder_is_the_name_of_its_option(name: str) -> None:
     """Typer 0.27 takes such a placeholder for the option itself: `--GOAL`, and no `--goal`."""
-    found = [*options(get_command(_build_app(name)))]
+    found = [*options(get_command(build_app(name)))]
     assert found
     assert not [option for option, metavar in found if metavar and metavar.lower() == option]
 

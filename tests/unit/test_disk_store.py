@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from trimaran.core import Plan, UserError
-from trimaran.optim import adamw
 from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.optim.disk_streaming import DiskStream
-from trimaran.parallel.memory import disk_weights
 from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, store_of
 from trimaran.parallel.memory.disk_weights import DiskWeights
 from trimaran.run.disk_folder import check_disk_folder, filesystem_of
@@ -56,36 +54,27 @@ def test_a_store_lives_as_long_as_its_tensors(tmp_path: Path) -> None:
     assert store_of(torch.zeros(4)) is None
 
 
-def test_a_failed_write_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DiskStore(tmp_path, 1 << 13)
-    states = {"exp_avg": store.allocate((1024,), torch.float32)}
-
+def test_a_failed_write_is_raised(tmp_path: Path) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "no space left")
 
+    states = {"exp_avg": DiskStore(tmp_path, 1 << 13, write_at=full).allocate((1024,), torch.float32)}
     stream = DiskStream(CPU)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", full)
-        for each in stream.stream([states]):
-            each["exp_avg"].fill_(1)
-        with pytest.raises(OSError, match="no space left"):
-            stream.wait()
+    for each in stream.stream([states]):
+        each["exp_avg"].fill_(1)
+    with pytest.raises(OSError, match="no space left"):
+        stream.wait()
 
 
-def test_chunks_in_memory_between_those_on_disk_hide_no_pending_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = DiskStore(tmp_path, 1 << 16)
+def test_chunks_in_memory_between_those_on_disk_hide_no_pending_write(tmp_path: Path) -> None:
+    def slow_write(*args: Any) -> int:
+        time.sleep(0.02)
+        return os.pwritev(*args)
+
+    store = DiskStore(tmp_path, 1 << 16, write_at=slow_write)
     on_disk, in_memory = ([{"exp_avg": make((1024,), dtype=torch.float32)} for _ in range(4)]
                           for make in (store.allocate, torch.zeros))  # fmt: skip
     chunks = on_disk[:2] + in_memory + on_disk[2:]  # each slot has one on disk, one in memory, or one after the other
-    write = os.pwritev
-
-    def slow_write(*args: Any) -> int:
-        time.sleep(0.1)
-        return write(*args)
-
-    monkeypatch.setattr(os, "pwritev", slow_write)
     stream = DiskStream(CPU)
     for turn in range(2):
         for number, each in enumerate(stream.stream(chunks)):
@@ -96,14 +85,13 @@ def test_chunks_in_memory_between_those_on_disk_hide_no_pending_write(
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
-def test_states_on_disk_change_no_bit(states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "CHUNK_VALUES", 2**15)
+def test_states_on_disk_change_no_bit(states: str, tmp_path: Path) -> None:
     shapes = ((500, 333), (64,), (300, 512), (64, 1024))  # rows of 333 values end in the middle of a block
     ours, theirs = ([torch.nn.Parameter(numbers(*shape, seed=0)) for shape in shapes] for _ in range(2))
     optimizers = [
         LowMemoryAdamW(
             [{"params": [(str(number), each) for number, each in enumerate(parameters)]}],
-            defaults=DEFAULTS, states=states, seed=0, on_host=False, lower_halves={}, disk=disk,
+            defaults=DEFAULTS, states=states, seed=0, on_host=False, lower_halves={}, disk=disk, chunk_values=2**15,
         )
         for parameters, disk in ((ours, tmp_path), (theirs, None))
     ]  # fmt: skip
@@ -124,9 +112,8 @@ def test_states_on_disk_change_no_bit(states: str, tmp_path: Path, monkeypatch: 
     assert on_disk >= 6
 
 
-def test_weights_are_read_as_they_are_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_weights, "SLOT_BYTES", 8192)
-    weights, sizes = DiskWeights(tmp_path, CPU), (50_000, 5_000, 2_048, 30_001)
+def test_weights_are_read_as_they_are_in_any_order(tmp_path: Path) -> None:
+    weights, sizes = DiskWeights(tmp_path, CPU, slot_bytes=8192), (50_000, 5_000, 2_048, 30_001)
     for size in sizes:
         weights.reserve(4 * size)
     shards = [weights.allocate((size,), torch.float32) for size in sizes]
@@ -155,7 +142,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             check_disk_folder(str(tmp_path), any_filesystem=True)
 
 
-def test_filesystems_in_memory_and_on_the_network_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filesystems_in_memory_and_on_the_network_are_refused(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
     shared = tmp_path / "with space"
     shared.mkdir()
@@ -167,10 +154,12 @@ def test_filesystems_in_memory_and_on_the_network_are_refused(tmp_path: Path, mo
     assert filesystem_of(shared, mounts) == "nfs4"
     assert filesystem_of(shared, tmp_path / "none") == ""
     for kind in ("nfs4", "tmpfs", "fuse.sshfs"):
-        monkeypatch.setattr("trimaran.run.disk_folder.filesystem_of", lambda _, kind=kind: kind)
+        mounts.write_text(f"20 1 8:1 / / rw - ext4 /dev/vda rw\n21 20 0:5 / {escaped} rw - {kind} server:/x rw\n")
         with pytest.raises(UserError, match=rf"P111.*{kind}"):
-            check_disk_folder(str(shared), any_filesystem=False)
-        check_disk_folder(str(shared), any_filesystem=True)
+            check_disk_folder(str(shared), any_filesystem=False, mounts=mounts)
+        check_disk_folder(str(shared), any_filesystem=True, mounts=mounts)
+    mounts.write_text("20 1 8:1 / / rw - ext4 /dev/vda rw\n")
+    check_disk_folder(str(shared), any_filesystem=False, mounts=mounts)
 
 
 def test_a_path_alone_offloads_nothing() -> None:

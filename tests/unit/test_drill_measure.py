@@ -7,7 +7,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.runs import new_run
-from trimaran.core import Action, Cause, Incident, UserError
+from trimaran.core import Action, Bytes, Cause, Incident, UserError
 from trimaran.drill.disk_fill import MAX_FILL_BYTES, filled_disk, refuse_shared_disk
 from trimaran.drill.drill_run import RunObserver, drills_file, is_own, mark_as_own
 from trimaran.drill.fault_kinds import KINDS, DrillFault, FaultName, parse_slow
@@ -183,16 +183,15 @@ def test_a_disk_is_filled_and_freed_again(tmp_path: Path) -> None:
         assert os.statvfs(disk).f_bfree == before
 
 
-def test_the_disk_of_the_system_and_large_disks_are_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_of_the_system_and_large_disks_are_not_filled(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4m") as disk:
         refuse_shared_disk(disk, allow_root=False)
-        monkeypatch.setattr("trimaran.drill.disk_fill.MAX_FILL_BYTES", 1 << 20)
         with pytest.raises(UserError, match="S033"):
-            refuse_shared_disk(disk, allow_root=True)
-    monkeypatch.setattr("trimaran.drill.disk_fill.MAX_FILL_BYTES", 1 << 60)
+            refuse_shared_disk(disk, allow_root=True, max_bytes=Bytes(1 << 20))
+    any_size = Bytes(1 << 60)
     with pytest.raises(UserError, match="the disk of the system"):
-        refuse_shared_disk(Path("/"), allow_root=False)
-    refuse_shared_disk(Path("/"), allow_root=True)
+        refuse_shared_disk(Path("/"), allow_root=False, max_bytes=any_size)
+    refuse_shared_disk(Path("/"), allow_root=True, max_bytes=any_size)
     assert MAX_FILL_BYTES <= 64 << 30
 
 

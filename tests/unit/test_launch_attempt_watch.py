@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
-from trimaran.launch import attempt_watch
 from trimaran.launch.attempt_watch import AttemptWatch
 from trimaran.launch.node import AttemptSpec, NodeEvent, RankEnded, RankSilent
 from trimaran.run import Heartbeat, Journal, RunDirectory
@@ -135,14 +134,13 @@ def test_an_attempt_knows_what_was_not_done_after_training(tmp_path: Path) -> No
     assert (attempt.is_saved, attempt.not_done()) == (True, ["sample"])
 
 
-def test_the_events_of_thousands_of_ranks_are_read_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_events_of_thousands_of_ranks_are_read_in_turns(tmp_path: Path) -> None:
     """A poll looks at a few files, but at once at all of them when a rank has ended."""
-    monkeypatch.setattr(attempt_watch, "FILES_PER_POLL", 4)
     run = new_run(tmp_path / "run", world_size=20)
     node = FakeNode(*(heartbeat("step", 1, 0.0) for _ in range(20)))
     node.num_ranks = 20
     spec = AttemptSpec(attempt=0, first_rank=0, num_ranks=20, world_size=20, store="", token="")
-    watched = AttemptWatch(run, [node], spec)
+    watched = AttemptWatch(run, [node], spec, files_per_poll=4)
     for rank in range(20):
         with Journal(run, rank) as journal:
             journal.event("ready", seconds=1.0)

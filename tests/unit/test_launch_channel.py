@@ -48,6 +48,13 @@ def connect(channel: Channel) -> socket.socket:
     return socket.create_connection(split_address(channel.address), timeout=60.0)
 
 
+def receive(client: socket.socket, reader: FrameReader) -> Any:
+    """Return the next frame."""
+    while (record := reader.next()) is None:
+        reader.feed(client.recv(4096))
+    return record
+
+
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -163,13 +170,13 @@ def test_a_client_without_the_token_is_disconnected_and_counted(
     assert (store.get("k"), store.num_keys()) == (b"ours", 1)
 
 
-def test_an_incomplete_frame_times_out_after_two_seconds(channel: Channel) -> None:
+def test_a_client_that_sends_an_incomplete_frame_is_disconnected_in_time() -> None:
+    channel = Channel("127.0.0.1", TOKEN, authentication_seconds=0.05)
     with connect(channel) as client:
         client.sendall(b"\0\0")
-        began = time.monotonic()
         receive_all(client)
-    assert 1.5 < time.monotonic() - began < 30.0
     assert channel.refused["timeout"] == 1
+    channel.close()
 
 
 def test_a_thousand_idle_connections_do_not_disturb(channel: Channel, store: TokenStore) -> None:
@@ -192,13 +199,10 @@ def test_a_thousand_ranks_that_connect_at_once_are_all_served(channel: Channel) 
     sockets = [connect(channel) for _ in range(1000)]
     readers = [FrameReader() for _ in sockets]
     for number, (client, reader) in enumerate(zip(sockets, readers, strict=True)):
-        while (hello := reader.next()) is None:
-            reader.feed(client.recv(4096))
+        hello = receive(client, reader)
         client.sendall(frame({"nonce": f"{number}", "proof": proof(TOKEN, "client", hello["nonce"], f"{number}")}))
     for client, reader in zip(sockets, readers, strict=True):
-        while (answer := reader.next()) is None:
-            reader.feed(client.recv(4096))
-        assert "proof" in answer
+        assert "proof" in receive(client, reader)
         client.close()
     assert channel.num_refused == 0
 
@@ -211,27 +215,25 @@ def test_many_nodes_are_asked_to_write_less_often(channel: Channel) -> None:
     assert EXCHANGE_SECONDS < answers[-1]["seconds"] < SILENT_SECONDS / 4
 
 
-def test_hundreds_of_requests_wait_end_and_time_out(channel: Channel, store: TokenStore) -> None:
+def test_many_requests_wait_end_and_time_out(channel: Channel, store: TokenStore) -> None:
     """Each is answered once: when its key is set, or when its time is up. What is over leaves no trace."""
     with ChannelClient(channel.address, TOKEN, seconds=5.0) as client:
-        for number in range(500):
+        for number in range(50):
             store.set(f"k{number}", "v")
             wait = {"op": "wait", "attempt": 0, "keys": [f"k{number}", "never"], "seconds": 0.001}
             assert client.request(wait, seconds=5.0) == {"error": "timeout", "missing": ["never"]}
-        waiters = [ChannelClient(channel.address, TOKEN, seconds=5.0) for _ in range(20)]
-        for each in waiters[10:]:
-            each._socket.sendall(
-                frame({"op": "get", "attempt": 0, "keys": ["late"], "seconds": 60}, each._authenticator)
-            )
-        until(lambda: channel._attempts[0].next_timeout() is not None)
-        for each in waiters[:15]:
-            each.close()
+        assert channel.is_idle
+        waiters = [ChannelClient(channel.address, TOKEN, seconds=5.0).detach() for _ in range(20)]
+        for sock, _, authenticator in waiters[10:]:
+            sock.sendall(frame({"op": "get", "attempt": 0, "keys": ["late"], "seconds": 60}, authenticator))
+        until(lambda: not channel.is_idle)
+        for sock, *_ in waiters[:15]:
+            sock.close()
         store.set("late", "x")
-        assert [each._read() for each in waiters[15:]] == [{"values": ["eA=="]}] * 5
-    keys = channel._attempts[0]
-    assert (len(keys._of_client), len(keys._waiting)) == (0, 0)
-    for each in waiters[15:]:
-        each.close()
+        assert [receive(sock, reader) for sock, reader, _ in waiters[15:]] == [{"values": ["eA=="]}] * 5
+    until(lambda: channel.is_idle)
+    for sock, *_ in waiters[15:]:
+        sock.close()
 
 
 def test_gloo_gets_an_address_with_the_answer_to_its_wait(channel: Channel, store: TokenStore) -> None:
@@ -249,11 +251,9 @@ def test_a_frame_that_was_changed_in_transit_closes_the_connection(channel: Chan
     store.set("k", "ours")
     reader = FrameReader()
     with connect(channel) as client:
-        while (hello := reader.next()) is None:
-            reader.feed(client.recv(4096))
+        hello = receive(client, reader)
         client.sendall(frame({"nonce": "n", "proof": proof(TOKEN, "client", hello["nonce"], "n")}))
-        while reader.next() is None:
-            reader.feed(client.recv(4096))
+        receive(client, reader)
         good = frame(
             {"op": "delete", "attempt": 0, "keys": ["x"]}, FrameAuthenticator(TOKEN, "client", hello["nonce"], "n")
         )

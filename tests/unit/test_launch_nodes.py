@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import UserError
-from trimaran.launch import own_address
 from trimaran.launch.network_check import NUM_STEPS, is_below_plan
 from trimaran.launch.node import NodeEvent, NodeLost, RankEnded, RankSilent
 from trimaran.launch.node_options import NodeOptions, add_node_flags, parse_node_options, with_own_address
-from trimaran.launch.own_address import find_own_address
+from trimaran.launch.own_address import default_address, find_own_address, interface_addresses, source_towards
 from trimaran.launch.remote_node import event_of_record, record_of_event
 from trimaran.run import Heartbeat, RunDirectory
 from trimaran.run.lease import take_lease
@@ -72,13 +71,11 @@ def test_the_address_is_that_of_the_route_to_the_coordinator(tmp_path: Path) -> 
         assert with_own_address(options, run).address == "127.0.0.1"
 
 
-def test_a_name_that_leads_to_loopback_is_not_taken_for_an_address_that_others_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_that_leads_to_loopback_is_not_taken_for_an_address_that_others_reach() -> None:
     """Debian lists a machine's own host name as 127.0.1.1."""
-    monkeypatch.setattr(own_address, "resolve", lambda host: {"node-a": ["127.0.1.1"], "node-b": ["127.0.0.1"]}[host])
-    monkeypatch.setattr(own_address, "_default_address", lambda: "203.0.113.7")
-    assert find_own_address(["node-a", "node-b"]) == "203.0.113.7"
+    names = {"node-a": ["127.0.1.1"], "node-b": ["127.0.0.1"]}
+    found = find_own_address([*names], look_up=lambda host: names[host], default=lambda: "203.0.113.7")
+    assert found == "203.0.113.7"
 
 
 def test_hosts_that_cannot_be_resolved_are_refused() -> None:
@@ -86,15 +83,10 @@ def test_hosts_that_cannot_be_resolved_are_refused() -> None:
         find_own_address(["no such host"], wait_seconds=0.0)
 
 
-def test_without_a_default_route_the_only_interface_is_taken_and_several_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_default_route_the_only_interface_is_taken_and_several_are_refused() -> None:
     def with_interfaces(*addresses: str) -> str:
-        named = [(f"eth{number}", address) for number, address in enumerate(addresses)]
-        monkeypatch.setattr(own_address, "_interface_addresses", lambda: iter(named))
-        return find_own_address([])
+        return default_address((), lambda: [(f"eth{number}", address) for number, address in enumerate(addresses)])
 
-    monkeypatch.setattr(own_address, "ELSEWHERE", ())
     assert with_interfaces() == "127.0.0.1"
     assert with_interfaces("10.0.0.5") == "10.0.0.5"
     with pytest.raises(UserError, match=r"L020: .*10.0.0.5 \(eth0\), 10.1.0.5 \(eth1\)"):
@@ -102,7 +94,7 @@ def test_without_a_default_route_the_only_interface_is_taken_and_several_are_ref
 
 
 def test_the_interfaces_of_this_machine_are_listed_without_loopback() -> None:
-    listed = dict(own_address._interface_addresses())
+    listed = dict(interface_addresses())
     assert "lo" not in listed
     for name, address in listed.items():
         assert NodeOptions(nodes=2, min_nodes=1, address=address).interface == name
@@ -110,9 +102,9 @@ def test_the_interfaces_of_this_machine_are_listed_without_loopback() -> None:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
 def test_a_route_of_ipv6_is_asked_like_one_of_ipv4() -> None:
-    assert own_address.source_towards("::1") in ("::1", "")
-    assert own_address.source_towards("127.0.0.5") == "127.0.0.1"
-    assert own_address.source_towards("fe80::1") == ""
+    assert source_towards("::1") in ("::1", "")
+    assert source_towards("127.0.0.5") == "127.0.0.1"
+    assert source_towards("fe80::1") == ""
 
 
 def test_a_node_can_be_named() -> None:

@@ -14,7 +14,6 @@ from tests.fault.harness import lines
 from tests.runs import new_run, start_ranks
 from tests.unit.test_launch_nodes import parse
 from trimaran.core import UserError
-from trimaran.launch import file_stream
 from trimaran.launch.channel import Channel
 from trimaran.launch.file_stream import FileReceiver, FileSender, read_received
 from trimaran.launch.head_client import (
@@ -174,14 +173,10 @@ def test_the_head_gets_every_line_once_over_all_connections(head: RunDirectory, 
     assert lines(head.events(1)) == lines(node.events(1))
 
 
-def test_files_are_sent_in_bounded_pieces_of_whole_lines(
-    head: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_stream, "PIECE_BYTES", 64)
-    monkeypatch.setattr(file_stream, "MAX_LINE_BYTES", 32)
+def test_files_are_sent_in_bounded_pieces_of_whole_lines(head: RunDirectory, tmp_path: Path) -> None:
     node = new_run(tmp_path / "node")
     node.log(1).write_text("".join(f"line {number}\n" for number in range(100)) + 80 * "x")
-    sender, receiver = FileSender(node, {}), FileReceiver(head, "b")
+    sender, receiver = FileSender(node, {}, piece_bytes=64, max_line_bytes=32), FileReceiver(head, "b")
     first = sender.pieces(limit_bytes=100)
     assert len(first) == 2
     receiver.write(first)

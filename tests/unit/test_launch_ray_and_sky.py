@@ -5,7 +5,11 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -117,12 +121,11 @@ def test_secrets_are_passed_by_name_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_ray_launch_is_refused_without_the_package_or_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_module, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     assert codes(RayTarget(), None, RaySection()) == ["L060"]
-    monkeypatch.undo()
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_module, "find_spec", lambda name: object())
-    monkeypatch.setattr(ray_module, "import_module", lambda name: type("ray", (), {"__version__": "0"}))
+    installed: Any = module_from_spec(ModuleSpec("ray", loader=None))
+    installed.__version__ = "0"
+    monkeypatch.setitem(sys.modules, "ray", installed)
     assert codes(RayTarget(), None, RaySection()) == ["L061"]
     gpus = request(RaySection(address="local"), "cluster=2x8xH100")
     assert codes(RayTarget(), gpus, gpus.site) == ["L061"]

@@ -131,7 +131,7 @@ def test_a_broken_connection_to_the_coordinator_ends_those_of_the_ranks(coordina
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    until(lambda: 0 in coordinator._attempts and coordinator._attempts[0].next_timeout() is not None)
+    until(lambda: not coordinator.is_idle)
     coordinator.close()
     waiter.join(60.0)
     assert len(errors) == 1
@@ -154,8 +154,7 @@ def test_a_rank_that_is_gone_leaves_nothing_and_disturbs_no_other(coordinator: C
     store = store_at(node)
     store.set("late", "x")
     assert store.get("late") == b"x"
-    keys = coordinator._attempts[0]
-    assert (len(keys._of_client), len(keys._waiting)) == (0, 0)
+    assert coordinator.is_idle
 
 
 @pytest.mark.parametrize(

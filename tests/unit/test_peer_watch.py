@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from trimaran.infer.ranks import peer_watch
-from trimaran.infer.ranks.peer_watch import GOODBYE, PeerWatch, watch_peers
+from trimaran.infer.ranks.peer_watch import ADDRESS_KEY, GOODBYE, PeerWatch, watch_peers
 
 WAIT_SECONDS = 30.0
 
@@ -30,11 +29,13 @@ def test_the_end_of_a_process_is_reported() -> None:
 
 
 def test_a_goodbye_is_no_loss() -> None:
-    watch, theirs, reports = watched()
-    theirs.send(GOODBYE)
-    theirs.close()
-    watch._thread.join(WAIT_SECONDS)  # it has nobody left to watch
-    assert not watch._thread.is_alive()
+    pairs = [socket.socketpair() for _ in range(2)]
+    reports: queue.Queue[tuple[int, str]] = queue.Queue()
+    watch = PeerWatch({ours: rank for rank, (ours, _) in enumerate(pairs)}, lost=lambda *report: reports.put(report))
+    pairs[0][1].send(GOODBYE)
+    for _, theirs in pairs:
+        theirs.close()
+    assert reports.get(timeout=WAIT_SECONDS) == (1, "its process ended")
     watch.close()
     assert reports.empty()
 
@@ -58,21 +59,21 @@ def test_a_watch_beats_and_says_goodbye() -> None:
     assert rest.endswith(GOODBYE)
 
 
-def test_only_ranks_with_the_token_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_watch, "HELLO_SECONDS", 1.0)
+def test_only_ranks_with_the_token_are_accepted() -> None:
     store, found = HashStore(), []
     first = threading.Thread(target=lambda: found.append(watch_peers(store, rank=0, world=2, host="127.0.0.1",
                                                                      timeout=WAIT_SECONDS)))  # fmt: skip
     first.start()
-    host, port, _token = store.get(peer_watch.ADDRESS_KEY).decode().split(" ")
+    host, port, _token = store.get(ADDRESS_KEY).decode().split(" ")
     for hello in (b"", b"0" * 32 + b" 00000001"):
         with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS) as stranger:
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""  # it is turned away
+    assert first.is_alive(), "it waits for rank 1"
     second = watch_peers(store, rank=1, world=2, host="127.0.0.1", timeout=WAIT_SECONDS)
     first.join(WAIT_SECONDS)
-    assert list(found[0]._peers.values()) == [1]
+    assert len(found) == 1
     closing = [threading.Thread(target=each.close) for each in (found[0], second)]
     for each in closing:
         each.start()

@@ -34,10 +34,9 @@ sys.exit(main())
 """
 
 
-def test_the_refusal_of_another_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.run.connection_lost.WAIT_SECONDS", 0.0)
+def test_the_refusal_of_another_rank_is_found(tmp_path: Path) -> None:
     run, began = new_run(tmp_path / "run"), time.time()
-    assert find_refusal(run, 1, since=began) is None
+    assert find_refusal(run, 1, since=began, wait_seconds=0.0) is None
     with Journal(run, 0) as journal:
         journal.event("start", world_size=2)
         journal.event("error", **REFUSAL.as_dict())
@@ -45,8 +44,10 @@ def test_the_refusal_of_another_rank_is_found(tmp_path: Path, monkeypatch: pytes
         journal.event("error", type="RuntimeError", message="Connection closed by peer")
     rank, mistake = find_refusal(run, 1, since=began) or pytest.fail("rank 0 refused")
     assert (rank, mistake["code"]) == (0, "M024")
-    assert find_refusal(run, 0, since=began) is None  # a rank that lost its connection has not refused
-    assert find_refusal(run, 1, since=began + 60) is None  # that was an earlier start
+    assert (
+        find_refusal(run, 0, since=began, wait_seconds=0.0) is None
+    )  # a rank that lost its connection has not refused
+    assert find_refusal(run, 1, since=began + 60, wait_seconds=0.0) is None, "an earlier start"
 
 
 def test_errors_of_lost_connections_are_recognised() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import UserError, dump_recipe
-from trimaran.run import RunDirectory, create_from, create_run
+from trimaran.run import RunDirectory, create_run
 from trimaran.run.create_from import create_run_from
 from trimaran.run.run_directory import MARKER
 
@@ -56,14 +56,11 @@ def test_a_node_waits_until_another_has_written_the_files(folder: Path, tmp_path
     assert not thread.is_alive()
 
 
-def test_files_that_a_lost_node_left_out_are_written_by_another(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(create_from, "COMPLETE_SECONDS", 0.2)
+def test_files_that_a_lost_node_left_out_are_written_by_another(folder: Path, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     (run.path / MARKER).write_text("{}\n")
-    create_run_from(folder, run.path)
+    create_run_from(folder, run.path, complete_seconds=0.0)
     assert run.read_plan() == RunDirectory(folder).read_plan()
     run.lease.mkdir()
     run.plan.write_text("{")  # of a run that has started: nobody may overwrite it

@@ -13,8 +13,19 @@ from typing import Any
 import pytest
 
 from trimaran.core import UserError
-from trimaran.run import RunDirectory, lease
-from trimaran.run.lease import LeaseWatch, claim_term, newest_term, read_holder, run_token, take_lease
+from trimaran.run import RunDirectory
+from trimaran.run.lease import (
+    EXPIRY_SECONDS,
+    FENCED_SECONDS,
+    RENEW_SECONDS,
+    LeaseHolder,
+    LeaseWatch,
+    claim_term,
+    newest_term,
+    read_holder,
+    run_token,
+    take_lease,
+)
 
 FORK = multiprocessing.get_context("fork")
 
@@ -40,6 +51,13 @@ def rewrite_holder(run: RunDirectory, **changes: Any) -> None:
     path.write_text(json.dumps(asdict(replace(holder, **changes))))
 
 
+def died(run: RunDirectory) -> None:
+    """Let a process take the lease and end without releasing it."""
+    holder = FORK.Process(target=lambda: (take_lease(run), os._exit(0)))
+    holder.start()
+    holder.join()
+
+
 def test_the_first_term_is_one_and_a_released_lease_is_free_at_once(run: RunDirectory) -> None:
     with take_lease(run, address="127.0.0.1:1") as first:
         assert (first.term, first.holds(), newest_term(run)) == (1, True, 1)
@@ -58,13 +76,10 @@ def test_a_second_process_gets_the_name_of_the_live_holder(run: RunDirectory) ->
 
 
 def test_a_holder_whose_process_is_gone_is_replaced_at_once(run: RunDirectory) -> None:
-    holder = FORK.Process(target=lambda: (take_lease(run), os._exit(0)))
-    holder.start()
-    holder.join()
-    began = time.monotonic()
+    died(run)
+    assert LeaseWatch(run).poll() == 2, "it does not wait for the counter to stop"
     with take_lease(run) as second:
         assert second.term == 2
-    assert time.monotonic() - began < lease.EXPIRY_SECONDS, "it did not wait for the counter to stop"
 
 
 def test_a_reused_pid_is_not_the_holder(run: RunDirectory) -> None:
@@ -86,9 +101,7 @@ def test_a_higher_term_ends_a_lease(run: RunDirectory) -> None:
 
 def test_one_of_sixteen_contenders_wins(run: RunDirectory) -> None:
     """All see the same dead holder and start at the same moment."""
-    dead = FORK.Process(target=lambda: (take_lease(run), os._exit(0)))
-    dead.start()
-    dead.join()
+    died(run)
     go, answers = FORK.Barrier(16), FORK.Queue()
 
     def contend() -> None:
@@ -117,49 +130,52 @@ def test_a_holder_elsewhere_that_renews_is_alive_whatever_its_clock_says(run: Ru
     first.release()
 
 
-def test_a_holder_elsewhere_is_dead_when_its_counter_stops(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 1.5)
-    holder = FORK.Process(target=lambda: (take_lease(run), time.sleep(0.5), os._exit(0)))
-    holder.start()
-    holder.join()
+def test_a_holder_elsewhere_is_dead_when_its_counter_stops(run: RunDirectory) -> None:
+    died(run)
     rewrite_holder(run, machine="elsewhere", created=time.time() + 1e6)
-    began = time.monotonic()
-    with take_lease(run) as second:
+    now = 0.0
+    watch = LeaseWatch(run, clock=lambda: now)
+    alive = read_holder(run)
+    assert (watch.poll(), watch.certain) == (alive, False)
+    now = EXPIRY_SECONDS - 0.1
+    (counter,) = run.lease.glob("beat-*")
+    counter.write_text("99")
+    assert (watch.poll(), watch.certain) == (alive, True), "its counter has changed"
+    now += EXPIRY_SECONDS - 0.1
+    assert watch.poll() == alive
+    now += 0.2
+    assert watch.poll() == 2
+    with claim_term(run, 2) or pytest.fail("nobody else has claimed it") as second:
         assert second.term == 2
-    assert time.monotonic() - began >= 1.5
 
 
-def test_the_wall_clock_may_jump_while_a_lease_is_watched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = take_lease(run)
-    rewrite_holder(run, machine="elsewhere")
-    watch = LeaseWatch(run)
-    assert watch.poll() == read_holder(run)
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
-    assert watch.poll() == read_holder(run)
-    assert first.holds()
-    first.release()
-
-
-def test_a_shared_lease_that_cannot_renew_fences_itself(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_lease_that_cannot_renew_fences_itself(run: RunDirectory) -> None:
     """Its directory is unreachable, as when a network disk is gone: to others it soon looks dead."""
-    monkeypatch.setattr(lease, "FENCED_SECONDS", 0.5)
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.1)
-    shared, alone = take_lease(run, shared=True), claim_term(run, 1)
-    assert alone is None
+    now = 0.0
+    run_token(run)
+    shared = claim_term(run, 1, shared=True, clock=lambda: now)
+    assert shared is not None
+    assert claim_term(run, 1) is None
+    wait_until(lambda: (run.lease / "beat-000001").exists())
     run.lease.rename(run.path / "away")
+    now = FENCED_SECONDS + 0.1
     wait_until(lambda: not shared.holds())
     (run.path / "away").rename(run.lease)
+    now += RENEW_SECONDS
     wait_until(shared.holds)
     shared.release()
 
 
-def test_an_incomplete_term_file_expires_by_its_counter(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)
+def test_an_incomplete_term_file_expires_by_its_counter(run: RunDirectory) -> None:
     run_token(run)
     (run.lease / "term-000007.json").write_text('{"term": 7, "ho')
-    with take_lease(run) as next_one:
-        assert next_one.term == 8
+    now = 0.0
+    watch = LeaseWatch(run, clock=lambda: now)
+    holder = watch.poll()
+    assert isinstance(holder, LeaseHolder)
+    assert holder.term == 7
+    now = EXPIRY_SECONDS
+    assert watch.poll() == 8
 
 
 def test_the_token_is_created_once_and_private(run: RunDirectory) -> None:

@@ -355,9 +355,7 @@ class QueueClient:
         self.cancelled.append(ticket)
 
 
-def test_a_client_that_takes_nothing_for_too_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_response, "MAX_SEND_SECONDS", 0.05)
-
+def test_a_client_that_takes_nothing_for_too_long_is_left() -> None:
     async def work() -> None:
         queue, client, metrics = RequestQueue(max_waiting=9), QueueClient(), ServingMetrics()
         ticket, sent = queue.submit([request("a")], free=1), []
@@ -375,7 +373,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_left(monkeypatch: pytest.Mo
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        response = answer_response.AnswerResponse(answer, stream=True)
+        response = answer_response.AnswerResponse(answer, stream=True, max_send_seconds=0.05)
         await asyncio.wait_for(response({"type": "http"}, receive, send), 30)
         assert b'"text":"a"' in sent[-1]["body"]
         assert client.cancelled == [ticket]

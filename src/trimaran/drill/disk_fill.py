@@ -14,13 +14,13 @@ MAX_FILL_BYTES = Bytes(64 << 30)  # a file system with more free space is probab
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def refuse_shared_disk(folder: Path, *, allow_root: bool) -> None:
-    """Raise if the file system of `folder` must not be filled: it is large, or that of the system."""
+def refuse_shared_disk(folder: Path, *, allow_root: bool, max_bytes: Bytes = MAX_FILL_BYTES) -> None:
+    """Raise if the file system of `folder` must not be filled: it has more than `max_bytes` free, or is the system's."""
     status = os.statvfs(folder)
     free = Bytes(status.f_bavail * status.f_frsize)
     small = "put the run directory on a small file system of its own, such as a tmpfs: --run-dir DIR"
-    if free > MAX_FILL_BYTES:
-        what = f"the disk has {show_bytes(free)} free, and a drill fills at most {show_bytes(MAX_FILL_BYTES)}"
+    if free > max_bytes:
+        what = f"the disk has {show_bytes(free)} free, and a drill fills at most {show_bytes(max_bytes)}"
         raise UserError("S033", what, where=str(folder), fix=small)
     if folder.stat().st_dev == Path("/").stat().st_dev and not allow_root:
         raise UserError("S033", "the run directory is on the disk of the system: other programs would fail too",

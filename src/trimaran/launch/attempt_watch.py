@@ -16,7 +16,7 @@ from trimaran.run.attempts import AttemptOutcome
 # The event that a rank writes before it exits with one of these codes. An exit without it is unexpected.
 LAST_EVENTS = {EXIT_DONE: "done", EXIT_AGAIN: "stop"}
 LAST_EVENT_SECONDS = 0.3  # until that event is readable
-FILES_PER_POLL = 512  # of events: with more ranks, each poll looks at those of rank 0 and of the next so many ranks
+FILES_PER_POLL = 512
 CLOCK_TOLERANCE_SECONDS = 0.01  # times of other nodes are this much less exact than those of this machine
 # Other ranks may wait long for a rank in another section than these: it reads, writes, compiles or generates.
 SHORT_SECTIONS: tuple[Section, ...] = ("start", "first", "step", "finish", "close")
@@ -26,10 +26,14 @@ class AttemptWatch:
     """The state of an attempt: which ranks ended, which are silent, which nodes are lost, and the ranks' events.
 
     `highest_step` is how many steps all ranks have finished. `events` are those of this attempt. `is_saved`: the last
-    step is done, and the last checkpoint and the model are on disk. The rank that commits both knows.
+    step is done, and the last checkpoint and the model are on disk. The rank that commits both knows. A poll reads the
+    events of rank 0 and of the next `files_per_poll` ranks.
     """
 
-    def __init__(self, run: RunDirectory, nodes: Sequence[Node], spec: AttemptSpec) -> None:
+    def __init__(
+        self, run: RunDirectory, nodes: Sequence[Node], spec: AttemptSpec, *, files_per_poll: int = FILES_PER_POLL
+    ) -> None:
+        self._files_per_poll = files_per_poll
         self.nodes: Sequence[Node] = nodes
         self.spec = spec
         self.lead_ranks: tuple[int, ...] = (0,)  # one of them commits the last checkpoint and the model
@@ -147,7 +151,7 @@ class AttemptWatch:
 
     def _next_ranks(self) -> Iterable[int]:
         """Return the ranks whose events are read now; after a few polls, all have been."""
-        return {0, *islice(self._turns, min(FILES_PER_POLL, self.spec.world_size))}
+        return {0, *islice(self._turns, min(self._files_per_poll, self.spec.world_size))}
 
     def _read_events(self, ranks: Iterable[int]) -> None:
         for rank in [*ranks]:

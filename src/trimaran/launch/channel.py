@@ -127,13 +127,22 @@ class Mailbox:
 class Channel:
     """The server, bound to `host` only. It serves until `close`. `refused` counts closed connections by reason."""
 
-    def __init__(self, host: str, token: str, *, port: int = 0, own_node: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        *,
+        port: int = 0,
+        own_node: str = "",
+        authentication_seconds: float = AUTHENTICATION_SECONDS,
+    ) -> None:
         self.refused: Counter[str] = Counter()
         self.mailboxes: dict[str, Mailbox] = {}
         self.operations: dict[str, Callable[[Record], Record]] = {}  # further requests of nodes, answered at once
         self.streams: dict[str, Callable[[socket.socket], None]] = {}  # requests that take over the connection
         self._own_node = own_node  # no other node may use this name
         self._token, self._run = token, fingerprint(token)
+        self._authentication_seconds = authentication_seconds
         self._read_until = time.monotonic()
         self._upstream: Connection | None = None  # to the coordinator, while this channel relays to it
         self._attempts: dict[int, KeyStore] = {}
@@ -158,6 +167,11 @@ class Channel:
     @property
     def num_unauthenticated(self) -> int:
         return len(self._unauthenticated)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of a rank waits for a key."""
+        return all(each.is_idle for each in list(self._attempts.values()))
 
     @property
     def num_refused(self) -> int:
@@ -263,7 +277,7 @@ class Channel:
     def _seconds_to_next_timeout(self) -> float:
         """Return how long the server may wait for input: until the next timeout, and not long if nodes take part."""
         times = [each.next_timeout() for each in self._attempts.values()]
-        times += [each.since + AUTHENTICATION_SECONDS for each in self._oldest_unauthenticated()]
+        times += [each.since + self._authentication_seconds for each in self._oldest_unauthenticated()]
         next_time = min((each for each in times if each is not None), default=None)
         longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
         return longest if next_time is None else min(longest, max(0.0, next_time - time.monotonic()))
@@ -280,7 +294,7 @@ class Channel:
         if self._upstream is not None and self._upstream.relay is not None:
             self._upstream.relay.flush()
         self._flush()
-        while (oldest := self._oldest_unauthenticated()) and oldest[0].since + AUTHENTICATION_SECONDS <= now:
+        while (oldest := self._oldest_unauthenticated()) and oldest[0].since + self._authentication_seconds <= now:
             self._refuse(oldest[0], "timeout")
 
     def _run_calls(self) -> bool:

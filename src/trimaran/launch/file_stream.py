@@ -30,10 +30,21 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class FileSender:
-    """Reads what is new in the files of this node. `sent` is how far the head has got with each, by name."""
+    """Reads what is new in the files of this node. `sent` is how far the head has got with each, by name.
 
-    def __init__(self, run: RunDirectory, sent: Mapping[str, int]) -> None:
+    A piece has at most `piece_bytes`. Of a line that is longer than `max_line_bytes` a part is sent without its end.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        sent: Mapping[str, int],
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        max_line_bytes: int = MAX_LINE_BYTES,
+    ) -> None:
         self._run, self._sent = run, dict(sent)
+        self._piece_bytes, self._max_line_bytes = piece_bytes, max_line_bytes
 
     def pieces(self, limit_bytes: int = MAX_MESSAGE_BYTES, *, is_last: bool = False) -> list[Record]:
         """Return the next pieces, of whole lines if they end soon, of about `limit_bytes` in sum at most.
@@ -62,13 +73,13 @@ class FileSender:
             if path.lstat().st_size <= offset:
                 return b""
             with open_regular_file(path) as file:
-                data = os.pread(file.fileno(), PIECE_BYTES, offset)
+                data = os.pread(file.fileno(), self._piece_bytes, offset)
         except OSError:
             return b""  # a later call may succeed
         if name.startswith("incidents/") or (is_last and name.endswith(".log")):
             return data  # reports are written at once, and never again
         end = data.rfind(b"\n") + 1
-        return data[:end] if end or len(data) < MAX_LINE_BYTES else data
+        return data[:end] if end or len(data) < self._max_line_bytes else data
 
 
 class FileReceiver:

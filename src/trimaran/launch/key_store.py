@@ -36,6 +36,11 @@ class KeyStore:
         self._timeouts: list[tuple[float, int, PendingWait]] = []  # a heap; requests that are over leave it later
         self._numbers, self._num_waiting = count(), 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits, and nothing is kept for one that did."""
+        return not (self._num_waiting or self._waiting or self._of_client)
+
     def answer(self, request: Record, reply: Reply, *, client: Hashable, now: float) -> None:
         """Execute `request` of `client` and reply, now or when its keys are set. Raises `WireError` if malformed."""
         name = str(request.get("op"))

@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import psutil
 
@@ -19,20 +19,28 @@ UNUSED_PORT = 9
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation, to which only the default route leads
 
 
-def find_own_address(hosts: Sequence[str], *, holder: str = "", wait_seconds: float = RESOLVE_SECONDS) -> str:
+def find_own_address(
+    hosts: Sequence[str],
+    *,
+    holder: str = "",
+    wait_seconds: float = RESOLVE_SECONDS,
+    look_up: Callable[[str], list[str]] | None = None,
+    default: Callable[[], str] | None = None,
+) -> str:
     """Return this node's address on the network of `hosts`, of the lease's `holder`, or of the default route.
 
     `hosts` are names or addresses of nodes, perhaps of this one. Loopback is the answer only if an address of it was
-    named, or if this machine has no other. Raises if `hosts` are unknown, or if the answer is not clear.
+    named, or if this machine has no other. Raises if `hosts` are unknown, or if the answer is not clear. `look_up`
+    returns the addresses of a name, and `default` the answer without hosts: by default `resolve` and `default_address`.
     """
     for host in hosts:
         if is_loopback(host):
             return source_towards(host) or host
-    candidates = [*_resolve_any(hosts, wait_seconds=wait_seconds), *([holder] if holder else [])]
+    candidates = [*_resolve_any(hosts, look_up or resolve, wait_seconds=wait_seconds), *([holder] if holder else [])]
     for address in candidates:
         if (source := source_towards(address)) and (not is_loopback(source) or address == holder):
             return source
-    return _default_address()
+    return (default or default_address)()
 
 
 def source_towards(address: str) -> str:
@@ -61,10 +69,10 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def _resolve_any(hosts: Sequence[str], *, wait_seconds: float) -> list[str]:
+def _resolve_any(hosts: Sequence[str], look_up: Callable[[str], list[str]], *, wait_seconds: float) -> list[str]:
     """Return the addresses of those `hosts` that are known; wait until one is. Raises if none is."""
     until = time.monotonic() + wait_seconds
-    while not (found := [address for host in hosts for address in resolve(host)]) and hosts:
+    while not (found := [address for host in hosts for address in look_up(host)]) and hosts:
         if time.monotonic() >= until:
             raise UserError("L020", f"this machine knows no address of {', '.join(hosts)}", where="--head, --peers",
                             fix="name hosts that it can resolve, or IP addresses")  # fmt: skip
@@ -72,12 +80,17 @@ def _resolve_any(hosts: Sequence[str], *, wait_seconds: float) -> list[str]:
     return found
 
 
-def _default_address() -> str:
-    """Return the address of the default route, else that of the only interface that is up, else loopback."""
-    for address in ELSEWHERE:
+def default_address(
+    elsewhere: Sequence[str] = ELSEWHERE, interfaces: Callable[[], Iterable[tuple[str, str]]] | None = None
+) -> str:
+    """Return the address of the default route, else that of the only interface that is up, else loopback.
+
+    The default route leads to `elsewhere`. `interfaces` returns names and addresses, by default `interface_addresses`.
+    """
+    for address in elsewhere:
         if (source := source_towards(address)) and not is_loopback(source):
             return source
-    found = dict(_interface_addresses())
+    found = dict((interfaces or interface_addresses)())
     if len(found) > 1:
         listed = ", ".join(f"{address} ({name})" for name, address in found.items())
         raise UserError("L020", f"this machine has no default route and several addresses: {listed}",
@@ -86,7 +99,7 @@ def _default_address() -> str:
     return next(iter(found.values()), "127.0.0.1")
 
 
-def _interface_addresses() -> Iterator[tuple[str, str]]:
+def interface_addresses() -> Iterator[tuple[str, str]]:
     """Yield each interface that is up, without loopback, and its first address that is not link-local."""
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():

@@ -41,17 +41,20 @@ class SidecarProcess:
         *,
         above: int | None = None,
         heartbeats: int | None = None,
+        first_restart_seconds: float = FIRST_RESTART_SECONDS,
+        end_seconds: float = END_SECONDS,
     ) -> None:
         """`heartbeats` is the descriptor of the heartbeat board, which the sidecar only reads."""
+        self._first_delay, self._end_seconds = first_restart_seconds, end_seconds
         self._run, self._environment, self._above, self._heartbeats = run, environment, above, heartbeats
         self._process: subprocess.Popen[bytes] | None = None
-        self._node, self._due, self._delay = -1, 0.0, FIRST_RESTART_SECONDS
+        self._node, self._due, self._delay = -1, 0.0, first_restart_seconds
 
     def start(self, node: int) -> None:
         """Start a sidecar for this machine as node `node`, unless one is already running."""
         if node != self._node:
             self.end()
-            self._node, self._delay = node, FIRST_RESTART_SECONDS
+            self._node, self._delay = node, self._first_delay
             self._begin()
 
     def restart_if_dead(self) -> None:
@@ -69,7 +72,7 @@ class SidecarProcess:
             return
         process.terminate()
         try:
-            process.wait(END_SECONDS)
+            process.wait(self._end_seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -59,8 +59,10 @@ class LowMemoryAdamW(Optimizer):
         on_host: bool,
         lower_halves: Mapping[Any, Tensor],
         disk: Path | None = None,
+        chunk_values: int = CHUNK_VALUES,
     ) -> None:
         super().__init__(groups, defaults)
+        self._chunk_values = chunk_values
         self.found_inf: Tensor | None = None
         self.factor: Tensor | None = None
         self._formats: dict[Tensor, MomentFormat] = {}
@@ -170,7 +172,7 @@ class LowMemoryAdamW(Optimizer):
         others = {"weight": weight, "low": low}
         streamed |= {key: each for key, each in others.items() if each is not None and store_of(each) is not None}
         multiple = max(CHUNK_ROW_MULTIPLE, *(_rows_per_block(each) for each in streamed.values()))
-        height = max(multiple, CHUNK_VALUES // max(1, weight.shape[1]) // multiple * multiple)
+        height = max(multiple, self._chunk_values // max(1, weight.shape[1]) // multiple * multiple)
         for start in range(0, len(weight) if weight.numel() else 0, max(1, height)):
             rows = slice(start, min(start + height, len(weight)))
             yield StateChunk(

@@ -29,12 +29,14 @@ def says_connection_lost(error: BaseException) -> bool:
     return type(error).__name__ in NETWORK_ERROR_TYPES or CONNECTION_LOST.search(str(error)) is not None
 
 
-def find_refusal(run: RunDirectory, rank: int, *, since: float) -> tuple[int, dict[str, Any]] | None:
+def find_refusal(
+    run: RunDirectory, rank: int, *, since: float, wait_seconds: float = WAIT_SECONDS
+) -> tuple[int, dict[str, Any]] | None:
     """Return another rank that ended with a user's mistake since the time `since`, and the mistake; None if none did.
 
-    Waits a moment for it: the rank may be on another node.
+    Waits `wait_seconds` for it: the rank may be on another node.
     """
-    until = time.monotonic() + WAIT_SECONDS
+    until = time.monotonic() + wait_seconds
     while True:
         for other, event in _errors(run.events(rank).parent):
             if other != rank and "code" in event["data"] and event["time"] >= since - CLOCK_SECONDS:

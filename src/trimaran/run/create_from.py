@@ -14,10 +14,11 @@ COMPLETE_SECONDS = 10.0  # then the node that was to write the files is taken fo
 POLL_SECONDS = 0.1
 
 
-def create_run_from(folder: Path, path: Path) -> RunDirectory:
+def create_run_from(folder: Path, path: Path, *, complete_seconds: float = COMPLETE_SECONDS) -> RunDirectory:
     """Return the run at `path`, which exactly one caller creates from `recipe.yaml` and `plan.json` in `folder`.
 
-    The others wait until it is complete. Raises if `path` holds another run, or other files.
+    The others wait until it is complete; after `complete_seconds` they complete it. Raises if `path` holds another run,
+    or other files.
     """
     source, run = RunDirectory(folder), RunDirectory(path)
     if not (source.recipe.is_file() and source.plan.is_file()):
@@ -30,19 +31,19 @@ def create_run_from(folder: Path, path: Path) -> RunDirectory:
         except UserError as error:
             if error.code != "D004":  # another node was faster
                 raise
-    _wait_until_complete(run, recipe, plan)
+    _wait_until_complete(run, recipe, plan, complete_seconds)
     if changed := fixed_field_changes(run.read_recipe(), recipe):
         raise UserError("L021", f"the run directory holds another run: {', '.join(changed)} differ", where=str(path),
                         fix="name a new run directory, or the folder that this run was made from")  # fmt: skip
     return run
 
 
-def _wait_until_complete(run: RunDirectory, recipe: Recipe, plan: Plan) -> None:
+def _wait_until_complete(run: RunDirectory, recipe: Recipe, plan: Plan, complete_seconds: float) -> None:
     """Return when recipe and plan can be read. If the node that was to write them is lost, write them.
 
     Raises if the run has started before: then its files are damaged.
     """
-    until = time.monotonic() + COMPLETE_SECONDS
+    until = time.monotonic() + complete_seconds
     while True:
         try:
             run.read_plan()  # written last

@@ -14,7 +14,7 @@ WHERE = "plan.disk.path"
 OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-def check_disk_folder(path: str, *, any_filesystem: bool) -> None:
+def check_disk_folder(path: str, *, any_filesystem: bool, mounts: Path = MOUNTS) -> None:
     """Raise UserError unless tensors can be offloaded to this folder of this machine.
 
     Whether there is room is found when a rank allocates its file. A filesystem in memory saves no memory, and one on
@@ -27,7 +27,7 @@ def check_disk_folder(path: str, *, any_filesystem: bool) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError("P110", f"offloaded tensors cannot be written to {path}: permission denied", where=WHERE,
                         fix="change its permissions, or name another folder")  # fmt: skip
-    kind = filesystem_of(folder)
+    kind = filesystem_of(folder, mounts)
     if not any_filesystem and (kind in (*IN_MEMORY, *NETWORK) or kind.startswith("fuse")):
         why = "is in memory, so offloading to it saves none" if kind in IN_MEMORY else "is not a local disk"
         raise UserError("P111", f"{path} is on {kind}, which {why}", where=WHERE,

@@ -14,6 +14,7 @@ import secrets
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -64,9 +65,17 @@ class Lease:
     cannot see the files of the lease.
     """
 
-    def __init__(self, run: RunDirectory, holder: LeaseHolder, *, shared: bool, lock: int | None = None) -> None:
-        self.run, self.holder, self.shared, self._lock = run, holder, shared, lock
-        self._renewed = time.monotonic()
+    def __init__(
+        self,
+        run: RunDirectory,
+        holder: LeaseHolder,
+        *,
+        shared: bool,
+        lock: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run, self.holder, self.shared, self._lock, self._clock = run, holder, shared, lock, clock
+        self._renewed = clock()
         self._newest = holder.term
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -81,7 +90,7 @@ class Lease:
 
         A holder that shares the run with other machines and cannot reach the run directory looks dead to them.
         """
-        late = self.shared and time.monotonic() - self._renewed > FENCED_SECONDS
+        late = self.shared and self._clock() - self._renewed > FENCED_SECONDS
         return not self._over.is_set() and not late and self._newest <= self.term
 
     def release(self) -> None:
@@ -103,9 +112,9 @@ class Lease:
         self.release()
 
     def _renew(self) -> None:
-        count, due = 0, time.monotonic()
+        count, due = 0, self._clock()
         while True:
-            now = time.monotonic()
+            now = self._clock()
             with contextlib.suppress(OSError):  # `holds` checks the time of the last success
                 if now >= due:
                     count, due = count + 1, now + RENEW_SECONDS
@@ -119,8 +128,8 @@ class Lease:
 class LeaseWatch:
     """Polls the newest term of a run to tell whether its holder is alive."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
+    def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run, self._clock = run, clock
         self._seen: tuple[int, str] | None = None
         self._since = 0.0
         self._holder: LeaseHolder | None = None
@@ -148,24 +157,26 @@ class LeaseWatch:
             return holder if start_ticks(holder.pid) == holder.started else holder.term + 1
         if (holder.term, counter) != self._seen:
             self.certain = self._seen is not None and self._seen[0] == holder.term
-            self._seen, self._since = (holder.term, counter), time.monotonic()
-        return holder if time.monotonic() - self._since < EXPIRY_SECONDS else holder.term + 1
+            self._seen, self._since = (holder.term, counter), self._clock()
+        return holder if self._clock() - self._since < EXPIRY_SECONDS else holder.term + 1
 
 
-def take_lease(run: RunDirectory, *, address: str = "", shared: bool = False) -> Lease:
+def take_lease(
+    run: RunDirectory, *, address: str = "", shared: bool = False, lock_seconds: float = LOCK_SECONDS
+) -> Lease:
     """Return the lease of `run`. Raises if a live process holds it. `address` is that of the holder's channel.
 
     If the holder is on another machine and dead, this takes 10 s. `shared`: the run is on several machines, see
-    `Lease.holds`.
+    `Lease.holds`. `lock_seconds`: how long to wait for the lock of the directory.
     """
-    watch, until = LeaseWatch(run), time.monotonic() + LOCK_SECONDS
+    watch, until = LeaseWatch(run), time.monotonic() + lock_seconds
     while True:
         holder_or_term = watch.poll()
         if isinstance(holder_or_term, LeaseHolder):
             if watch.certain:
                 raise held_lease_error(run, holder_or_term)
             time.sleep(POLL_SECONDS)
-            until = time.monotonic() + LOCK_SECONDS
+            until = time.monotonic() + lock_seconds
             continue
         with writing(run):
             try:
@@ -186,7 +197,13 @@ def take_lease(run: RunDirectory, *, address: str = "", shared: bool = False) ->
 
 
 def claim_term(
-    run: RunDirectory, term: int, *, address: str = "", shared: bool = False, lock: int | None = None
+    run: RunDirectory,
+    term: int,
+    *,
+    address: str = "",
+    shared: bool = False,
+    lock: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Lease | None:
     """Return the lease of `term`, which `LeaseWatch.poll` found free; None if another process was faster."""
     holder = LeaseHolder(
@@ -200,7 +217,7 @@ def claim_term(
         created=time.time(),
     )
     is_ours = write_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
-    return Lease(run, holder, shared=shared, lock=lock) if is_ours else None
+    return Lease(run, holder, shared=shared, lock=lock, clock=clock) if is_ours else None
 
 
 def held_lease_error(run: RunDirectory, holder: LeaseHolder) -> UserError:

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,15 @@ class LineWriter:
     that file, see `reserve.py`.
     """
 
-    def __init__(self, path: Path, *, reserve: Path | None = None, max_kept_bytes: int = KEPT_BYTES) -> None:
-        self.path, self._reserve, self._max_kept_bytes = path, reserve, max_kept_bytes
+    def __init__(
+        self,
+        path: Path,
+        *,
+        reserve: Path | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path, self._reserve, self._max_kept_bytes, self._clock = path, reserve, max_kept_bytes, clock
         self.failure = ""
         self.lost = LostLines()
         self._kept: deque[tuple[bytes, int]] = deque()  # lines and their steps
@@ -70,7 +78,7 @@ class LineWriter:
 
     def flush(self, *, at_once: bool = True) -> bool:
         """Write the kept lines, and return whether none is left. Without `at_once`, at most once a second."""
-        if self._kept and (at_once or not self.failure or time.monotonic() >= self._retry_at):
+        if self._kept and (at_once or not self.failure or self._clock() >= self._retry_at):
             try:
                 write_with_reserve(self._reserve, self._write_kept)
             except OSError as error:
@@ -106,7 +114,7 @@ class LineWriter:
     def _fail(self, why: str) -> None:
         if not self.failure:
             log.warning("%s cannot be written: %s; new lines are kept in memory", self.path.name, why)
-        self.failure, self._retry_at = why, time.monotonic() + RETRY_SECONDS
+        self.failure, self._retry_at = why, self._clock() + RETRY_SECONDS
         self.close()  # a stale descriptor of a network disk never works again
 
     def _write_kept(self) -> None:

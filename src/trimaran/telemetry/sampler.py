@@ -30,10 +30,11 @@ class Sampler:
         supervisor: int,
         visible: str | None,
         board: HeartbeatBoard | None = None,
+        writer: LineWriter | None = None,
     ) -> None:
         self.node, self._board = node, board
         self._host, self._gpus = HostSampler(run.path, supervisor=supervisor), GpuSampler(visible)
-        self._writer = LineWriter(run.samples(node))  # keeps samples in memory while the disk is full
+        self._writer = writer or LineWriter(run.samples(node))  # keeps samples in memory while the disk is full
         self._warned = False
         self._last = time.monotonic()
 

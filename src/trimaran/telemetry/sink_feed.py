@@ -17,8 +17,10 @@ FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0  # the delay doubles each tim
 class SinkFeed:
     """A sink with its queue and thread. `put` returns at once."""
 
-    def __init__(self, sink: Sink, *, first_delay: float = FIRST_RETRY_SECONDS) -> None:
-        self.sink, self.lost = sink, 0
+    def __init__(
+        self, sink: Sink, *, first_delay: float = FIRST_RETRY_SECONDS, max_queued: int = MAX_QUEUED_LINES
+    ) -> None:
+        self.sink, self.lost, self._max_queued = sink, 0, max_queued
         self._first_delay = self._delay = first_delay
         self._is_failing, self._closing = False, False
         self._lines: deque[tuple[str, Line]] = deque()
@@ -29,7 +31,7 @@ class SinkFeed:
     def put(self, kind: str, line: Line) -> None:
         """Queue a call of the sink's method `kind` with `line`."""
         with self._woken:
-            if len(self._lines) >= MAX_QUEUED_LINES:
+            if len(self._lines) >= self._max_queued:
                 self._lines.popleft()
                 self.lost += 1
             self._lines.append((kind, line))

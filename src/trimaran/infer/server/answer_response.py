@@ -94,8 +94,16 @@ class AnswerResponse(Response):
     The first output decides the status: a request that cannot be answered gets its error, not an empty stream.
     """
 
-    def __init__(self, answer: PendingAnswer, *, stream: bool, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        answer: PendingAnswer,
+        *,
+        stream: bool,
+        include_usage: bool = False,
+        max_send_seconds: float = MAX_SEND_SECONDS,
+    ) -> None:
         super().__init__()
+        self._max_send_seconds = max_send_seconds
         self._answer, self._stream, self._include_usage = answer, stream, include_usage
         self._path = ""
         self._send_began: float | None = None  # of an event that the client has not taken yet
@@ -114,7 +122,7 @@ class AnswerResponse(Response):
                 await asyncio.wait({gone, work}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not gone.done() and not work.done():
                 # The response is not complete: the HTTP server closes the connection.
-                LOG.info("a client took nothing for %.0f s; its connection is closed", MAX_SEND_SECONDS)
+                LOG.info("a client took nothing for %.0f s; its connection is closed", self._max_send_seconds)
             elif not work.done():
                 self._answer.metrics.disconnects.inc()
                 self._answer.metrics.observe_answer(self._path, CLIENT_GONE)
@@ -129,7 +137,7 @@ class AnswerResponse(Response):
 
     def _patience(self) -> float:
         """Return how many seconds from now the client has to take the event that is being sent."""
-        return MAX_SEND_SECONDS - (0.0 if self._send_began is None else time.monotonic() - self._send_began)
+        return self._max_send_seconds - (0.0 if self._send_began is None else time.monotonic() - self._send_began)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -8,7 +8,7 @@ import errno
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -43,8 +43,8 @@ class DiskStore:
     two do not overlap in time. Training uses the latter, and everything else (initial weights, checkpoints) the former.
     """
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self._size = max(ALIGNMENT, num_bytes)
+    def __init__(self, folder: Path, num_bytes: int, *, write_at: Callable[..., int] = os.pwritev) -> None:
+        self._size, self._write_at = max(ALIGNMENT, num_bytes), write_at
         self._descriptor, self.is_direct = _open_unnamed(folder)
         try:
             os.posix_fallocate(self._descriptor, 0, self._size)
@@ -81,7 +81,7 @@ class DiskStore:
     def write(self, target: Tensor, source: Tensor, after: object = None) -> list[Future[None]]:
         """Start to write the bytes of `source` to a tensor of this store, once the CUDA event `after` has happened."""
         return [
-            self._pool.submit(self._transfer, os.pwritev, offset, part, () if after is None else (after,))
+            self._pool.submit(self._transfer, self._write_at, offset, part, () if after is None else (after,))
             for offset, part in _parts(self._offset(target), source[: padded(target.nbytes)])
         ]
 

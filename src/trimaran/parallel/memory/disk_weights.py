@@ -31,8 +31,8 @@ class ReadSlot:
 class DiskWeights:
     """The file of a rank's shards, and the memory to read them through. The file is created with the first shard."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self._folder, self._device, self._num_bytes = folder, device, 0
+    def __init__(self, folder: Path, device: torch.device, *, slot_bytes: int = SLOT_BYTES) -> None:
+        self._folder, self._device, self._num_bytes, self._slot_bytes = folder, device, 0, slot_bytes
         self.store: DiskStore | None = None
         self._slots: list[ReadSlot] = []
         self._next_slot = 0
@@ -59,8 +59,8 @@ class DiskWeights:
         target = values.view(torch.uint8)
         if not self._reading or self._reading[0][0].data_ptr() != shard.data_ptr():  # another order than expected
             self._reading.clear()
-            self._waiting = deque(part for each in (shard, *following) for part in _parts_of(each))
-        for start in range(0, len(target), SLOT_BYTES):
+            self._waiting = deque(part for each in (shard, *following) for part in self._parts_of(each))
+        for start in range(0, len(target), self._slot_bytes):
             self._read_ahead()
             source, slot = self._reading.popleft()
             for each in slot.reads:
@@ -76,7 +76,7 @@ class DiskWeights:
         assert self.store is not None
         if not self._slots:
             pinned = self._device.type != "cpu"
-            self._slots = [ReadSlot(aligned_buffer(SLOT_BYTES, pinned=pinned)) for _ in range(NUM_SLOTS)]
+            self._slots = [ReadSlot(aligned_buffer(self._slot_bytes, pinned=pinned)) for _ in range(NUM_SLOTS)]
         while self._waiting and len(self._reading) < READ_AHEAD:
             slot, self._next_slot = self._slots[self._next_slot], (self._next_slot + 1) % NUM_SLOTS
             for each in slot.reads:  # of another order
@@ -85,9 +85,8 @@ class DiskWeights:
             slot.reads = self.store.read(source, slot.memory, slot.copied)
             self._reading.append((source, slot))
 
-
-def _parts_of(shard: Tensor) -> Sequence[Tensor]:
-    return shard.view(torch.uint8).split(SLOT_BYTES)
+    def _parts_of(self, shard: Tensor) -> Sequence[Tensor]:
+        return shard.view(torch.uint8).split(self._slot_bytes)
 
 
 class DiskParameter(FSDPParam):

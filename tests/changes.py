@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 
 from tests.matrix import SHAPE
 from tests.ranks import run_ranks
@@ -17,7 +16,9 @@ from tests.resume import HeldShard, SavedState, bits, share_of
 from trimaran.core import Plan, Recipe
 from trimaran.run import RunDirectory, create_run
 from trimaran.run.change_request import change_answers, write_change_request
-from trimaran.train.change import apply_change, change_file
+from trimaran.train.change import apply_change
+from trimaran.train.change.change_file import ChangeFile
+from trimaran.train.change.process_groups import known_groups
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
@@ -67,7 +68,7 @@ def train_with_changes(
     folder: Path,
     changes: Mapping[int, Patch],
     *,
-    inject: Callable[[], None] = lambda: None,
+    inject: Callable[[], None] | None = None,
     shares_memory: bool = False,
 ) -> ChangedTraining:
     """Train under `plan`, and request each patch after its step. `inject` is called in every rank before it starts.
@@ -77,7 +78,8 @@ def train_with_changes(
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
     size, cache = plan.mesh.world_size, folder.parent / "cache"
     fds = tuple(os.memfd_create("rank-memory") for _ in range(size)) if shares_memory else ()
-    results = run_ranks(size, _worker, run.path, cache, dict(changes), inject, fds, timeout=400.0)
+    memories = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in fds)
+    results = run_ranks(size, _worker, run.path, cache, dict(changes), inject, memories, timeout=400.0)
     for fd in fds:
         os.close(fd)
     codes, records, leftovers = zip(*results, strict=True)
@@ -96,47 +98,64 @@ def _saved(rows: list[tuple[list[HeldShard], dict[str, Any]]]) -> SavedState:
 
 
 def _worker(
-    path: Path, cache: Path, changes: dict[int, Patch], inject: Callable[[], None], fds: tuple[int, ...]
+    path: Path, cache: Path, changes: dict[int, Patch], inject: Callable[[], None] | None, memories: tuple[str, ...]
 ) -> tuple[int, Any, Any]:
     run, records, leftovers = RunDirectory(path), [], dict[str, list[int]]()
     request_after(run, changes)
     _record_state(records, leftovers)
-    inject()
+    if inject is not None:
+        inject()
     rank_info = read_rank_info(os.environ)
+    fds = tuple(os.open(each, os.O_RDWR) for each in memories)
     link = SupervisorLink(rank_memories=fds, local_rank=rank_info.local_rank)
     code = run_worker(run, rank_info, cache=cache, link=link)
     return code, records, leftovers
 
 
 def request_after(run: RunDirectory, changes: dict[int, Patch]) -> None:
-    """Make rank 0 write each request after its step and after the change before it, and wait until it is checked."""
-    is_requested = change_file.ChangeFile.is_requested
+    """Make rank 0 write each request after its step and after the answer to the one before.
 
-    def requested(self: change_file.ChangeFile, step: int) -> bool:
-        if self._path and changes and step >= min(changes) and not self._is_taken:
-            write_change_request(run, changes.pop(min(changes)))
+    The run waits until the request is checked: otherwise the step at which it is applied would depend on the load.
+    """
+    if os.environ["RANK"] != "0":
+        return
+    is_requested, answer, pending = ChangeFile.is_requested, ChangeFile.answer, list[int]()
+
+    def requested(self: ChangeFile, step: int) -> bool:
+        if changes and not pending and step >= min(changes):
+            pending.append(min(changes))
+            write_change_request(run, changes.pop(pending[0]))
             is_requested(self, step)
-            if self._thread is not None:  # else it is refused already: the check was faster than this call
-                self._thread.join()
+            for thread in threading.enumerate():
+                if thread.name == "trimaran-change":
+                    thread.join()
         return is_requested(self, step)
 
-    change_file.ChangeFile.is_requested = requested  # type: ignore[method-assign]
+    def answered(self: ChangeFile, *args: Any, **facts: Any) -> None:
+        pending.clear()
+        answer(self, *args, **facts)
+
+    ChangeFile.is_requested, ChangeFile.answer = requested, answered  # type: ignore[method-assign]
 
 
 def _record_state(records: list[Any], leftovers: dict[str, list[int]]) -> None:
     """Record the whole state before and after each change, and what the process has after it."""
-    build, apply = apply_change.PlanChanger._build, apply_change.PlanChanger.apply
+    builders = apply_change.change_in_place, apply_change.rebuild_with_room
+    apply = apply_change.PlanChanger.apply
 
-    def recorded_build(self: Any, context: Any, parts: Any, *args: Any, **options: Any) -> Any:
-        before = _state_of(parts)
-        new = build(self, context, parts, *args, **options)
-        records.append((before, _state_of(new)))
-        return new
+    def recorded(build: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded_build(context: Any, parts: Any, *args: Any) -> Any:
+            before = _state_of(parts)
+            new = build(context, parts, *args)
+            records.append((before, _state_of(new)))
+            return new
+
+        return recorded_build
 
     def recorded_apply(self: Any, *args: Any) -> Any:
         result = apply(self, *args)
         counts = {
-            "groups": len(distributed_c10d._world.pg_map),
+            "groups": len(known_groups()),
             "threads": threading.active_count(),
             "descriptors": len(os.listdir("/proc/self/fd")),
         }
@@ -144,7 +163,7 @@ def _record_state(records: list[Any], leftovers: dict[str, list[int]]) -> None:
             leftovers.setdefault(name, []).append(count)
         return result
 
-    apply_change.PlanChanger._build = recorded_build  # type: ignore[method-assign]
+    apply_change.change_in_place, apply_change.rebuild_with_room = map(recorded, builders)
     apply_change.PlanChanger.apply = recorded_apply  # type: ignore[method-assign]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.environment import CACHE
 from tests.matrix import SHAPE
 from tests.ranks import run_ranks
 from tests.resume import HeldShard, SavedState, bits, share_of
@@ -76,7 +77,7 @@ def train_with_changes(
     `shares_memory`: ranks can read each other's copies of the state, as under a supervisor.
     """
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
-    size, cache = plan.mesh.world_size, folder.parent / "cache"
+    size, cache = plan.mesh.world_size, CACHE
     fds = tuple(os.memfd_create("rank-memory") for _ in range(size)) if shares_memory else ()
     memories = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in fds)
     results = run_ranks(size, _worker, run.path, cache, dict(changes), inject, memories, timeout=400.0)

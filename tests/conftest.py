@@ -5,18 +5,15 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.forked import start_fork_source
 from tests.slow_cases import SLOW_CASES
 from trimaran.app.request import ask_hf_facts, calibrate_cpu
-from trimaran.core import DataSection, ModelSection
-from trimaran.data import ByteTokenizer, Tokenizer, cache_folder, prepare_text
+from trimaran.core import ModelSection
 from trimaran.models.hf_facts import HfFacts
 from trimaran.nets.network import WeightsNeededError
 
@@ -26,8 +23,6 @@ os.environ["TRIMARAN_BAD_NODES"] = str(Path(tempfile.gettempdir()) / f"trimaran-
 # Runs that the user measured must not appear in the plans of tests, nor those of tests in the user's.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"trimaran-tests-{os.getpid()}-state")
 LONGEST_FIRST = ("web", "e2e", "fault", "dist")
-USER_DATA = cache_folder(os.environ)
-FIND_FILES, FINGERPRINT, PACK = prepare_text.find_files, prepare_text._fingerprint, prepare_text._pack
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT in background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -65,47 +60,9 @@ def _find_in_this_process(section: ModelSection, _: object) -> tuple[HfFacts | N
         return None, str(error)
 
 
-@pytest.fixture(autouse=True)
-def _standard_library_is_packed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep runs with a new cache folder from packing the default text, 24 MB that are written and synced.
-
-    Its files are found and described once, too: that takes each rank a tenth of a second.
-    """
-    if "full_disk" not in request.fixturenames:
-        _standard_library()  # before ranks are forked
-        monkeypatch.setattr(prepare_text, "find_files", _find_files)
-        monkeypatch.setattr(prepare_text, "_fingerprint", _fingerprint)
-        monkeypatch.setattr(prepare_text, "_pack", _pack)
-
-
-@cache
-def _standard_library() -> tuple[list[Path], str]:
-    """Return the files of the default text, and the name of its folder in a cache."""
-    files = FIND_FILES(DataSection())
-    return files, FINGERPRINT(DataSection(), files, ByteTokenizer())
-
-
-def _find_files(section: DataSection) -> list[Path]:
-    is_known = section.source == "python-stdlib" and section.path is None
-    return _standard_library()[0] if is_known else FIND_FILES(section)
-
-
-def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> str:
-    known, name = _standard_library()
-    return name if files is known and isinstance(tokenizer, ByteTokenizer) else FINGERPRINT(section, files, tokenizer)
-
-
-def _pack(section: DataSection, files: list[Path], tokenizer: Tokenizer, path: Path, *rest: Any) -> None:
-    """Pack a source. In a test's own cache, the default text is a link to the user's cache."""
-    shared = USER_DATA / path.name
-    if path == shared or path.name != _standard_library()[1]:
-        PACK(section, files, tokenizer, path, *rest)
-        return
-    if not shared.exists():
-        with suppress(FileExistsError):  # another process was faster
-            PACK(section, files, tokenizer, shared, *rest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(shared)
+def pytest_configure() -> None:
+    """Start the process that ranks and commands are forked from; it imports torch while tests are collected."""
+    start_fork_source()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,12 @@
-"""The environment of processes that tests start."""
+"""The environment of processes that tests start, and where they find prepared data."""
 
 import os
 from pathlib import Path
 
+from trimaran.data import cache_folder
+
 ROOT = Path(__file__).parents[1]
+CACHE = cache_folder(os.environ)  # the user's: packing the default text again would take each test a second
 
 
 def environment(**own: str) -> dict[str, str]:

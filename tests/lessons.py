@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import ROOT, environment
+from tests.environment import CACHE, ROOT, environment
 from tests.guide_commands import BLOCK
 from tests.ranks import run_ranks
 from trimaran.app.main import main
@@ -118,7 +118,7 @@ class Student:
         request = resolve(words[0], settings)
         name = words[words.index("--run-dir") + 1] if "--run-dir" in words else f"runs/{request.recipe.name}"
         run = create_run(self.folder / name, request.recipe, request.plan)
-        codes = run_ranks(request.plan.mesh.world_size, work, run.path, self.folder / "cache")
+        codes = run_ranks(request.plan.mesh.world_size, work, run.path, CACHE)
         assert not any(codes), run.events(0).read_text()
         losses = [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
         return f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"

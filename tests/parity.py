@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.environment import CACHE
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
 from trimaran.run import RunDirectory, create_run
@@ -57,7 +58,7 @@ def train_run(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
 def _train_once(recipe: Recipe, plan: Plan, folder: Path) -> RunDirectory:
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
     run.read_recipe()  # which is then known to all ranks
-    codes = run_ranks(plan.mesh.world_size, _worker, run.path, folder.parent / "cache")
+    codes = run_ranks(plan.mesh.world_size, _worker, run.path, CACHE)
     assert codes == [0] * plan.mesh.world_size, run.events(0).read_text()
     return run
 

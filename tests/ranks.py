@@ -1,113 +1,99 @@
-"""Runs a function on forked ranks. The parent has torch imported, so a run starts in 0.1 s instead of 10 s."""
+"""Runs a function on ranks, forked from a process that has torch imported: a run starts in 0.1 s instead of 10 s."""
 
 import contextlib
-import faulthandler
-import gc
 import os
+import pickle
 import random
 import socket
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import IO, Any
 
-# Imported here once, before any rank is forked.
-import torch
-import torch._dynamo
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.multiprocessing as multiprocessing
-from tqdm import tqdm
+from tests.forked import Forked, call
 
-from trimaran.train.process.fork_server import LAZY_MODULES
 
-for _name in LAZY_MODULES:  # which ranks import when they need them
-    import_module(_name)
-tqdm.monitor_interval = 0  # no thread of its own, which lives to the end of the process
+@dataclass
+class Rank:
+    """A forked rank, the pipe that its pickled result comes through, and a file for its native stacks."""
+
+    process: Forked
+    pipe: IO[bytes]
+    stacks: IO[bytes]
+
+    def result(self) -> Any:
+        """Return the result of a rank whose pipe is readable; fail with its error."""
+        answer = self.pipe.read()
+        if not answer:
+            self.stacks.seek(0)
+            error = f"died without a result, exit code {self.process.wait(5.0)}\n{self.stacks.read().decode()}"
+        else:
+            result, error = pickle.loads(answer)
+        assert error is None, error
+        return result
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Return the results of `function(*args)` on `world_size` forked ranks, each with a launcher's environment.
 
-    If a rank raises, dies or takes longer than `timeout` seconds, the test fails and all ranks are killed. What a rank
-    was doing when native code crashed is part of the failure; the native stacks are on its standard error.
+    Ranks know nothing that this process has changed in modules: function, arguments and results are pickled. If a rank
+    raises, dies or takes longer than `timeout` seconds, the test fails and all ranks are killed.
     """
-    context = multiprocessing.get_context("fork")
     port = _free_port()
-    pipes, processes = [], []
     with contextlib.ExitStack() as files:
-        stacks = [files.enter_context(tempfile.TemporaryFile()) for _ in range(world_size)]
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world_size, port, theirs, stacks[rank], function, args))
-            process.start()
-            theirs.close()  # so that a rank that dies closes its end
-            pipes.append(ours)
-            processes.append(process)
+        ranks = [_start(rank, world_size, port, function, args, files) for rank in range(world_size)]
         try:
-            return _collect(pipes, processes, stacks, timeout)
+            return _collect(ranks, timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            for rank in ranks:
+                rank.process.kill()
+            for rank in ranks:
+                rank.process.wait()
 
 
-def _collect(pipes: list[Connection], processes: list[Any], stacks: Sequence[IO[bytes]], timeout: float) -> list[Any]:
-    answers: dict[int, Any] = {}
-    while left := [pipe for rank, pipe in enumerate(pipes) if rank not in answers]:
-        ready = wait(left, timeout)
-        assert ready, f"ranks {[rank for rank in range(len(pipes)) if rank not in answers]} are silent for {timeout} s"
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = pipes.index(pipe)
-            try:
-                answers[rank], error = pipe.recv()
-            except EOFError:
-                processes[rank].join(1.0)
-                stacks[rank].seek(0)
-                error = f"died without a result, exit code {processes[rank].exitcode}\n{stacks[rank].read().decode()}"
-            assert error is None, f"rank {rank}: {error}"
-    return [answers[rank] for rank in range(len(pipes))]
-
-
-def _rank(
+def _start(
     rank: int,
     world_size: int,
     port: int,
-    pipe: Connection,
-    stacks: IO[bytes],
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    parent = os.getppid()
-    # A garbage collection among the objects of the parent takes a second and copies their pages.
-    gc.freeze()
-    gc.unfreeze = lambda: None  # which a change of the plan calls, for the sake of CUDA graphs
-    faulthandler.enable(stacks)
-    # Threads of gloo crash without a Python stack. This prints those of all threads, then calls faulthandler.
-    torch._C._set_print_stack_traces_on_fatal_signal(True)
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    args: Sequence[Any],
+    files: contextlib.ExitStack,
+) -> Rank:
+    launched = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    pipe = files.enter_context(os.fdopen(ours, "rb"))
+    stacks = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
     try:
-        pipe.send((function(*args), None))
-    except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        process = call(function, args, os.environ | launched, theirs, stacks.fileno())
     finally:
-        while os.getppid() == parent:  # until the parent kills it: other ranks may still need rank 0's store
-            time.sleep(0.02)
-        os._exit(0)  # without pytest's exit handlers
+        os.close(theirs)  # so that a rank that dies closes its end
+    return Rank(process, pipe, stacks)
+
+
+def _collect(ranks: Sequence[Rank], timeout: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while left := {rank.pipe: number for number, rank in enumerate(ranks) if number not in answers}:
+        ready = wait(list(left), max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {sorted(left.values())} are silent for {timeout} s"
+        for pipe in ready:
+            number = left[pipe]
+            try:
+                answers[number] = ranks[number].result()
+            except AssertionError as error:
+                raise AssertionError(f"rank {number}: {error}") from None
+        deadline = time.monotonic() + timeout
+    return [answers[number] for number in range(len(ranks))]
 
 
 def _free_port() -> int:

@@ -35,6 +35,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.environment import CACHE
 from tests.parity import Trajectory, plan_for
 from tests.ranks import _free_port
 from tests.sweep_models import tiny_config
@@ -158,7 +159,7 @@ def train_plainly(folder: Path, *, packed: bool, disturbed: bool = False) -> Non
             each.data.mul_(1 + DISTURBANCE * torch.randn_like(each))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, betas=BETAS, weight_decay=0.0)
     losses, norms = [], []
-    for batch in batches_of(recipe_for(folder, packed=packed), folder.parent / "cache"):
+    for batch in batches_of(recipe_for(folder, packed=packed), CACHE):
         optimizer.zero_grad()
         num_valid = (batch["labels"] >= 0).sum()
         pieces = documents_of(batch) if packed else [(batch["tokens"], batch["labels"])]
@@ -241,7 +242,7 @@ def run_cell(name: str, plan_name: str, folder: Path, timeout: float) -> Cell:
     run = create_run(folder / "runs" / plan_name.replace(" ", "-"), recipe, plan)
     log = folder / "log"
     log.write_text("")
-    codes = run_processes(plan.mesh.world_size, timeout, log, train_rank, run.path, folder.parent / "cache")
+    codes = run_processes(plan.mesh.world_size, timeout, log, train_rank, run.path, CACHE)
     outcome, detail = judge(run, codes, expected_in(folder, packed=packed), log)
     if outcome == "DIFFERENT" and is_chaotic(run, folder, timeout, packed=packed):
         outcome = "chaotic"

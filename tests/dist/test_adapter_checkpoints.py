@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.app.main import main
@@ -79,7 +80,7 @@ def resume(run: RunDirectory, recipe: Recipe, plan: Plan, cache: Path) -> list[i
 
 def start(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
     run = create_run(folder / "run", recipe, plan)
-    assert run_ranks(plan.mesh.world_size, work, run.path, folder / "cache") == [0] * plan.mesh.world_size
+    assert run_ranks(plan.mesh.world_size, work, run.path, CACHE) == [0] * plan.mesh.world_size
     return run
 
 
@@ -142,7 +143,7 @@ def test_a_run_resumes_under_another_plan(
     reference = train_trajectory(recipe, ONE, tmp_path / "alone")
     before, after = (plan_for(recipe, **{"grad_accum": 1} | fields) for fields in (first, second))
     run = start(tmp_path, recipe_for(base, steps=2, kind=kind), before)
-    assert resume(run, recipe, after, tmp_path / "cache") == [0] * after.mesh.world_size
+    assert resume(run, recipe, after, CACHE) == [0] * after.mesh.world_size
     assert events(run)[-1]["kind"] == "done"
     resumed = [each["step"] for each in events(run) if each["kind"] == "resume"]
     assert resumed == [2]
@@ -158,18 +159,18 @@ def test_a_run_does_not_resume_on_another_base(base: Path, tmp_path: Path) -> No
     original, times = file.read_bytes(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
     file.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     os.utime(file, ns=times)
-    assert resume(run, recipe_for(copy), ONE, tmp_path / "cache") == [2]
+    assert resume(run, recipe_for(copy), ONE, CACHE) == [2]
     error = events(run)[-1]["data"]
     assert (error["code"], error["where"]) == ("K048", f"model.path ({copy})")
     assert "model.safetensors has other contents (SHA-256" in error["what"]
     file.write_bytes(original)
-    assert resume(run, recipe_for(copy), ONE, tmp_path / "cache") == [0]
+    assert resume(run, recipe_for(copy), ONE, CACHE) == [0]
 
 
 @pytest.mark.slow
 def test_the_recipe_of_a_checkpoint_must_have_the_same_adapter(base: Path, tmp_path: Path) -> None:
     run = start(tmp_path, recipe_for(base, steps=2), ONE)
-    assert resume(run, recipe_for(base, alpha=8.0), ONE, tmp_path / "cache") == [2]
+    assert resume(run, recipe_for(base, alpha=8.0), ONE, CACHE) == [2]
     error = events(run)[-1]["data"]
     assert (error["code"], "model.adapter.alpha=6.0" in error["what"]) == ("K041", True)
 
@@ -208,7 +209,7 @@ def test_a_flipped_bit_of_the_base_is_found_and_the_base_read_again(
     (tmp_path / "calm").mkdir()
     calm = train_trajectory(recipe, plan, tmp_path / "calm")
     run = create_run(tmp_path / "run", recipe, plan)
-    assert run_ranks(2, flip_a_bit_of_the_base, run.path, tmp_path / "cache") == [0, 0]
+    assert run_ranks(2, flip_a_bit_of_the_base, run.path, CACHE) == [0, 0]
     (found,) = (each["data"] for each in events(run) if each["kind"] == "differ")
     assert (found["type"], found["ranks"], found["action"]) == ("MemoryChanged", [1], "rewind")
     assert all("lora" not in key for key in found["keys"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, Plan, Recipe
@@ -64,7 +65,7 @@ def plain_rank(path: Path, cache: Path) -> int:
 def start(folder: Path, recipe: Recipe, plan: Plan, rank: Callable[..., Any] = plain_rank) -> RunDirectory:
     """Train in forked ranks, each of which runs `rank`, and return the run; it must end well."""
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
-    codes = run_ranks(plan.mesh.world_size, rank, run.path, folder.parent / "cache")
+    codes = run_ranks(plan.mesh.world_size, rank, run.path, CACHE)
     assert codes == [0] * plan.mesh.world_size, run.events(0).read_text()
     return run
 
@@ -155,7 +156,7 @@ def stopped_in_the_middle(path: Path, cache: Path) -> int:
 
 def stopped_run(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
     run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
-    assert run_ranks(2, stopped_in_the_middle, run.path, folder.parent / "cache") == [EXIT_AGAIN] * 2
+    assert run_ranks(2, stopped_in_the_middle, run.path, CACHE) == [EXIT_AGAIN] * 2
     (checkpoint,) = run.checkpoints.glob("step-*")
     assert 6 <= int(checkpoint.name.removeprefix("step-")) < 12
     return run
@@ -164,7 +165,7 @@ def stopped_run(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
 def test_a_stopped_run_resumes_where_it_was(folder: Path, synchronous: Trajectory) -> None:
     recipe = recipe_with()
     run = stopped_run(folder, recipe, async_plan(recipe, staleness=0))
-    assert run_ranks(2, plain_rank, run.path, folder.parent / "cache") == [0, 0]
+    assert run_ranks(2, plain_rank, run.path, CACHE) == [0, 0]
     assert_same_trajectory(trajectory_of(run), synchronous)
 
 
@@ -177,7 +178,7 @@ def test_a_checkpoint_loads_under_the_other_engine(first: str, folder: Path, syn
     other = create_run(folder / "other", recipe, after)
     shutil.copytree(run.checkpoints, other.checkpoints)
     shutil.copy(run.metrics, other.metrics)
-    assert run_ranks(2, plain_rank, other.path, folder.parent / "cache") == [0, 0], other.events(0).read_text()
+    assert run_ranks(2, plain_rank, other.path, CACHE) == [0, 0], other.events(0).read_text()
     assert_same_trajectory(trajectory_of(other), synchronous)
 
 
@@ -211,5 +212,5 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_servers(folder: Path) ->
 def test_a_run_that_may_not_skip_stops_at_a_pause(folder: Path) -> None:
     recipe = recipe_with(faults={"not_finite": "stop"})
     run = create_run(folder / "0", recipe, async_plan(recipe, staleness=1))
-    codes = run_ranks(2, one_gradient_is_not_finite, run.path, folder.parent / "cache")
+    codes = run_ranks(2, one_gradient_is_not_finite, run.path, CACHE)
     assert codes == [EXIT_STUCK] * 2

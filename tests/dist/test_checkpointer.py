@@ -11,8 +11,18 @@ import torch
 from tests.parity import plan_for, trajectory_of
 from tests.ranks import run_ranks
 from tests.special_files import put
-from tests.toy_run import DIED, ToyAttempt, events, inject_faults, logged_steps, new_run, run_attempt, run_until_killed
-from trimaran.checkpoint import file_parts
+from tests.toy_run import (
+    DIED,
+    SlowDisk,
+    ToyAttempt,
+    events,
+    inject_faults,
+    link_to,
+    logged_steps,
+    new_run,
+    run_attempt,
+    run_until_killed,
+)
 from trimaran.checkpoint.manifest import read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.peer_copies import FIRST_INTERVAL_STEPS
@@ -22,7 +32,6 @@ from trimaran.core import parse_recipe
 from trimaran.run import RunDirectory, create_run
 from trimaran.run.lease import take_lease
 from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 
 
@@ -125,23 +134,22 @@ def test_all_ranks_skip_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> N
     assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
 
 
-def test_all_ranks_skip_a_checkpoint_with_a_damaged_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "PART_BYTES", 4096)  # the ranks are forked
+def test_all_ranks_skip_a_checkpoint_with_a_damaged_part(tmp_path: Path) -> None:
     run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.keep=3")
-    run_ranks(2, run_attempt, run.path, ToyAttempt(to=12))
+    run_ranks(2, run_attempt, run.path, ToyAttempt(to=12, part_bytes=4096))
     for step, position in ((12, -9), (10, 5000)):
         file = step_path(run.checkpoints, step) / "rank-00001.safetensors"
         assert len(read_manifest(file.parent).files[file.name].part_sha256) > 2
         data = bytearray(file.read_bytes())
         data[position] ^= 16
         file.write_bytes(data)
-    logs = run_ranks(3, run_attempt, run.path, ToyAttempt(to=13, number=1))
+    logs = run_ranks(3, run_attempt, run.path, ToyAttempt(to=13, number=1, part_bytes=4096))
     assert [(log.start, log.is_right) for log in logs] == [(5, True)] * 3
     refused = events(run, "resume")[-1]["refused"]
     why = "rank-00001.safetensors is not what was written: its checksum is wrong"
     assert [(each["step"], each["why"]) for each in refused] == [(12, why), (10, why)]
     assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
-    logs = run_ranks(1, run_attempt, run.path, ToyAttempt(to=14, number=2))
+    logs = run_ranks(1, run_attempt, run.path, ToyAttempt(to=14, number=2, part_bytes=4096))
     assert [(log.start, log.is_right) for log in logs] == [(13, True)]
 
 
@@ -160,15 +168,14 @@ def test_a_run_without_checkpoints_writes_none_and_starts_again(tmp_path: Path, 
 def test_a_slow_disk_never_gets_two_checkpoints_at_once(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.every=3", "checkpoint.memory=1")
     logs = run_ranks(
-        2, run_attempt, run.path, ToyAttempt(to=40, rank_memories=rank_memories, faulty_rank=1, slow_disk=0.15)
+        2, run_attempt, run.path, ToyAttempt(to=24, rank_memories=rank_memories, faulty_rank=1, slow_disk=7)
     )
     assert all(log.is_right for log in logs)
     saved = events(run, "checkpoint")
-    assert saved[-1]["step"] == 40, "the run waits for the last one"
+    assert saved[-1]["step"] == 24, "the run waits for the last one"
     assert saved[-1]["skipped"] > 0
-    assert len(saved) < 13
-    assert all(each["seconds"] >= 0.15 and each["stall_seconds"] < 0.1 for each in saved)
-    assert verify(step_path(run.checkpoints, 40)) == []
+    assert 1 < len(saved) < 24 // 3
+    assert verify(step_path(run.checkpoints, 24)) == []
     assert complete_steps(run.checkpoints) == sorted(each["step"] for each in saved)[-2:]
 
 
@@ -266,34 +273,20 @@ def test_a_fifo_in_a_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: 
     assert (refused["step"], "it is a FIFO" in refused["why"]) == (12, True)
 
 
-def test_without_memory_a_checkpoint_is_written_synchronously(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.checkpoint.memory_budget.MAX_FREE_MEMORY_FRACTION", 0.0)
+def test_without_memory_a_checkpoint_is_written_synchronously(tmp_path: Path) -> None:
     run = new_run(tmp_path, "checkpoint.every=5")
-    logs = run_ranks(2, run_attempt, run.path, ToyAttempt(to=12))
+    logs = run_ranks(2, run_attempt, run.path, ToyAttempt(to=12, has_memory=False))
     assert all(log.is_right for log in logs)
     assert complete_steps(run.checkpoints) == [10, 12]
-    logs = run_ranks(1, run_attempt, run.path, ToyAttempt(to=13, number=1))
+    logs = run_ranks(1, run_attempt, run.path, ToyAttempt(to=13, number=1, has_memory=False))
     assert [(log.start, log.is_right) for log in logs] == [(12, True)]
     assert all(each["stall_seconds"] > 0 for each in events(run, "checkpoint"))
 
 
-def test_a_lack_of_demanded_memory_is_an_error(
-    tmp_path: Path, rank_memories: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trimaran.checkpoint.memory_budget.MAX_FREE_MEMORY_FRACTION", 0.0)
+def test_a_lack_of_demanded_memory_is_an_error(tmp_path: Path, rank_memories: tuple[int, ...]) -> None:
     run = new_run(tmp_path, "checkpoint.memory=1")
     with pytest.raises(AssertionError, match="K040"):
-        run_ranks(2, run_attempt, run.path, ToyAttempt(to=3, rank_memories=rank_memories))
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
-    run = new_run(tmp_path, "checkpoint.every=5")
-    run_ranks(2, run_attempt, run.path, ToyAttempt(to=5))
-    text = run.recipe.read_text()
-    run.recipe.write_text(text.replace("seed: 0", "seed: 1"))
-    with pytest.raises(AssertionError, match=r"K041: this checkpoint is from a run with train\.seed=0, this run has 1"):
-        run_ranks(2, run_attempt, run.path, ToyAttempt(to=6, number=1))
-    assert complete_steps(run.checkpoints) == [5]
+        run_ranks(2, run_attempt, run.path, ToyAttempt(to=3, rank_memories=rank_memories, has_memory=False))
 
 
 def test_a_recipe_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:
@@ -308,6 +301,7 @@ def test_a_recipe_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:
         AssertionError, match=r"K041: this checkpoint is from a run with train\.lr=0\.001, this run has 0\.002"
     ):
         run_ranks(1, run_attempt, run.path, ToyAttempt(to=7, number=2))
+    assert complete_steps(run.checkpoints) == [5, 6]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_or_removed_does_not_start_over(tmp_path: Path) -> None:
@@ -387,9 +381,8 @@ def test_a_damaged_copy_on_a_peer_is_not_loaded(tmp_path: Path, rank_memories: t
 def worker(path: Path, cache: Path, attempt: ToyAttempt) -> int:
     rank_info = read_rank_info(os.environ)
     if rank_info.rank == attempt.faulty_rank:
-        inject_faults(attempt)
-    link = SupervisorLink(attempt=attempt.number, local_rank=rank_info.local_rank, rank_memories=attempt.rank_memories)
-    return run_worker(RunDirectory(path), rank_info, cache=cache, link=link)
+        inject_faults(attempt, SlowDisk(0))
+    return run_worker(RunDirectory(path), rank_info, cache=cache, link=link_to(attempt, rank_info))
 
 
 def test_a_killed_run_ends_with_the_same_weights_as_an_uninterrupted_one(

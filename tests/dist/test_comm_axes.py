@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
@@ -106,7 +107,7 @@ def test_an_axis_whose_waits_are_not_all_measured_has_no_number(folder: Path) ->
 def test_the_wait_for_a_late_rank_in_a_layer_is_communication_and_not_forward(folder: Path) -> None:
     recipe = recipe_of(steps=5)
     run = create_run(folder / "late", recipe, plan_for(recipe, tp=2, grad_accum=1))
-    assert run_ranks(2, _late_worker, run.path, folder.parent / "cache") == [0, 0]
+    assert run_ranks(2, _late_worker, run.path, CACHE) == [0, 0]
     warm = lines_of(run)[1:]
     assert max(line["comm_seconds"]["tp"] for line in warm) > 0.5 * LATE_SECONDS
     assert min(line["phases"]["forward"] for line in warm) < 0.5 * LATE_SECONDS
@@ -134,7 +135,7 @@ def test_measuring_waits_does_not_change_a_bit_of_the_trajectory(plan: dict[str,
     recipe = recipe_of(preset="tiny-moe" if "ep" in plan else "tiny")
     measured = trajectory_of(train_run(recipe, plan_for(recipe, **plan), folder))
     run = create_run(folder / f"plain-{len(list(folder.iterdir()))}", recipe, plan_for(recipe, **plan))
-    assert run_ranks(2, _unmeasured_worker, run.path, folder.parent / "cache") == [0, 0]
+    assert run_ranks(2, _unmeasured_worker, run.path, CACHE) == [0, 0]
     plain = trajectory_of(run)
     assert (measured.losses, measured.norms) == (plain.losses, plain.norms)
     assert all(torch.equal(each, plain.weights[name]) for name, each in measured.weights.items())

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, train_run, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
@@ -255,7 +256,7 @@ def work_without_deepspeed(path: Path, cache: Path) -> int:
 
 def test_a_missing_package_is_reported_with_the_command_to_install_it(workspace: Path, tmp_path: Path) -> None:
     run = create_run(tmp_path / "run", recipe_for(workspace), plan_for("optimizer", world=1))
-    assert run_ranks(1, work_without_deepspeed, run.path, workspace / "cache") == [2]
+    assert run_ranks(1, work_without_deepspeed, run.path, CACHE) == [2]
     error = event_data(run, "error")
     assert (error["code"], error["where"]) == ("P037", "plan.engine")
     assert "pip install 'trimaran[deepspeed]'" in error["fix"]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.hf_models import EXPERTS, SMALL
 from tests.parity import plan_for
 from tests.ranks import run_ranks
@@ -134,7 +135,7 @@ def train(
     path = workspace / "runs" / str(len([*(workspace / "runs").glob("*")]))
     run = create_run(path, recipe, plan_for(recipe, **{"grad_accum": 2} | plan))
     world_size = run.read_plan().mesh.world_size
-    return run_ranks(world_size, train_rank, run.path, workspace / "cache"), run
+    return run_ranks(world_size, train_rank, run.path, CACHE), run
 
 
 def train_rank(path: Path, cache: Path) -> int:

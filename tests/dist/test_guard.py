@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -77,7 +78,7 @@ def checkpoints(run: RunDirectory) -> list[str]:
 def samples_of(run: RunDirectory, step: int, rank: int = 0) -> list[int]:
     """Return the samples that a data rank works on at `step`, which counts from 1."""
     recipe, plan = run.read_recipe(), run.read_plan()
-    training, _ = split(TokenShards.open(prepare(recipe.data, cache=run.path.parents[1] / "cache")), recipe.data)
+    training, _ = split(TokenShards.open(prepare(recipe.data, cache=CACHE)), recipe.data)
     share = DataShare(rank=rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     return positions(recipe.train.seed, share.indices(step - 1).ravel(), len(training)).tolist()
 
@@ -159,7 +160,7 @@ def train_with(
     if fault is not None and fault.rank == rank_info.rank:
         plant(fault, run.read_plan().grad_accum)
     updates = watch_updates()
-    return run_worker(run, rank_info, cache=path.parents[1] / "cache"), updates
+    return run_worker(run, rank_info, cache=CACHE), updates
 
 
 def assert_skipped(run: RunDirectory, answers: list[Any]) -> dict[str, Any]:
@@ -333,7 +334,7 @@ def train_until_sigterm(path: Path, where: str) -> tuple[int, int]:
     build.build_networks = building  # pyrefly: ignore[bad-assignment]
     PlainStepper.evaluate = evaluating  # pyrefly: ignore[bad-assignment]
     Checkpointer._save = saving  # pyrefly: ignore[bad-assignment]
-    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache"), len(evaluated)
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE), len(evaluated)
 
 
 @pytest.mark.parametrize(("where", "step", "batches"), [("building", 0, 0), ("evaluating", 4, 3), ("saving", 4, 1)])
@@ -371,7 +372,7 @@ def train_with_a_flipped_bit(path: Path) -> int:
 
     Updater.update = flipping  # pyrefly: ignore[bad-assignment]
     build.ReplicaCheck = partial(ReplicaCheck, every=2)  # pyrefly: ignore[bad-assignment]
-    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache")
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE)
 
 
 def test_replicas_that_differ_rewind_to_a_step_where_they_were_equal(folder: Path) -> None:

@@ -3,16 +3,15 @@
 import json
 import os
 import weakref
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -70,7 +69,8 @@ def plan_of(mesh: dict[str, int], **fields: Any) -> Plan:
 
 
 def built(folder: Path, plan: Plan) -> tuple[HfNetwork, RankMesh]:
-    join_process_group(read_rank_info(os.environ))
+    if not dist.is_initialized():
+        join_process_group(read_rank_info(os.environ))
     ranks = build_mesh(plan.mesh, device_type="cpu")
     module, fill = open_hf_model(folder, trust_remote_code=False, seed=7)
     network = hf_network(module, None)
@@ -119,27 +119,49 @@ def test_no_rank_ever_holds_the_full_model(deep: Path, kind: str, mesh: dict[str
         assert part <= peak <= part + 1.3 * block
 
 
-def weights_under(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
-    network, _ = built(folder, plan)
-    return {name: unsharded(each.detach()).numpy() for name, each in network.module.named_parameters()}
+class Case(NamedTuple):
+    """A model under a plan, with several documents in each row if `packed`."""
+
+    name: str
+    mesh: dict[str, int]
+    fields: dict[str, Any] = {}
+    packed: bool = True
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a folder of each model, with weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in sorted({each.name for each in (*TWO_RANKS, *FOUR_RANKS)}):
+        save_model(name, folder / name)
+    return folder
+
+
+def weights_under(root: Path, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    found = []
+    for case in cases:
+        network, _ = built(root / case.name, plan_of(case.mesh))
+        found.append({name: unsharded(each.detach()).numpy() for name, each in network.module.named_parameters()})
+    return found
+
+
+INITIALISED = [
+    *[Case(name, {"dp_shard": 2}) for name in ("llama-tied", "gpt2", "qwen3-moe")],
+    Case("llama-tied", {"tp": 2}),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "meshes"),
-    [
-        ("llama-tied", [{"dp_replicate": 2}, {"dp_shard": 2, "tp": 2}]),
-        ("gpt2", [{"dp_shard": 2}]),
-        ("qwen3-moe", [{"dp_shard": 2}]),
-    ],
+    "cases", [INITIALISED, slow([Case("llama-tied", {"dp_shard": 2, "tp": 2})])], ids=["2 ranks", "4 ranks"]
 )
-def test_random_weights_do_not_depend_on_the_plan(name: str, meshes: list[dict[str, int]], tmp_path: Path) -> None:
-    CONFIGS[name].save_pretrained(tmp_path)
-    (alone,) = run_ranks(1, weights_under, tmp_path, plan_of({}))
-    for mesh in meshes:
-        plan = plan_of(mesh)
-        for weights in run_ranks(plan.mesh.world_size, weights_under, tmp_path, plan):
-            assert list(weights) == list(alone)
-            assert all(np.array_equal(weights[each], alone[each]) for each in alone)
+def test_random_weights_do_not_depend_on_the_plan(cases: list[Case], tmp_path: Path) -> None:
+    for case in cases:
+        CONFIGS[case.name].save_pretrained(tmp_path / case.name)
+    (alone,) = run_ranks(1, weights_under, tmp_path, [each._replace(mesh={}) for each in cases])
+    for rank in run_ranks(plan_of(cases[0].mesh).mesh.world_size, weights_under, tmp_path, cases):
+        for case, ours, theirs in zip(cases, rank, alone, strict=True):
+            assert list(ours) == list(theirs), case
+            assert [each for each in theirs if not np.array_equal(ours[each], theirs[each])] == [], case
 
 
 def gradients_under(folder: Path, plan: Plan, packed: bool) -> dict[str, np.ndarray]:
@@ -158,73 +180,80 @@ def gradients_under(folder: Path, plan: Plan, packed: bool) -> dict[str, np.ndar
     }
 
 
+def gradients_of(root: Path, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    return [gradients_under(root / each.name, plan_of(each.mesh, **each.fields), each.packed) for each in cases]
+
+
 TP, CP = {"tp": 2}, {"cp": 2}
-CASES = [
-    *[(name, mesh, {}) for name in ("llama-tied", "qwen3", "gpt-neox") for mesh in (TP, CP)],
-    ("gpt-neox", TP | CP, {}),
-    *[slow((name, TP | CP, {})) for name in ("llama-tied", "qwen3")],
-    *[("llama", mesh | {"dp_shard": 2}, {}) for mesh in (TP, CP)],
-    *[(name, TP, {}) for name in ("llama-odd", "qwen2", "mistral", "gemma3")],
-    *[(name, CP, {}) for name in ("gpt2", "qwen3-moe")],
-    slow(("llama", TP | {"dp_replicate": 2}, {})),
-    ("qwen3", CP, {"comm": {"context": "exchange"}}),
-    ("qwen3", CP, {"comm": {"context": "ring"}}),
-    *[slow((name, {"cp": 4}, {"comm": {"context": "ring"}})) for name in ("gpt2", "qwen3-moe")],
-    ("llama", CP, {"recompute": "full"}),
-    ("gemma3", TP, {"recompute": "selective"}),
+TWO_RANKS = [
+    *[Case(name, TP) for name in ("llama-tied", "llama-odd", "qwen3", "gpt-neox")],
+    *[Case(name, CP) for name in ("gpt2", "gpt-neox", "qwen3-moe")],
+    Case("gemma3", TP, {"recompute": "selective"}),
+    Case("llama", CP, {"recompute": "full"}),
+    *[Case("qwen3", CP, {"comm": {"context": each}}) for each in ("exchange", "ring")],
+    *[Case("llama", mesh, packed=False) for mesh in (TP, CP)],  # which need no mask
+]
+FOUR_RANKS = [
+    *[Case(name, TP | CP) for name in ("gpt-neox", "llama-tied", "qwen3")],
+    *[Case("llama", mesh | {"dp_shard": 2}) for mesh in (TP, CP)],
+    Case("llama", TP | {"dp_replicate": 2}),
+    *[Case(name, {"cp": 4}, {"comm": {"context": "ring"}}) for name in ("gpt2", "qwen3-moe")],
 ]
 
 
-def assert_gradients_of_one_process(folder: Path, plan: Plan, *, packed: bool) -> None:
-    (alone,) = run_ranks(1, gradients_under, folder, plan_of({}), packed)
-    for gradients in run_ranks(plan.mesh.world_size, gradients_under, folder, plan, packed):
-        assert list(gradients) == list(alone)
-        for each, expected in alone.items():
-            assert np.linalg.norm(gradients[each] - expected) <= TOLERANCE * np.linalg.norm(expected), each
+@pytest.fixture(scope="module")
+def alone(models: Path) -> dict[tuple[str, bool], dict[str, np.ndarray]]:
+    """Return the gradients of each model in one process, by its name and whether rows are packed."""
+    cases = [Case(folder.name, {}) for folder in models.iterdir()] + [Case("llama", {}, packed=False)]
+    (gradients,) = run_ranks(1, gradients_of, models, cases)
+    return {(case.name, case.packed): each for case, each in zip(cases, gradients, strict=True)}
 
 
-@pytest.mark.parametrize(("name", "mesh", "fields"), CASES, ids=str)
+@pytest.mark.parametrize("cases", [TWO_RANKS, slow([FOUR_RANKS])], ids=["2 ranks", "4 ranks"])
 def test_every_axis_computes_the_gradients_of_one_process(
-    name: str, mesh: dict[str, int], fields: dict[str, Any], tmp_path: Path
+    cases: list[Case], models: Path, alone: dict[tuple[str, bool], dict[str, np.ndarray]]
 ) -> None:
-    assert_gradients_of_one_process(save_model(name, tmp_path), plan_of(mesh, **fields), packed=True)
+    wrong = []
+    for rank in run_ranks(plan_of(cases[0].mesh).mesh.world_size, gradients_of, models, cases):
+        for case, gradients in zip(cases, rank, strict=True):
+            expected = alone[case.name, case.packed]
+            assert list(gradients) == list(expected), case
+            off = {each: np.linalg.norm(gradients[each] - expected[each]) for each in expected}
+            wrong += [(case, each) for each in off if not off[each] <= TOLERANCE * np.linalg.norm(expected[each])]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("mesh", [TP, CP], ids=str)
-def test_a_sequence_of_one_document_needs_no_mask(mesh: dict[str, int], tmp_path: Path) -> None:
-    assert_gradients_of_one_process(save_model("llama", tmp_path), plan_of(mesh), packed=False)
-
-
-def test_compiled_blocks_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = partial(nn.Module.compile, backend="aot_eager")  # without kernels, which take a minute to compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled(self))
-    assert_gradients_of_one_process(save_model("llama", tmp_path), plan_of({"dp_shard": 2}, compile=True), packed=True)
-
-
-def test_the_gradients_change_with_documents_and_with_another_model(tmp_path: Path) -> None:
-    save_model("llama", tmp_path / "one")
-    save_model("llama-tied", tmp_path / "other")
-    folders = [(tmp_path / "one", False), (tmp_path / "one", True), (tmp_path / "other", True)]
-    norms = [run_ranks(1, gradients_under, folder, plan_of({}), packed)[0] for folder, packed in folders]
-    totals = [sum(np.linalg.norm(each) for each in gradients.values()) for gradients in norms]
+def test_the_gradients_change_with_documents_and_with_another_model(
+    alone: dict[tuple[str, bool], dict[str, np.ndarray]],
+) -> None:
+    cases = (("llama", False), ("llama", True), ("llama-tied", True))
+    totals = [sum(np.linalg.norm(each) for each in alone[case].values()) for case in cases]
     assert min(abs(a - b) for a, b in ((totals[0], totals[1]), (totals[1], totals[2]))) > 1e-3 * totals[0]
 
 
-def saved_under(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
-    network, _ = built(folder, plan)
-    return {name: each.numpy() for name, each in network.disk_tensors()}
+@pytest.mark.slow  # the compiler takes a minute
+def test_compiled_blocks_compute_the_same(models: Path, alone: dict[tuple[str, bool], dict[str, np.ndarray]]) -> None:
+    case = Case("llama", {"dp_shard": 2}, {"compile": True})
+    for (gradients,) in run_ranks(2, gradients_of, models, [case], timeout=400):
+        for name, expected in alone["llama", True].items():
+            assert np.linalg.norm(gradients[name] - expected) <= TOLERANCE * np.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "gpt-neox"])
-def test_a_sharded_model_is_saved_as_it_was_read(name: str, tmp_path: Path) -> None:
-    save_model(name, tmp_path)
-    before = load_file(tmp_path / "model.safetensors")
-    for after in run_ranks(4, saved_under, tmp_path, plan_of({"dp_shard": 2, "tp": 2})):
-        assert before.keys() == after.keys()
-        assert all(np.array_equal(after[each], tensor.numpy()) for each, tensor in before.items())
+def saved_under(folders: list[Path], plan: Plan) -> list[dict[str, np.ndarray]]:
+    return [{name: each.numpy() for name, each in built(folder, plan)[0].disk_tensors()} for folder in folders]
 
 
-@pytest.mark.parametrize("mesh", [TP, CP], ids=str)
+def test_a_sharded_model_is_saved_as_it_was_read(models: Path) -> None:
+    folders = [models / name for name in ("llama-tied", "gemma3", "gpt-neox")]
+    for rank in run_ranks(4, saved_under, folders, plan_of({"dp_shard": 2, "tp": 2})):
+        for folder, after in zip(folders, rank, strict=True):
+            before = load_file(folder / "model.safetensors")
+            assert before.keys() == after.keys(), folder.name
+            wrong = [each for each, tensor in before.items() if not np.array_equal(after[each], tensor.numpy())]
+            assert wrong == [], folder.name
+
+
+@pytest.mark.parametrize("mesh", [TP, slow(CP), slow({"dp_shard": 2})], ids=str)
 def test_a_hugging_face_model_trains_the_same_trajectory(mesh: dict[str, int], tmp_path: Path) -> None:
     with (tmp_path / "uneven.jsonl").open("w") as file:
         for number in range(300):

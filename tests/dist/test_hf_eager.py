@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.dist.test_hf import CPU, TOKENS, plan_of, unsharded
+from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import _free_port, run_ranks
 from tests.unit.test_nets_hf_eager import CONFIGS, config_of
@@ -127,7 +128,7 @@ def test_all_ranks_end_alike_when_one_refuses(mesh: dict[str, int], tmp_path: Pa
     recipe = recipe_of(tmp_path, "mpt", texts, {"isolate_documents": True, "holdout": 0.0}, steps=40, batch=2)
     run = create_run(tmp_path / "run", recipe, plan_for(recipe, grad_accum=1, **mesh))
     context, port = multiprocessing.get_context("fork"), _free_port()
-    arguments = (port, run.path, tmp_path / "cache")
+    arguments = (port, run.path, CACHE)
     ranks = [context.Process(target=train_and_exit, args=(rank, *arguments)) for rank in range(2)]
     for rank in ranks:
         rank.start()

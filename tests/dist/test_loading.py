@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.dist.test_guard import BAD, assert_skipped, events, lines, recipe_with, run_of, watch_updates
+from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.app.main import main
@@ -53,7 +54,7 @@ def vlm_recipe(folder: Path, **model: Any) -> Recipe:
 
 
 def work(path: Path) -> int:
-    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=path.parents[1] / "cache")
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE)
 
 
 def train_with_failing_disk(path: Path) -> tuple[int, list[tuple[bool, bool]]]:

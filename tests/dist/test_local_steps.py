@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.cases import quick_or_slow, slow
+from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.resume import SavedState, TrainedSegment, recipe_for, train_segment
@@ -337,7 +338,7 @@ def test_a_replica_does_not_wait_for_a_late_one_before_they_synchronise(tmp_path
     recipe = recipe_for("tiny", steps=12, seed=1)
     plan = plan_for(recipe, grad_accum=1, dp_replicate=2, comm={"local_steps": 12})
     run = create_run(tmp_path / "run", recipe, plan)
-    assert run_ranks(2, train_with_a_late_rank, run.path, tmp_path / "cache") == [0, 0]
+    assert run_ranks(2, train_with_a_late_rank, run.path, CACHE) == [0, 0]
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, 13)]
     seconds = [line["step_seconds"] for line in lines]  # of the first rank
@@ -367,6 +368,6 @@ def test_elastic_replicas_are_refused_without_a_supervisor(tmp_path: Path) -> No
     recipe = recipe_for("tiny", steps=4, seed=1)
     plan = plan_for(recipe, grad_accum=1, dp_replicate=2, comm={"local_steps": {"steps": 2, "elastic": True}})
     run = create_run(tmp_path / "run", recipe, plan)
-    assert run_ranks(2, train_without_supervisor, run.path, tmp_path / "cache") == [EXIT_USER] * 2
+    assert run_ranks(2, train_without_supervisor, run.path, CACHE) == [EXIT_USER] * 2
     (event,) = [json.loads(line) for line in run.events(1).read_text().splitlines()]
     assert event["data"]["code"] == "P003"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import Trajectory, plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
@@ -114,7 +115,7 @@ def test_meters_do_not_change_a_bit_of_the_trajectory(plan: dict[str, Any], fold
 def test_a_slow_rank_is_an_outlier_and_the_wait_for_it_is_straggler_time(axis: str, folder: Path) -> None:
     recipe = recipe_of(steps=7)
     run = create_run(folder / f"late-{axis}", recipe, plan_for(recipe, grad_accum=1, **{axis: 2}))
-    assert run_ranks(2, _late_worker, run.path, folder.parent / "cache") == [0, 0]
+    assert run_ranks(2, _late_worker, run.path, CACHE) == [0, 0]
     warm = lines_of(run)[4:]  # DDP has rebuilt its buckets by then, which makes all ranks wait in a forward
     assert {line["ranks"]["busy_seconds"]["at"] for line in warm} == {1}
     assert {line["ranks"]["wait_seconds"]["at"] for line in warm} == {0}

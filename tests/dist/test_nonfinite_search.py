@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.cases import slow
 from tests.dist.test_guard import recipe_with
+from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.nets import Network
@@ -80,7 +81,7 @@ def train_with_fault(path: Path, fault: NanFault, searches: int = nonfinite_sear
     nonfinite_search.MAX_SEARCHES = searches  # pyrefly: ignore[bad-assignment]
     if fault.rank in (rank_info.rank, None):
         plant(fault, path / "bad-samples")
-    return run_worker(run, rank_info, cache=path.parent / "cache")
+    return run_worker(run, rank_info, cache=CACHE)
 
 
 def run_with_fault(path: Path, ranks: int, fault: NanFault, fields: dict[str, Any], searches: int = 3) -> RunDirectory:

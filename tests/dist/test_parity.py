@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.cases import quick_or_slow, slow
+from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
@@ -125,7 +126,7 @@ def test_the_comparison_fails_for_a_different_learning_rate(workspace: Path) -> 
 
 def test_the_ranks_have_different_numbers_of_valid_tokens(workspace: Path) -> None:
     recipe = recipe_for(workspace)
-    training, _ = split(TokenShards.open(prepare(recipe.data, cache=workspace / "cache")), recipe.data)
+    training, _ = split(TokenShards.open(prepare(recipe.data, cache=CACHE)), recipe.data)
     counts = []
     for rank in range(4):
         share = DataShare(rank=rank, dp=4, micro_batch=4, grad_accum=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.environment import CACHE
 from tests.launched import CommandLine, kill_processes
 from tests.parity import assert_same_trajectory, plan_for, train_run, trajectory_of
 from tests.plugin_packages import install_example
@@ -188,7 +189,7 @@ def test_ranks_without_the_same_package_fail_alike(recipe: Recipe, site: Path, t
         (instead / "trimaran_example").symlink_to(site / "trimaran_example")
     plan = Plan(mesh=Mesh(dp_replicate=2), micro_batch=2)
     run = create_run(tmp_path / "run", recipe, plan)
-    assert run_ranks(2, worker_of, run.path, tmp_path / "cache", site, instead) == [2, 2]
+    assert run_ranks(2, worker_of, run.path, CACHE, site, instead) == [2, 2]
     errors = [[each["data"] for each in map(json.loads, run.events(rank).read_text().splitlines())
                if each["kind"] == "error"] for rank in range(2)]  # fmt: skip
     assert errors[0] == errors[1]

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.cases import quick_or_slow, slow
+from tests.environment import CACHE
 from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -139,7 +140,7 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
 def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve(workspace: Path, name: str) -> None:
     recipe = recipe_for(workspace, steps=4)
     run = create_run(workspace / "runs" / f"overflow-{name}", recipe, plan_in("fp16", recipe, name))
-    one, other = run_ranks(2, overflow_on_one_rank, run, workspace / "cache")
+    one, other = run_ranks(2, overflow_on_one_rank, run, CACHE)
     for reports in (one, other):
         norms, scales, weights = zip(*reports, strict=True)
         assert np.isfinite(norms).tolist() == [True, False, True, True]
@@ -221,6 +222,6 @@ def worker(run: RunDirectory, cache: Path) -> int:
 def test_a_module_that_does_not_exist_ends_the_run_before_it_starts(workspace: Path) -> None:
     recipe = recipe_for(workspace, precision={"layers.*.mlp.gate": "fp32"})
     run = create_run(workspace / "runs" / "unknown", recipe, plan_in("bf16", recipe, "one-process"))
-    assert run_ranks(1, worker, run, workspace / "cache") == [2]
+    assert run_ranks(1, worker, run, CACHE) == [2]
     error = json.loads(run.events(0).read_text().splitlines()[-1])["data"]
     assert (error["code"], error["where"]) == ("P033", "train.precision")

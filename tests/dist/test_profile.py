@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
@@ -57,7 +58,7 @@ def run_with_request(folder: Path, name: str, request: ProfileRequest, recipe: R
     run = create_run(folder / name, recipe, plan)
     write_request(run, request)
     world = plan.mesh.world_size
-    assert run_ranks(world, work, run.path, folder.parent / "cache", timeout=400.0) == [0] * world
+    assert run_ranks(world, work, run.path, CACHE, timeout=400.0) == [0] * world
     return run
 
 
@@ -155,7 +156,7 @@ def test_a_memory_snapshot_of_compiled_layers_causes_no_recompilation(folder: Pa
 def test_a_rank_that_runs_out_of_memory_writes_a_memory_snapshot(folder: Path) -> None:
     recipe = recipe_of()
     run = create_run(folder / "oom", recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, work_until_memory_runs_out, run.path, folder.parent / "cache") == [1]
+    assert run_ranks(1, work_until_memory_runs_out, run.path, CACHE) == [1]
     (data,) = profile_events(run, 0)
     tree = json.loads((run.path / data["path"]).read_text())
     assert (data["request"], tree["step"]) == ("oom", 3)
@@ -181,7 +182,7 @@ def test_a_trace_is_repeated_and_only_the_newest_are_kept(folder: Path, monkeypa
     monkeypatch.setattr("trimaran.train.metrics.profiler.MAX_REPEATED_TRACES", 2)
     recipe = recipe_of(profile="1:2", profile_every=2)
     run = create_run(folder / "repeated", recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, work, run.path, folder.parent / "cache") == [0]
+    assert run_ranks(1, work, run.path, CACHE) == [0]
     traced = sorted(data["first"] for data in profile_events(run, 0))
     assert traced == [*range(1, recipe.train.steps + 1, 2)]
     assert [*find_traces(run)] == traced[-2:]
@@ -191,7 +192,7 @@ def test_a_profile_that_cannot_be_written_does_not_stop_training(folder: Path) -
     recipe = recipe_of(profile="2:3")
     run = create_run(folder / "unwritable", recipe, plan_for(recipe, grad_accum=1))
     run.profiles.write_text("a file where a folder should be")
-    assert run_ranks(1, work, run.path, folder.parent / "cache") == [0]
+    assert run_ranks(1, work, run.path, CACHE) == [0]
     assert [data["what"] for data in profile_events(run, 0)] == ["failed"]
 
 
@@ -200,5 +201,5 @@ def test_an_unreadable_request_is_removed_and_nothing_is_traced(folder: Path) ->
     run = create_run(folder / "nonsense", recipe, plan_for(recipe, grad_accum=1))
     run.profiles.mkdir()
     request_file(run).write_text("{")
-    assert run_ranks(1, work, run.path, folder.parent / "cache") == [0]
+    assert run_ranks(1, work, run.path, CACHE) == [0]
     assert [*run.profiles.iterdir()] == []

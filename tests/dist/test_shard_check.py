@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.cases import slow
 from tests.dist.test_guard import recipe_with
+from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.checkpoint.step_dirs import step_path
@@ -44,7 +45,7 @@ def train_with_flip(path: Path, state: str) -> int:
         return result
 
     Updater.update = update_and_flip  # pyrefly: ignore[bad-assignment]
-    return run_worker(RunDirectory(path), rank_info, cache=path.parent / "cache")
+    return run_worker(RunDirectory(path), rank_info, cache=CACHE)
 
 
 def train(path: Path, fields: dict[str, Any], state: str) -> RunDirectory:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
@@ -70,7 +71,7 @@ def test_a_step_has_no_collective_on_one_rank_and_two_on_several(
     comm = {"local_steps": local_steps}
     plan = plan_for(recipe, dp_replicate=num_ranks, grad_accum=4 // num_ranks, comm=comm)
     run = create_run(tmp_path / "run", recipe, plan)
-    for steps in run_ranks(num_ranks, count_collectives, run.path, tmp_path / "cache"):
+    for steps in run_ranks(num_ranks, count_collectives, run.path, CACHE):
         numbers = range(WARM_STEPS + 1, STEPS)
         counts = [count + 2 * (local_steps > 1 and each % local_steps == 0) for each in numbers]
         assert steps == [{"all_reduce": each} if each else {} for each in counts]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.cases import slow
+from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
@@ -120,7 +121,7 @@ def test_measured_rows_follow_the_speed_and_train_exactly_as_given_rows(
     recipe = recipe_for(workspace, steps=3)
     plan = plan_of(**degrees, micro_batch=6, micro_batches="measured", grad_accum=2)
     run = create_run(workspace / "runs" / f"measured-{len(list((workspace / 'runs').iterdir()))}", recipe, plan)
-    assert run_ranks(2, measured_worker, run.path, workspace / "cache", 0, 0.05) == [0, 0]
+    assert run_ranks(2, measured_worker, run.path, CACHE, 0, 0.05) == [0, 0]
     events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
     (rows,) = [each["data"] for each in events if each["kind"] == "rows"]
     given = rows["micro_batches"]

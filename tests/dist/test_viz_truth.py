@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.environment import CACHE
 from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from tests.resume import recipe_for
@@ -113,7 +114,7 @@ def test_fsdp_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     subject = subject_of(recipe, plan)
     units = gathered_blocks(subject)
     run = create_run(tmp_path / "run", recipe, plan)
-    for elements in run_ranks(2, gathered_elements, run.path, tmp_path / "cache"):
+    for elements in run_ranks(2, gathered_elements, run.path, CACHE):
         of_layers = [4 * count for count in elements if abs(4 * count / units[0].weight_bytes - 1) < 0.02]
         received = sum(of_layers) / 2  # the other rank's half
         assert received == pytest.approx(gathered_bytes(units, 2, reshards=True), rel=0.01)

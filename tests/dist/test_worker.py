@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.cases import slow
 from tests.disks import mounted
+from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.checkpoint.durable import DurableDisk
@@ -150,7 +151,7 @@ def test_a_model_with_few_positions_generates_with_a_sliding_window_and_refuses_
     assert "sample" in [each["kind"] for each in events(run)]
     recipe = recipe_with(model=model, data={"seq_len": 64})
     run = create_run(folder / "long", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, CACHE) == [2]
     assert events(run)[-1]["data"]["code"] == "P005"
 
 
@@ -168,7 +169,7 @@ def test_the_held_out_loss_does_not_depend_on_the_plan(folder: Path) -> None:
 def test_a_user_error_found_by_a_rank_is_an_event_with_a_fix(folder: Path) -> None:
     recipe = recipe_with(model={"shape": SHAPE | {"vocab": 100}})
     run = create_run(folder / "small", recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, CACHE) == [2]
     assert events(run)[-1]["kind"] == "error"
     assert events(run)[-1]["data"]["code"] == "T020"
     assert events(run)[-1]["data"]["fix"]
@@ -193,7 +194,7 @@ def run_rank_with_deadly_sample(path: Path, cache: Path, deaths: int) -> int:
 def test_a_dead_loader_process_is_replaced_until_its_sample_is_the_cause(folder: Path, deaths: int) -> None:
     recipe = recipe_with(data={"workers": 2}, train={"evaluate": {"batches": 0}})
     run = create_run(folder / "dead", recipe, plan_for(recipe, grad_accum=1))
-    (code,) = run_ranks(1, run_rank_with_deadly_sample, run.path, folder / "cache", deaths)
+    (code,) = run_ranks(1, run_rank_with_deadly_sample, run.path, CACHE, deaths)
     marks = [each.name.partition("-")[0] for each in (run.path / "deaths").iterdir()]
     if deaths == 2:
         assert code == 0
@@ -222,7 +223,7 @@ def test_weights_that_do_not_fit_on_the_disk_leave_an_error_and_no_temporary_fil
     shape = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 200}
     recipe = recipe_with(model={"shape": shape}, train={"steps": 1})
     run = create_run(small_disk / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, CACHE) == [2]
     assert events(run)[-1]["data"]["code"] == "D006"
     assert not run.model.exists()
     assert not list(run.path.glob(".model*"))
@@ -243,7 +244,7 @@ def run_rank_without_checkpoint_space(path: Path, cache: Path) -> int:
 def test_the_model_is_saved_even_if_the_last_checkpoint_cannot_be_written(folder: Path) -> None:
     recipe = recipe_with(train={"steps": 2})
     run = create_run(folder / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, run_rank_without_checkpoint_space, run.path, folder / "cache") == [75]
+    assert run_ranks(1, run_rank_without_checkpoint_space, run.path, CACHE) == [75]
     assert [each["kind"] for each in events(run)][-3:] == ["checkpoint", "saved", "error"]
     assert (events(run)[-1]["data"]["code"], events(run)[-1]["data"]["cause"]) == ("K043", "storage")
     assert (run.model / "model.safetensors").exists()
@@ -262,7 +263,7 @@ def run_rank_with_nan_weight(path: Path, cache: Path) -> int:
 def test_a_nan_from_the_start_is_reported_even_if_no_checkpoint_can_be_written(folder: Path) -> None:
     recipe = recipe_with(train={"steps": 20})
     run = create_run(folder / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, run_rank_with_nan_weight, run.path, folder / "cache") == [93]
+    assert run_ranks(1, run_rank_with_nan_weight, run.path, CACHE) == [93]
     error = events(run)[-1]["data"]
     assert error["cause"] == "numeric"
     assert "the last checkpoint could not be written" in error["message"]
@@ -273,11 +274,11 @@ def test_a_run_whose_data_has_changed_does_not_resume(folder: Path) -> None:
     file.write_text("red green blue " * 400)
     recipe = recipe_with(data={"source": "text", "path": str(file)}, train={"steps": 2, "save": False})
     run = create_run(folder / "run", recipe, Plan(micro_batch=8))
-    assert run_ranks(1, run_rank, run.path, folder / "cache") == [0]
+    assert run_ranks(1, run_rank, run.path, CACHE) == [0]
     os.utime(file, (1, 1))  # prepared again, to the same tokens
-    assert run_ranks(1, run_rank, run.path, folder / "cache") == [0]
+    assert run_ranks(1, run_rank, run.path, CACHE) == [0]
     file.write_text("red green grey " * 400)
-    assert run_ranks(1, run_rank, run.path, folder / "cache") == [2]
+    assert run_ranks(1, run_rank, run.path, CACHE) == [2]
     error = events(run)[-1]["data"]
     assert (error["code"], error["what"].partition(":")[0]) == ("K041", "the data has changed")
 
@@ -316,7 +317,7 @@ def test_a_rank_reports_the_right_section_and_every_unit_of_progress(folder: Pat
     train = {"steps": 3, "evaluate": {"every": 2, "batches": 3}, "sample": {"tokens": 7}}
     recipe = recipe_with(train=train)
     run = create_run(folder / "run", recipe, plan_for(recipe, grad_accum=1))
-    [(code, reports, saved)] = run_ranks(1, sections_of_a_run, run.path, folder / "cache")
+    [(code, reports, saved)] = run_ranks(1, sections_of_a_run, run.path, CACHE)
     assert (code, saved) == (0, True)
     after = reports[max(number for number, (section, _) in enumerate(reports) if section == "step") :]
     last = [section for section, step in after if step == 3]
@@ -340,7 +341,7 @@ def fail_in_the_last_evaluation(path: Path, cache: Path) -> int:
 def test_an_error_after_training_does_not_fail_the_run_and_is_recorded(folder: Path) -> None:
     recipe = recipe_with(train={"steps": 2, "evaluate": {"batches": 2}, "sample": {"tokens": 5}})
     run = create_run(folder / "run", recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, fail_in_the_last_evaluation, run.path, folder / "cache") == [0]
+    assert run_ranks(1, fail_in_the_last_evaluation, run.path, CACHE) == [0]
     kinds = [each["kind"] for each in events(run)]
     assert kinds[kinds.index("trained") :] == ["trained", "unfinished", "unfinished", "done"]
     evaluation, sample = (each["data"] for each in events(run) if each["kind"] == "unfinished")

@@ -106,9 +106,11 @@ def plain_tensor(shard: TensorShard) -> Tensor:
     return shard.tensor
 
 
-def copy_share(shards: Sequence[TensorShard], rank: int, world_size: int, gather: Any) -> tuple[RankShare, memoryview]:
+def copy_share(
+    shards: Sequence[TensorShard], rank: int, world_size: int, gather: Any, **sizes: int
+) -> tuple[RankShare, memoryview]:
     """Return the share of a rank and the memory that it is copied to."""
-    share = build_share(shards, assign_rows(shards, rank=rank, world_size=world_size, gather=gather))
+    share = build_share(shards, assign_rows(shards, rank=rank, world_size=world_size, gather=gather, **sizes))
     memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
     copy_to_memory(share, shards, memory)
     return share, memoryview(memory.numpy())  # pyrefly: ignore[bad-argument-type]

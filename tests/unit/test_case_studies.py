@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.app.request.request import read_question
-from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction, Recipe
+from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction
 from trimaran.cost import predict
 from trimaran.models import Outline
 from trimaran.planner import PlanAnswer, Question, search
@@ -153,7 +153,6 @@ def test_175b_on_64_gpus_with_three_axes() -> None:
     parameters = outline("gpt3-175b-64xa100-80gb").num_parameters
     weights = 96 * (4 * 12288**2 + 2 * 12288 * 49152) + 50257 * 12288
     assert parameters == pytest.approx(weights, rel=0.001)
-    assert all(plan.mesh.tp <= 8 for plan in answer("gpt3-175b-64xa100-80gb").ranked), "slices stay inside a node"
     asked = pinned(question("gpt3-175b-64xa100-80gb"), mesh=Mesh(dp_shard=2, pp=4, tp=8), offload="optimizer")
     plan = search(asked).ranked[0]
     prediction, mesh = plan.prediction, plan.mesh
@@ -202,12 +201,3 @@ def test_a_10b_detector_fits_8_small_gpus_by_sharding() -> None:
     each = 16 if plan.grad_accum > 1 else 12
     states = sum(prediction.memory.get(term, 0) for term in ("weights", "gradients", "optimizer"))
     assert states == pytest.approx(each * parameters / ranks, rel=0.08)
-
-
-@pytest.mark.parametrize("path", sorted(CASES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_case_has_an_explained_answer(path: Path) -> None:
-    prediction = answer(path.stem)
-    assert isinstance(prediction.question.recipe, Recipe)
-    assert prediction.misses
-    assert all(miss.why and miss.plan.prediction for miss in prediction.misses)
-    assert prediction.hints

@@ -94,22 +94,9 @@ def assert_same(source: CheckpointSource, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_an_exported_decoder_gives_the_same_logits(model: str, tmp_path: Path) -> None:
-    recipe = recipe_of(model)
-    network = network_of(recipe)
-    source = save(tmp_path / "checkpoints", state_of(network.module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
-    section = ModelSection(path=str(tmp_path / "hf"))
-    spec = spec_of(section)
-    assert isinstance(spec, ModelSpec)
-    again = decoder_network(spec)
-    load_hf_weights(again.module, model_folder(str(tmp_path / "hf")))
-    with torch.no_grad():
-        assert torch.equal(again.forward({"tokens": TOKENS})[0], network.forward({"tokens": TOKENS})[0])
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_an_export_is_what_the_run_itself_would_save(model: str, tmp_path: Path) -> None:
+def test_an_exported_decoder_is_what_the_run_itself_would_save_and_gives_the_same_logits(
+    model: str, tmp_path: Path
+) -> None:
     recipe = recipe_of(model)
     network = network_of(recipe)
     source = save(tmp_path / "checkpoints", state_of(network.module))
@@ -117,6 +104,13 @@ def test_an_export_is_what_the_run_itself_would_save(model: str, tmp_path: Path)
     write_hf_folder(tmp_path / "own", network.disk_config(), network.disk_tensors(), origin=None, add_files=add_nothing)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+    section = ModelSection(path=str(tmp_path / "hf"))
+    spec = spec_of(section)
+    assert isinstance(spec, ModelSpec)
+    again = decoder_network(spec)
+    load_hf_weights(again.module, model_folder(str(tmp_path / "hf")))
+    with torch.no_grad():
+        assert torch.equal(again.forward({"tokens": TOKENS})[0], network.forward({"tokens": TOKENS})[0])
 
 
 def test_a_resumed_run_replaces_its_exported_weights(tmp_path: Path) -> None:
@@ -133,14 +127,12 @@ def test_a_resumed_run_replaces_its_exported_weights(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model" / "config.json").read_text())["second"] is True
 
 
-def test_a_large_export_has_several_files_and_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.checkpoint.export_hf.MAX_FILE_BYTES", 1 << 18)
-    recipe = recipe_of(MODELS["untied"])
-    network = network_of(recipe)
-    source = save(tmp_path / "checkpoints", state_of(network.module))
-    export_hf(source, recipe.model, tmp_path / "hf", dtype="fp32", add_files=add_nothing, progress=no_progress)
+def test_a_large_export_has_several_files_and_an_index(tmp_path: Path) -> None:
+    network = network_of(recipe_of(MODELS["untied"]))
+    write_hf_folder(tmp_path / "hf", network.disk_config(), network.disk_tensors(), origin=None,
+                    add_files=add_nothing, max_file_bytes=1 << 18)  # fmt: skip
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
-    again = network_of(recipe)
+    again = network_of(recipe_of(MODELS["untied"]))
     with torch.no_grad():
         for each in again.module.parameters():
             each.zero_()
@@ -150,8 +142,6 @@ def test_a_large_export_has_several_files_and_an_index(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gpt2"])
 def test_a_hugging_face_model_is_exported_under_its_own_names(name: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  it takes seconds to import
-
     folder = save_model(name, tmp_path / "origin")
     recipe = recipe_of(f"{{family: hf, path: {folder}}}")
     module = AutoModelForCausalLM.from_pretrained(folder)
@@ -237,10 +227,11 @@ def test_eight_bit_states_go_to_dcp_and_back(tmp_path: Path) -> None:
     assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "again"), state)
 
 
-def train_with_fsdp(folder: str, path: str, tree: str) -> dict[str, Tensor]:
-    """Train a Hugging Face Llama with torch FSDP, save it as DCP under `tree`, and return the tensors by our keys."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+def train_with_fsdp(folder: str, path: str) -> dict[str, Tensor]:
+    """Train a Hugging Face Llama with torch FSDP, save it as DCP, and return the tensors by our keys.
 
+    The folder "nested" has weights and states below other keys, "bare" the weights alone.
+    """
     dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for layer in model.model.layers:
@@ -252,8 +243,8 @@ def train_with_fsdp(folder: str, path: str, tree: str) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     weights, states = cast(tuple[dict[str, Any], dict[str, Any]], get_state_dict(model, optimizer))
-    keys: dict[str, Any] = {"bare": weights, "nested": {"app": {"model": weights, "optim": states}}}
-    dcp.save(keys[tree], checkpoint_id=folder)
+    dcp.save({"app": {"model": weights, "optim": states}}, checkpoint_id=f"{folder}/nested")
+    dcp.save(weights, checkpoint_id=f"{folder}/bare")
     full_tensors = {f"model/{_ours(name)}": each.full_tensor() for name, each in weights.items()}
     for name, moments in states["state"].items():
         for state, each in moments.items():
@@ -267,16 +258,18 @@ def _ours(name: str) -> str:
     return name.removeprefix("model.")
 
 
-@pytest.mark.parametrize("tree", ["nested", "bare"])
-def test_a_torch_fsdp_checkpoint_is_imported_bit_for_bit(tree: str, tmp_path: Path) -> None:
+def test_a_torch_fsdp_checkpoint_is_imported_bit_for_bit(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "origin")
-    saved = run_ranks(2, train_with_fsdp, str(tmp_path / "dcp"), str(folder), tree)[0]
     recipe = recipe_of(f"{{path: {folder}}}")
-    if tree == "bare":  # only weights: the AdamW states start as zeros
-        saved = {key: each if key.startswith("model/") else torch.zeros_like(each) for key, each in saved.items()}
-    found = find_imported_tensors(DcpSource(tmp_path / "dcp"), recipe)
-    assert (found.step, found.with_moments) == ((3, True) if tree == "nested" else (0, False))
-    assert_same(imported(tmp_path / "dcp", recipe, tmp_path / "run"), saved)
+    saved = run_ranks(2, train_with_fsdp, str(tmp_path), str(folder))[0]
+    found = find_imported_tensors(DcpSource(tmp_path / "nested"), recipe)
+    assert (found.step, found.with_moments) == (3, True)
+    assert_same(imported(tmp_path / "nested", recipe, tmp_path / "run"), saved)
+    # Of weights alone, the AdamW states start as zeros.
+    zeros = {key: each if key.startswith("model/") else torch.zeros_like(each) for key, each in saved.items()}
+    found = find_imported_tensors(DcpSource(tmp_path / "bare"), recipe)
+    assert (found.step, found.with_moments) == (0, False)
+    assert_same(imported(tmp_path / "bare", recipe, tmp_path / "run-of-weights"), zeros)
 
 
 def test_numbered_experts_are_stacked(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import MANIFEST, UnsyncedDisk, copy_share, on_ranks, plain_tensor, rows_of, tensors_of
-from trimaran.checkpoint import ownership
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.load_state import fill_shards, refuse_unused_tensors
 from trimaran.checkpoint.ownership import assign_rows
@@ -26,10 +25,10 @@ def shard(key: str, tensor: torch.Tensor, **kwargs: Any) -> TensorShard:
     return TensorShard(key=key, tensor=tensor, shape=tuple(tensor.shape), start=(0,) * tensor.ndim, **kwargs)
 
 
-def save_shards(folder: Path, held: list[list[TensorShard]]) -> DiskSource:
+def save_shards(folder: Path, held: list[list[TensorShard]], **sizes: int) -> DiskSource:
     """Save the state that the ranks hold to disk, and return the checkpoint."""
     world_size = len(held)
-    shares = on_ranks(world_size, lambda rank, gather: copy_share(held[rank], rank, world_size, gather))
+    shares = on_ranks(world_size, lambda rank, gather: copy_share(held[rank], rank, world_size, gather, **sizes))
     reports = [
         write_share(folder / "draft", rank, *share, previous=None, disk=UnsyncedDisk())
         for rank, share in enumerate(shares)
@@ -76,15 +75,13 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[TensorSha
     return tensors, draw(held_shards(tensors, blank=False)), draw(held_shards(tensors, blank=True))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases(), split_bytes=st.sampled_from([1, 16, 1 << 20]))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), min_rows_bytes=st.sampled_from([1, 16, 1 << 20]))
 def test_any_sharding_is_loaded_as_any_other(
-    tmp_path_factory: pytest.TempPathFactory, case: Any, split_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, case: Any, min_rows_bytes: int
 ) -> None:
     tensors, before, after = case
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ownership, "MIN_ROWS_BYTES", split_bytes)
-        source = save_shards(tmp_path_factory.mktemp("sharding"), before)
+    source = save_shards(tmp_path_factory.mktemp("sharding"), before, min_rows_bytes=min_rows_bytes)
     for held in after:
         fill_shards(held, source)
         for each in held:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -116,7 +116,8 @@ def test_a_dumped_recipe_parses_to_itself() -> None:
         assert parse_recipe(dump_recipe(recipe), name="-") == recipe
 
 
-@given(st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda deeper: st.dictionaries(
+@settings(max_examples=30, deadline=None)
+@given(st.recursive(st.none() | st.integers() | st.text("ab1:-#{[\n ", max_size=8), lambda deeper: st.dictionaries(
     st.sampled_from(["train", "data", "plan", "mesh", "steps", "x"]), deeper, max_size=3), max_leaves=8))  # fmt: skip
 def test_any_yaml_gives_a_recipe_or_a_user_error(tree: object) -> None:
     with suppress(UserError):

@@ -2,38 +2,42 @@
 
 import io
 from collections import Counter
-from pathlib import Path
+from itertools import islice
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from trimaran.core import DataSection, ImageRules
+from trimaran.core import MixtureSource
 from trimaran.data import drawn_shapes
-from trimaran.data.samples import SampleIndex, prepare_samples
+from trimaran.data.samples.raw_sample import SourceFiles
+from trimaran.data.samples.readers import read_samples
 
-DRAWN = [drawn_shapes.draw(number) for number in range(600)]
+
+@pytest.fixture(scope="module")
+def drawn_samples() -> list[drawn_shapes.DrawnSample]:
+    return [drawn_shapes.draw(number) for number in range(600)]
 
 
 def pixels(drawn: drawn_shapes.DrawnSample) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(drawn.image)).convert("RGB")).astype(int)
 
 
-def test_a_sample_depends_only_on_its_number() -> None:
-    assert [drawn_shapes.draw(number) for number in range(20)] == DRAWN[:20]
-    assert len({(drawn.image, drawn.question, drawn.answer) for drawn in DRAWN}) > 500
+def test_a_sample_depends_only_on_its_number(drawn_samples: list[drawn_shapes.DrawnSample]) -> None:
+    assert [drawn_shapes.draw(number) for number in range(20)] == drawn_samples[:20]
+    assert len({(drawn.image, drawn.question, drawn.answer) for drawn in drawn_samples}) > 500
 
 
-def test_images_have_many_sizes_and_some_samples_have_no_image() -> None:
-    sizes = [pixels(drawn).shape[:2] for drawn in DRAWN if drawn.image]
-    assert 0.06 < 1 - len(sizes) / len(DRAWN) < 0.14
+def test_images_have_many_sizes_and_some_samples_have_no_image(drawn_samples: list[drawn_shapes.DrawnSample]) -> None:
+    sizes = [pixels(drawn).shape[:2] for drawn in drawn_samples if drawn.image]
+    assert 0.06 < 1 - len(sizes) / len(drawn_samples) < 0.14
     assert {side for size in sizes for side in size} == set(drawn_shapes.SIDES)
     assert max(max(size) / min(size) for size in sizes) == 2
 
 
-def test_answers_cannot_be_guessed_without_the_image() -> None:
+def test_answers_cannot_be_guessed_without_the_image(drawn_samples: list[drawn_shapes.DrawnSample]) -> None:
     """Always giving the most frequent answer to a question is right in less than half of the samples."""
-    asked = [(drawn.question, drawn.answer) for drawn in DRAWN if drawn.image and drawn.question]
+    asked = [(drawn.question, drawn.answer) for drawn in drawn_samples if drawn.image and drawn.question]
     by_question: dict[str, Counter[str]] = {}
     for question, answer in asked:
         by_question.setdefault(question.split(" ")[0] + question.split(" ")[1], Counter())[answer] += 1
@@ -42,10 +46,10 @@ def test_answers_cannot_be_guessed_without_the_image() -> None:
     assert all(len(answer) <= 8 for _, answer in asked)
 
 
-def test_the_answer_matches_the_image() -> None:
+def test_the_answer_matches_the_image(drawn_samples: list[drawn_shapes.DrawnSample]) -> None:
     """In every image with one shape, the colour of the caption is the one that differs most from the background."""
     checked = 0
-    for drawn in DRAWN:
+    for drawn in drawn_samples:
         if drawn.image and not drawn.question and " and " not in drawn.answer:
             _, colour, _ = drawn.answer.split(" ")
             shown = pixels(drawn)
@@ -55,23 +59,14 @@ def test_the_answer_matches_the_image() -> None:
     assert checked > 10
 
 
-def test_shapes_are_prepared_like_any_other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_shapes, "NUM_SAMPLES", 1200)  # of several thousand
-    rules = ImageRules(patch=8, merge=2, image_token=257)
-    reported: list[float] = []
-    path = prepare_samples(
-        DataSection(source="shapes"),
-        rules=rules,
-        cache=tmp_path,
-        progress=lambda _, fraction: reported.append(fraction),
-    )
-    index = SampleIndex.open(path)
-    assert index.num_samples == 1200
-    assert sorted(reported) == reported
-    assert reported[-1] > 0.99
-    assert index.bad == []
-    for number, drawn in enumerate(DRAWN[:50]):
-        sample = index.sample(number)
-        assert index.tokenizer.decode(sample.tokens[sample.targets]) == drawn.answer
-        assert [index.image_bytes(each) for each in sample.images] == ([drawn.image] if drawn.image else [])
-        assert np.count_nonzero(sample.tokens == 257) == len(sample.images)
+def test_shapes_are_read_like_any_other_source(drawn_samples: list[drawn_shapes.DrawnSample]) -> None:
+    reader = read_samples(SourceFiles(MixtureSource(name="shapes", source="shapes"), files=[]))
+    read = list(islice(reader, 600))
+    assert [each.row for each in read] == list(range(1, 601))
+    assert [each.fraction_read for each in read] == [number / drawn_shapes.NUM_SAMPLES for number in range(600)]
+    for drawn, found in zip(drawn_samples, read, strict=True):
+        assert found.images == ((drawn.image,) if drawn.image else ())
+        parts = [(turn.role, part) for turn in found.turns for part in turn.parts if part is not None]
+        texts = [("user", drawn.question), ("assistant", drawn.answer)] if drawn.question else [("text", drawn.answer)]
+        assert parts == texts
+        assert sum(part is None for turn in found.turns for part in turn.parts) == len(found.images)

@@ -85,6 +85,7 @@ def write_hf_folder(  # noqa: PLR0913 - what to write, where, and its progress
     add_files: Callable[[Path], None],
     replace: bool = False,
     report_progress: Callable[[], None] = lambda: None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a Hugging Face folder of these tensors, atomically. At most one file of tensors is in memory.
 
@@ -96,7 +97,7 @@ def write_hf_folder(  # noqa: PLR0913 - what to write, where, and its progress
         merged = with_origin_fields(config, origin) if origin else config
         merged |= _token_ids(origin) if origin else {}
         _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
-        _write_weights(tensors, draft, report_progress)
+        _write_weights(tensors, draft, report_progress, max_file_bytes)
         add_files(draft)
         if origin:
             copy_tokenizer_files(origin, draft)
@@ -206,7 +207,9 @@ def copy_tokenizer_files(origin: Path, folder: Path) -> None:
             shutil.copyfile(origin / name, folder / name)
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, report_progress: Callable[[], None]) -> None:
+def _write_weights(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, report_progress: Callable[[], None], max_file_bytes: int
+) -> None:
     parts: list[dict[str, int]] = []
     batch: dict[str, Tensor] = {}
 
@@ -217,7 +220,7 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, report_p
         report_progress()
 
     for name, tensor in tensors:
-        if batch and sum(each.nbytes for each in batch.values()) + tensor.nbytes > MAX_FILE_BYTES:
+        if batch and sum(each.nbytes for each in batch.values()) + tensor.nbytes > max_file_bytes:
             flush()
         batch[name] = tensor
     flush()

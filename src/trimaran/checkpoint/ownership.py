@@ -16,12 +16,14 @@ Gather = Callable[[np.ndarray], np.ndarray]
 """All-gathers int64: given a vector of equal length on every rank, returns the matrix with one row per rank."""
 
 
-def assign_rows(shards: Sequence[TensorShard], *, rank: int, world_size: int, gather: Gather) -> list[Rows]:
+def assign_rows(
+    shards: Sequence[TensorShard], *, rank: int, world_size: int, gather: Gather, min_rows_bytes: int = MIN_ROWS_BYTES
+) -> list[Rows]:
     """Return, for each of this rank's shards, the rows that this rank writes. The ranks together write all rows once.
 
     Every rank must call it. Ranks with the same shards take turns, the largest shards first, and large shards are
-    split between as many ranks as get a mebibyte each. A rank needs one number for each shard of the others and looks
-    its own up among them: the work is linear in the number of ranks, and no assignment is sent back.
+    split between as many ranks as get `min_rows_bytes` each. A rank needs one number for each shard of the others and
+    looks its own up among them: the work is linear in the number of ranks, and no assignment is sent back.
     """
     ids = np.array([_shard_id(shard) for shard in shards], dtype=np.int64)
     holders = _holders(ids, rank, _gather_ids(ids, gather, world_size))
@@ -36,7 +38,7 @@ def assign_rows(shards: Sequence[TensorShard], *, rank: int, world_size: int, ga
         seen.add(shard_id)
         ranks = holders[shard_id]
         num_rows = tensor.shape[0] if tensor.ndim else 1
-        num_writers = min(len(ranks), num_rows, max(1, tensor.nbytes // MIN_ROWS_BYTES))
+        num_writers = min(len(ranks), num_rows, max(1, tensor.nbytes // min_rows_bytes))
         turn = (ranks.index(rank) - turns[ranks]) % len(ranks)
         turns[ranks] += num_writers
         if turn < num_writers:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runs import step_metrics
+from trimaran.checkpoint import file_parts, memory_budget
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot
 from trimaran.checkpoint.tensor_regions import TensorIndex
@@ -22,7 +25,7 @@ from trimaran.core import Mesh, Plan, UserError, parse_recipe
 from trimaran.run import Journal, RunDirectory, create_run
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_info import RankInfo, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 ROWS = 12
@@ -75,17 +78,24 @@ class ToyState:
 
 @dataclass(frozen=True, kw_only=True)
 class ToyAttempt:
-    """One attempt of the run: train up to step `to`, with faults on `faulty_rank`."""
+    """One attempt of the run: train up to step `to`, with faults on `faulty_rank`.
+
+    `rank_memories` are descriptors of the process `owner`, which is that of the test. A checkpoint that `faulty_rank`
+    writes takes `slow_disk` steps.
+    """
 
     to: int
     number: int = 0
     term: int = 0
+    owner: int = field(default_factory=os.getpid)
     rank_memories: tuple[int, ...] = ()
+    part_bytes: int = file_parts.PART_BYTES
+    has_memory: bool = True
     faulty_rank: int = -1
     die_after: int = -1
     die_committing: int = -1
     die_writing: int = -1
-    slow_disk: float = 0.0
+    slow_disk: int = 0
     full_disk: int = -1
     not_finite: int = -1
     rewind: tuple[int, int] | None = None
@@ -110,27 +120,25 @@ def run_attempt(path: Path, attempt: ToyAttempt) -> RankLog:
     rank_info = read_rank_info(os.environ)
     dist.init_process_group("gloo")
     state = ToyState(rank_info.rank, rank_info.world_size)
-    rank_memories = (
-        attempt.rank_memories[rank_info.rank : rank_info.rank + 1] if attempt.nodes else attempt.rank_memories
-    )
-    link = SupervisorLink(
-        attempt=attempt.number, term=attempt.term, local_rank=rank_info.local_rank, rank_memories=rank_memories
-    )
+    link = link_to(attempt, rank_info)
+    limit_memory(attempt)
+    disk = SlowDisk(attempt.slow_disk)
     if rank_info.rank == attempt.faulty_rank:
-        inject_faults(attempt)
+        inject_faults(attempt, disk)
     with Journal(RunDirectory(path), rank_info.rank, attempt=attempt.number) as journal:
         checkpointer = Checkpointer(RunDirectory(path), rank_info, journal, link, state)
         start = done = checkpointer.resume()
         while done < attempt.to:
             assert state.is_after(done)
             journal.resume(done)
-            done = train_steps(attempt, checkpointer, state, journal, done)
+            done = train_steps(attempt, checkpointer, state, journal, done, disk)
             if attempt.rewind and done == attempt.rewind[0]:
                 back = checkpointer.rewind(LoopExit(step=attempt.rewind[1], reason="rewind"))
                 if back is None:
                     return RankLog(start=start, is_right=False, error="no state")
                 attempt, done = replace(attempt, rewind=None), back
         error = ""
+        disk.stop()
         try:
             if attempt.finish:
                 checkpointer.finish(done)
@@ -141,7 +149,50 @@ def run_attempt(path: Path, attempt: ToyAttempt) -> RankLog:
         )
 
 
-def train_steps(attempt: ToyAttempt, checkpointer: Checkpointer, state: ToyState, journal: Journal, start: int) -> int:
+def link_to(attempt: ToyAttempt, rank_info: RankInfo) -> SupervisorLink:
+    """Return the link of a rank to the test, which owns the memory of the ranks as a supervisor does."""
+    mine = slice(rank_info.rank, rank_info.rank + 1) if attempt.nodes else slice(None)
+    paths = [f"/proc/{attempt.owner}/fd/{fd}" for fd in attempt.rank_memories[mine]]
+    return SupervisorLink(
+        attempt=attempt.number,
+        term=attempt.term,
+        local_rank=rank_info.local_rank,
+        rank_memories=tuple(os.open(path, os.O_RDWR) for path in paths),
+    )
+
+
+def limit_memory(attempt: ToyAttempt) -> None:
+    file_parts.PART_BYTES = attempt.part_bytes
+    if not attempt.has_memory:
+        memory_budget.MAX_FREE_MEMORY_FRACTION = 0.0
+
+
+class SlowDisk:
+    """Makes a checkpoint wait until its rank has trained `steps` more steps, or trains no more."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._done, self._starts = steps, 0, dict[str, int]()
+        self._changed = threading.Condition()
+
+    def note_step(self) -> None:
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._steps = 0
+            self._changed.notify_all()
+
+    def wait(self, name: str) -> None:
+        with self._changed:
+            start = self._starts.setdefault(name, self._done)
+            self._changed.wait_for(lambda: self._done >= start + self._steps)
+
+
+def train_steps(  # noqa: PLR0913 - the parts of a loop
+    attempt: ToyAttempt, checkpointer: Checkpointer, state: ToyState, journal: Journal, start: int, disk: SlowDisk
+) -> int:
     """Train to the end, or to the rewind, and return the step. Metrics are logged one step late, as in training."""
     decision, end = StepDecision(), attempt.rewind[0] if attempt.rewind else attempt.to
     for done in range(start + 1, end + 1):
@@ -157,15 +208,14 @@ def train_steps(attempt: ToyAttempt, checkpointer: Checkpointer, state: ToyState
         decision = StepDecision(save=bool(wants_save))
         if done == attempt.die_after and journal.rank == attempt.faulty_rank:
             os._exit(9)
-        if attempt.slow_disk:
-            time.sleep(0.002)
-        else:  # a toy step is faster than any disk
-            checkpointer._backend.saver.wait()
+        disk.note_step()
+        while checkpointer.is_saving and not attempt.slow_disk:  # a toy step is faster than any disk
+            time.sleep(0.001)
     journal.step(step_metrics(end, loss=1.0))
     return end
 
 
-def inject_faults(attempt: ToyAttempt) -> None:
+def inject_faults(attempt: ToyAttempt, disk: SlowDisk) -> None:
     commit, write = MemorySlot.commit, DurableDisk.write
 
     def committing(slot: MemorySlot, metadata: CopyMetadata, items: bytes, num_bytes: int) -> None:
@@ -173,14 +223,15 @@ def inject_faults(attempt: ToyAttempt) -> None:
             os._exit(9)
         commit(slot, metadata, items, num_bytes)
 
-    def writing(disk: DurableDisk, fd: int, data: memoryview) -> None:
+    def writing(durable: DurableDisk, fd: int, data: memoryview) -> None:
         name = os.readlink(f"/proc/self/fd/{fd}")
         if attempt.die_writing >= 0 and f"step-{attempt.die_writing:08d}" in name:
             os._exit(9)
         if attempt.full_disk >= 0 and f"step-{attempt.full_disk:08d}" in name:
             raise OSError(28, "No space left on device", name)
-        time.sleep(attempt.slow_disk)
-        write(disk, fd, data)
+        if step := re.search(r"step-\d+", name):
+            disk.wait(step[0])
+        write(durable, fd, data)
 
     MemorySlot.commit, DurableDisk.write = committing, writing  # type: ignore[method-assign]
 

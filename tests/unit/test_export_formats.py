@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from tests.cases import quick_or_slow
 from tests.hf_models import save_model
 from tests.random_weights import perturb
 from tests.unit.test_checkpoint_export import network_of, save, state_of
@@ -79,7 +80,10 @@ def test_a_gguf_file_has_the_logits_of_the_checkpoint(model: str, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
+@pytest.mark.parametrize(
+    "kind",
+    quick_or_slow(["fp16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"], {"bf16", "q8_0", "q4_1"}.__contains__),
+)
 def test_a_rounded_gguf_file_is_within_its_bound(kind: str, trained: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("gguf")
     whole = export(capsys, trained, "--to", "gguf", "--no-check")

@@ -13,15 +13,21 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig
 
 from tests.hf_models import SMALL
 from trimaran.app.main import main
-from trimaran.app.request import ask_hf_facts as asking
 from trimaran.app.request.ask_hf_facts import ask_hf_facts
 from trimaran.app.request.plan_request import read_plan_request
 from trimaran.app.request.trainer_plan import trainer_plan
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.launch.replan import _known_facts
-from trimaran.models import hf_facts, outline_for, spec_of
-from trimaran.models.hf_facts import HfFacts, cached_facts, facts_file, facts_from_dict, write_facts
+from trimaran.launch.replan import resized
+from trimaran.models import outline_for, spec_of
+from trimaran.models.hf_facts import (
+    HfFacts,
+    cached_facts,
+    facts_file,
+    facts_from_dict,
+    missing_package,
+    write_facts,
+)
 from trimaran.planner import PlanAnswer, check_plan, choose
 from trimaran.planner.search import predicted
 
@@ -81,7 +87,9 @@ def test_a_plan_with_an_axis_that_the_model_does_not_support_is_not_chosen(llama
     assert plan.mesh.tp == 2
 
 
-def test_the_file_depends_on_the_config_and_the_versions(llama: ModelSection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_depends_on_the_config_and_the_versions(
+    llama: ModelSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = facts_file(llama, os.environ)
     assert first == facts_file(llama, os.environ)
     assert first is not None
@@ -89,7 +97,10 @@ def test_the_file_depends_on_the_config_and_the_versions(llama: ModelSection, mo
     config.write_text(config.read_text().replace('"vocab_size": 96', '"vocab_size": 97'))
     second = facts_file(llama, os.environ)
     assert second != first
-    monkeypatch.setattr(hf_facts.metadata, "version", lambda name: "0.0")
+    other = tmp_path / "site" / "torch-0.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Name: torch\nVersion: 0.0\n")
+    monkeypatch.syspath_prepend(other.parent)
     assert facts_file(llama, os.environ) not in (first, second)
 
 
@@ -113,14 +124,9 @@ def test_a_kept_mistake_names_the_folder_of_this_model(llama: ModelSection) -> N
     assert found.untrainable.where == llama.path
 
 
-def test_without_transformers_nothing_is_known_and_the_answer_says_so(
-    llama: ModelSection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(hf_facts, "PACKAGES", ("torch", "no-such-package"))
-    assert ask_hf_facts(llama, os.environ) == (None, "no-such-package is not installed here")
-    assert main(["plan", "--set", "model.family=hf", "--set", f"model.path={llama.path}", "--cluster", "H100",
-                 "--seq-len", "32", "--json"]) == 0  # fmt: skip
-    assert "is not known: no-such-package is not installed here" in capsys.readouterr().out
+def test_the_first_package_that_is_not_installed_is_named() -> None:
+    assert missing_package() == ""
+    assert missing_package(("torch", "no-such-package", "nor-this")) == "no-such-package"
 
 
 def test_plan_says_that_train_refuses_the_model(
@@ -139,12 +145,19 @@ def test_our_own_models_have_no_facts() -> None:
     assert ask_hf_facts(ModelSection(preset="tiny"), {}) == (None, "")
 
 
-def test_an_elastic_run_keeps_the_axes_that_work() -> None:
-    recipe = Recipe.model_validate({"model": {"family": "hf", "path": "/no/such/folder"}})
-    known = _known_facts(Plan(mesh=Mesh(tp=2)), recipe)
-    assert known is not None
-    assert known.without_tp is None
-    assert known.without_cp is not None
+def test_an_elastic_run_keeps_the_axes_that_work(llama: ModelSection) -> None:
+    tree = {"model": llama, "data": {"seq_len": 64}, "train": {"global_batch": 2}, "cluster": "4xH100"}
+    recipe = Recipe.model_validate(tree)  # 2 sequences for 4 ranks need tp or cp
+    larger = resized(Plan(mesh=Mesh(tp=2)), recipe, 4)
+    assert larger is not None
+    assert (larger.mesh.dp, larger.mesh.tp, larger.mesh.cp) == (2, 2, 1)
+    assert resized(Plan(mesh=Mesh(dp_replicate=2)), recipe, 4) is None, "whether tp or cp works is not known"
+    path = facts_file(llama, os.environ)
+    assert path is not None
+    write_facts(path, HfFacts(without_cp=REFUSED))
+    larger = resized(Plan(mesh=Mesh(dp_replicate=2)), recipe, 4)
+    assert larger is not None
+    assert (larger.mesh.dp, larger.mesh.tp) == (2, 2)
 
 
 @pytest.fixture
@@ -176,9 +189,7 @@ def test_beside_a_plan_that_training_refuses_is_the_one_that_it_runs(mixtral: Pa
 
 
 @pytest.mark.slow
-def test_plan_prints_only_a_train_command_that_train_accepts(
-    mixtral: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_prints_only_a_train_command_that_train_accepts(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "./mixtral", "--cluster", "8x8xH100", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["trainer"]["refusal"]["code"] == "M026"
@@ -189,7 +200,6 @@ def test_plan_prints_only_a_train_command_that_train_accepts(
     planned = json.loads(capsys.readouterr().out)
     assert planned["plan"] == answer["trainer"]["plan"]
     assert planned["build"]["ranks"] == [0]
-    monkeypatch.setattr(asking, "_find", lambda *_: pytest.fail("the facts are in the cache"))
     assert main([*command, "--set", "plan.mesh.tp=2"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "M026"
 

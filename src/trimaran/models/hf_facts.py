@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -119,9 +119,9 @@ def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None
     return root / "hf-facts" / f"{digest.hexdigest()[:32]}.json"
 
 
-def missing_package() -> str:
+def missing_package(packages: Sequence[str] = PACKAGES) -> str:
     """Return the first package that is not installed and that building a Hugging Face model needs; empty if none."""
-    for name in PACKAGES:
+    for name in packages:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tests.cases import slow
 from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
-from trimaran.core import Plan, Recipe
+from trimaran.core import Plan, Recipe, TrainSection
 from trimaran.data import TokenShards, positions, prepare, split
 from trimaran.data.feed import DataShare
 from trimaran.data.step_batch import StepBatch
@@ -28,6 +28,7 @@ from trimaran.nets.local_shards import local_part
 from trimaran.optim.loss_scale import LossScale
 from trimaran.run import RunDirectory, create_run
 from trimaran.train import build
+from trimaran.train.agreement import StepDecision
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.health import guard
 from trimaran.train.health.replica_check import ReplicaCheck
@@ -85,20 +86,20 @@ def samples_of(run: RunDirectory, step: int, rank: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank's network does to its output, or to the gradient of it, at steps `step` to `last`.
+    """What one rank's network multiplies its output with, or the gradient of it, at steps `step` to `last`.
 
     It also happens when the samples of these steps come again. `repeats`: also when there are no samples.
     """
 
     rank: int = 1
-    output: Callable[[Tensor], Tensor] = lambda out: out
-    gradient: Callable[[Tensor], Tensor] = lambda gradient: gradient
+    output: float = 1.0
+    gradient: float = 1.0
     step: int = BAD
     last: int = BAD
     repeats: bool = False
 
 
-NAN = Fault(output=lambda out: out * math.nan)
+NAN = Fault(output=math.nan)
 
 
 def plant(fault: Fault, grad_accum: int) -> None:
@@ -114,9 +115,9 @@ def plant(fault: Fault, grad_accum: int) -> None:
         again = number > fault.last and any(torch.equal(tokens, each) for each in seen[fault.step - 1 : fault.last])
         if not (fault.step <= number <= fault.last or again or (fault.repeats and not tokens.any())):
             return out
-        logits = fault.output(out[0])
+        logits = out[0] * fault.output
         if logits.requires_grad:  # not in the forward of the NaN search
-            logits.register_hook(fault.gradient)
+            logits.register_hook(lambda gradient: gradient * fault.gradient)
         return logits, out[1]
 
     def with_fault(*args: Any) -> tuple[Network, ...]:
@@ -127,12 +128,24 @@ def plant(fault: Fault, grad_accum: int) -> None:
     build.build_networks = with_fault  # pyrefly: ignore[bad-assignment]
 
 
+def watch_optimizer() -> list[Optimizer]:
+    """Return a list that gets the optimizer of this process once it is built."""
+    build_optimizer, built = build.build_optimizer, list[Optimizer]()
+
+    def noted(*args: Any, **options: Any) -> Optimizer:
+        built.append(build_optimizer(*args, **options))
+        return built[-1]
+
+    build.build_optimizer = noted
+    return built
+
+
 def watch_updates() -> list[tuple[bool, bool]]:
     """Return a list of (was refused, changed nothing), which grows with each update of this process."""
-    update, updates = Updater.update, []
+    update, updates, built = Updater.update, [], watch_optimizer()
 
     def state(updater: Updater) -> list[Tensor]:
-        optimizer = updater._optimizer
+        (optimizer,) = built
         weights = [local_part(each) for group in optimizer.param_groups for each in group["params"]]
         moments = [local_part(each) for state in optimizer.state.values() for each in state.values()]
         feedback = updater.compressor.feedback() if updater.compressor else {}
@@ -151,12 +164,18 @@ def watch_updates() -> list[tuple[bool, bool]]:
     return updates
 
 
+def steady_scale(plan: Plan, train: TrainSection) -> LossScale | None:
+    """Return a scale with which nothing overflows."""
+    return LossScale(initial=1024.0) if plan.precision == "fp16" else None
+
+
 def train_with(
     path: Path, fault: Fault | None, min_good_steps: int = guard.MIN_GOOD_STEPS
 ) -> tuple[int, list[tuple[bool, bool]]]:
     """Train with the fault; return the exit code and what `watch_updates` saw."""
     run, rank_info = RunDirectory(path), read_rank_info(os.environ)
     guard.MIN_GOOD_STEPS = min_good_steps  # pyrefly: ignore[bad-assignment]
+    build.build_loss_scale = steady_scale
     if fault is not None and fault.rank == rank_info.rank:
         plant(fault, run.read_plan().grad_accum)
     updates = watch_updates()
@@ -181,11 +200,10 @@ def assert_skipped(run: RunDirectory, answers: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"dp_replicate": 2},
-        slow({"dp_shard": 2}),  # below in bf16
+        {"dp_shard": 2},
         {"tp": 2},
         {"pp": 2, "grad_accum": 2},
-        {"dp_shard": 2, "precision": "bf16", "grad_accum": 2},
+        slow({"dp_shard": 2, "precision": "bf16", "grad_accum": 2}),
     ],
     ids=str,
 )
@@ -201,11 +219,10 @@ def test_a_nan_loss_on_one_rank_changes_no_weight_on_any_rank(folder: Path, fiel
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (Fault(gradient=lambda gradient: gradient * math.nan), "the gradient norm is nan"),
-        (Fault(gradient=lambda gradient: gradient * math.inf), "the gradient norm is (nan|inf)"),
-        (Fault(output=lambda out: out * 1e4), r"the loss jumped from \S+ to \S+"),
+        (Fault(gradient=math.nan), "the gradient norm is nan"),
+        (Fault(output=1e4), r"the loss jumped from \S+ to \S+"),
     ],
-    ids=["gradient nan", "gradient inf", "spike"],
+    ids=["gradient nan", "spike"],
 )
 def test_a_bad_gradient_or_a_loss_spike_changes_no_weight_on_any_rank(folder: Path, fault: Fault, reason: str) -> None:
     recipe = recipe_with()
@@ -224,16 +241,13 @@ def test_a_bad_gradient_or_a_loss_spike_changes_no_weight_on_any_rank(folder: Pa
         ({"optimizer": {"states": "8bit"}}, {"dp_shard": 2}),
         ({}, {"dp_replicate": 2, "precision": "fp16"}),
         ({}, {"dp_replicate": 2, "comm": {"compression": "topk"}}),
-        ({}, {"dp_replicate": 2, "comm": {"compression": {"kind": "powersgd", "warmup_steps": 2}}}),
         ({}, {"dp_replicate": 2, "comm": {"local_steps": 2}}),
     ],
     ids=str,
 )
 def test_state_between_steps_is_not_affected_by_a_bad_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any], fields: dict[str, Any]
+    folder: Path, train: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: scale if plan.precision == "fp16" else None)
-    scale = LossScale(initial=1024.0)  # with which nothing overflows
     recipe = recipe_with(train=train, faults={"max_skips": 1})
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1, **fields))
     answers = run_ranks(2, train_with, run.path, NAN)
@@ -313,7 +327,7 @@ def send_sigterm() -> None:
 def train_until_sigterm(path: Path, where: str) -> tuple[int, int]:
     """Send SIGTERM to rank 1 at some point; return the exit code and the number of evaluated batches."""
     is_signalled, evaluated = os.environ["RANK"] == "1", []
-    build_networks, evaluate, save = build.build_networks, PlainStepper.evaluate, Checkpointer._save
+    build_networks, evaluate, after_step = build.build_networks, PlainStepper.evaluate, Checkpointer.after_step
 
     def building(*args: Any) -> tuple[Network, ...]:
         if is_signalled and where == "building":
@@ -326,14 +340,14 @@ def train_until_sigterm(path: Path, where: str) -> tuple[int, int]:
             send_sigterm()
         return evaluate(stepper, batch)
 
-    def saving(checkpointer: Checkpointer, step: int) -> None:
-        if is_signalled and where == "saving":
+    def saving(checkpointer: Checkpointer, step: int, decision: StepDecision) -> None:
+        if is_signalled and where == "saving" and decision.save:
             send_sigterm()
-        save(checkpointer, step)
+        after_step(checkpointer, step, decision)
 
     build.build_networks = building  # pyrefly: ignore[bad-assignment]
     PlainStepper.evaluate = evaluating  # pyrefly: ignore[bad-assignment]
-    Checkpointer._save = saving  # pyrefly: ignore[bad-assignment]
+    Checkpointer.after_step = saving  # pyrefly: ignore[bad-assignment]
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE), len(evaluated)
 
 
@@ -361,13 +375,13 @@ def test_a_sigterm_to_one_rank_stops_all_ranks_at_the_same_step(
 
 def train_with_a_flipped_bit(path: Path) -> int:
     """Train with a bit flip on rank 1 after the third step, and a replica check every second step."""
-    update, updates = Updater.update, []
+    update, updates, built = Updater.update, [], watch_optimizer()
 
     def flipping(updater: Updater, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         answer = update(updater, lr, loss, squares)
         updates.append(lr)
         if len(updates) == 3 and os.environ["RANK"] == "1":
-            next(iter(updater._trained.towers.values()))[0].data.view(torch.int32)[0, 0] ^= 1 << 20
+            built[0].param_groups[0]["params"][0].data.view(torch.int32)[0, 0] ^= 1 << 20
         return answer
 
     Updater.update = flipping  # pyrefly: ignore[bad-assignment]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tests.cases import slow
-from tests.dist.test_guard import recipe_with
+from tests.dist.test_guard import recipe_with, watch_optimizer
 from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
@@ -25,9 +26,8 @@ from trimaran.train.worker import run_worker
 STEPS, FLIPPED_AFTER = 7, 4
 
 
-def flip_a_bit(updater: Updater, state: str) -> None:
+def flip_a_bit(optimizer: Optimizer, state: str) -> None:
     """Flip one bit of the largest shard of this rank, or of one of its optimizer states."""
-    optimizer = updater._optimizer
     held = [each for group in optimizer.param_groups for each in group["params"]]
     parameter = max(held, key=lambda each: local_part(each).numel())
     tensor = parameter if state == "weight" else optimizer.state[parameter][state]
@@ -35,13 +35,13 @@ def flip_a_bit(updater: Updater, state: str) -> None:
 
 
 def train_with_flip(path: Path, state: str) -> int:
-    rank_info, update, calls = read_rank_info(os.environ), Updater.update, []
+    rank_info, update, calls, built = read_rank_info(os.environ), Updater.update, [], watch_optimizer()
 
     def update_and_flip(self: Updater, lr: float, loss: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         result = update(self, lr, loss, squares)
         calls.append(lr)
         if len(calls) == FLIPPED_AFTER and rank_info.rank == 1 and state:
-            flip_a_bit(self, state)
+            flip_a_bit(built[0], state)
         return result
 
     Updater.update = update_and_flip  # pyrefly: ignore[bad-assignment]

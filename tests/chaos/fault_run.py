@@ -41,7 +41,7 @@ def inject_fault(supervised: Supervised, rank: int, fault: str) -> None:
 
 def remove_pause(supervised: Supervised) -> None:
     """Remove the pause that is added to every step."""
-    (supervised.run.path / "no-pause").touch()
+    supervised.remove_pause()
 
 
 def kill_supervisor(supervised: Supervised) -> None:

@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Self
 import psutil
 
 from tests.chaos.wire import ALL_ADDRESSES
-from tests.fault.harness import ROOT, TINY, lines, wait_for
+from tests.fault.harness import ROOT, TINY, lines, start_module, wait_for
 from trimaran.core import Incident, parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.hardware import parse_cluster
@@ -50,22 +49,16 @@ class Machine:
 
     def _start(self) -> subprocess.Popen[bytes]:
         named = [] if "auto" in self.flags else ["--address", self.address]
-        command = [sys.executable, "-m", "trimaran.launch", str(self.run.path), *named, *self.flags]
+        within: list[str] = []
         if self.namespace:
             hide = f"mount -t tmpfs none {shlex.quote(str(self.hidden))}; " if self.hidden else ""
             rename = f'hostname {self.namespace}; {hide}exec "$@"'
             inner = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", rename, "_"]
-            command = ["ip", "netns", "exec", self.namespace, *inner, *command]
-        ours = {
-            "OMP_NUM_THREADS": "1",
-            "TRIMARAN_TEST_PLUGIN": "tests.fault.plugin",
-            "TRIMARAN_TEST_PAUSE": str(PAUSE),
-        }
-        known = self.environment.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")
-        paths = [path for path in known if path]
-        environment = os.environ | ours | self.environment | {"PYTHONPATH": ":".join(paths)}
+            within = ["ip", "netns", "exec", self.namespace, *inner]
+        plugin = {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(PAUSE)}
+        words = ("trimaran.launch", str(self.run.path), *named, *self.flags)
         with self.log.open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            return start_module(*words, output=log, environment=plugin | self.environment, within=within)
 
     def request_stop(self) -> None:
         """Send SIGTERM to the supervisor, which is the first process of its machine."""

@@ -1,7 +1,7 @@
 """More faults inside a rank, beside `tests.fault.plugin`: values, weights, samples, memory, disks, slow steps.
 
 A rank runs into the fault named in the file `fault-RANK` of the run directory at its next step, once. A test writes it
-to inject a fault into a running run. With a file `no-pause`, no pause is added to steps.
+to inject a fault into a running run.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.fault import plugin
+from tests.fault.plugin import RUN
 from trimaran.checkpoint import export_hf
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.data.sequences import Sequences, TokenSample
@@ -31,7 +32,6 @@ from trimaran.train.health import replica_check
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import PlainStepper
 
-RUN = Path("/proc/self/fd/1").readlink().parents[1]  # a rank prints to RUN/logs/rank-RANK.log
 SLOW_SECONDS = 5.0
 FREE_BYTES = 64 << 20
 
@@ -115,9 +115,8 @@ report_section, build_networks = SupervisorLink.report_section, build.build_netw
 def report_section_and_fail(self: SupervisorLink, section: Section, at: int = 0) -> None:
     if section in ("first", "step"):
         injected.output = injected.gradient = None
-        plugin.pause = 0.0 if (RUN / "no-pause").exists() else float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
         if time.monotonic() < injected.slow_until:
-            time.sleep(2 * plugin.pause)
+            time.sleep(2 * plugin.pause_seconds())
     report_section(self, section, at)
     file = RUN / f"fault-{os.environ['RANK']}"
     if section == "step" and file.exists():

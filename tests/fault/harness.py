@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -31,7 +31,27 @@ TINY = (
 )
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+SECONDS = 300.0  # for whatever is waited for: no busy machine needs as long
+
+
+def start_module(
+    module: str,
+    *arguments: str,
+    output: IO[bytes] | int,
+    environment: Mapping[str, str] | None = None,
+    within: Sequence[str] = (),
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module arguments`, which finds the tests, too. Fault tests start all their processes here.
+
+    `within` is a command that runs it, for instance in a network namespace.
+    """
+    command = [*within, sys.executable, "-m", module, *map(str, arguments)]
+    paths = [str(ROOT), (environment or {}).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+    own = {"OMP_NUM_THREADS": "1"} | dict(environment or {}) | {"PYTHONPATH": ":".join(filter(None, paths))}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | own)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
     """Return the first true result of `condition`; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
@@ -87,20 +107,12 @@ class Supervised:
         cls, run: RunDirectory, *, fault: str = "", pause: float = 0.0, extra: Mapping[str, str] | None = None
     ) -> "Supervised":
         """Start a supervisor for an existing run."""
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        if fault or pause:
-            environment |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(pause)}
-            environment |= {"TRIMARAN_TEST_FAULT": fault} if fault else {}
-        environment |= extra or {}
-        with run.agent_log.open("ab") as log:
-            command = [
-                sys.executable,
-                "-m",
-                "trimaran.launch",
-                str(run.path),
-                "--no-check",
-            ]  # the check takes half a second
-            return cls(run, subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        plugin = {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(pause)} if pause else {}
+        if fault:
+            plugin |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_FAULT": fault}
+        with run.agent_log.open("ab") as log:  # without the check, which takes half a second
+            words = ("trimaran.launch", str(run.path), "--no-check")
+            return cls(run, start_module(*words, output=log, environment=plugin | dict(extra or {})))
 
     def __enter__(self) -> "Supervised":
         return self
@@ -110,7 +122,7 @@ class Supervised:
         left = self.processes()
         self.process.kill()
         self.process.wait()
-        wait_for(lambda: all(map(has_ended, left)), 10)
+        wait_for(lambda: all(map(has_ended, left)))
 
     @property
     def incidents(self) -> list[Incident]:
@@ -126,7 +138,7 @@ class Supervised:
         found = lines(self.run.metrics)
         return found[-1]["step"] if found else 0
 
-    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = SECONDS) -> None:
         wait_for(lambda: self.step() >= step, seconds)
 
     def pid(self, rank: int) -> int:
@@ -137,7 +149,7 @@ class Supervised:
     def events(self, rank: int, kind: str) -> list[dict[str, Any]]:
         return [each for each in lines(self.run.events(rank)) if each["kind"] == kind]
 
-    def wait_for_events(self, rank: int, kind: str, number: int, seconds: float = 60.0) -> None:
+    def wait_for_events(self, rank: int, kind: str, number: int, seconds: float = SECONDS) -> None:
         """Return when a rank has written `number` events of a kind, over all attempts."""
         wait_for(lambda: len(self.events(rank, kind)) >= number, seconds)
 
@@ -147,7 +159,7 @@ class Supervised:
         os.kill(self.pid(rank), number)
         return now
 
-    def wait_for_fault(self, known: int, seconds: float = 60.0) -> Incident:
+    def wait_for_fault(self, known: int, seconds: float = SECONDS) -> Incident:
         """Return the incident after the first `known` ones, once its cost is known."""
 
         def settled() -> Incident | None:
@@ -160,6 +172,10 @@ class Supervised:
     def _is_over(incident: Incident) -> bool:
         return incident.action in ("stopped", "skipped", "rewound", "continued", "saved")
 
+    def remove_pause(self) -> None:
+        """Remove the pause that is added to every step."""
+        (self.run.path / "no-pause").touch()
+
     def attempts(self) -> int:
         return sum("world_size" in each for each in lines(self.run.attempts))
 
@@ -170,6 +186,6 @@ class Supervised:
         except psutil.NoSuchProcess:
             return []
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = SECONDS) -> int:
         """Return the exit code of the supervisor."""
         return self.process.wait(seconds)

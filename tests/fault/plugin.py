@@ -2,7 +2,7 @@
 
 TRIMARAN_TEST_FAULT is `FAULT:RANK:STEP`: the fault happens when that rank enters that step, counted from 0; with
 `:ATTEMPT` after it only in that attempt. Several are separated by commas. TRIMARAN_TEST_PAUSE is added to every step,
-in seconds.
+in seconds, until the run directory has a file `no-pause`.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def _find_only_holes() -> None:
         )
 
 
+RUN = Path("/proc/self/fd/1").readlink().parents[1]  # a rank prints to RUN/logs/rank-RANK.log
 COMPILE_SECONDS = 8.0
 compiled: list[int] = []
 
@@ -67,14 +69,18 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 faults = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_FAULT", "").split(",") if each]
-pause = float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
 report_section = SupervisorLink.report_section
+
+
+def pause_seconds() -> float:
+    """Return the pause that is added to a step now."""
+    return 0.0 if (RUN / "no-pause").exists() else float(os.environ.get("TRIMARAN_TEST_PAUSE", "0"))
 
 
 def report_section_and_fail(self: SupervisorLink, section: Section, at: int = 0) -> None:
     report_section(self, section, at)
     if section in ("first", "step"):
-        time.sleep(pause)
+        time.sleep(pause_seconds())
         for fault, rank, step, *attempt in faults:
             if (rank, step) == (os.environ["RANK"], str(at)) and attempt in ([], [str(self.attempt)]):
                 FAULTS[fault]()

@@ -101,8 +101,8 @@ class Mailbox:
     """The messages between one node and the coordinator.
 
     `heard` is when the node last sent something (monotonic clock), `begun` when it first did (wall clock). `session`
-    identifies one connection of the node's supervisor, `broken` says that the connection is gone. `changed` is set with
-    each message and when it breaks. `read_until` returns up to when all that arrived has been read: a channel that is
+    identifies one connection of the node's supervisor, `broken` says that the connection is gone. `given_up`: the node
+    counts as lost, and has to connect anew. `changed` is set with each message and when it breaks. `read_until` returns up to when all that arrived has been read: a channel that is
     late does not make nodes silent.
     """
 
@@ -111,6 +111,7 @@ class Mailbox:
     inbox: deque[Record] = field(default_factory=deque)
     outbox: deque[Record] = field(default_factory=deque)
     broken: bool = False
+    given_up: bool = False
     changed: threading.Event = field(default_factory=threading.Event)
     read_until: Callable[[], float] = time.monotonic
     begun: float = field(default_factory=time.time)
@@ -446,6 +447,9 @@ class Channel:
         if mailbox is None or mailbox.session != session:
             mailbox = Mailbox(session, time.monotonic(), read_until=lambda: self._read_until)
             self.mailboxes[name] = mailbox
+        if mailbox.given_up:  # the node was suspended for a while, and knows nothing of its loss
+            self._close(connection)
+            return {}
         connection.mailbox, mailbox.heard = mailbox, time.monotonic()
         mailbox.inbox.extend(messages)
         if messages:

@@ -58,6 +58,7 @@ class RemoteNode:
                 self._lost = "its supervisor is gone"
             elif silence > SILENT_SECONDS:
                 self._lost = f"no message over its connection for {silence:.1f} s"
+                self.mailbox.given_up = True
         return self._lost
 
     @property

@@ -2,9 +2,7 @@
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -16,17 +14,19 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tests.ranks import _free_port
+from tests.forked import Forked, call
 from tests.runs import new_run
 from trimaran.launch.attribution import Attribution, attribute_fault
-from trimaran.launch.collect_reports import ReportTarget, collect_reports
+from trimaran.launch.collect_reports import ReportTarget, collect_reports, process_state
 from trimaran.launch.node import RankEnded
 from trimaran.launch.rank_report import RankReport, read_rank_reports
-from trimaran.run import HeartbeatBoard, Journal, JsonlFollower
+from trimaran.run import HeartbeatBoard, Journal, JsonlFollower, RunDirectory
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 Scenario = Callable[[int, SupervisorLink], Any]
+QUIET_SECONDS, QUIET_TICKS = 0.3, 2
+REPORT_SECONDS = 5.0
 
 
 class FaultyRanks:
@@ -34,79 +34,105 @@ class FaultyRanks:
 
     def __init__(self, path: Path, world_size: int, scenario: Scenario) -> None:
         self.run = new_run(path / "run", world_size=world_size)
-        self.world_size = world_size
+        self.world_size, self._scenario = world_size, scenario
         self.board = HeartbeatBoard.make(world_size)
         self.board.clear()
-        context, port = multiprocessing.get_context("fork"), _free_port()
-        args = [(self.run, rank, world_size, port, self.board, scenario) for rank in range(world_size)]
-        self.processes = [context.Process(target=_rank, args=each) for each in args]
+        self.processes: list[Forked] = []
 
     def __enter__(self) -> Self:
-        for process in self.processes:
-            process.start()
+        board = Path(f"/proc/{os.getpid()}/fd/{self.board.fd}")
+        with open(os.devnull, "wb") as unused:  # no result and no native stacks: a rank has a log
+            for rank in range(self.world_size):
+                arguments = (self.run.path, rank, self.world_size, board, self._scenario)
+                self.processes.append(call(run_rank, arguments, os.environ, unused.fileno(), unused.fileno()))
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
-            process.join()
+        for process in self.processes:
+            process.wait()
 
-    def pid(self, rank: int) -> int:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        return pid
+    @property
+    def ended(self) -> dict[int, int]:
+        """The exit codes of the ranks that have ended."""
+        return {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, [self.board.read(local_rank) for local_rank in range(self.world_size)]
             time.sleep(0.02)
 
-    def wait_for_fault(self) -> None:
-        """Return when every rank is in section `save`, and has had time to run into its fault."""
+    def wait_until_saving(self) -> None:
+        """Return when every rank is in section `save`."""
         self.wait_until(
             lambda: all(self.board.read(local_rank).section == "save" for local_rank in range(self.world_size))
         )
-        time.sleep(0.4)
 
-    def collect(self, folder: Path | None = None) -> dict[int, RankReport]:
-        """Return the reports of all ranks, as the supervisor collects them."""
+    def wait_for_fault(self) -> None:
+        """Return when every rank is in section `save` and stays asleep: all wait, for each other or for nothing.
+
+        A rank that waits polls now and then; one that goes on uses the CPU.
+        """
+        self.wait_until_saving()
+        self.wait_until(self._is_quiet)
+
+    def _is_quiet(self) -> bool:
+        before = self._cpu_ticks()
+        time.sleep(QUIET_SECONDS)
+        return self._cpu_ticks() - before <= QUIET_TICKS and all(
+            process_state(process.pid) in "STtZ" for process in self.processes
+        )
+
+    def _cpu_ticks(self) -> int:
+        """Return how long the main threads of the ranks have used the CPU, in hundredths of a second."""
+        total = 0
+        for process in self.processes:
+            with contextlib.suppress(OSError):  # it has ended
+                fields = Path(f"/proc/{process.pid}/task/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                total += int(fields[11]) + int(fields[12])
+        return total
+
+    def collect(self, folder: Path | None = None, *, seconds: float = REPORT_SECONDS) -> dict[int, RankReport]:
+        """Return the reports of all ranks, as the supervisor collects them. A rank that cannot answer takes `seconds`.
+
+        That is longer than in a run: a rank that can answer must do so on a busy machine, too.
+        """
         folder = folder or self.run.incident("i-0001")
-        alive = [rank for rank in range(self.world_size) if self.processes[rank].is_alive()]
+        alive = [rank for rank in range(self.world_size) if rank not in self.ended]
         collect_reports(
             self.run,
             self.board,
-            [ReportTarget(rank, rank, self.pid(rank)) for rank in alive],
+            [ReportTarget(rank, rank, self.processes[rank].pid) for rank in alive],
             folder,
-            seconds=2.0,
+            seconds=seconds,
             gently=False,
         )
         return read_rank_reports(self.run, folder, range(self.world_size))
 
     def attribute(self) -> Attribution:
-        deaths = [
-            RankEnded(rank=rank, code=process.exitcode, time=rank)
-            for rank, process in enumerate(self.processes)
-            if process.exitcode is not None
-        ]
+        deaths = [RankEnded(rank=rank, code=code, time=rank) for rank, code in self.ended.items()]
         events = [event for rank in range(self.world_size) for event in JsonlFollower(self.run.events(rank)).new()]
         return attribute_fault(self.collect(), deaths, events)
 
 
-def _rank(run: Any, rank: int, world_size: int, port: int, board: HeartbeatBoard, scenario: Scenario) -> None:
+def run_rank(path: Path, rank: int, world_size: int, board_file: Path, scenario: Scenario) -> None:
+    """Run a scenario in this process, and exit."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="2000")  # fmt: skip
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="2000")
+    run = RunDirectory(path)
     log = os.open(run.log(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     assert sys.__stderr__ is not None
     faulthandler.enable(sys.__stderr__)
+    board = HeartbeatBoard(os.open(board_file, os.O_RDWR))
     link, code = SupervisorLink(board=board, local_rank=rank), 1
     with Journal(run, rank) as journal, HeartbeatThread(run, rank, link), contextlib.suppress(Exception):
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+            dist.init_process_group("gloo", init_method=f"file://{path}/rendezvous", rank=rank, world_size=world_size,
+                                    timeout=timedelta(seconds=300))  # fmt: skip
             scenario(rank, link)
             code = 0
         except Exception as error:

@@ -18,6 +18,7 @@ from tests.fault.faulty_ranks import FaultyRanks, Scenario
 from trimaran.core import Incident
 from trimaran.drill.inject import slowed_process
 from trimaran.launch.attribution import Attribution
+from trimaran.launch.collect_reports import MAX_HEARTBEAT_AGE_SECONDS
 from trimaran.launch.node import AttemptSpec
 from trimaran.launch.slow_rank_check import SlowRankCheck
 from trimaran.run import Heartbeat, IncidentLog, read_incidents
@@ -42,7 +43,7 @@ def warm_up(link: SupervisorLink) -> None:
     link.report_section("save", 3)
 
 
-def fall_behind(seconds: float = 60.0) -> None:
+def fall_behind(seconds: float = 600.0) -> None:
     time.sleep(seconds)
 
 
@@ -72,13 +73,18 @@ def train_on(rank: int, link: SupervisorLink) -> None:
 
 def test_a_stopped_rank_is_at_fault(tmp_path: Path) -> None:
     with FaultyRanks(tmp_path, 3, train_on) as ranks:
+        ranks.wait_until_saving()
+        os.kill(ranks.processes[2].pid, signal.SIGSTOP)
         ranks.wait_for_fault()
-        os.kill(ranks.pid(2), signal.SIGSTOP)
-        time.sleep(0.3)
         attribution = ranks.attribute()
         assert (ranks.run.incident("i-0001") / "rank-2.stacks.txt").read_text().count("File") > 0
     assert ranks_of(attribution) == ("hang", (2,), (0, 1))
     assert "rank 2 is stopped" in attribution.what
+
+
+def silent_seconds(ranks: FaultyRanks, rank: int) -> float:
+    """Return for how long the heartbeat thread of a rank has not run."""
+    return time.monotonic() - ranks.board.read(rank).alive
 
 
 def match_without_end(rank: int, link: SupervisorLink) -> None:
@@ -90,8 +96,10 @@ def match_without_end(rank: int, link: SupervisorLink) -> None:
 
 def test_a_rank_that_holds_the_gil_is_at_fault_and_faulthandler_writes_its_stack(tmp_path: Path) -> None:
     with FaultyRanks(tmp_path, 2, match_without_end) as ranks:
-        ranks.wait_for_fault()
-        ranks.wait_until(lambda: ranks.board.read(0).alive < time.monotonic() - 1.6)
+        ranks.wait_until_saving()
+        ranks.wait_until(
+            lambda: silent_seconds(ranks, 0) > MAX_HEARTBEAT_AGE_SECONDS and silent_seconds(ranks, 1) < 0.5
+        )
         attribution = ranks.attribute()
     assert ranks_of(attribution) == ("hang", (0,), (1,))
     assert "in match_without_end: re.match" in attribution.evidence["facts"][0]
@@ -134,8 +142,8 @@ def pass_another_shape(rank: int, link: SupervisorLink) -> None:
 
 def test_different_shapes_are_a_mismatch_although_gloo_aborts(tmp_path: Path) -> None:
     with FaultyRanks(tmp_path, 2, pass_another_shape) as ranks:
-        ranks.wait_until(lambda: any(process.exitcode is not None for process in ranks.processes))
-        time.sleep(0.3)
+        ranks.wait_until(lambda: bool(ranks.ended))
+        ranks.wait_for_fault()
         attribution = ranks.attribute()
     assert attribution.cause == "mismatch"
     assert "collective mismatch" in attribution.what
@@ -269,7 +277,7 @@ def test_a_rank_that_died_is_distinguished_from_ranks_that_lost_it(
     tmp_path: Path, scenario: Scenario, cause: str, text: str
 ) -> None:
     with FaultyRanks(tmp_path, 2, scenario) as ranks:
-        ranks.wait_until(lambda: all(process.exitcode is not None for process in ranks.processes))
+        ranks.wait_until(lambda: len(ranks.ended) == 2)
         attribution = ranks.attribute()
     assert ranks_of(attribution) == (cause, (1,), (0,))
     assert text in attribution.what
@@ -328,7 +336,7 @@ def test_a_rank_that_is_slowed_down_is_the_only_straggler(tmp_path: Path) -> Non
         check = SlowRankCheck(ranks.run, IncidentLog(ranks.run))
         assert watch_for(2.0, attempt, check) == []
         onset = ranks.board.read(0).step
-        with slowed_process(psutil.Process(ranks.pid(1)), 2.5):
+        with slowed_process(psutil.Process(ranks.processes[1].pid), 2.5):
             (incident,) = watch_for(15.0, attempt, check)
     assert (incident.cause, incident.suspects, incident.action) == ("straggler", (1,), "continued")
     assert incident.cost["slowdown"] > 1.3

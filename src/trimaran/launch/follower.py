@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -139,11 +140,12 @@ class Follower:
         *,
         unfit: UserError | None = None,
         files: FileSender | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.run, self.node, self.holder = agent.run, agent.node, holder
         self._token, self._channel, self._files = agent.token, agent.channel, files
         self._coordinator = CoordinatorClient(holder.address, self._token, self.node.name)
-        about: Record = {"num_ranks": self.node.num_ranks, "time": time.time(), "host": platform.node()}
+        about: Record = {"num_ranks": self.node.num_ranks, "time": wall_clock(), "host": platform.node()}
         error = {"unfit": unfit.as_dict()} if unfit else {}
         about |= {"channel": agent.channel.address}
         self._coordinator.send(**about, switches=read_switches(os.environ), **error)

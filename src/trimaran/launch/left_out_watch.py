@@ -6,7 +6,7 @@ minutes. If one shows a faster node, the next follows soon, to confirm it. The a
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from trimaran.run import RunDirectory
@@ -34,8 +34,8 @@ class MeasurableNode(Protocol):
 class LeftOutWatch:
     """Keeps the speeds of left-out nodes in the run directory. `kind` is that of their devices: `cpu` or `cuda`."""
 
-    def __init__(self, run: RunDirectory, kind: str) -> None:
-        self._run, self._kind = run, kind
+    def __init__(self, run: RunDirectory, kind: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._kind, self._clock = run, kind, clock
         self._speeds = read_node_speeds(run)
         self._due: dict[str, float] = {}
         self._pause: dict[str, float] = {}
@@ -50,7 +50,7 @@ class LeftOutWatch:
             for host in known.keys() - nodes.keys():
                 del known[host]
         for host, node in nodes.items():
-            now = time.monotonic()
+            now = self._clock()
             if (speed := node.take_speed()) is not None:
                 self._note(host, speed, now)
             if now >= self._due.get(host, 0.0):

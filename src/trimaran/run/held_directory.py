@@ -37,6 +37,7 @@ class HeldDirectory:
         self.named = self.location or path.absolute()  # without symbolic links, which may change without harm
         self._has_files = self._any_exists(NEEDED_FILES)
         self.place: Place = "here"
+        self._gone_since: float | None = None
         self._stop_watching = threading.Event()
 
     def watch(self, on_change: Callable[[], None] = lambda: None) -> None:
@@ -49,6 +50,17 @@ class HeldDirectory:
     def stop_watching(self) -> None:
         """End the thread of `watch` soon: this process may live on, and fork others."""
         self._stop_watching.set()
+
+    def poll(self, now: float) -> Place:
+        """Update `place` and return it: another place counts once `CONFIRM_SECONDS` have passed. `now`: any clock."""
+        found = self.check()
+        if found == "here":
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        if self._gone_since is not None and now >= self._gone_since + CONFIRM_SECONDS:
+            self.place = found
+        return self.place
 
     def check(self) -> Place:
         """Return where the directory is now. If the system cannot tell, it is still here."""
@@ -93,14 +105,8 @@ class HeldDirectory:
         return False
 
     def _watch(self, on_change: Callable[[], None]) -> None:
-        since: float | None = None
         while self.place == "here" and not self._stop_watching.wait(CHECK_SECONDS):
-            if (place := self.check()) == "here":
-                since = None
-                continue
-            since = since or time.monotonic()
-            if time.monotonic() >= since + CONFIRM_SECONDS:
-                self.place = place
+            if self.poll(time.monotonic()) != "here":
                 on_change()
 
 

@@ -17,7 +17,6 @@ class LeftOut(NamedTuple):
 
 
 EXPERTS = "test_expert_parallel_gradients_equal_those_of_one_process"
-VLM = "test_every_plan_trains_the_trajectory_of_one_process"
 VIEWS = "test_every_mode_of_a_run_shows_the_numbers_of_the_command"
 
 LEFT_OUT = (
@@ -132,27 +131,6 @@ LEFT_OUT = (
         ("test_a_flipped_bit_of_a_shard_names_its_rank_and_is_undone[zero-1]",),
     ),
     LeftOut(
-        "dist/test_vlm.py",
-        "replicas, and a tower that tp does not split, in test_towers.py; cuts inside the vision tower and after the "
-        "projector; the schedules with several stages a rank, 1f1b in the cuts; tp with deepstack, and of experts in "
-        "test_prediction.py",
-        (
-            f"{VLM}[ddp]",
-            f"{VLM}[tp, vision and projector replicated]",
-            f"{VLM}[pp by cost]",
-            "test_deepstack_trains_the_trajectory_of_one_process[zero-3, recomputed]",
-            "test_deepstack_trains_the_trajectory_of_one_process[pp after the first decoder layer]",
-            "test_experts_train_the_trajectory_of_one_process[tp]",
-            "test_every_schedule_trains_it_with_a_tied_embedding_on_two_stages[gpipe]",
-            "test_every_schedule_trains_it_with_a_tied_embedding_on_two_stages[1f1b]",
-        ),
-    ),
-    LeftOut(
-        "dist/test_head_loss.py",
-        "replicas with a fused loss, chunks with fsdp-2",
-        ("test_the_trajectory_is_that_of_logits_under_every_plan[ddp-2-chunked-False]",),
-    ),
-    LeftOut(
         "dist/test_perception.py",
         "the case pp-in-the-camera",
         ("test_every_plan_trains_like_one_process[pp]",),
@@ -165,18 +143,6 @@ LEFT_OUT = (
             "test_no_mode_changes_a_bit_of_a_sharded_network[cp]",
             "test_no_mode_changes_a_bit_of_a_sharded_network[sharded]",
             "test_no_mode_changes_a_bit_of_a_pipeline[1f1b]",
-        ),
-    ),
-    LeftOut(
-        "dist/test_loop.py",
-        "each sharding once, with and without accumulation",
-        (
-            "test_two_ranks_train_like_the_plain_loop[none-1]",
-            "test_two_ranks_train_like_the_plain_loop[optimizer-4]",
-            "test_two_ranks_train_like_the_plain_loop[gradients-1]",
-            "test_two_ranks_train_like_the_plain_loop[parameters-1]",
-            "test_frozen_parameters_are_not_part_of_the_norm_on_any_number_of_ranks[optimizer]",
-            "test_frozen_parameters_are_not_part_of_the_norm_on_any_number_of_ranks[gradients]",
         ),
     ),
     LeftOut(
@@ -245,13 +211,6 @@ LEFT_OUT = (
             "test_a_search_takes_at_most_seconds[llama-3.1-405b-2048x8xH100-2048-8192-12]",
             "test_a_search_takes_at_most_seconds[qwen3-30b-a3b-8x8xH100-512-4096-10]",
             "test_the_smallest_cluster_may_have_any_number_of_nodes",
-        ),
-    ),
-    LeftOut(
-        "unit/test_nets_decoder.py",
-        "the cases mixed-fp32 and qk-norm-bf16",
-        (
-            "test_compiled_blocks_compute_the_same[mixed-bf16]",
         ),
     ),
     LeftOut(

@@ -147,7 +147,7 @@ SPECS = {
     "internlm2": INTERNLM,
     "untied": replace(NATIVE, language=replace(_LANGUAGE, tied=False)),
 }
-STAGE_SPLITS = ((1, 5), (3, 1, 2), (4, 2), (2, 2, 2), (5, 1), (1, 1, 1, 1, 1, 1))
+STAGE_SPLITS = ((3, 1, 2), (1, 1, 1, 1, 1, 1))
 
 
 def random_images(shapes: Sequence[tuple[int, int]], patch: int = 4) -> list[Tensor]:

@@ -35,10 +35,10 @@ TOKENS = torch.randint(0, 96, (2, 40), generator=GENERATOR)
 LENGTHS = (11, 3, 26)  # documents of one row
 
 
-@pytest.fixture(params=CONFIGS)
-def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, Path]:
+@pytest.fixture(scope="module", params=CONFIGS)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     """Return a random model of transformers and the folder it was saved to. Soft caps need eager attention."""
-    return saved_model(request.param, tmp_path)
+    return saved_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def saved_model(name: str, folder: Path) -> tuple[PreTrainedModel, Path]:

@@ -143,8 +143,11 @@ def test_the_balance_loss_does_not_depend_on_the_batching() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "precision"),
-    [(MIXED, torch.float32), (MIXED, torch.bfloat16), (QWEN_3, torch.bfloat16)],
-    ids=["mixed-fp32", "mixed-bf16", "qk-norm-bf16"],
+    [
+        pytest.param(MIXED, torch.float32, id="mixed-fp32"),
+        pytest.param(MIXED, torch.bfloat16, id="mixed-bf16", marks=pytest.mark.slow),
+        pytest.param(QWEN_3, torch.bfloat16, id="qk-norm-bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_blocks_compute_the_same(spec: ModelSpec, precision: torch.dtype) -> None:
     eager, batch = decoder(replace(spec, layers=1)), tokens(2, 16)

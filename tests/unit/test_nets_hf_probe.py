@@ -22,6 +22,7 @@ from transformers import (
     Olmo2Config,
     OPTConfig,
     PhiConfig,
+    Qwen2Config,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -94,25 +95,22 @@ def model_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_head_is_reported_only_if_the_logits_are_its_output(name: str) -> None:
+def test_a_head_is_reported_only_if_the_logits_are_its_output_and_config_json_says_whether_it_can_have_the_loss(
+    name: str,
+) -> None:
     model = model_of(name)
     network = hf_network(model, None)
     assert network.head is (None if name in CHANGED else model.get_output_embeddings())
     assert takes_scope(model) == (name not in OWN_ATTENTION)
-    if network.head is None:
-        return
-    loss_output = torch.zeros(1 + TOKENS.numel())  # as a head with a fused loss returns it
-    network.head.forward = lambda _: loss_output
-    with torch.no_grad():
-        assert network.forward({"tokens": TOKENS})[0] is loss_output
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_config_json_says_whether_the_loss_can_be_fused_into_the_head(name: str) -> None:
-    fused = build_loss_head(hf_network(model_of(name), None), Plan(loss="fused")) is not None
+    fused = build_loss_head(network, Plan(loss="fused")) is not None
     assert fused == (name not in CHANGED | {"phi"}), "a head with a bias is more than a matmul"
     for config in (ALL[name].to_dict(), ALL[name].to_diff_dict()):  # complete, and as it is saved
         assert outline_from_hf(config, where="config.json", name=name).main.bare_head == fused
+    if network.head is not None:
+        loss_output = torch.zeros(1 + TOKENS.numel())  # as a head with a fused loss returns it
+        network.head.forward = lambda _: loss_output
+        with torch.no_grad():
+            assert network.forward({"tokens": TOKENS})[0] is loss_output
 
 
 @pytest.mark.parametrize("name", [each for each in ALL if each not in OWN_ATTENTION])
@@ -152,9 +150,8 @@ def test_the_residual_stream_has_the_matmul_dtype_and_the_rotation_is_fp32(name:
         assert streams(network) == ({torch.bfloat16}, {torch.float32})
 
 
-@pytest.mark.parametrize(("name", "packed"), [("llama", False), ("qwen2", True)], ids=["rows", "documents"])
-def test_blocks_compile_once_for_all_layers_without_graph_breaks(name: str, packed: bool) -> None:
-    config = type(ALL[name])(**SMALL | {"num_hidden_layers": 4})
+def test_blocks_compile_once_for_all_layers_without_graph_breaks() -> None:
+    config = Qwen2Config(**SMALL | {"num_hidden_layers": 4})
     network = hf_network(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None)
     torch.compiler.reset()
     counters.clear()
@@ -162,7 +159,7 @@ def test_blocks_compile_once_for_all_layers_without_graph_breaks(name: str, pack
         block.compile(backend="eager", fullgraph=True)
     for split in (3, 7, 11):
         documents = (torch.arange(24) >= split).long().expand(2, 24)
-        inputs = {"tokens": TOKENS} | ({"documents": documents, "host_documents": documents} if packed else {})
+        inputs = {"tokens": TOKENS, "documents": documents, "host_documents": documents}
         network.forward(inputs)[0].sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]

@@ -53,8 +53,7 @@ def pair(spec: ModelSpec, dtype: torch.dtype, *, fused: bool = False) -> tuple[D
     return separate, joined(joint, dtype, fused=fused)
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen2.5-0.5b"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "compiled"), [("tiny", False), ("qwen2.5-0.5b", False), ("qwen2.5-0.5b", True)])
 def test_a_joint_layer_equals_separate_projections(name: str, compiled: bool) -> None:
     spec = small(PRESETS[name])
     separate, joint = pair(spec, torch.float32)

@@ -172,7 +172,7 @@ def test_positions_are_interpolated_if_the_tile_has_another_size_than_the_table(
         assert stem.positions is not None
         assert stem.positions.shape == (17, 16)
         stem.positions[1:] = torch.arange(4.0)[:, None, None].expand(4, 4, 16).reshape(16, 16)  # grows with the row
-    table = stem._position_table(64)
+    table = stem.position_table(64)
     assert table is not None
     positions = table[1:]
     rows = torch.arange(8)[:, None].expand(8, 8).reshape(4, 2, 4, 2).transpose(1, 2).flatten()

@@ -36,6 +36,7 @@ from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.nets import Vlm, initialise, network_of
 from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
 
+SPREAD = ("tiled", "deepstack", "untied")  # over two ranks
 OLD_NAMES = {
     "qwen2-vl": {"visual.": "model.visual.", "model.": "model.language_model."},
     "llava": {"vision_tower.": "vision_tower.vision_model."},
@@ -231,7 +232,8 @@ def halves(spec: VlmSpec, mesh: DeviceMesh) -> Vlm:
 def fill_halves(folder: Path) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    for name, spec in SPECS.items():
+    for name in SPREAD:
+        spec = SPECS[name]
         wanted = dict(initialised(spec).named_parameters())
         split = halves(spec, mesh)
         initialise(split, seed=5, spec=spec)
@@ -248,7 +250,8 @@ def fill_halves(folder: Path) -> None:
 
 
 def test_values_do_not_depend_on_the_sharding(tmp_path: Path) -> None:
-    for name, spec in SPECS.items():
+    for name in SPREAD:
+        spec = SPECS[name]
         (tmp_path / name).mkdir()
         module = initialised(spec)
         perturb(module)

@@ -157,14 +157,14 @@ class Stem(nn.Module):
 
     def _tiled(self, x: Tensor, patches: int) -> Tensor:
         """Return tiles [tiles, patches, hidden] with positions added and a class token before each, flattened."""
-        positions = self._position_table(patches)
+        positions = self.position_table(patches)
         if self.class_token is not None:
             x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
         if positions is not None:
             x = x + positions.to(x.dtype)
         return x.flatten(0, 1)
 
-    def _position_table(self, patches: int) -> Tensor | None:
+    def position_table(self, patches: int) -> Tensor | None:
         """Return the learnt positions of one tile in the order of its patches, after that of the class token."""
         if self.positions is None:
             return None

@@ -18,6 +18,7 @@ from trimaran.train.elastic.elastic_loop import ElasticLoop
 from trimaran.train.elastic.elastic_outer import ElasticOuter
 from trimaran.train.elastic.membership import Membership
 from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.trainer import Trainer
 
 RANK, START = os.environ["RANK"], os.environ["TRIMARAN_REPLICA_START"]
 FAULTS = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_REPLICA_FAULTS", "").split(",") if each]
@@ -30,7 +31,7 @@ def fail(when: str, step: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP if name.startswith("stop-") else signal.SIGKILL)
 
 
-exchange, vote, after = ElasticOuter.exchange, Membership.vote, ElasticLoop._after
+exchange, vote, train_steps = ElasticOuter.exchange, Membership.vote, Trainer.train
 next_round, receive_state = Membership.next_round, elastic_loop.receive_state
 train, saves_end = PlainStepper.step, ElasticLoop.saves_end
 
@@ -50,9 +51,9 @@ def failing_vote(self: Membership, opened: Any, *, ok: bool) -> Any:
     return vote(self, opened, ok=ok)
 
 
-def failing_after(self: ElasticLoop, opened: Any, before: int) -> None:
-    fail("after", opened.step)
-    after(self, opened, before)
+def failing_train(self: Trainer, start: int, **options: Any) -> Any:
+    fail("after", start)
+    return train_steps(self, start, **options)
 
 
 def failing_receive(state: Any, group: Any) -> Any:
@@ -77,7 +78,7 @@ def recorded_step(self: PlainStepper, batch: Any, **options: Any) -> Any:
 Membership.next_round = noted_round  # type: ignore[method-assign]
 ElasticOuter.exchange = failing_exchange  # type: ignore[method-assign]
 Membership.vote = failing_vote  # type: ignore[method-assign]
-ElasticLoop._after = failing_after  # type: ignore[method-assign]
+Trainer.train = failing_train  # type: ignore[method-assign]
 ElasticLoop.saves_end = failing_end  # type: ignore[method-assign]
 elastic_loop.receive_state = failing_receive
 PlainStepper.step = recorded_step  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """Makes a rank's compute, loader and disk slow; imported if TRIMARAN_TEST_PLUGIN names this module.
 
-TRIMARAN_TEST_SLOW_SECONDS has four numbers, in seconds: extra time per micro-batch, extra time per layer's backward,
-CPU time of the loader per row, and extra time per fsync.
+TRIMARAN_TEST_SLOW_SECONDS has four numbers, in seconds: extra time per forward and per backward of a layer, CPU time
+of the loader per row, and extra time per fsync.
 """
 
 import os
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trimaran.data import Sequences, TokenSample
 from trimaran.nets.decoder import DecoderLayer
-from trimaran.train.steppers.stepper import PlainStepper
 
-call_seconds, layer_seconds, row_seconds, sync_seconds = map(float, os.environ["TRIMARAN_TEST_SLOW_SECONDS"].split())
-stepper_forward, layer_forward = PlainStepper._forward, DecoderLayer.forward
-load, sync = Sequences.__getitem__, os.fsync
+forward_seconds, backward_seconds, row_seconds, sync_seconds = map(
+    float, os.environ["TRIMARAN_TEST_SLOW_SECONDS"].split()
+)
+layer_forward, load, sync = DecoderLayer.forward, Sequences.__getitem__, os.fsync
 
 
 class SlowBackward(torch.autograd.Function):
@@ -29,16 +29,12 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        time.sleep(layer_seconds)
+        time.sleep(backward_seconds)
         return gradients[0]
 
 
-def slow_stepper_forward(self: PlainStepper, inputs: Any) -> Any:
-    time.sleep(call_seconds)
-    return stepper_forward(self, inputs)
-
-
 def slow_layer_forward(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
+    time.sleep(forward_seconds)
     return layer_forward(self, SlowBackward.apply(stream), *rest, **named)
 
 
@@ -54,7 +50,6 @@ def slow_sync(fd: int) -> None:
     sync(fd)
 
 
-PlainStepper._forward = slow_stepper_forward  # type: ignore[method-assign]
 DecoderLayer.forward = slow_layer_forward  # type: ignore[method-assign]
 Sequences.__getitem__ = slow_load  # type: ignore[method-assign]
 os.fsync = slow_sync  # pyrefly: ignore[bad-assignment]

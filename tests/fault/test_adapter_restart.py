@@ -17,7 +17,7 @@ from trimaran.run import create_run
 __all__ = ["base"]  # a fixture
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_killed_rank_restores_the_adapter_from_memory(base: Path, tmp_path: Path) -> None:
     settings = (
         f"model={{path: {base}, adapter: {{rank: 4}}}}",

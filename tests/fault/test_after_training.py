@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import EXIT_DONE
 
@@ -22,6 +24,7 @@ def test_a_rank_killed_while_it_generates_the_sample_does_not_fail_the_run(tmp_p
     assert (supervised.run.model / "model.safetensors").exists()
 
 
+@pytest.mark.chaos
 def test_a_rank_killed_while_the_model_is_exported_is_restarted_and_repeats_no_step(tmp_path: Path) -> None:
     extra = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin", "TRIMARAN_TEST_EXPORT_SECONDS": "0.2"}
     with Supervised.start(tmp_path / "run", "train.steps=4", extra=extra) as supervised:

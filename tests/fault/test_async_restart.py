@@ -9,7 +9,7 @@ from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_killed_worker_restarts_the_run_from_the_last_pause(tmp_path: Path) -> None:
     settings = (
         "plan.engine=async",

@@ -12,7 +12,7 @@ from trimaran.core import Decision
 from trimaran.run import RunDirectory
 from trimaran.run.decision_records import read_decisions
 
-pytestmark = [pytest.mark.slow, ROOT_NEEDED]
+pytestmark = [pytest.mark.chaos, ROOT_NEEDED]
 SLEEPING = {"TRIMARAN_TEST_PLUGIN": "tests.fault.sleeping_layers", "TRIMARAN_TEST_ROW_SECONDS": "0.012"}
 SETTINGS = (
     "model.shape={layers: 3, hidden: 128, heads: 4, kv_heads: 4, ffn: 384}",

@@ -12,10 +12,8 @@ import pytest
 
 from tests.diagnosed_runs import findings, in_container
 from tests.fault.harness import Supervised, lines
-from trimaran.core import EXIT_DONE, Mesh, Plan, parse_recipe
-from trimaran.doctor.evidence import Evidence
+from trimaran.core import EXIT_DONE
 from trimaran.doctor.predicted_gain import patch_settings
-from trimaran.doctor.rules.health.swap import swap
 from trimaran.run import RunDirectory
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup v1 counts memory and swap separately
@@ -84,18 +82,3 @@ def test_a_swapping_container_is_found_and_no_in_memory_checkpoints_help(tmp_pat
         lean = in_container(cgroup, train_supervised, tmp_path / "lean", *patch_settings(found.patch))
     assert "F071" not in findings(lean)
     assert step_seconds(lean) < 0.5 * step_seconds(full)
-
-
-def sampled(**keys: float) -> Evidence:
-    """Return the evidence of a node with full memory, with `keys` added to ten samples."""
-    recipe = parse_recipe("", name="test", overrides=["cluster=1xcpu"])
-    full = {"node": 0, "host": "a", "ram": 64 << 30, "ram_used": 61 << 30, "swap_used": 3 << 30}
-    samples = tuple(full | {"time": 5.0 * number} | keys for number in range(10))
-    return Evidence(recipe=recipe, plan=Plan(mesh=Mesh(), micro_batch=1), samples=samples)
-
-
-def test_swap_traffic_is_counted_and_old_swapped_pages_are_not() -> None:
-    (found,) = swap(sampled(swap_read=20 * MIB, swap_written=20 * MIB))
-    assert found.evidence["moved"] == pytest.approx(9 * 5 * 40 * MIB)
-    assert not list(swap(sampled(swap_read=0, swap_written=0)))
-    assert not list(swap(sampled(swap_read=20 * MIB, swap_written=20 * MIB, ram_used=20 << 30)))

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.harness import Supervised, lines, wait_for
+from tests.fault.harness import SECONDS, Supervised, lines, wait_for
 from tests.fault.test_elastic_replicas import (
     BATCH,
     EVERY,
-    SECONDS,
     assert_each_sample_once,
     losses,
     start,
@@ -18,7 +17,7 @@ from tests.fault.test_elastic_replicas import (
 )
 from trimaran.checkpoint.step_dirs import complete_steps, step_path
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 
 def finish(supervised: Supervised, *, attempts: int = 1) -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from trimaran.checkpoint.step_files import StepFiles
 from trimaran.run import RunDirectory, read_incidents
 from trimaran.run.lease import read_holder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 PAUSE = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin", "TRIMARAN_TEST_PAUSE": "0.5"}
 FLAGS = ("--ranks-per-node", "1", "--no-check")
@@ -80,12 +79,19 @@ def elastic_nodes(run: RunDirectory, *flags: str) -> Iterator[ElasticNodes]:
 def test_a_run_starts_with_the_nodes_asked_for_and_follows_those_that_come_and_go(tmp_path: Path) -> None:
     settings = ("faults.ranks=[1, 3]", "train.global_batch=6", "train.steps=200", "checkpoint.every=20")
     run = make_run(tmp_path / "run", *settings)  # planned for two nodes
-    flags = ("--nodes", "3", "--start-nodes", "2", "--min-nodes", "1")
+    flags = (
+        "--nodes",
+        "3",
+        "--start-nodes",
+        "2",
+        "--min-nodes",
+        "1",
+        "--node-wait",
+        "100000",
+    )  # it does not wait for the third
     with elastic_nodes(run, *flags) as nodes:
-        began = time.monotonic()
         nodes.start(*ADDRESSES[:2])
         nodes.wait_for_sizes(2)
-        assert time.monotonic() - began < 150, "it did not wait for the third node"
         nodes.start(ADDRESSES[2])
         nodes.wait_for_sizes(2, 3)
         lost = nodes.others()[-1]

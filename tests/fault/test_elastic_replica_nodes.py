@@ -14,7 +14,7 @@ from tests.fault.harness import ROOT, lines, wait_for
 from trimaran.run import RunDirectory, read_incidents
 from trimaran.run.lease import read_holder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 PAUSE = {"TRIMARAN_TEST_PAUSE": "0.25", "PYTHONPATH": str(ROOT / "src")}
 FLAGS = ("--nodes", "3", "--ranks-per-node", "1", "--no-check")

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fault.harness import Supervised, lines, wait_for
+from tests.fault.harness import SECONDS, Supervised, lines, wait_for
 from trimaran.data import TokenShards, cache_folder, prepare
 from trimaran.data.sample_order import positions
 from trimaran.data.sequences import split
 
 EVERY, BATCH = 5, 12
 LOCAL = f"{{steps: {EVERY}, elastic: true, outer: {{optimizer: nesterov}}}}"
-SECONDS = 300.0  # on a busy machine
 
 
 def start(tmp_path: Path, *settings: str, replicas: int = 3, steps: int = 40, faults: str = "", pause: float = 0.0,
@@ -79,7 +78,7 @@ def num_samples(supervised: Supervised) -> int:
     return len(split(TokenShards.open(prepare(data, cache=cache_folder(os.environ))), data)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_healthy_run_trains_as_replicas_that_are_not_elastic(tmp_path: Path) -> None:
     found = []
     for name, local in (("elastic", LOCAL), ("plain", LOCAL.replace("elastic: true, ", ""))):
@@ -92,9 +91,39 @@ def test_a_healthy_run_trains_as_replicas_that_are_not_elastic(tmp_path: Path) -
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("when", ["exchange", pytest.param("vote", marks=pytest.mark.slow)])
-def test_a_replica_killed_during_the_exchange_costs_the_others_no_step(tmp_path: Path, when: str) -> None:
-    with start(tmp_path, steps=30, faults=f"{when}:1:10") as supervised:
+def test_a_killed_replica_joins_again_and_another_leaves_while_the_first_trains_every_step_once(tmp_path: Path) -> None:
+    with start(tmp_path, steps=100, pause=0.3, faults="exchange:1:10") as supervised:
+        supervised.wait_for_events(1, "ready", 2)
+        joined = supervised.events(1, "ready")[-1]["step"]
+        assert joined % EVERY == 0
+        supervised.wait_for_step(joined + 1)
+        supervised.send_signal(2, signal.SIGTERM)
+        supervised.wait_for_events(2, "stop", 1)
+        supervised.remove_pause()
+        assert supervised.wait() == 0, supervised.run.agent_log.read_text()
+        assert supervised.attempts() == 1
+        assert len(losses(supervised)) == 100
+        killed, left = supervised.faults
+        assert (killed.cause, killed.action, killed.suspects) == ("crash", "continued", (1,))
+        assert (left.cause, left.action, left.cost) == ("preempted", "continued", {"lost_steps": 0.0})
+        assert [len(supervised.events(rank, "start")) for rank in range(3)] == [1, 2, 1]
+        of_step, (stopped,) = trained(tmp_path), supervised.events(2, "stop")
+        assert [*of_step[0, 0]] == list(range(1, 101))
+        assert [*of_step[2, 0]] == list(range(1, stopped["step"] + 1)), (
+            "it finished its round, and is not started again"
+        )
+        samples = {each["step"]: each["samples"] for each in lines(supervised.run.metrics)}
+        assert samples[5] == BATCH
+        assert samples[10] == BATCH * 2 // 3  # what the killed one trained since step 5 does not count
+        assert samples[joined + 1] == samples[stopped["step"]] == BATCH, "what the leaving one trained counts"
+        assert samples[stopped["step"] + 1] == BATCH * 2 // 3
+        assert (supervised.run.model / "config.json").exists()
+        assert_each_sample_once(tmp_path, supervised, 100)
+
+
+@pytest.mark.chaos
+def test_a_replica_killed_before_its_vote_costs_the_others_no_step(tmp_path: Path) -> None:
+    with start(tmp_path, steps=30, faults="vote:1:10") as supervised:
         assert supervised.wait(SECONDS) == 0, supervised.run.agent_log.read_text()
         assert supervised.attempts() == 1
         assert len(losses(supervised)) == 30
@@ -132,8 +161,9 @@ def assert_one_left(tmp_path: Path, supervised: Supervised, left: int, steps: in
     assert_each_sample_once(tmp_path, supervised, steps)
 
 
-@pytest.mark.parametrize("left", [1, pytest.param(0, marks=pytest.mark.slow)])  # replica 0 writes metrics and saves
-def test_a_replica_that_is_asked_to_stop_leaves_alone(tmp_path: Path, left: int) -> None:
+@pytest.mark.chaos
+def test_the_replica_that_writes_metrics_and_saves_leaves_alone(tmp_path: Path) -> None:
+    left = 0
     with start(tmp_path, "checkpoint.every=10", steps=40, pause=0.1) as supervised:
         supervised.wait_for_step(EVERY, SECONDS)
         supervised.send_signal(left, signal.SIGTERM)
@@ -142,7 +172,7 @@ def test_a_replica_that_is_asked_to_stop_leaves_alone(tmp_path: Path, left: int)
         assert (supervised.run.model / "config.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_two_of_three_are_killed_and_the_last_goes_on_alone_until_they_join(tmp_path: Path) -> None:
     with start(tmp_path, steps=200, pause=0.1) as supervised:
         supervised.wait_for_step(10, SECONDS)

@@ -4,14 +4,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.fault.harness import wait_for
-from tests.fault.test_network import FakeNode, FollowerThread, node_group
+from tests.fault.test_network import FakeNode, FollowerThread, node_group, present
 from trimaran.core import FaultsSection, Plan, Recipe
-from trimaran.launch import left_out_watch
 from trimaran.launch.channel import Channel
 from trimaran.launch.left_out_watch import LeftOutWatch
 from trimaran.launch.local_node import LocalNode
@@ -42,12 +40,9 @@ def channel(tmp_path: Path) -> Iterator[Channel]:
     made.close()
 
 
-def test_measurements_become_rarer_until_one_shows_a_faster_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_become_rarer_until_one_shows_a_faster_node(tmp_path: Path) -> None:
     clock, node = [0.0], FakeIdleNode()
-    monkeypatch.setattr(left_out_watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    watch = LeftOutWatch(RunDirectory(tmp_path), "cpu")
+    watch = LeftOutWatch(RunDirectory(tmp_path), "cpu", clock=lambda: clock[0])
 
     def times_until(end: float) -> list[float]:
         """Return when the node was measured."""
@@ -81,13 +76,12 @@ def test_the_coordinator_measures_a_node_that_is_left_out(tmp_path: Path, channe
     assert len(nodes) == 2
     assert group.growth(nodes) is None
     assert node.calls == [], "a node that takes part is not measured"
-    group._remote["b"].host = "host-b"
+    nodes[1].host = "host-b"  # type: ignore[attr-defined]
     write_left_out(run, ["host-b"])
-    assert [each.name for each in group._present()] == ["a"]
-    wait_for(lambda: group.growth(nodes[:1]) is not None or read_node_speeds(run), 20)
+    assert present(group) == ["a"]
+    wait_for(lambda: group.growth(nodes[:1]) is not None or read_node_speeds(run))
     assert read_node_speeds(run) == {"host-b": (1.0,)}
-    follower.signals.stop_requested = True
-    follower.thread.join(10.0)
+    follower.leave()
 
 
 def test_a_fork_of_the_fork_server_measures_the_devices(tmp_path: Path) -> None:
@@ -96,11 +90,11 @@ def test_a_fork_of_the_fork_server_measures_the_devices(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     node = LocalNode(run, num_ranks=1, environment=environment, faults=FaultsSection())
     try:
-        wait_for(lambda: node.warm, 120)
+        wait_for(lambda: node.warm)
         assert node.take_speed() is None
         node.begin_speed("cpu", seconds=0.1)
         began = time.monotonic()
-        assert wait_for(node.take_speed, 60) > 0
+        assert wait_for(node.take_speed) > 0
         assert time.monotonic() - began > 0.1
         assert node.take_speed() is None, "it is taken once"
     finally:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tests.disks import fill, mounted
-from tests.fault.harness import ROOT, TINY, Supervised, lines, wait_for
+from tests.environment import environment
+from tests.fault.harness import SECONDS, TINY, Supervised, lines, wait_for
 from tests.runs import new_run
 from trimaran.app.session.session import run_and_show
 from trimaran.app.views.run_state import RunState
@@ -25,7 +25,7 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
 from trimaran.launch.local import start_local
 from trimaran.run import RunDirectory, create_run, read_incidents
 from trimaran.run.attempts import read_attempts
-from trimaran.run.held_directory import MARKER, HeldDirectory, lock_directory
+from trimaran.run.held_directory import lock_directory
 from trimaran.run.lease import take_lease
 
 ENDLESS = ("train.steps=100000", "checkpoint.every=10")
@@ -45,7 +45,7 @@ def assert_saved(run: RunDirectory) -> int:
     return newest
 
 
-@pytest.mark.chaos  # on a machine that is short of cores, its 120 steps may end before the disk is full
+@pytest.mark.chaos
 def test_a_full_disk_leaves_one_incident_and_complete_metrics(tmp_path: Path) -> None:
     """Fault `disk-full`: the run directory is on the full disk."""
     with mounted(tmp_path / "disk", "size=48m") as disk:
@@ -85,9 +85,11 @@ def test_a_moved_run_ends_with_a_checkpoint_in_its_new_place(tmp_path: Path) -> 
     old, new = tmp_path / "run", RunDirectory(tmp_path / "elsewhere")
     with Supervised.start(old, *ENDLESS, ranks=1, pause=0.02) as supervised:
         supervised.wait_for_step(12)
+        supervised.process.send_signal(signal.SIGSTOP)  # so that it has not noticed the move yet
         old.rename(new.path)
         with pytest.raises(UserError, match="S020: this run is already running"):
-            take_lease(new)  # as a second supervisor does, before the first has noticed the move
+            take_lease(new)  # as a second supervisor does
+        supervised.process.send_signal(signal.SIGCONT)
         assert supervised.wait() == EXIT_AGAIN
     assert not old.exists()
     saved = assert_saved(new)
@@ -137,9 +139,8 @@ def test_a_deleted_run_directory_is_a_fault_with_a_code(tmp_path: Path) -> None:
 def train(path: Path, *settings: str) -> "subprocess.Popen[str]":
     arguments = [word for each in (*TINY, "cluster=1xcpu", *settings) for word in ("--set", each)]
     command = [sys.executable, "-m", "trimaran", "train", "--no-check", "--run-dir", str(path), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": "0.02"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    own = {"OMP_NUM_THREADS": "1", "TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": "0.02"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**own))
 
 
 @pytest.mark.chaos
@@ -161,8 +162,8 @@ def test_ranks_of_torchrun_stop_with_a_checkpoint_in_the_new_place(tmp_path: Pat
     arguments = [word for each in (*TINY, *ENDLESS) for word in ("--set", each)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimaran"]
     command += ["train", "--no-check", "--run-dir", str(path), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    own = environment(OMP_NUM_THREADS="1")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own)
     wait_for(lambda: len(lines(path / "metrics.jsonl")) > 10)
     path.rename(new.path)
     out, _ = process.communicate(timeout=60)
@@ -194,72 +195,17 @@ def test_the_second_of_two_resumes_reports_that_the_run_is_running(tmp_path: Pat
         assert refused.value.code == "S020"
         assert f"process {os.getpid()} on" in refused.value.what
         started = start_local(run)
-        assert started.wait(30) == EXIT_USER
+        assert started.wait(SECONDS) == EXIT_USER
 
 
-def test_one_directory_has_one_supervisor_even_if_its_lease_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_directory_has_one_supervisor_even_if_its_lease_is_deleted(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
-    monkeypatch.setattr("trimaran.run.lease.LOCK_SECONDS", 0.5)
     with take_lease(run):
         # The thread that renews the lease may write into the folder while it is deleted.
         wait_for(lambda: (shutil.rmtree(run.lease, ignore_errors=True), not run.lease.exists())[1])
         with pytest.raises(UserError, match="S020"):
-            take_lease(run)
+            take_lease(run, lock_seconds=0.1)
         run.path.rename(tmp_path / "moved")
         with pytest.raises(BlockingIOError):
             lock_directory(RunDirectory(tmp_path / "moved"))
     take_lease(RunDirectory(tmp_path / "moved")).release()
-
-
-def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "run")
-    held = HeldDirectory(run.path)
-    assert (held.check(), held.location, held.run.location) == ("here", run.path, run.path)
-    run.path.rename(tmp_path / "moved")
-    assert (held.check(), held.location) == ("moved", tmp_path / "moved")
-    assert held.run.read_recipe() is not None
-    new_run(tmp_path / "run")
-    assert held.check() == "moved"
-    assert "another one at its path" in held.explain("moved")
-    shutil.rmtree(tmp_path / "run")
-    (tmp_path / "moved").rename(tmp_path / "run")
-    assert held.check() == "here"
-    shutil.rmtree(tmp_path / "run")
-    assert (held.check(), held.location) == ("deleted", None)
-    assert held.lost_error().code == "D007"
-
-
-def test_a_symbolic_link_to_the_run_may_change(tmp_path: Path) -> None:
-    """Scripts let a link `latest` point to the newest run, while older ones are still running."""
-    run, latest = new_run(tmp_path / "run"), tmp_path / "latest"
-    latest.symlink_to(run.path)
-    held = HeldDirectory(latest)
-    latest.unlink()
-    latest.symlink_to(new_run(tmp_path / "other").path)
-    assert (held.check(), held.location) == ("here", run.path)
-
-
-def test_a_run_that_lost_its_marker_only_is_not_deleted(tmp_path: Path) -> None:
-    held = HeldDirectory(new_run(tmp_path / "run").path)
-    (tmp_path / "run" / MARKER).unlink()
-    assert held.check() == "here"
-    shutil.rmtree(tmp_path / "run")
-    (tmp_path / "run").mkdir()
-    assert held.check() == "deleted"
-
-
-def test_a_directory_that_is_back_at_once_was_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.run.held_directory.CHECK_SECONDS", 0.01)
-    monkeypatch.setattr("trimaran.run.held_directory.CONFIRM_SECONDS", 0.6)
-    run, seen = new_run(tmp_path / "run"), list[Any]()
-    held = HeldDirectory(run.path)
-    held.watch(lambda: seen.append(held.place))
-    run.path.rename(tmp_path / "moved")
-    time.sleep(0.1)
-    (tmp_path / "moved").rename(run.path)
-    time.sleep(1.0)
-    assert (seen, held.place) == ([], "here")
-    run.path.rename(tmp_path / "moved")
-    wait_for(lambda: seen == ["moved"], 10)

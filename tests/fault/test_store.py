@@ -14,7 +14,7 @@ from trimaran.checkpoint.object_store import ObjectStore, open_store
 from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.run import RunDirectory
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 SETTINGS = ("train.steps=20", "checkpoint.every=5", "train.deterministic=true")
 
 

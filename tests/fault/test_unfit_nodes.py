@@ -2,31 +2,23 @@
 
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.chaos.nodes import Machine, make_run
-from tests.fault.harness import lines, wait_for
-from tests.fault.test_network import FakeNode, node_group
+from tests.fault.harness import SECONDS, lines, start_module, wait_for
+from tests.fault.test_network import WAIT_SECONDS, FakeNode, FollowerThread, node_group, present
 from trimaran.core import UserError
 from trimaran.launch.channel import Channel
-from trimaran.launch.follower import Follower, FollowerEnd
 from trimaran.launch.preflight_process import PreflightProcess
 from trimaran.launch.remote_node_group import RemoteNodeGroup
-from trimaran.launch.signals import Signals
 from trimaran.run import RunDirectory
-from trimaran.run.lease import LeaseWatch, read_holder, run_token, take_lease
+from trimaran.run.lease import run_token, take_lease
 from trimaran.run.left_out_nodes import write_left_out
 
 BAD_INTERFACE = {"GLOO_SOCKET_IFNAME": "nosuch0"}
@@ -45,34 +37,17 @@ def channel(tmp_path: Path) -> Iterator[Channel]:
     made.close()
 
 
-class FollowerThread:
-    """A follower in its own thread, as if on another machine."""
+def join(run: RunDirectory, name: str, unfit: UserError | None = None) -> FollowerThread:
+    return FollowerThread(run, FakeNode(name, 1), unfit=unfit)
 
-    def __init__(self, run: RunDirectory, name: str, unfit: UserError | None) -> None:
-        holder = read_holder(run)
-        assert holder is not None
-        self.end: FollowerEnd | None = None
-        self.signals = Signals()
-        channel = Channel("127.0.0.1", run_token(run), own_node=name)
-        agent: Any = SimpleNamespace(run=run, node=FakeNode(name, 1), token=run_token(run), channel=channel)
-        follower = Follower(agent, holder, unfit=unfit)
-        self._thread = threading.Thread(target=self._follow, args=(follower, LeaseWatch(run), channel), daemon=True)
-        self._thread.start()
 
-    def _follow(self, follower: Follower, watch: LeaseWatch, channel: Channel) -> None:
-        self.end = follower.follow(watch, self.signals)
-        channel.close()
-
-    def refusal(self) -> UserError:
-        self._thread.join(10.0)
-        assert self.end is not None
-        assert self.end.code == 2
-        assert self.end.refusal is not None
-        return self.end.refusal
-
-    def leave(self) -> None:
-        self.signals.stop_requested = True
-        self._thread.join(10.0)
+def refusal(follower: FollowerThread) -> UserError:
+    """Return why the run cannot work on some node, as this one is told."""
+    follower.thread.join(WAIT_SECONDS)
+    assert follower.end is not None
+    assert follower.end.code == 2
+    assert follower.end.refusal is not None
+    return follower.end.refusal
 
 
 def refused(group: RemoteNodeGroup) -> UserError:
@@ -85,21 +60,20 @@ def refused(group: RemoteNodeGroup) -> UserError:
 def test_one_unfit_node_keeps_all_from_starting(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
     group = node_group(run, channel, min_nodes=1)  # although one node alone would be enough
-    follower = FollowerThread(run, "b", UNFIT)
+    follower = join(run, "b", UNFIT)
     error = refused(group)
     assert (error.code, error.where, error.fix) == ("H007", "node b", UNFIT.fix)
-    assert str(follower.refusal()) == str(error)
+    assert str(refusal(follower)) == str(error)
 
 
 def test_a_node_that_was_fixed_in_time_joins(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
-    group = node_group(run, channel, min_nodes=1)
-    group._agent.node_options = replace(group._agent.node_options, nodes=3)
-    first, other = FollowerThread(run, "b", UNFIT), FollowerThread(run, "c", None)
-    wait_for(lambda: len(group._present()) == 2 and group._unfit)
+    group = node_group(run, channel, nodes=3, min_nodes=1)
+    first, other = join(run, "b", UNFIT), join(run, "c")
+    wait_for(lambda: present(group) == ["a", "c"] and first.connected)
     first.leave()
-    again = FollowerThread(run, "b", None)
-    wait_for(lambda: group._present() and not group._unfit)  # until then all three are connected, one of them unfit
+    again = join(run, "b")
+    wait_for(lambda: present(group) == ["a", "b", "c"])
     nodes = group.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b", "c"]
@@ -111,14 +85,14 @@ def test_an_unfit_node_that_joins_later_is_turned_away_and_the_others_continue(
     tmp_path: Path, channel: Channel
 ) -> None:
     run = RunDirectory(tmp_path)
-    group, well = node_group(run, channel, min_nodes=1), FollowerThread(run, "b", None)
+    group, well = node_group(run, channel, min_nodes=1), join(run, "b")
     nodes = group.wait_for_nodes()
     assert nodes is not None
-    late = FollowerThread(run, "c", UNFIT)
-    wait_for(lambda: "c" in group._turned_away or group.growth(nodes))
-    assert str(late.refusal()) == str(UNFIT)
+    late = join(run, "c", UNFIT)
+    wait_for(lambda: group.growth(nodes) is not None or late.end is not None)
+    assert str(refusal(late)) == str(UNFIT)
     assert group.growth(nodes) is None
-    assert [node.name for node in group._present()] == ["a", "b"]
+    assert present(group) == ["a", "b"]
     well.leave()
 
 
@@ -145,7 +119,7 @@ class TwoAgents:
     def __init__(self, run: RunDirectory, environments: tuple[dict[str, str], dict[str, str]], *flags: str) -> None:
         self.run, self.machines = run, list[Machine]()
         for address, environment in zip(ADDRESSES, environments, strict=True):
-            each = Machine(run, address, ["--nodes", "2", "--node-wait", "30", *flags], environment=environment)
+            each = Machine(run, address, ["--nodes", "2", "--node-wait", "300", *flags], environment=environment)
             self.machines.append(each)
             wait_for(lambda: any(run.lease.glob("term-*.json")))
 
@@ -166,7 +140,7 @@ def test_agents_with_an_unfit_machine_among_them_start_no_rank(tmp_path: Path, u
     run = make_run(tmp_path / "run", "train.steps=5")
     first, second = (dict(BAD_INTERFACE) if each in unfit else {} for each in range(2))
     with TwoAgents(run, (first, second)) as pair:
-        assert [each.wait(60) for each in pair.machines] == [2, 2]
+        assert [each.wait(SECONDS) for each in pair.machines] == [2, 2]
         for log in pair.logs():
             *_, code, where, fix = log.strip().splitlines()
             assert code.startswith("H007: GLOO_SOCKET_IFNAME is nosuch0"), log
@@ -186,11 +160,11 @@ def test_agents_without_the_check_start(tmp_path: Path) -> None:
 @pytest.mark.chaos
 def test_a_supervisor_on_one_machine_checks_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.steps=3", "cluster=2xcpu")
-    command = [sys.executable, "-m", "trimaran.launch", str(run.path)]
-    result = subprocess.run(command, env=os.environ | BAD_INTERFACE, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-3].startswith("H007: GLOO_SOCKET_IFNAME is nosuch0")
-    assert "  where: this machine" in result.stderr
+    with (tmp_path / "log").open("wb") as log:
+        assert start_module("trimaran.launch", str(run.path), output=log, environment=BAD_INTERFACE).wait(SECONDS) == 2
+    said = (tmp_path / "log").read_text()
+    assert said.splitlines()[-3].startswith("H007: GLOO_SOCKET_IFNAME is nosuch0")
+    assert "  where: this machine" in said
     assert not run.attempts.exists()
 
 
@@ -215,7 +189,7 @@ def test_any_agent_shows_the_ranks_of_its_own_node(tmp_path: Path) -> None:
         assert shown[0].read_text().startswith(f"rank {own} on ")
         heads = [line for line in run.ranks_shown.read_text().splitlines() if line.startswith("rank ")]
         assert ["does not answer" in line for line in heads] == [False, False], heads
-        assert [each.wait(60) for each in pair.machines] == [0, 0]
+        assert [each.wait(SECONDS) for each in pair.machines] == [0, 0]
     assert [each["step"] for each in lines(run.metrics)] == [*range(1, 101)]
 
 
@@ -236,7 +210,7 @@ def test_a_node_that_is_left_out_stays_connected_and_returns_when_it_is_wanted_a
 ) -> None:
     run = RunDirectory(tmp_path)
     group = node_group(run, channel, min_nodes=1)
-    other = FollowerThread(run, "b", None)
+    other = join(run, "b")
     nodes = group.wait_for_nodes()
     assert nodes is not None
     assert [node.name for node in nodes] == ["a", "b"]
@@ -249,4 +223,4 @@ def test_a_node_that_is_left_out_stays_connected_and_returns_when_it_is_wanted_a
     assert group.growth(nodes[:1]) is None
     write_left_out(run, [])
     assert group.growth(nodes[:1]) == sum(node.num_ranks for node in nodes)
-    other.signals.stop_requested = other.signals.kill_requested = True
+    other.leave()

@@ -17,12 +17,11 @@ from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, Plan, Recipe
-from trimaran.data.feed import BatchFeed
 from trimaran.data.step_batch import StepBatch
+from trimaran.nets import Network
 from trimaran.run import RunDirectory, create_run
+from trimaran.train import build
 from trimaran.train.async_sgd.async_stepper import AsyncStepper
-from trimaran.train.async_sgd.async_trainer import AsyncTrainer
-from trimaran.train.async_sgd.batch_counter import Batch
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
@@ -102,14 +101,16 @@ def one_worker_is_behind(path: Path, cache: Path) -> int:
     """
     rank, notes = int(os.environ["RANK"]), path / "notes"
     notes.mkdir(exist_ok=True)
-    compute, add = AsyncTrainer._compute, AsyncStepper.add_gradients
+    add, clear = AsyncStepper.add_gradients, AsyncStepper.clear_gradients
+    numbers = list[int]()
 
-    def noted(self: AsyncTrainer, feed: BatchFeed, taken: Batch) -> None:
-        compute(self, feed, taken)
-        (notes / f"done-{rank}-{taken.number}").touch()
+    def noted(self: AsyncStepper) -> None:  # after the gradient is sent
+        clear(self)
+        (notes / f"done-{rank}-{numbers[-1]}").touch()
 
     def delayed(self: AsyncStepper, batch: StepBatch, report_progress: Callable[[], None]) -> torch.Tensor:
-        is_first = not any(notes.glob(f"begun-{rank}-*"))
+        is_first = not numbers
+        numbers.append(batch.step)
         (notes / f"begun-{rank}-{batch.step}").write_text(json.dumps(batch.sample_ids))
         if is_first and rank == 0:
             wait_until(lambda: any(notes.glob("begun-1-*")), "rank 1 begins, too, with the same weights")
@@ -118,7 +119,7 @@ def one_worker_is_behind(path: Path, cache: Path) -> int:
             wait_until(lambda: len([*notes.glob("done-0-*")]) == most_ahead, "rank 0 runs ahead")
         return add(self, batch, report_progress)
 
-    AsyncTrainer._compute, AsyncStepper.add_gradients = noted, delayed  # this process is a rank of its own
+    AsyncStepper.add_gradients, AsyncStepper.clear_gradients = delayed, noted  # this process is a rank of its own
     return plain_rank(path, cache)
 
 
@@ -138,19 +139,19 @@ def test_a_slow_worker_holds_up_nobody_before_the_bound_and_no_sample_is_lost(fo
 
 def stopped_in_the_middle(path: Path, cache: Path) -> int:
     """Run a rank that is asked to stop when it begins a batch of the sixth step or a later one."""
-    compute, step = AsyncTrainer._compute, PlainStepper.step
+    add, step = AsyncStepper.add_gradients, PlainStepper.step
 
-    def stopping(self: AsyncTrainer, feed: BatchFeed, taken: Batch) -> None:
-        if taken.number >= 10:
+    def stopping(self: AsyncStepper, batch: StepBatch, report_progress: Callable[[], None]) -> torch.Tensor:
+        if batch.step >= 10:
             os.kill(os.getpid(), signal.SIGTERM)
-        compute(self, feed, taken)
+        return add(self, batch, report_progress)
 
     def stopping_step(self: Any, batch: StepBatch, **options: Any) -> torch.Tensor:
         if batch.step >= 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batch, **options)
 
-    AsyncTrainer._compute, PlainStepper.step = stopping, stopping_step
+    AsyncStepper.add_gradients, PlainStepper.step = stopping, stopping_step
     return plain_rank(path, cache)
 
 
@@ -162,15 +163,10 @@ def stopped_run(folder: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
     return run
 
 
-def test_a_stopped_run_resumes_where_it_was(folder: Path, synchronous: Trajectory) -> None:
-    recipe = recipe_with()
-    run = stopped_run(folder, recipe, async_plan(recipe, staleness=0))
-    assert run_ranks(2, plain_rank, run.path, CACHE) == [0, 0]
-    assert_same_trajectory(trajectory_of(run), synchronous)
-
-
 @pytest.mark.parametrize("first", ["async", slow("torch")])
-def test_a_checkpoint_loads_under_the_other_engine(first: str, folder: Path, synchronous: Trajectory) -> None:
+def test_a_stopped_run_resumes_where_it_was_and_under_the_other_engine(
+    first: str, folder: Path, synchronous: Trajectory
+) -> None:
     recipe = recipe_with()
     plans = async_plan(recipe, staleness=0), plan_for(recipe, grad_accum=1, dp_replicate=2)
     before, after = plans if first == "async" else reversed(plans)
@@ -178,22 +174,28 @@ def test_a_checkpoint_loads_under_the_other_engine(first: str, folder: Path, syn
     other = create_run(folder / "other", recipe, after)
     shutil.copytree(run.checkpoints, other.checkpoints)
     shutil.copy(run.metrics, other.metrics)
-    assert run_ranks(2, plain_rank, other.path, CACHE) == [0, 0], other.events(0).read_text()
-    assert_same_trajectory(trajectory_of(other), synchronous)
+    for each in (run, other):
+        assert run_ranks(2, plain_rank, each.path, CACHE) == [0, 0], each.events(0).read_text()
+        assert_same_trajectory(trajectory_of(each), synchronous)
 
 
 def one_gradient_is_not_finite(path: Path, cache: Path) -> int:
     """Run a rank whose gradient is NaN in batch 9."""
-    add = AsyncStepper.add_gradients
+    add, build_networks, numbers = AsyncStepper.add_gradients, build.build_networks, [0]
 
-    def spoiled(self: AsyncStepper, batch: StepBatch, report_progress: Callable[[], None]) -> torch.Tensor:
-        loss = add(self, batch, report_progress)
-        if batch.step == 9:
-            first = next(self._network.module.parameters())
-            first.grad = torch.full_like(first, torch.nan)
-        return loss
+    def noted(self: AsyncStepper, batch: StepBatch, report_progress: Callable[[], None]) -> torch.Tensor:
+        numbers[0] = batch.step
+        return add(self, batch, report_progress)
 
-    AsyncStepper.add_gradients = spoiled
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan if numbers[0] == 9 else gradient
+
+    def with_hook(*args: Any) -> tuple[Network, ...]:
+        networks = build_networks(*args)
+        next(networks[0].module.parameters()).register_hook(spoil)
+        return networks
+
+    AsyncStepper.add_gradients, build.build_networks = noted, with_hook
     return plain_rank(path, cache)
 
 

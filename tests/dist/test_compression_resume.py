@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import quick_or_slow, slow
 from tests.parity import plan_for
 from tests.resume import SEGMENT_STEPS, recipe_for, train_segment
 from trimaran.core import Plan
@@ -23,7 +24,7 @@ def compressed(kind: str, replicas: int = 2, **fields: Any) -> Plan:
     return plan_for(RECIPE, grad_accum=1, dp_replicate=replicas, comm={"compression": KINDS[kind]}, **fields)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_or_slow(KINDS, lambda kind: kind in ("topk", "powersgd")))
 def test_a_resume_with_compression_is_exact(kind: str) -> None:
     plan = compressed(kind)
     full = train_segment(RECIPE, plan, steps=2 * SEGMENT_STEPS)
@@ -33,7 +34,7 @@ def test_a_resume_with_compression_is_exact(kind: str) -> None:
     again.assert_same_end(replace(full, losses=full.losses[SEGMENT_STEPS:]))
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), slow((2, 4))])
 def test_another_number_of_replicas_keeps_all_that_was_not_sent(before: int, after: int) -> None:
     saved = train_segment(RECIPE, compressed("topk", before), steps=SEGMENT_STEPS).saved
     loaded = train_segment(RECIPE, compressed("topk", after), steps=1, after=saved).loaded

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import slow
+from tests.cases import quick_or_slow, slow
 from tests.parity import plan_for
 from tests.resume import SEGMENT_STEPS, TrainedSegment, recipe_for, train_segment
 
@@ -29,7 +29,7 @@ def uncompressed(name: str) -> TrainedSegment:
     return train("none", name)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", quick_or_slow(SHARDED, lambda name: name == "zero-2-accumulated"))
 def test_sharded_gradients_can_be_compressed_and_a_resume_is_exact(name: str) -> None:
     exact, full = uncompressed(name), train("int8", name)
     assert exact.losses[0] == full.losses[0]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import UserError
 
@@ -82,7 +83,9 @@ def train_on_uneven_ranks(lengths: tuple[int, ...], sharding: str) -> tuple[list
     return steps, num_used
 
 
-@pytest.mark.parametrize(("ranks", "sharding"), [(2, "none"), (3, "none"), (2, "gradients"), (3, "parameters")])
+@pytest.mark.parametrize(
+    ("ranks", "sharding"), [(2, "none"), (3, "parameters"), *map(slow, [(3, "none"), (2, "gradients")])]
+)
 def test_uneven_ranks_train_on_all_their_batches_and_stop_together(ranks: int, sharding: str) -> None:
     expected = train_in_one_process(LENGTHS[ranks])
     answers = run_ranks(ranks, train_on_uneven_ranks, LENGTHS[ranks], sharding, timeout=60.0)

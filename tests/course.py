@@ -1,10 +1,11 @@
 """What changes the course of training, and by how much: the held-out loss at equal tokens, over three seeds.
 
-The text is that of Python's standard library, in bytes. `synchronous` trains two replicas that sum exact gradients.
+The text is that of docs/decisions, in bytes. `synchronous` trains two replicas that sum exact gradients.
 """
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -13,6 +14,7 @@ from trimaran.core import Plan, Recipe
 from trimaran.run import RunDirectory
 
 SEEDS = (0, 1, 2)
+TEXT = Path(__file__).parents[1] / "docs" / "decisions"
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}
 TASKS: dict[str, dict[str, Any]] = {
     "compression": {"steps": 200, "global_batch": 8},
@@ -35,13 +37,13 @@ class Method:
     mesh: dict[str, int] = field(default_factory=lambda: {"dp_replicate": 2})
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def recipe(self, seed: int) -> Recipe:
+    def recipe(self, seed: int, **settings: Any) -> Recipe:
         train = {"lr": 3e-3, "seed": seed, "save": False, "sample": {"tokens": 0}, "evaluate": {"batches": 16}}
         return Recipe.model_validate(
             {
                 "model": {"preset": "tiny", "shape": SHAPE},
-                "data": {"seq_len": 64},
-                "train": train | TASKS[self.task],
+                "data": {"source": "text", "path": str(TEXT), "seq_len": 64, "holdout": 0.1},
+                "train": train | TASKS[self.task] | settings,
                 "checkpoint": {"every": "off"},
             }
         )

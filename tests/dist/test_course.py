@@ -1,9 +1,11 @@
 """Compression, local steps and stale gradients change the course of training only within a stated bound."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -11,16 +13,23 @@ from tests.course import LEARNED, METHODS, SEEDS, SYNCHRONOUS, Method, held_out_
 from tests.parity import train_run
 
 
-def train(method: Method) -> list[float]:
+def train(method: Method, seeds: Sequence[int] = SEEDS, **settings: Any) -> list[float]:
     """Return the held-out losses of all seeds."""
-    folder = Path(mkdtemp(prefix="course-")) / "runs"
-    folder.mkdir()
-    return [held_out_loss(train_run(method.recipe(seed), method.plan(), folder)) for seed in SEEDS]
+    with TemporaryDirectory() as folder:
+        runs = [train_run(method.recipe(seed, **settings), method.plan(), Path(folder)) for seed in seeds]
+        return [held_out_loss(run) for run in runs]
 
 
 @cache
 def train_synchronously(task: str) -> list[float]:
     return train(SYNCHRONOUS[task])
+
+
+def test_a_short_run_with_compression_is_within_its_bound() -> None:
+    method = METHODS["int8"]
+    ours, exact = (train(each, seeds=(0,), steps=40) for each in (method, SYNCHRONOUS[method.task]))
+    assert ours != exact
+    assert ours[0] <= method.limit(exact)
 
 
 @pytest.mark.slow

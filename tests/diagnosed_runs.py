@@ -12,7 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from tests.parity import train_run
+from tests.environment import CACHE
+from tests.ranks import run_ranks
 from trimaran.core import Finding, Recipe, dump_recipe, parse_recipe
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import read_evidence
@@ -21,7 +22,9 @@ from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory
+from trimaran.run import RunDirectory, create_run
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.worker import run_worker
 
 NEW_NETWORK, NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
 SMALL = (
@@ -41,12 +44,28 @@ def recipe_of(*settings: str) -> Recipe:
     return parse_recipe("", name="test", overrides=[*SMALL, *settings])
 
 
-def train(recipe: Recipe, folder: Path) -> RunDirectory:
-    """Train the recipe in forked ranks, with the plan that the planner chooses."""
+def train(recipe: Recipe, folder: Path, *injections: Callable[[], None]) -> RunDirectory:
+    """Train the recipe in forked ranks, with the plan that the planner chooses.
+
+    Each rank calls `injections` first; they are pickled. It is in the network of this process.
+    """
     folder.mkdir(exist_ok=True)
     outline = outline_if_known(recipe.model, recipe.data)
     plan = choose(recipe, spec_of(recipe.model), parse_cluster(recipe.cluster), outline)
-    return train_run(recipe, plan, folder)
+    run = create_run(folder / str(len(list(folder.iterdir()))), recipe, plan)
+    ranks = plan.mesh.world_size
+    codes = run_ranks(ranks, _train, run.path, Path(f"/proc/{os.getpid()}/ns/net"), injections, timeout=600.0)
+    assert codes == [0] * ranks, run.events(0).read_text()
+    return run
+
+
+def _train(path: Path, network: Path, injections: Sequence[Callable[[], None]]) -> int:
+    if network.readlink() != Path("/proc/self/ns/net").readlink():
+        with network.open("rb") as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), NEW_NETWORK) == 0
+    for inject in injections:
+        inject()
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE)
 
 
 def with_patch(recipe: Recipe, finding: Finding) -> Recipe:
@@ -89,7 +108,7 @@ def _call_in_namespace(flag: int, commands: Sequence[str], function: Callable[..
     child = context.Process(target=_in_namespace, args=(flag, commands, theirs, function, args))
     child.start()
     try:
-        assert ours.poll(180), "no answer"
+        assert ours.poll(600), "no answer"
         answer, error = ours.recv()
     finally:
         child.kill()

@@ -7,19 +7,19 @@ import os
 import pickle
 from typing import Any
 
-from tests.chaos import plugin
+from tests.chaos import plugin  # noqa: F401 - the pause of every step
+from tests.fault.plugin import RUN
 from tests.resume import share_of
-from trimaran.train.checkpointing.restore import Restorer
+from trimaran.train.checkpointing.checkpointer import Checkpointer
 
-load = Restorer._load
-
-
-def load_and_record(self: Restorer, source: Any, *args: Any) -> str:
-    why = load(self, source, *args)
-    if not why:
-        path = plugin.RUN / f"restored-{os.environ['TRIMARAN_ATTEMPT']}-{os.environ['RANK']}"
-        path.write_bytes(pickle.dumps((source.step, share_of(self._state), self._state.progress())))
-    return why
+resume = Checkpointer.resume
 
 
-Restorer._load = load_and_record  # type: ignore[method-assign]
+def resume_and_record(self: Checkpointer, **options: Any) -> int:
+    step = resume(self, **options)
+    path = RUN / f"restored-{os.environ['TRIMARAN_ATTEMPT']}-{os.environ['RANK']}"
+    path.write_bytes(pickle.dumps((step, share_of(self.state), self.state.progress())))
+    return step
+
+
+Checkpointer.resume = resume_and_record  # type: ignore[method-assign]

@@ -3,73 +3,21 @@
 Compute is simulated by sleeping in proportion to the rows, so that eight ranks on two cores run as on eight machines.
 """
 
-import os
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.diagnosed_runs import findings, in_slow_network, measured, recipe_of, train
 from tests.fault.harness import Supervised
+from tests.fault.injections import compute_slowly, load_slowly, save_slowly
 from trimaran.app.main import main
 from trimaran.core import EXIT_DONE, Recipe
-from trimaran.data import Sequences, TokenSample
 from trimaran.doctor.predicted_gain import patch_settings
 from trimaran.models import outline_if_known
-from trimaran.nets.decoder import DecoderLayer
 from trimaran.run import RunDirectory
-from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.chaos
-
-
-class Sleep(torch.autograd.Function):
-    """The identity, which sleeps in forward, and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = 2 * seconds
-        time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
-
-
-def compute_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float, *, late: dict[int, float]) -> None:
-    """Make forward and backward take this long per row, and `late` seconds longer on some ranks."""
-    forward = DecoderLayer.forward
-
-    def slowly(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
-        seconds = row_seconds * len(stream) + late.get(int(os.environ["RANK"]), 0.0)
-        return forward(self, Sleep.apply(stream, seconds / 3), *rest, **named)
-
-    monkeypatch.setattr(DecoderLayer, "forward", slowly)
-
-
-def load_slowly(monkeypatch: pytest.MonkeyPatch, row_seconds: float) -> None:
-    load = Sequences.__getitem__
-
-    def slowly(self: Sequences, index: int) -> TokenSample:
-        time.sleep(row_seconds)
-        return load(self, index)
-
-    monkeypatch.setattr(Sequences, "__getitem__", slowly)
-
-
-def save_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    save = Checkpointer._save
-
-    def slowly(self: Checkpointer, step: int) -> None:
-        time.sleep(seconds)
-        save(self, step)
-
-    monkeypatch.setattr(Checkpointer, "_save", slowly)
 
 
 STEP = 1.6  # seconds
@@ -90,19 +38,20 @@ def rate_for(recipe: Recipe, seconds: float) -> str:
 
 
 def test_a_speed_up_of_5_2_on_8_ranks_is_split_into_its_causes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One rank, then eight with a slow network, a slow shared disk and one slow rank."""
     one = recipe_of("cluster=1xcpu", f"train.global_batch={ROWS}", "checkpoint.every=0", *TINY)
-    compute_slowly(monkeypatch, 0.65 * STEP / ROWS, late={3: INJECTED["imbalance"] * STEP})
-    alone = train(one, tmp_path / "1")
-    load_slowly(monkeypatch, STEP / ROWS)  # exactly as fast as eight ranks consume: the rest of a step is waiting
-    save_slowly(monkeypatch, INJECTED["sync"] * STEP * EVERY)
+    compute = partial(compute_slowly, 0.65 * STEP / ROWS, late={3: INJECTED["imbalance"] * STEP})
+    alone = train(one, tmp_path / "1", compute)
+    load = partial(load_slowly, STEP / ROWS)  # exactly as fast as eight ranks consume: the rest of a step is waiting
+    save = partial(save_slowly, INJECTED["sync"] * STEP * EVERY)
     eight = recipe_of(
         "cluster=8xcpu", "plan.mesh.dp_replicate=8", f"train.global_batch={8 * ROWS}", f"checkpoint.every={EVERY}",
         "checkpoint.asynchronous=false", *TINY,
     )  # fmt: skip
-    run = in_slow_network(rate_for(eight, INJECTED["comm"] * STEP), train, eight, tmp_path / "8")
+    rate = rate_for(eight, INJECTED["comm"] * STEP)
+    run = in_slow_network(rate, train, eight, tmp_path / "8", compute, load, save)
     found = findings(run, against=alone)["F014"]
     lost = found.evidence["lost"]
     assert {name: lost[name] for name in INJECTED} == pytest.approx(INJECTED, abs=TOLERANCE)
@@ -124,10 +73,10 @@ SLOW_SETTINGS = (
 
 
 def slow_run(path: Path, *settings: str) -> RunDirectory:
-    """Train with 100 ms per micro-batch, 160 ms of CPU per loaded row and a slow fsync."""
-    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_rank", "TRIMARAN_TEST_SLOW_SECONDS": "0.1 0 0.16 0.12"}
+    """Train with 100 ms per micro-batch of two layers, 160 ms of CPU per loaded row and a slow fsync."""
+    extra = {"TRIMARAN_TEST_PLUGIN": "tests.fault.slow_rank", "TRIMARAN_TEST_SLOW_SECONDS": "0.05 0 0.16 0.12"}
     with Supervised.start(path, *SLOW_SETTINGS, *settings, ranks=1, extra=extra) as supervised:
-        assert supervised.wait(120) == EXIT_DONE
+        assert supervised.wait() == EXIT_DONE
     return supervised.run
 
 

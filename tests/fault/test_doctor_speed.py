@@ -1,16 +1,11 @@
 """The doctor on real slow runs: the culprit, and whether the patch helps."""
 
-import itertools
-import os
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.diagnosed_runs import (
     VLM_SETTINGS,
@@ -23,34 +18,26 @@ from tests.diagnosed_runs import (
     write_chats,
     write_images,
 )
-from tests.fault.harness import wait_for
-from trimaran.data import Sequences, TokenSample
+from tests.fault.harness import SECONDS, start_module, wait_for
+from tests.fault.injections import compile_each_step, forward_slowly, load_slowly, sync_slowly, wait_for_values
 from trimaran.doctor.evidence import read_evidence
-from trimaran.nets.decoder import DecoderLayer
 from trimaran.run import RunDirectory
-from trimaran.train.steppers.stepper import PlainStepper
 
 pytestmark = pytest.mark.chaos
 
 
-def test_a_slow_loader_is_found_and_more_processes_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Sequences.__getitem__
-
-    def slowly(self: Sequences, index: int) -> TokenSample:
-        time.sleep(0.1)  # much longer than compute
-        return load(self, index)
-
-    monkeypatch.setattr(Sequences, "__getitem__", slowly)
+def test_a_slow_loader_is_found_and_more_processes_help(tmp_path: Path) -> None:
+    slowly = partial(load_slowly, 0.1)  # much longer than compute
     recipe = recipe_of(
         "cluster=1xcpu", "train.steps=17", "data.seq_len=16", "train.global_batch=4",
         "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 64}",
     )  # fmt: skip
-    slow = train(recipe, tmp_path / "slow")
+    slow = train(recipe, tmp_path / "slow", slowly)
     found = findings(slow)["F001"]
     assert found.culprit == "the loader thread"
     assert found.evidence["data_share"] > 0.3
     assert found.patch.keys() == {"data.workers"}
-    fast = train(with_patch(recipe, found), tmp_path / "fast")
+    fast = train(with_patch(recipe, found), tmp_path / "fast", slowly)
     assert found.gain is not None
     assert measured(fast).step < (1 - found.gain / 2) * measured(slow).step
 
@@ -68,22 +55,10 @@ def test_a_slow_network_is_found_and_fewer_bytes_help(tmp_path: Path) -> None:
     assert "F002" not in findings(train(recipe, tmp_path / "healthy"))
 
 
-def slow_on_rank(rank: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every forward of one rank take longer, as on a throttled device."""
-    forward = PlainStepper._forward
-
-    def slowly(self: PlainStepper, inputs: Any) -> Any:
-        if os.environ["RANK"] == str(rank):
-            time.sleep(seconds)
-        return forward(self, inputs)
-
-    monkeypatch.setattr(PlainStepper, "_forward", slowly)
-
-
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_throttled_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    slow_on_rank(1, 0.5, monkeypatch)
-    found = findings(train(recipe_of(f"cluster={world}xcpu", "train.steps=17"), tmp_path / "runs"))["F005"]
+def test_a_throttled_rank_is_named(tmp_path: Path, world: int) -> None:
+    recipe = recipe_of(f"cluster={world}xcpu", "train.steps=17")
+    found = findings(train(recipe, tmp_path / "runs", partial(forward_slowly, 0.125, rank=1)))["F005"]
     assert found.culprit == "rank 1"
     assert found.evidence["kind"] == "hardware"
     assert "as much work as the others" in found.verdict
@@ -97,43 +72,29 @@ def test_a_small_micro_batch_is_found_and_a_larger_one_helps(tmp_path: Path) -> 
     assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
 
 
-def test_synchronous_checkpoints_are_found_and_asynchronous_ones_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = os.fsync
-
-    def slowly(fd: int) -> None:
-        time.sleep(0.1)
-        sync(fd)
-
-    monkeypatch.setattr(os, "fsync", slowly)
+def test_synchronous_checkpoints_are_found_and_asynchronous_ones_help(tmp_path: Path) -> None:
+    slowly = partial(sync_slowly, 0.1)
     recipe = recipe_of("cluster=1xcpu", "checkpoint.asynchronous=false", "checkpoint.every=5")
-    slow = train(recipe, tmp_path / "slow")
+    slow = train(recipe, tmp_path / "slow", slowly)
     found = findings(slow)["F007"]
     assert found.evidence["every_steps"] == 5
     assert found.culprit == "synchronous checkpoints"
     assert found.patch == {"checkpoint.asynchronous": True}
-    assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+    assert measured(train(with_patch(recipe, found), tmp_path / "fast", slowly)).step < 0.9 * measured(slow).step
 
 
-def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = DecoderLayer.forward
-
-    def slowly(self: DecoderLayer, *inputs: Any, **named: Any) -> Any:
-        time.sleep(0.01)  # so that layers take equally long on a busy machine
-        return forward(self, *inputs, **named)
-
-    monkeypatch.setattr(DecoderLayer, "forward", slowly)
+def test_uneven_stages_are_found_and_an_even_split_helps(tmp_path: Path) -> None:
+    slowly = partial(forward_slowly, 0.01)  # so that layers take equally long on a busy machine
     recipe = recipe_of(
         "cluster=2xcpu", "model.shape={layers: 8, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}", "plan.mesh.pp=2",
         "plan.micro_batch=2", "plan.grad_accum=8", "plan.pipeline.schedule=1f1b", "plan.pipeline.stages=[7, 1]",
     )  # fmt: skip
-    slow = train(recipe, tmp_path / "slow")
+    slow = train(recipe, tmp_path / "slow", slowly)
     found = findings(slow)["F011"]
     assert found.culprit == "stage 0"
     assert found.patch == {"plan.pipeline.stages": [4, 4]}
     assert found.evidence["stage_seconds"][0] > 3 * found.evidence["stage_seconds"][1]
-    assert measured(train(with_patch(recipe, found), tmp_path / "fast")).step < 0.9 * measured(slow).step
+    assert measured(train(with_patch(recipe, found), tmp_path / "fast", slowly)).step < 0.9 * measured(slow).step
 
 
 def test_padding_is_found_and_packing_trains_more_samples_per_second(tmp_path: Path) -> None:
@@ -162,46 +123,30 @@ def test_unequal_images_are_found_and_balancing_by_cost_helps(tmp_path: Path) ->
     assert even is None or even.evidence["slowest_over_mean"] < found.evidence["slowest_over_mean"]
 
 
-def test_an_injected_host_sync_is_found_in_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_host_sync_is_found_in_a_profile(tmp_path: Path) -> None:
     recipe = recipe_of("cluster=1xcpu", "telemetry.profile=10:13")
     assert "F009" not in findings(train(recipe, tmp_path / "healthy"))
-    forward = DecoderLayer.forward
-
-    def waits(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
-        assert stream.abs().max().item() < 1e9
-        return forward(self, stream, *rest, **named)
-
-    monkeypatch.setattr(DecoderLayer, "forward", waits)
-    found = findings(train(recipe, tmp_path / "waiting"))["F009"]
+    found = findings(train(recipe, tmp_path / "waiting", wait_for_values))["F009"]
     assert found.culprit == "forward, after aten::max"
     assert found.evidence["waits_a_step"] == 4  # one in each layer
 
 
-def test_repeated_recompilations_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = DecoderLayer.forward
-    sizes = itertools.count(2)
-    double = torch.compile(lambda part: part * 2, backend="eager", dynamic=False)
-
-    def compiles(self: DecoderLayer, stream: Tensor, *rest: Any, **named: Any) -> Any:
-        double(stream.detach()[:, : next(sizes) // 4])  # a new size every step, for four layers
-        return forward(self, stream, *rest, **named)
-
-    monkeypatch.setattr(DecoderLayer, "forward", compiles)
-    found = findings(train(recipe_of("cluster=1xcpu"), tmp_path / "runs"))["F008"]
+def test_repeated_recompilations_are_found(tmp_path: Path) -> None:
+    found = findings(train(recipe_of("cluster=1xcpu"), tmp_path / "runs", compile_each_step))["F008"]
     assert "size mismatch" in found.evidence["why"]
-    assert found.culprit.startswith("<lambda> (test_doctor_speed.py:")
+    assert found.culprit.startswith("<lambda> (injections.py:")
     assert found.patch == {"plan.compile": False}
 
 
 def test_other_processes_on_the_machine_are_named(tmp_path: Path) -> None:
     run, hogs = RunDirectory(tmp_path / "run"), []
     settings = [*TRAINED, "--set", "cluster=2xcpu", "--set", "telemetry.sample_seconds=1"]
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(run.path), *settings]
-    training = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    words = ("trimaran", "train", "--run-dir", str(run.path), *settings)
+    training = start_module(*words, output=subprocess.DEVNULL)
     try:
         wait_for(run.plan.exists)  # made while no other process runs
         hogs += [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
-        assert training.wait(240) == 0
+        assert training.wait(SECONDS) == 0
     finally:
         for each in (training, *hogs):
             each.kill()

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ OUTER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    quick_or_slow(product(OUTER, (2, 4)), lambda case: case in (("nesterov", 4), ("average", 2))),
+    quick_or_slow(product(OUTER, (2, 4)), lambda case: case in (("nesterov", 2), ("average", 2))),
 )
 def test_replicas_follow_the_papers_algorithm(name: str, world_size: int) -> None:
     local = LocalSteps.model_validate({"steps": 4, "outer": OUTER[name]})
@@ -184,7 +185,7 @@ def test_a_fragment_mixes_local_and_synchronised_weights() -> None:
 
 @pytest.mark.parametrize(
     ("compression", "bound", "world_size"),
-    [("int8", 0.02, 3), slow(("int8", 0.02, 2)), slow(("bf16", 0.01, 2)), slow(("bf16", 0.01, 3))],
+    [("int8", 0.02, 3), slow(("bf16", 0.01, 3))],
 )
 def test_quantised_outer_gradients_are_close_and_equal_on_all_replicas(
     compression: str, bound: float, world_size: int
@@ -251,15 +252,16 @@ def plan_of(local: dict[str, Any], **fields: Any) -> Plan:
     return Plan.model_validate(plan.model_dump() | {"comm": {"local_steps": local}})
 
 
-def whole(local: dict[str, Any], **fields: Any) -> TrainedSegment:
-    return train_segment(RECIPE, plan_of(local, **WHOLE | fields), steps=4)
+@cache
+def whole(grad_accum: int = 1) -> TrainedSegment:
+    return train_segment(RECIPE, plan_of({"steps": 2, "outer": NESTEROV}, grad_accum=grad_accum, **WHOLE), steps=4)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(LAYOUTS, lambda name: name in ("shards", "pipeline")))
+@pytest.mark.parametrize("name", quick_or_slow(LAYOUTS, lambda name: name == "shards"))
 def test_replicas_that_are_split_inside_train_as_whole_ones(name: str) -> None:
     local = {"steps": 2, "outer": NESTEROV}
-    same_samples = {"grad_accum": LAYOUTS[name].get("grad_accum", 1)}  # which replica has which depends on it
-    ours, theirs = train_segment(RECIPE, plan_of(local, **LAYOUTS[name]), steps=4), whole(local, **same_samples)
+    theirs = whole(LAYOUTS[name].get("grad_accum", 1))  # which replica has which samples depends on it
+    ours = train_segment(RECIPE, plan_of(local, **LAYOUTS[name]), steps=4)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     for key in (each for each in theirs.saved.index if each.startswith(("model/", "outer/"))):
         a, b = ours.saved.full_tensor(key), theirs.saved.full_tensor(key)
@@ -276,7 +278,7 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick_or_slow(RESUMED, lambda name: name in ("streaming", "shards")))
+@pytest.mark.parametrize("name", quick_or_slow(RESUMED, lambda name: name == "streaming"))
 def test_a_resume_is_exact(name: str) -> None:
     local, layout = RESUMED[name]
     plan = plan_of(local, **layout)
@@ -287,7 +289,7 @@ def test_a_resume_is_exact(name: str) -> None:
 
 
 def test_every_replica_saves_its_own_moments() -> None:
-    saved = whole({"steps": 2, "outer": NESTEROV}).saved
+    saved = whole().saved
     moments = [key for key in saved.index if key.startswith("optimizer/exp_avg/")]
     assert moments
     for key in moments:
@@ -307,7 +309,7 @@ def without(saved: SavedState, *prefixes: str) -> SavedState:
 @pytest.mark.slow
 def test_other_plans_load_the_state_of_the_first_replica_and_outer_state_can_start_over() -> None:
     local = {"steps": 2, "outer": NESTEROV}
-    saved = whole(local).saved
+    saved = train_segment(RECIPE, plan_of(local, **WHOLE), steps=4).saved  # which is changed below
     assert train_segment(RECIPE, plan_for(RECIPE, grad_accum=1, **WHOLE), steps=2, after=saved).losses
     three = train_segment(RECIPE, plan_of(local, dp_replicate=3), steps=2, after=saved)
     assert sum(key.startswith("replica-2/") for key in three.saved.index)
@@ -317,20 +319,23 @@ def test_other_plans_load_the_state_of_the_first_replica_and_outer_state_can_sta
     assert zeros
 
 
-LATE_STEP, LATE_SECONDS = 3, 4.0
+LATE_STEP, PATIENCE_SECONDS = 3, 60.0
 
 
 def train_with_a_late_rank(path: Path, cache: Path) -> int:
-    """Train a run whose second rank sleeps before one step."""
-    rank_info = read_rank_info(os.environ)
-    if rank_info.rank == 1:
-        step = PlainStepper.step
+    """Train a run whose second rank begins one step when the first has done six more."""
+    rank_info, step, ahead = read_rank_info(os.environ), PlainStepper.step, path / "ahead"
 
-        def late_step(self: PlainStepper, batch: Any, **options: Any) -> torch.Tensor:
-            time.sleep(LATE_SECONDS if batch.step == LATE_STEP else 0.0)
-            return step(self, batch, **options)
+    def late_step(self: PlainStepper, batch: Any, **options: Any) -> torch.Tensor:
+        if rank_info.rank == 0 and batch.step == LATE_STEP + 6:
+            ahead.touch()
+        began = time.monotonic()
+        while rank_info.rank == 1 and batch.step == LATE_STEP and not ahead.exists():
+            assert time.monotonic() - began < PATIENCE_SECONDS, "the first rank waits for the second"
+            time.sleep(0.01)
+        return step(self, batch, **options)
 
-        PlainStepper.step = late_step
+    PlainStepper.step = late_step
     return run_worker(RunDirectory(path), rank_info, cache=cache)
 
 
@@ -341,8 +346,6 @@ def test_a_replica_does_not_wait_for_a_late_one_before_they_synchronise(tmp_path
     assert run_ranks(2, train_with_a_late_rank, run.path, CACHE) == [0, 0]
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, 13)]
-    seconds = [line["step_seconds"] for line in lines]  # of the first rank
-    assert sum(seconds[LATE_STEP : LATE_STEP + 6]) < LATE_SECONDS / 2 < sum(seconds)
 
 
 def refused(action: Any, step: int) -> StepDecision:

@@ -16,7 +16,6 @@ class SourceFacts:
 
     imports: tuple[ast.Import | ast.ImportFrom, ...]  # at any depth of the file
     classes: tuple[str, ...]
-    names: frozenset[str]  # of variables, attributes, classes and functions
 
 
 def name_of(path: Path) -> str:
@@ -41,25 +40,36 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
                 left.append(value)
 
 
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements and all that are nested in them; expressions, nine of ten nodes, are not visited."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            yield from statements(getattr(node, field, []))
+        for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            yield from statements(part.body)
+
+
+@cache
+def facts_of(path: Path) -> SourceFacts:
+    nodes = [*statements(ast.parse(text_of(path)).body)]
+    imports = tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    return SourceFacts(imports, tuple(node.name for node in nodes if isinstance(node, ast.ClassDef)))
+
+
 def nodes_of(path: Path) -> Iterator[ast.AST]:
     return walk(ast.parse(text_of(path)))
 
 
 @cache
-def facts_of(path: Path) -> SourceFacts:
-    imports: list[ast.Import | ast.ImportFrom] = []
-    classes: list[str] = []
-    names: set[str] = set()
+def names_of(path: Path) -> frozenset[str]:
+    """Return the names of variables, attributes, classes and functions of a file."""
+    found = set[str]()
     for node in nodes_of(path):
         if isinstance(node, ast.Name):
-            names.add(node.id)
+            found.add(node.id)
         elif isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names.add(node.name)
-            classes.append(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            imports.append(node)
-    return SourceFacts(tuple(imports), tuple(classes), frozenset(names))
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return frozenset(found)

@@ -118,6 +118,7 @@ def started(tree: ast.Module) -> set[str]:
     return modules
 
 
+@cache
 def is_runnable(name: str) -> bool:
     """Return whether `name` is a module that `python -m` runs: one with a main guard, below the package itself."""
     path = SRC.joinpath(*name.split(".")[1:])
@@ -127,8 +128,9 @@ def is_runnable(name: str) -> bool:
 
 @cache
 def commands_of(path: Path) -> set[str]:
-    named = "trimaran" in IMPORT.sub("", text_of(path))  # most files only import it
-    return started(ast.parse(text_of(path))) if named else set()
+    named = IMPORT.sub("", text_of(path))  # most files only import modules
+    is_named = '"-m"' in named or "-m trimaran" in named or any(map(is_runnable, MODULE.findall(named)))
+    return started(ast.parse(text_of(path))) if is_named else set()
 
 
 def package_of(module: str) -> str:

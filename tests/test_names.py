@@ -1,9 +1,10 @@
 """One name, one meaning: class names and module names are unique over the whole of the source."""
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
-from tests.sources import FILES, facts_of, name_of
+from tests.sources import FILES, facts_of, name_of, names_of, text_of
 
 ROOT = Path(__file__).parents[1]
 # Folders of files that are named after what they hold a row for (a command, a tool, a rule), and are read as a table.
@@ -34,8 +35,11 @@ def test_every_module_name_has_one_meaning() -> None:
 
 def test_names_are_the_fields_own() -> None:
     wrong: list[str] = []
+    invented_word = re.compile("|".join(sorted(REPLACED)), re.IGNORECASE)
     for path in FILES:
-        names = {path.stem, *facts_of(path).names}
+        if not invented_word.search(f"{path.stem} {text_of(path)}"):
+            continue  # to parse every file takes seconds
+        names = {path.stem, *names_of(path)}
         invented = {part for name in names for part in name.lower().split("_")} & REPLACED
         wrong += [f"{name_of(path)}: {part}" for part in sorted(invented)]
     assert wrong == []

@@ -117,6 +117,23 @@ def train_segment_here(recipe: Recipe, plan: Plan, *, steps: int, after: SavedSt
     return _segment([_train(recipe, plan, after, range(start, start + steps))], start, steps)
 
 
+def chain_segments(results: Sequence[Sequence[Any]], steps: int) -> list[TrainedSegment]:
+    """Return the segments that the ranks trained, each with the results of `chain_results`."""
+    return [_segment(rows, number * steps, steps) for number, rows in enumerate(zip(*results, strict=True))]
+
+
+def chain_results(recipe: Recipe, plans: Sequence[Plan], steps: int) -> list[Any]:
+    """Train a segment under each plan in this rank, each from the state that the one before has saved."""
+    found: list[Any] = []
+    after: SavedState | None = None
+    for number, plan in enumerate(plans):
+        found.append(_train(recipe, plan, after, range(number * steps, (number + 1) * steps)))
+        ends: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ends, found[-1][3])
+        after = _saved_state((number + 1) * steps, ends)
+    return found
+
+
 def _segment(results: Sequence[Any], start: int, steps: int) -> TrainedSegment:
     losses, loaded, *states = zip(*results, strict=True)
     assert all(each == losses[0] for each in losses), "ranks differ in the loss"

@@ -84,6 +84,7 @@ def test_the_coordinator_measures_a_node_that_is_left_out(tmp_path: Path, channe
     follower.leave()
 
 
+@pytest.mark.chaos
 def test_a_fork_of_the_fork_server_measures_the_devices(tmp_path: Path) -> None:
     run = create_run(tmp_path / "run", Recipe(), Plan())
     (run.path / "logs").mkdir(exist_ok=True)

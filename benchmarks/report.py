@@ -128,15 +128,20 @@ QUOTED = {  # what the sentences above repeat, as it stands in its source
 def main(arguments: Sequence[str]) -> int:
     """Write the page, or with `--check` return 1 if a file of it is not what the results give."""
     files = page()
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    old = stale(files)
     if "--check" in arguments:
-        for path in stale:
+        for path in old:
             print(f"{path.relative_to(ROOT)} is older than the results: run python -m benchmarks.report")
-        return int(bool(stale))
-    for path in stale:
+        return int(bool(old))
+    for path in old:
         path.write_text(files[path], encoding="utf-8")
         print(path.relative_to(ROOT))
     return 0
+
+
+def stale(files: Mapping[Path, str]) -> list[Path]:
+    """Return the files that are not on disk with this text."""
+    return [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
 def page() -> dict[Path, str]:

@@ -9,22 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    Cohere2Config,
-    CohereConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    Olmo2Config,
-    Phi3Config,
-    Starcoder2Config,
-)
 
-from tests import hf_models, vlm_models
+from tests.random_weights import perturb
 from trimaran.infer.engine.batching_engine import BatchingEngine
 from trimaran.infer.engine.chosen_tokens import PendingTokens
 from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST, NOTHING, EngineBatch
@@ -45,37 +31,58 @@ LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
 }
-SMALL = hf_models.SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+# As those of `tests.hf_models`, which imports transformers.
+SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
 LATENT: dict[str, Any] = SMALL | {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
     "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
-CONFIGS: dict[str, Any] = hf_models.CONFIGS | {
-    "gemma2": Gemma2Config(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
-                           layer_types=hf_models.LAYERS, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
-    "gemma3": Gemma3TextConfig(**SMALL, tie_word_embeddings=False, head_dim=8, sliding_window=6,
-                               layer_types=hf_models.LAYERS),
-    "gpt-oss": GptOssConfig(**SMALL, head_dim=8, sliding_window=6, layer_types=hf_models.LAYERS,
-                            num_local_experts=4, num_experts_per_tok=2),
-    "olmo2": Olmo2Config(**SMALL),
-    "cohere": CohereConfig(**SMALL),
-    "cohere2": Cohere2Config(**SMALL, sliding_window=6, layer_types=hf_models.LAYERS),
-    "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
-    "bloom": BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
-    "longrope": Phi3Config(**SMALL, **LONGROPE),
-    "deepseek-v2": DeepseekV2Config(**LATENT | {"q_lora_rank": None}),
-    "deepseek-v3": DeepseekV3Config(**LATENT),
+LAYERS = ["sliding_attention", "full_attention"]
+# The class of the config in transformers, and its values.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2Config", SMALL | {"tie_word_embeddings": False, "head_dim": 8, "sliding_window": 6,
+               "layer_types": LAYERS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3TextConfig", SMALL | {"tie_word_embeddings": False, "head_dim": 8, "sliding_window": 6,
+               "layer_types": LAYERS}),
+    "gpt-oss": ("GptOssConfig", SMALL | {"head_dim": 8, "sliding_window": 6, "layer_types": LAYERS,
+                "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2Config", SMALL),
+    "cohere": ("CohereConfig", SMALL),
+    "cohere2": ("Cohere2Config", SMALL | {"sliding_window": 6, "layer_types": LAYERS}),
+    "starcoder2": ("Starcoder2Config", SMALL | {"sliding_window": 7}),
+    "bloom": ("BloomConfig", {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "longrope": ("Phi3Config", SMALL | LONGROPE),
+    "deepseek-v2": ("DeepseekV2Config", LATENT | {"q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3Config", LATENT),
 }  # fmt: skip
 
 
+def config_of(name: str) -> Any:
+    """Return the config of one of CONFIGS, or of a model of `tests.hf_models`."""
+    import transformers  # noqa: PLC0415 - of all tests that import this module, only some need it
+
+    from tests import hf_models  # noqa: PLC0415
+
+    if name not in CONFIGS:
+        return deepcopy(hf_models.CONFIGS[name])
+    kind, values = CONFIGS[name]
+    return getattr(transformers, kind)(**values)
+
+
 def save_model(name: str, folder: Path) -> Path:
-    """Save one of CONFIGS with random weights, none of them neutral, and return the folder."""
+    """Save a model of this name with random weights, none of them neutral, and return the folder."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
     torch.manual_seed(0)
-    config = deepcopy(CONFIGS[name])
+    config = config_of(name)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, None, 0
     model = AutoModelForCausalLM.from_config(config)
-    vlm_models.perturb(model)
+    perturb(model)
     model.save_pretrained(folder)
     return folder
 

@@ -1,6 +1,7 @@
 """The status lines of the panel: findings, ranks, memory, machines, goodput."""
 
 import io
+import itertools
 import json
 import shlex
 import time
@@ -14,16 +15,13 @@ import pytest
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
 from trimaran.app.main import main
 from trimaran.app.report.detailed_steps import MAX_STEPS, detailed_steps
-from trimaran.app.views import run_findings
 from trimaran.app.views.clean_console import CleanConsole
 from trimaran.app.views.live import follow
-from trimaran.app.views.run_findings import FindingsPoller, RunFinding
+from trimaran.app.views.run_findings import FindingsPoller, RunDiagnosis, RunFinding
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw
 from trimaran.app.views.status_lines import status_lines
 from trimaran.core import Finding
-from trimaran.doctor import evidence
-from trimaran.doctor.rules import speed
 from trimaran.run import IncidentLog, Journal, RunDirectory, append_line
 from trimaran.run.attempts import AttemptLog
 from trimaran.run.measured_links import MeasuredLinks, write_measured_links
@@ -80,10 +78,9 @@ def state_of(run: RunDirectory) -> RunState:
     return state
 
 
-def poller_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, *findings: RunFinding) -> FindingsPoller:
+def poller_of(run: RunDirectory, *findings: RunFinding) -> FindingsPoller:
     """Return a poller whose doctor reports `findings`."""
-    monkeypatch.setattr(run_findings, "read_findings", lambda run: (list(findings), ""))
-    poller = FindingsPoller(run, at_once=True)
+    poller = FindingsPoller(run, at_once=True, read=lambda _: RunDiagnosis([*findings]))
     poller.poll()
     return poller
 
@@ -94,9 +91,9 @@ def text_of(panel: Any, width: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_each_kind_of_data_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_data_has_a_line(tmp_path: Path) -> None:
     run = detailed_run(tmp_path / "run")
-    lines = [each.plain for each in status_lines(state_of(run), poller_of(run, monkeypatch, SLOW))]
+    lines = [each.plain for each in status_lines(state_of(run), poller_of(run, SLOW))]
     assert lines[0].startswith("finding   ! F001 the loader is too slow")
     assert lines[2:] == [
         "incident  1 so far; last: i-0001 crash: rank 1 died of SIGKILL",
@@ -131,14 +128,11 @@ def test_invalid_data_is_skipped(tmp_path: Path, key: str, value: Any) -> None:
     assert status_lines(state_of(run)) == []
 
 
-@pytest.mark.parametrize("width", [60, 80, 130])
-@pytest.mark.parametrize("height", [24, 30, 60])
-def test_the_panel_never_outgrows_its_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, height: int
-) -> None:
+@pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 30), (130, 24), (60, 60)])
+def test_the_panel_never_outgrows_its_window(tmp_path: Path, width: int, height: int) -> None:
     run = detailed_run(tmp_path / "run")
     state = state_of(run)
-    extra = status_lines(state, poller_of(run, monkeypatch, SLOW))
+    extra = status_lines(state, poller_of(run, SLOW))
     rows = text_of(draw(state, width=width, height=height, extra=extra), width).splitlines()
     assert len(rows) <= height
     assert {len(row) for row in rows} == {width}
@@ -146,13 +140,11 @@ def test_the_panel_never_outgrows_its_window(
     assert any("2 gpus" in row for row in rows) == (height > 24 or width == 130)
 
 
-def test_a_finding_is_printed_once_with_its_command_on_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finding_is_printed_once_with_its_command_on_one_line(tmp_path: Path) -> None:
     run = detailed_run(tmp_path / "run")
     console = CleanConsole(file=io.StringIO(), width=60)
     ended = iter([False, False, True])
-    follow(RunState(run), console, has_ended=lambda: next(ended), poller=poller_of(run, monkeypatch, SLOW))
+    follow(RunState(run), console, has_ended=lambda: next(ended), poller=poller_of(run, SLOW))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("F001") == 1
     assert f"\n  fix: {SLOW.command}\n  expect: steps 30% shorter\n" in text
@@ -160,8 +152,8 @@ def test_a_finding_is_printed_once_with_its_command_on_one_line(
     assert "\x1b" not in text
 
 
-def test_a_finding_is_new_once_and_again_if_it_becomes_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poller = poller_of(finished_run(tmp_path / "run"), monkeypatch)
+def test_a_finding_is_new_once_and_again_if_it_becomes_a_fault(tmp_path: Path) -> None:
+    poller = poller_of(finished_run(tmp_path / "run"))
     fault = replace(SLOW, finding=replace(SLOW.finding, severity="fault", verdict="worse now"))
     other = replace(SLOW, finding=replace(SLOW.finding, culprit="rank 1"))
     new = []
@@ -171,51 +163,30 @@ def test_a_finding_is_new_once_and_again_if_it_becomes_a_fault(tmp_path: Path, m
     assert new == [[SLOW], [], [fault], [], [], [other]]
 
 
-@pytest.mark.parametrize("broken", ["a rule", "the files"])
-def test_an_error_of_the_doctor_is_printed_once_and_never_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+def test_a_doctor_that_fails_is_reported_once_and_the_run_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object, **__: object) -> Any:
-        raise KeyError("a strange line")
-
-    if broken == "a rule":
-        monkeypatch.setattr(speed, "RULES", (fail,))
-    else:
-        monkeypatch.setattr(evidence, "read_evidence", fail)
-    monkeypatch.setattr(run_findings, "POLL_SECONDS", 0.0)
-    console = CleanConsole(file=io.StringIO(), width=60)
-    ended = iter([False, True])
-    run = finished_run(tmp_path / "run")
-    follow(RunState(run), console, has_ended=lambda: next(ended), poller=FindingsPoller(run, at_once=True))
+    run, console = finished_run(tmp_path / "run"), CleanConsole(file=io.StringIO(), width=60)
+    state, ended, seconds = RunState(run), iter([False, True]), itertools.count(step=1000.0)
+    run.plan.write_text("{}")
+    poller = FindingsPoller(run, at_once=True, clock=lambda: next(seconds))
+    follow(state, console, has_ended=lambda: next(ended), poller=poller)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("KeyError: 'a strange line'") == 1
+    assert text.count("the doctor failed: ") == 1
     assert "step 10/10" in text
     assert capsys.readouterr().err == "", "no traceback over the panel"
-
-
-def test_a_failed_doctor_is_reported_and_the_run_is_shown(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "run")
-    poller = FindingsPoller(run, at_once=True)
-    run.plan.write_text("{}")
-    poller.poll()
-    assert poller.error.startswith("the doctor failed: ")
-    state = RunState(finished_run(tmp_path / "other"))
     assert any("the doctor failed" in each.plain for each in status_lines(state, poller))
 
 
-def test_the_doctor_is_polled_every_ten_seconds_and_less_often_if_it_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_is_polled_every_ten_seconds_and_less_often_if_it_is_slow(tmp_path: Path) -> None:
     clock, polls = [100.0], []
 
-    def read(run: RunDirectory) -> tuple[list[RunFinding], str]:
+    def read(run: RunDirectory) -> RunDiagnosis:
         polls.append(clock[0])
         clock[0] += 2.0  # a twentieth of a core: not again within 40 s
-        return [], ""
+        return RunDiagnosis([])
 
-    monkeypatch.setattr(run_findings, "read_findings", read)
-    monkeypatch.setattr(run_findings.time, "monotonic", lambda: clock[0])
-    poller = FindingsPoller(finished_run(tmp_path / "run"), at_once=False)
+    poller = FindingsPoller(finished_run(tmp_path / "run"), at_once=False, read=read, clock=lambda: clock[0])
     for _ in range(80):
         poller.poll()
         clock[0] += 1.0

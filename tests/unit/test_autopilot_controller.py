@@ -1,9 +1,8 @@
 """The controller beside a process that writes steps and answers requests; and the ledger that it writes."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.answering_run import main as answer_changes
 from tests.answering_run import metrics
-from trimaran.autopilot import controller as controller_module
 from trimaran.autopilot.controller import Controller, control, only_controller, read_answer, read_sample
 from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.proposal import Proposal, undo_of
@@ -25,8 +24,8 @@ from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.run import IncidentLog, Journal, RunDirectory, create_run
 from trimaran.run.change_request import read_change_request, write_change_request
 from trimaran.run.decision_records import DecisionReader, parse_decision, read_decisions
+from trimaran.run.replace_plan import replace_plan
 
-ROOT = Path(__file__).parents[2]
 FAST = {"plan.micro_batch": 2, "plan.grad_accum": 4}
 SLOW = {"plan.comm.bucket_mb": 1}
 NEVER = {"plan.compile": True}
@@ -38,8 +37,8 @@ class PlannedController(Controller):
 
     patches: Sequence[dict[str, Any]] = (FAST,)
 
-    def _propose(self, baseline: Baseline) -> list[Proposal]:
-        settings = self._settings()
+    def propose(self, baseline: Baseline) -> list[Proposal]:
+        settings = self.settings()
         return [
             Proposal(patch=each, undo=undo_of(each, settings) or {}, gain=0.2, uncertainty=0.05, reason="a try")
             for each in self.patches
@@ -54,17 +53,16 @@ def new_run(path: Path, mode: str = "act") -> RunDirectory:
 @contextmanager
 def ranks(run: RunDirectory) -> Iterator[None]:
     """Run the process that writes steps and answers requests."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.answering_run", str(run.path)], cwd=ROOT)
+    process = multiprocessing.get_context("fork").Process(target=answer_changes, args=(run.path,))
+    process.start()
     try:
         yield
-        assert process.poll() is None, "the process has died"
+        assert process.is_alive(), "the process has died"
     finally:
         run.stop_request.touch()
-        try:
-            process.wait(SECONDS)
-        finally:
-            process.kill()
-            process.wait()
+        process.join(SECONDS)
+        process.kill()
+        process.join()
 
 
 def poll_until(controller: Controller, condition: Callable[[], bool]) -> None:
@@ -73,6 +71,11 @@ def poll_until(controller: Controller, condition: Callable[[], bool]) -> None:
         assert time.monotonic() < until, read_decisions(controller.run)
         controller.poll()
         time.sleep(0.02)
+
+
+def is_applied(controller: Controller) -> bool:
+    """Return whether the change to FAST is applied, and the controller has read the answer."""
+    return controller.run.read_plan().micro_batch == 2 and controller.loop.pending is None
 
 
 def outcomes(run: RunDirectory) -> list[str]:
@@ -98,33 +101,29 @@ def test_changes_are_tried_measured_and_kept_or_rolled_back(tmp_path: Path) -> N
     assert run.read_plan().comm.bucket_mb == 25
 
 
-def test_the_best_layout_is_searched_once_for_each_plan_and_stays_a_candidate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    searched, layouts = list[Plan](), list[Any]()
+def test_the_best_layout_is_searched_once_for_each_plan(tmp_path: Path) -> None:
+    searched = list[Plan]()
 
     def search(evidence: Evidence) -> dict[str, Any]:
         searched.append(evidence.plan)
-        return {"plan.mesh.tp": 2}
+        return {}
 
-    def propose(*_: Any, layout: Any, **__: Any) -> list[Proposal]:
-        layouts.append(layout)
-        return []
-
-    monkeypatch.setattr(controller_module, "best_layout", search)
-    monkeypatch.setattr(controller_module, "proposals_of", propose)
-    found = Controller(new_run(tmp_path / "run"))
+    run = new_run(tmp_path / "run")
+    found, baseline = Controller(run, search_layout=search), Baseline(step_seconds=1.0, spread=0.1, steps=24)
     for _ in range(2):  # a decision may wait for more steps before the change, and then everything is proposed again
-        found._propose(Baseline(step_seconds=1.0, spread=0.1, steps=24))
-    assert len(searched) == 1
-    assert layouts == [{"plan.mesh.tp": 2}] * 2
+        found.propose(baseline)
+    assert searched == [run.read_plan()]
+    replace_plan(run, Plan(micro_batch=2, grad_accum=4))
+    found.settings()  # as in a poll: the files are read again
+    found.propose(baseline)
+    assert [each.micro_batch for each in searched] == [1, 2]
 
 
 def test_a_controller_that_starts_again_in_a_trial_finishes_it(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     with ranks(run):
         first = PlannedController(run)
-        poll_until(first, lambda: bool(first.loop._changes))  # the ranks have answered once; a verdict takes three
+        poll_until(first, lambda: is_applied(first))  # the ranks have answered once; a verdict takes three
         assert outcomes(run) == ["trying"]
         again = PlannedController(run)
         assert again.loop.trial is not None
@@ -150,7 +149,7 @@ def test_switching_the_autopilot_off_ends_its_trial(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     with ranks(run):
         controller = PlannedController(run)
-        poll_until(controller, lambda: bool(controller.loop._changes))
+        poll_until(controller, lambda: is_applied(controller))
         run.autopilot_off.touch()
         poll_until(controller, lambda: outcomes(run) == ["rolled-back"])
         assert run.read_plan().micro_batch == 1
@@ -204,16 +203,30 @@ def test_a_persons_pending_request_is_never_replaced(tmp_path: Path) -> None:
     assert outcomes(run) == []
 
 
+class CountingController(Controller):
+    """Counts how often it diagnoses the run."""
+
+    num_diagnoses = 0
+
+    def propose(self, baseline: Baseline) -> Sequence[Proposal]:
+        self.num_diagnoses += 1
+        return super().propose(baseline)
+
+
 def test_an_advising_controller_diagnoses_a_real_run_and_requests_nothing(tmp_path: Path) -> None:
     run, _ = written_run(tmp_path / "run", "advise")
-    controller = Controller(run)
-    controller.poll()
-    assert controller._diagnose_due > time.monotonic()  # not in the first minute
-    controller._diagnose_due = 0.0
-    controller.poll()
+    now = 1000.0
+    controller = CountingController(run, clock=lambda: now)
+    counts = []
+    # Not in the first minute. A diagnosis takes a thousand times as long to come again.
+    for seconds in (0.0, 59.0, 2.0, 1.0, 1e6):
+        now += seconds
+        controller.poll()
+        counts.append(controller.num_diagnoses)
+        controller.loop.due = 0
+    assert counts == [0, 0, 1, 1, 2]
     assert read_change_request(run) is None
     assert set(outcomes(run)) <= {"advised"}
-    assert controller._diagnose_due > time.monotonic() + 1  # a diagnosis takes a thousand times as long to come again
 
 
 def test_only_one_controller_runs_at_a_time(tmp_path: Path) -> None:

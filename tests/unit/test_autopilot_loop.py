@@ -25,6 +25,7 @@ class ToyRun:
         self.plan = settings_of(Plan(micro_batch=1, grad_accum=8), Recipe())
         self.patches, self.steps, self.step, self.in_place = patches, steps, 0, True
         self.written: list[Decision] = []
+        self.samples: list[TimedStep] = []
         self.requests: list[PendingRequest] = []
         self.status: Callable[[PendingRequest], Any] = lambda request: "applied"
         self.rng, self.speed, self.peak = random.Random(0), 1.0, 1.0
@@ -45,7 +46,8 @@ class ToyRun:
         for _ in range(count):
             self.step += 1
             took = self.seconds()
-            self.loop.add_step(TimedStep(self.step, took, took, self.peak))
+            self.samples.append(TimedStep(self.step, took, took, self.peak))
+            self.loop.add_step(self.samples[-1])
             settings = RunSettings(total_steps=self.steps, settings=self.plan)
             self.take(self.loop.poll(settings, now=float(self.step), propose=self.propose), answer=answer)
 
@@ -200,7 +202,7 @@ def restarted(run: ToyRun, answers: list[ChangeAnswer], *, pending: PendingReque
     """Return the run with a new loop that has read the ledger, the steps and the answers."""
     latest = {each.id: each for each in run.written}
     loop = DecisionLoop(run.loop.section, latest.values())
-    for each in run.loop._samples:
+    for each in run.samples:
         loop.add_step(each)
     for answer in answers:
         loop.add_answer(answer)
@@ -287,7 +289,12 @@ def test_switching_off_takes_a_trial_back() -> None:
 
 
 def test_a_step_that_is_trained_again_replaces_the_later_ones() -> None:
-    loop = DecisionLoop(AutopilotSection())
-    for step in (1, 2, 3, 2):
-        loop.add_step(TimedStep(step, 1.0, 1.0))
-    assert [each.step for each in loop._samples] == [1, 2]
+    run = ToyRun(FAST, section=AutopilotSection(mode="advise"))
+    for step in range(1, 101):
+        for again, seconds in ((step, 9.0), (step + 1, 9.0), (step, 1.0)):
+            run.loop.add_step(TimedStep(again, seconds, seconds))
+        assert run.loop.step == step
+    output = run.loop.poll(RunSettings(total_steps=4000, settings=run.plan), now=0.0, propose=run.propose)
+    (decision,) = output.decisions
+    assert decision.baseline["step_seconds"] == 1.0
+    assert decision.baseline["spread"] < 0.01

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from tests.unit.test_doctor_speed import predicted_run, recorded
 from tests.unit.test_planner_neighbours import question_for
 from trimaran.autopilot.proposal import Proposal, changes_course, describe, is_changeable
@@ -71,9 +72,9 @@ def test_fragmented_memory_gets_expandable_segments_in_place() -> None:
 @pytest.mark.parametrize(
     ("recipe", "wanted"),
     [
-        ("checkpoint.asynchronous=false", "checkpoint.asynchronous False -> True"),
+        slow(("checkpoint.asynchronous=false", "checkpoint.asynchronous False -> True")),
         ("checkpoint.every=10", "checkpoint.every 10 -> auto"),
-        ("checkpoint.memory=1", "checkpoint.memory 1 -> auto"),
+        slow(("checkpoint.memory=1", "checkpoint.memory 1 -> auto")),
     ],
 )
 def test_checkpoints_that_stall_get_another_interval_or_are_asynchronous(recipe: str, wanted: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_doctor_speed import predicted_run, recorded
 from trimaran.autopilot.proposal import settings_of
 from trimaran.autopilot.propose_nodes import SLOW_RANKS, SLOW_RATIO, with_recovered_node, without_slow_node
-from trimaran.autopilot.propose_rows import _dealt, rows_by_speed
+from trimaran.autopilot.propose_rows import deal_by_speed, rows_by_speed
 from trimaran.core import Decision, FaultsSection, Plan, Recipe
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import predicted_gain, with_measured_links
@@ -37,7 +37,7 @@ def settings(evidence: Evidence) -> dict[str, Any]:
 def test_rows_are_dealt_so_that_the_last_rank_is_done_first(
     total: int, ranks: int, slow: int, slowdown: float, rows: list[int]
 ) -> None:
-    assert _dealt(total, ranks, slow, slowdown) == rows
+    assert deal_by_speed(total, ranks, slow, slowdown) == rows
 
 
 def test_a_slow_rank_gets_fewer_rows_and_the_global_batch_stays() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cases import slow
 from tests.k8s_requests import launch_request
 from trimaran.core import UserError
 from trimaran.launch.targets.job_records import new_record
 from trimaran.launch.targets.k8s_target import KubernetesTarget
-from trimaran.launch.targets.kubernetes_files import k8s_client
-from trimaran.launch.targets.kubernetes_files.k8s_client import KINDS, describe
+from trimaran.launch.targets.kubernetes_files.k8s_client import KINDS, describe, read_logs
 from trimaran.launch.targets.target import JobRecord, LaunchRequest
 
 kmock: Any = pytest.importorskip("kmock")
@@ -35,7 +35,13 @@ RESOURCES = {
 class Emulator(kmock.KubernetesEmulator):
     """Also knows trials: `dryRun=All` answers as a creation does, and stores nothing."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.deletions: list[Any] = []
+
     async def _handle(self, request: Any) -> Any:
+        if request.method == kmock.method.DELETE:
+            self.deletions.append(request)
         if request.params.get("dryRun") == "All":
             key = (request.resource, request.namespace, request.data["metadata"]["name"])
             exists = key in self._objects and not self._objects[key].deleted
@@ -126,11 +132,12 @@ def ended(code: int) -> dict[str, Any]:
     return {"containerStatuses": [{"name": "node", "state": {"terminated": {"exitCode": code}}}]}
 
 
-@pytest.mark.parametrize(("kind", "plural"), [("job", "jobs"), ("jobset", "jobsets"), ("trainjob", "trainjobs")])
+@pytest.mark.parametrize(
+    ("kind", "plural"), [("job", "jobs"), slow(("jobset", "jobsets")), slow(("trainjob", "trainjobs"))]
+)
 def test_a_job_is_submitted_followed_stopped_and_resumed(
-    kind: str, plural: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, plural: str, server: Server, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(k8s_client, "POLL_SECONDS", 0.01)
     target, request, version = KubernetesTarget(), launch_request(kind=kind), KINDS[kind].version
     job = submitted(request, tmp_path / "files")
     assert (job.native_id, job.id) == ("llm/first", "k8s-llm-first")
@@ -158,7 +165,7 @@ def test_a_job_in_a_queue_is_deleted_to_stop_it(server: Server, tmp_path: Path) 
     target.stop(job)
     assert "Job" not in server.names()
     assert (target.state(job).state, target.state(job).native) == ("stopped", "NotFound")
-    deletion = next(each for each in server.api._requests if each.method == kmock.method.DELETE)
+    (deletion,) = server.api.deletions
     assert deletion.params["propagationPolicy"] == "Foreground"
     assert "gracePeriodSeconds" not in deletion.params  # the pods' own, which is longer than a save
 
@@ -226,5 +233,5 @@ def test_logs_are_those_of_all_pods(server: Server, tmp_path: Path) -> None:
     for name in ("first-0", "first-1"):
         server.add("v1", "pods", pod(name, "Running"))
         server.api[f"get /api/v1/namespaces/llm/pods/{name}/log"] << f"step 1 of {name}\n"
-    logs = k8s_client.read_logs(job.details, job.native_id, tail_lines=10)
+    logs = read_logs(job.details, job.native_id, tail_lines=10)
     assert logs == {name: f"step 1 of {name}\n" for name in ("first-0", "first-1")}

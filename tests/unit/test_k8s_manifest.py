@@ -45,18 +45,12 @@ FULL: dict[str, Any] = {
 }
 METRICS = ("telemetry.prometheus.port=9101", "telemetry.prometheus.host=0.0.0.0")
 HOSTILE = [
-    "a b",
-    "it's",
-    'say "x"',
-    "$(touch x)",
+    'it\'s a: "b" #c',
+    "$(touch x) $HOME `id`",
     "$(HF_TOKEN)",
-    "$HOME",
-    "`id`",
     "x\ny",
     "é中",
-    "a: b #c",
-    "-- x",
-    "%s{}",
+    "-- x %s{}",
 ]
 
 
@@ -74,15 +68,18 @@ def requests() -> list[Any]:
     gpu = {"cluster": "2x8xH100"}
     volcano = FULL | {"gang": "volcano", "topology": ""}
     sites = {"plain": {}, "gpu": gpu, "full": gpu | FULL, "volcano": gpu | volcano, "runtime": {"runtime": "torch"}}
+    quick = {"trainjob-plain", "trainjob-runtime", "jobset-volcano", "job-full"}
     return [
-        pytest.param(kind, site, id=f"{kind}-{name}")
+        pytest.param(kind, site, id=f"{kind}-{name}", marks=[] if f"{kind}-{name}" in quick else pytest.mark.slow)
         for kind, (name, site) in product(("trainjob", "jobset", "job"), sites.items())
         if kind == "trainjob" or name in ("full", "volcano")
     ]
 
 
 @pytest.mark.parametrize(("kind", "site"), requests())
-def test_core_objects_and_pods_pass_strict_validation(kind: str, site: dict[str, Any]) -> None:
+def test_manifests_are_valid_for_the_api_and_for_operators_and_have_no_mistakes(
+    kind: str, site: dict[str, Any]
+) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
     trees = documents(launch_request(*METRICS, kind=kind, **site))
@@ -91,14 +88,30 @@ def test_core_objects_and_pods_pass_strict_validation(kind: str, site: dict[str,
             kubernetes_validate.validate(tree, VERSION, strict=True)
         else:
             assert tree["kind"] in {*MODELS, *NO_MODELS}
-    workloads = find_workloads(trees)
-    assert len(workloads) == 1
-    for each in workloads:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": each.pod}
-        kubernetes_validate.validate(pod, VERSION, strict=True)
-        if each.spec:
-            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": each.spec}
-            kubernetes_validate.validate(job, VERSION, strict=True)
+    (workload,) = find_workloads(trees)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": workload.pod}
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+    if workload.spec:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": workload.spec}
+        kubernetes_validate.validate(job, VERSION, strict=True)
+    assert [str(each) for each in lint_manifest(trees)] == []
+    survive_the_models_of_their_operators(trees, kind, own_runtime=kind == "trainjob" and not site.get("runtime"))
+
+
+def survive_the_models_of_their_operators(trees: list[dict[str, Any]], kind: str, *, own_runtime: bool) -> None:
+    """The models drop unknown fields without a word, so what comes out is compared with what went in."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+
+    modelled = [each for each in trees if each["kind"] in MODELS]
+    kinds = {
+        "job": [],
+        "jobset": ["JobSet"],
+        "trainjob": ["TrainingRuntime", "TrainJob"] if own_runtime else ["TrainJob"],
+    }
+    assert [each["kind"] for each in modelled] == kinds[kind]
+    for tree in modelled:
+        model = getattr(models, MODELS[tree["kind"]]).from_dict(tree)
+        assert json.loads(json.dumps(model.to_dict(), default=str)) == tree
 
 
 def test_the_validation_would_notice_a_wrong_field() -> None:
@@ -108,27 +121,6 @@ def test_the_validation_would_notice_a_wrong_field() -> None:
     job["spec"]["template"]["spec"]["restartPolicies"] = "Never"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, VERSION, strict=True)
-
-
-@pytest.mark.parametrize(("kind", "site"), [each for each in requests() if each.values[0] != "job"])
-def test_jobs_of_operators_survive_their_own_models(kind: str, site: dict[str, Any]) -> None:
-    """The models drop unknown fields without a word, so what comes out is compared with what went in."""
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-
-    trees = [each for each in documents(launch_request(*METRICS, kind=kind, **site)) if each["kind"] in MODELS]
-    own_runtime = kind == "trainjob" and not site.get("runtime")
-    assert [each["kind"] for each in trees] == (
-        ["JobSet"] if kind == "jobset" else ["TrainingRuntime", "TrainJob"] if own_runtime else ["TrainJob"]
-    )
-    for tree in trees:
-        model = getattr(models, MODELS[tree["kind"]]).from_dict(tree)
-        assert json.loads(json.dumps(model.to_dict(), default=str)) == tree
-
-
-@pytest.mark.parametrize(("kind", "site"), requests())
-def test_our_own_manifests_have_no_mistakes(kind: str, site: dict[str, Any]) -> None:
-    trees = documents(launch_request(*METRICS, kind=kind, **site))
-    assert [str(each) for each in lint_manifest(trees)] == []
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "jobset", "job"])

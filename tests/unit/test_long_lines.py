@@ -5,28 +5,27 @@ import os
 import tracemalloc
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from tests.long_run import write_long_run
 from tests.runs import finished_run, new_run, step_metrics
 from trimaran.app.main import main
 from trimaran.app.report.page import page_of
 from trimaran.app.report.report_facts import facts_of
 from trimaran.app.report.run_feed import RunFeed
-from trimaran.app.views import run_state
 from trimaran.app.views.run_state import RunState
 from trimaran.app.web.runs_root import RunsRoot
 from trimaran.run import LineFollower, RunDirectory, append_line, last_step
 from trimaran.run.journal import forget_steps_after
 from trimaran.run.lines_from_end import MAX_LINE_BYTES, lines_from_end
-from trimaran.telemetry import step_reader
 from trimaran.telemetry.ledger import LedgerReader
 from trimaran.telemetry.step_blocks import StepBlock
 from trimaran.telemetry.step_index import StepIndexer
+from trimaran.telemetry.step_reader import ReadLimits
 
-HUGE = 200 << 20  # bytes of a line, in a file without data
+HUGE = 160 << 20  # bytes of a line, in a file without data
 PEAK = 8 * MAX_LINE_BYTES  # well below the size of the line
 
 
@@ -78,8 +77,9 @@ def test_lines_up_to_the_limit_are_read(tmp_path: Path) -> None:
         assert len(list(lines_from_end(path))) == 3
 
 
-@pytest.mark.parametrize("name", ["metrics", "events"])
-def test_a_run_with_a_huge_line_is_shown_with_its_size(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "verbs"), [("metrics", ("watch",)), slow(("metrics", ("incidents", "doctor"))),
+                                             slow(("events", ("watch",)))])  # fmt: skip
+def test_a_run_with_a_huge_line_is_shown_with_its_size(tmp_path: Path, name: str, verbs: tuple[str, ...]) -> None:
     run, other = finished_run(tmp_path / "runs" / "damaged"), finished_run(tmp_path / "runs" / "healthy")
     assert run.path != other.path
     path = run.metrics if name == "metrics" else run.events(0)
@@ -96,11 +96,11 @@ def test_a_run_with_a_huge_line_is_shown_with_its_size(tmp_path: Path, name: str
         assert tracemalloc.get_traced_memory()[1] < PEAK
     finally:
         tracemalloc.stop()
-    for verb in (["watch"], ["incidents"], ["doctor"]) if name == "metrics" else (["watch"],):
+    for verb in verbs:
         with redirect_stdout(io.StringIO()) as shown:
-            assert main([verb[0], str(run.path), *verb[1:]]) == 0
-        if verb == ["watch"]:
-            assert f"{path.name}: a line of 200" in shown.getvalue()
+            assert main([verb, str(run.path)]) == 0
+        if verb == "watch":
+            assert f"{path.name}: a line of {HUGE >> 20}" in shown.getvalue()
     assert facts["skipped_lines"] == [{"file": path.name, "offset": begin, "num_bytes": HUGE}]
     assert "is damaged and was skipped" in page_of(facts)
 
@@ -124,49 +124,30 @@ def test_an_index_goes_on_after_a_long_line(tmp_path: Path) -> None:
     assert [indexer.extend(), indexer.extend()] == [2, 0]
 
 
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return write_long_run(tmp_path_factory.mktemp("long") / "run", steps=40_000, attempts=5, is_indexed=False)
-
-
-@pytest.fixture
-def _few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the run for a much longer one."""
-    limits: dict[str, Any] = {
-        "MAX_LINES_BYTES": 1 << 20,
-        "FIRST_BYTES": 1 << 16,
-        "LAST_BYTES": 1 << 18,
-        "NUM_PLACES": 200,
-    }
-    for name, value in limits.items():
-        monkeypatch.setattr(step_reader, name, value)
-    monkeypatch.setattr(LedgerReader.__init__, "__kwdefaults__", {"num_lines": 64, "max_unindexed_bytes": 1 << 20})
-    monkeypatch.setattr(run_state, "REBUILT_BLOCKS", 80)
-
-
-@pytest.mark.usefixtures("_few_lines")
-def test_a_long_run_without_an_index_is_estimated_and_then_exact(long_run: RunDirectory) -> None:
-    reader = LedgerReader(long_run)
+def test_steps_without_an_index_are_estimated(tmp_path: Path) -> None:
+    run = write_long_run(tmp_path / "run", steps=6000, attempts=5, is_indexed=False)
+    limits = ReadLimits(lines_bytes=1 << 18, first_bytes=1 << 14, last_bytes=1 << 16, num_places=100)
+    reader = LedgerReader(run, num_lines=64, max_unindexed_bytes=1 << 18, limits=limits)
     reader.poll()
     steps = list(reader.new_steps())
     num_read = sum(not isinstance(step, StepBlock) for step in steps)
-    assert len(steps) < 5000
-    assert sum(step.count for step in steps if isinstance(step, StepBlock)) == 40_000 - num_read
-    estimated = reader.compute().seconds
+    assert len(steps) < 1500
+    assert sum(step.count for step in steps if isinstance(step, StepBlock)) == 6000 - num_read
+    assert 4000 < reader.num_estimated < 6000
+    exact = LedgerReader(run).read()
+    assert reader.compute().seconds == pytest.approx(exact.seconds, abs=0.02 * exact.total)
 
-    state = RunState(long_run)
+
+@pytest.mark.slow
+def test_a_long_run_without_an_index_is_estimated_and_then_exact(tmp_path: Path) -> None:
+    state = RunState(write_long_run(tmp_path / "run", steps=50_000, attempts=5, is_indexed=False))
     state.refresh()
-    assert (state.step, state.history.count, state.first_loss) == (40_000, 40_000, 10 / 10**0.3)
-    assert state.num_estimated > 30_000
+    assert (state.step, state.history.count, state.first_loss) == (50_000, 50_000, 10 / 10**0.3)
+    assert state.num_estimated > 25_000
     assert state.as_dict()["estimated_steps"] == state.num_estimated
-    refreshes = 0
     while state.num_estimated:
         state.refresh()
-        refreshes += 1
-    assert refreshes == 3
-    assert state.history.count == 40_000
-    assert state.ledger is not None
-    assert estimated == pytest.approx(state.ledger.seconds, abs=0.01 * state.ledger.total)
+    assert state.history.count == 50_000
 
 
 def test_a_page_says_that_its_numbers_are_estimates(tmp_path: Path) -> None:

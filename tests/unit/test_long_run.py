@@ -9,7 +9,6 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks.long_run import measure
@@ -19,20 +18,19 @@ from tests.runs import new_run, step_metrics
 from trimaran.app.main import main
 from trimaran.app.report.page import page_of
 from trimaran.app.report.report_facts import facts_of
-from trimaran.app.views import step_history
-from trimaran.app.views.run_state import RunState
+from trimaran.app.views.step_history import StepHistory
 from trimaran.core import SLOW_DETAILS
 from trimaran.run import Journal, RunDirectory, append_line, last_step
 from trimaran.run.journal import forget_steps_after
 from trimaran.run.lines_from_end import BLOCK_BYTES, last_lines, lines_from_end
-from trimaran.telemetry import step_reader
 from trimaran.telemetry.ledger import LedgerReader
 from trimaran.telemetry.run_tail import RunTail
-from trimaran.telemetry.step_blocks import StepBlock
+from trimaran.telemetry.step_blocks import SCALARS, StepBlock
 from trimaran.telemetry.step_index import BLOCK_LINES, StepIndexer, read_index
+from trimaran.telemetry.step_lines import read_step
 from trimaran.train.metrics.slow_details import NUM_COMPLETE_STEPS, SlowDetails
 
-STEPS = 12_000
+STEPS = 40_000  # more than are read without the index
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +38,9 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return write_long_run(tmp_path_factory.mktemp("long") / "run", steps=STEPS, attempts=5)
 
 
-@pytest.fixture
-def _always_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the index of short runs, too."""
-    monkeypatch.setattr(step_reader.StepReader.__init__, "__kwdefaults__", {"max_unindexed_bytes": 0})
-    monkeypatch.setattr(LedgerReader.__init__, "__kwdefaults__", {"num_lines": 64, "max_unindexed_bytes": 0})
+def indexed(run: RunDirectory) -> LedgerReader:
+    """Return a reader that uses the index of a short run, too."""
+    return LedgerReader(run, num_lines=64, max_unindexed_bytes=0)
 
 
 def bytes_read() -> int:
@@ -99,7 +95,6 @@ def test_a_new_sidecar_reads_only_what_the_last_one_has_not_sent(long_run: RunDi
     assert read < 1 << 20 < long_run.metrics.stat().st_size / 4
 
 
-@pytest.mark.usefixtures("_always_indexed")
 def test_incidents_do_not_read_the_steps(long_run: RunDirectory) -> None:
     before = bytes_read()
     with redirect_stdout(io.StringIO()) as shown:
@@ -109,40 +104,34 @@ def test_incidents_do_not_read_the_steps(long_run: RunDirectory) -> None:
     assert bytes_read() - before < 2 * events + (2 << 20)
 
 
-def shown_of(run: RunDirectory) -> dict[str, Any]:
-    """Return what `report --json` prints, without the time of the report and the size of the intervals."""
-    facts = facts_of(run)
-    for key in ("made", "ranks_over_time", "machines_over_time", "findings", "doctor_trouble"):
-        facts.pop(key)
-    return facts
+def test_the_index_changes_no_number(tmp_path: Path) -> None:
+    run = write_long_run(tmp_path / "run", steps=4000, attempts=3)
+    ledgers, histories, num_blocks = [], [], []
+    for reader in (LedgerReader(run), indexed(run)):
+        reader.poll()
+        history = StepHistory()
+        for step in (steps := list(reader.new_steps())):
+            history.add_block(step) if isinstance(step, StepBlock) else history.add(step)
+        num_blocks.append(sum(isinstance(step, StepBlock) for step in steps))
+        ledgers.append(reader.compute())
+        histories.append(history)
+    assert num_blocks[0] == 0
+    assert num_blocks[1] > 0.6 * 4000 / BLOCK_LINES
+    exact, found = histories
+    assert ledgers[1].seconds == pytest.approx(ledgers[0].seconds, rel=1e-9)
+    assert (found.count, found.not_finite, found.first) == (exact.count, exact.not_finite, exact.first)
+    for name in SCALARS:
+        one, other = exact.extent(name), found.extent(name)
+        assert one is not None
+        assert other is not None
+        assert (one.first, one.last, one.least, one.most) == (other.first, other.last, other.least, other.most), name
+        assert other.total == pytest.approx(one.total, rel=1e-9)
 
 
-def test_the_index_changes_no_number(long_run: RunDirectory, request: pytest.FixtureRequest) -> None:
-    exact = shown_of(long_run)
-    request.getfixturevalue("_always_indexed")
-    reader = LedgerReader(long_run)
-    reader.poll()
-    assert sum(isinstance(step, StepBlock) for step in reader.new_steps()) > 0.6 * STEPS / BLOCK_LINES
-    found = shown_of(long_run)
-    assert found.pop("ledger")["seconds"] == pytest.approx(exact.pop("ledger")["seconds"], rel=1e-9)
-    assert found.pop("goodput") == pytest.approx(exact.pop("goodput"), rel=1e-9)
-    curves, exact_curves = found.pop("curves"), exact.pop("curves")
-    found.pop("phases_over_time"), exact.pop("phases_over_time")
-    found.pop("waterfall"), exact.pop("waterfall")  # the ledger in groups
-    assert found == exact
-    for name, curve in exact_curves.items():
-        for point in ("first", "last", "least", "most"):
-            assert curves[name][point] == curve[point], (name, point)
-    rows, exact_rows = curves["loss"]["spread"], exact_curves["loss"]["spread"]
-    assert (rows[0][0], rows[-1][0]) == (exact_rows[0][0], exact_rows[-1][0]) == (1, STEPS)
-    assert len(rows) > 0.5 * STEPS / BLOCK_LINES
-    assert all(low <= mean <= high for _, low, mean, high in rows)
-
-
-@pytest.mark.usefixtures("_always_indexed")
 def test_a_wrong_index_is_not_believed(tmp_path: Path) -> None:
     run = write_long_run(tmp_path / "run", steps=3000, attempts=2)
-    true = LedgerReader(run).read().seconds
+    true = LedgerReader(run).read().seconds  # it is short enough to be read without the index
+    assert indexed(run).read().seconds == pytest.approx(true)
     index = run.metrics_index.read_bytes()
     lines = index.splitlines(keepends=True)
     assert len(lines) == 3000 // BLOCK_LINES
@@ -156,7 +145,7 @@ def test_a_wrong_index_is_not_believed(tmp_path: Path) -> None:
     ]
     for wrong in damaged:
         run.metrics_index.write_bytes(wrong)
-        assert LedgerReader(run).read().seconds == pytest.approx(true)
+        assert indexed(run).read().seconds == pytest.approx(true)
     # Steps were repeated while nobody wrote the index: the same offsets, other lines.
     run.metrics_index.write_bytes(index)
     text = run.metrics.read_text()
@@ -189,29 +178,24 @@ def test_the_index_follows_metrics_that_are_truncated_and_repeated(tmp_path: Pat
     assert len(run.metrics_index.read_bytes().splitlines()) == 4, "stale lines were removed"
 
 
-def test_memory_is_bounded_and_sums_stay_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(step_history, "MAX_STEPS", 64)
-    monkeypatch.setattr(step_history, "MAX_BLOCKS", 32)
-    run = new_run(tmp_path / "run", steps=6000)
-    run.metrics.touch()
-    state, most = RunState(run), 0
-    for begin in range(1, 6001, 500):
-        lines = [step_metrics(step, loss=math.nan if step == 700 else abs(step - 3333.0)) for step in
-                 range(begin, begin + 500)]  # fmt: skip
-        with run.metrics.open("a") as file:
-            file.writelines(json.dumps(step.as_dict()).replace("NaN", "null") + "\n" for step in lines)
-        state.refresh()
-        history = state.history
+def test_memory_is_bounded_and_sums_stay_exact() -> None:
+    history, most = StepHistory(max_steps=64, max_blocks=32), 0
+    for number in range(1, 3001):
+        metrics = step_metrics(number, loss=math.nan if number == 700 else abs(number - 1666.0))
+        step = read_step((json.dumps(metrics.as_dict()).replace("NaN", "null") + "\n").encode())
+        assert step is not None
+        history.add(step)
         most = max(most, len(history.steps) + len(history.blocks))
-    extent = state.history.extent("loss")
+    extent = history.extent("loss")
     assert extent is not None
-    assert most <= 128 + 64
-    assert (state.history.count, extent.count, state.step) == (6000, 5999, 6000)
-    assert (extent.first, extent.last) == ((1, 3332.0), (6000, 2667.0))
-    assert (extent.least, extent.most) == ((3333, 0.0), (1, 3332.0))
-    assert extent.total == sum(abs(step - 3333.0) for step in range(1, 6001) if step != 700)
-    assert state.history.not_finite == [700]
-    assert state.first_loss == 3332.0
+    assert 64 <= most <= 128 + 64
+    assert (history.count, extent.count, history.steps[-1].step) == (3000, 2999, 3000)
+    assert (extent.first, extent.last) == ((1, 1665.0), (3000, 1334.0))
+    assert (extent.least, extent.most) == ((1666, 0.0), (1, 1665.0))
+    assert extent.total == sum(abs(step - 1666.0) for step in range(1, 3001) if step != 700)
+    assert history.not_finite == [700]
+    assert history.first is not None
+    assert history.first.loss == 1665.0
 
 
 def test_lines_of_a_long_run_take_at_most_500_bytes_each(long_run: RunDirectory, tmp_path: Path) -> None:
@@ -241,9 +225,8 @@ def test_the_first_steps_after_a_start_have_every_detail() -> None:
     assert with_memory == [step for step in range(5100, 5300) if step % interval == 0]
 
 
-@pytest.mark.usefixtures("_always_indexed")
 def test_a_page_about_a_long_run_is_as_small_as_one_about_a_short_run(long_run: RunDirectory, tmp_path: Path) -> None:
-    short = write_long_run(tmp_path / "run", steps=1200, attempts=5)
+    short = write_long_run(tmp_path / "run", steps=6000, attempts=5)
     sizes = [len(page_of(facts_of(run))) for run in (short, long_run)]
     assert sizes[1] < 1.5 * sizes[0]
 

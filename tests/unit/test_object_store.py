@@ -18,9 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoints import Crash, LocalStore, loads, save_checkpoint
 from tests.fault.harness import wait_for
-from trimaran.checkpoint import object_store
 from trimaran.checkpoint.manifest import MANIFEST, DamagedError, FileRecord, Manifest, manifest_bytes, read_manifest
-from trimaran.checkpoint.object_store import ObjectStore, StoreError, open_store
+from trimaran.checkpoint.object_store import NUM_TRANSFERS, ObjectStore, StoreError, open_store
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.step_dirs import complete_steps, step_path
 from trimaran.checkpoint.store_client import StoreClient
@@ -255,16 +254,15 @@ def test_states_that_turned_out_to_be_bad_are_refused_in_the_store_and_never_rem
     assert [each.name for each in store.steps()] == [store.steps()[0].name, bad]
 
 
-def test_an_upload_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "BLOCK_BYTES", 1 << 20)
-    folder, num_bytes = step_path(tmp_path, 1), 32 << 20
+def test_an_upload_takes_little_memory(tmp_path: Path) -> None:
+    folder, num_bytes = step_path(tmp_path, 1), 16 << 20
     folder.mkdir()
     data = os.urandom(num_bytes)
     files = {name: FileRecord(num_bytes, sha256(data).hexdigest()) for name in ("rank-00000.safetensors", "index.json")}
     for name in files:
         (folder / name).write_bytes(data)
     (folder / MANIFEST).write_bytes(manifest_bytes(Manifest(step=1, files=files)))
-    store = open_store(f"file://{tmp_path}/store")
+    store = open_store(f"file://{tmp_path}/store", block_bytes=1 << 19)
     tracemalloc.start()
     try:
         put(store, tmp_path, 1)
@@ -274,7 +272,7 @@ def test_an_upload_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Monke
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 3 * object_store.NUM_TRANSFERS << 20
+    assert peak < 3 * NUM_TRANSFERS << 19
 
 
 @pytest.mark.parametrize(
@@ -335,12 +333,12 @@ class DirectClient:
     """Stands for the process, in this one: `StoreUploads` calls it from its thread."""
 
     def __init__(self, url: str, **faults: str) -> None:
-        self.url, self._faults, self._answers = url, faults, list[dict[str, Any]]()
+        self.url, self.faults, self._answers = url, faults, list[dict[str, Any]]()
         self._requests = StoreRequests(url, self._answers.append)
 
     def call(self, do: str, report_progress: Any = None, **fields: Any) -> Any:
-        if do in self._faults:
-            raise StoreError(self._faults[do])
+        if do in self.faults:
+            raise StoreError(self.faults[do])
         self._requests.handle({"do": do, "delays": [], **fields})
         answer = self._answers.pop()
         if "error" in answer:
@@ -348,20 +346,20 @@ class DirectClient:
         return answer["result"]
 
 
-def uploads_of(folder: Path, url: str, *ranks: dict[str, str]) -> list[StoreUploads]:
-    """Return the uploads of nodes with one rank each on a shared disk; `ranks` are the faults of each."""
+def uploads_of(folder: Path, url: str, *ranks: dict[str, str] | DirectClient) -> list[StoreUploads]:
+    """Return the uploads of nodes with one rank each on a shared disk; `ranks` are the faults or the client of each."""
     messages, nodes = LocalStore(), tuple(range(len(ranks)))
     return [
         StoreUploads(
             folder,
             RankLayout(rank=rank, local_rank=0, nodes=nodes),
             messages,
-            DirectClient(url, **faults),  # pyrefly: ignore[bad-argument-type]
+            client if isinstance(client, DirectClient) else DirectClient(url, **client),  # pyrefly: ignore
             CheckpointSection(keep=1),
             owner=OWNER,
             nonce="ab",
         )
-        for rank, faults in enumerate(ranks)
+        for rank, client in enumerate(ranks)
     ]
 
 
@@ -393,13 +391,14 @@ def test_every_node_uploads_its_part_and_the_first_completes_it(local: Path, tmp
 
 def test_if_one_node_fails_the_checkpoint_is_not_complete_and_the_next_is_tried(local: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
-    nodes = uploads_of(local, url, {}, {"upload": "connection lost"})
+    failing = DirectClient(url, upload="connection lost")
+    nodes = uploads_of(local, url, {}, failing)
     for each in nodes:
         each.start(1)
     (result,) = finished(nodes)
     assert (result.step, result.failed) == (1, "connection lost")
     assert complete_in(open_store(url)) == []
-    nodes[1]._client._faults.clear()  # pyrefly: ignore[missing-attribute]
+    failing.faults.clear()
     for each in nodes:
         each.start(2)
     (result,) = finished(nodes)

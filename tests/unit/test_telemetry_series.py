@@ -15,7 +15,6 @@ from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.core import Decision
 from trimaran.core.recipe import PrometheusSection
 from trimaran.run import RunDirectory
-from trimaran.telemetry.sinks import prometheus
 from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC
 from trimaran.telemetry.sinks.prometheus import PrometheusSink
 
@@ -181,13 +180,10 @@ def test_the_number_of_series_per_metric_is_limited(sink: PrometheusSink) -> Non
     assert shown(sink, "dropped_series_total") == [10_000.0 - MAX_SERIES_PER_METRIC]
 
 
-def test_a_taken_port_is_logged_once_and_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(prometheus, "RETRY_SECONDS", 0.0)
+def test_a_taken_port_is_logged_once_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        sink = new_sink(new_run(tmp_path / "toy"), port)
+        sink = PrometheusSink(new_run(tmp_path / "toy"), PrometheusSection(port=port), steps=100, retry_seconds=0.0)
         sink.step(step_line(1, 1000.0))
         assert [record.message for record in caplog.records] == [
             f"cannot serve metrics at 127.0.0.1:{port} yet: Address already in use"

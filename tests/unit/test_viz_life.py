@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from trimaran.app.main import main
 from trimaran.app.request.run_life_facts import life_of
 from trimaran.app.request.viz_request import read_subject
@@ -76,9 +77,9 @@ def test_the_files_of_a_launched_run_are_shown_as_they_are(run: RunDirectory) ->
     assert life_of(run).files == {"run.sh": "#!/bin/sh\nexec true\n"}
 
 
-@pytest.mark.parametrize(("target", "cluster"), [("local", "2xcpu"), ("local", "2x2xcpu"), ("slurm", "2x8xH100"),
-                                                 ("k8s", "2x8xH100"), ("ray", "2x8xH100"), ("ssh", "2x8xH100"),
-                                                 ("sky", "2x8xH100")])  # fmt: skip
+@pytest.mark.parametrize(("target", "cluster"), [("local", "2xcpu"), ("local", "2x2xcpu"), ("k8s", "2x8xH100"),
+                                                 *(slow((name, "2x8xH100")) for name in ("slurm", "ray", "ssh", "sky"))
+                                                 ])  # fmt: skip
 def test_the_files_of_a_target_are_byte_equal_to_those_of_a_launch(
     target: str, cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

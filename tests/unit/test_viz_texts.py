@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from trimaran.app.request.plan_request import read_plan_request
 from trimaran.app.request.viz_request import read_subject
 from trimaran.planner import search
@@ -49,8 +50,8 @@ def test_chinese_templates_have_the_values_of_the_english_ones() -> None:
     assert [key for key, text in views.items() if not text.strip()] == []
 
 
-@pytest.mark.parametrize(("plan", "cluster"), [("llama-3.1-8b", "2x8xH100"), ("llama-3.1-70b", "4x8xH100"),
-                                               ("llama-3.2-1b", "8xA100-80GB"), ("tiny", "2xcpu")])  # fmt: skip
+@pytest.mark.parametrize(("plan", "cluster"), [("llama-3.1-8b", "2x8xH100"), slow(("llama-3.1-70b", "4x8xH100")),
+                                               slow(("llama-3.2-1b", "8xA100-80GB")), ("tiny", "2xcpu")])  # fmt: skip
 def test_reasons_and_hints_of_the_planner_are_known(plan: str, cluster: str) -> None:
     answer = search(read_plan_request(plan, {"cluster": cluster}, ()).question)
     best = answer.ranked[0].prediction

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +55,15 @@ LEFT_OUT_AFTER = {"evaluation": 1, "profile": 1, "recompile": 1, "started": 5, "
 class Controller:
     """The autopilot of one run, from its first step to its last. `poll` reads what is new and acts on it."""
 
-    def __init__(self, run: RunDirectory, *, calibrations: Path | None = None) -> None:
-        self.run, self._calibrations = run, calibrations
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        calibrations: Path | None = None,
+        search_layout: Callable[[Evidence], Patch] = best_layout,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run, self._calibrations, self._search_layout, self._clock = run, calibrations, search_layout, clock
         self.recipe, self.plan = run.read_recipe(), run.read_plan()
         self.loop = DecisionLoop(self.recipe.autopilot, read_decisions(run))
         self._ledger = DecisionLedger(run)
@@ -66,7 +73,7 @@ class Controller:
         self._memory_limit: float | None = None
         self._requested_at, self._lost_polls = 0.0, 0
         # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
-        self._diagnose_due = time.monotonic() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
+        self._diagnose_due = self._clock() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
         self._layouts: dict[str, Patch] = {}  # the patch to the best layout, by plan: searched once for each
         self._links: tuple[Link, ...] | None = None  # as they were last measured
         self._incidents_version: tuple[int, int] | None = None
@@ -95,14 +102,14 @@ class Controller:
         self._notice_recovery()
         if (shift := loop.find_shift()) is not None:
             log.info("%s", shift)
-            self._layouts, self._links, self._diagnose_due = {}, None, time.monotonic()
-        if loop.trial is None and (not loop.is_due() or time.monotonic() < self._diagnose_due):
+            self._layouts, self._links, self._diagnose_due = {}, None, self._clock()
+        if loop.trial is None and (not loop.is_due() or self._clock() < self._diagnose_due):
             self._write(loop.take_output())
             return
         facts = RunSettings(
-            total_steps=self.recipe.train.steps, settings=self._settings(), memory_limit=self._memory_limit
+            total_steps=self.recipe.train.steps, settings=self.settings(), memory_limit=self._memory_limit
         )
-        self._write(loop.poll(facts, now=time.time(), propose=self._propose))
+        self._write(loop.poll(facts, now=time.time(), propose=self.propose))
 
     # Reading
 
@@ -136,7 +143,7 @@ class Controller:
 
     def _answer_about_nodes(self, pending: PendingRequest, step: int) -> None:
         """The ranks were started again on other nodes, after `step`."""
-        seconds = time.monotonic() - self._requested_at
+        seconds = self._clock() - self._requested_at
         self.loop.add_answer(
             ChangeAnswer(id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=seconds)
         )
@@ -165,9 +172,9 @@ class Controller:
             self._speeds_version, before = version, self._recovered
             self._recovered = {host for host, each in read_node_speeds(self.run).items() if has_recovered(each)}
             if self._recovered - before:
-                self.loop.due, self._diagnose_due = min(self.loop.due, self.loop.step), time.monotonic()
+                self.loop.due, self._diagnose_due = min(self.loop.due, self.loop.step), self._clock()
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the present values of the fields that can change; the ranks replace both files after a change."""
         version = tuple((each.st_ino, each.st_mtime_ns) for each in (self.run.recipe.stat(), self.run.plan.stat()))
         if version != self._settings_version:
@@ -180,7 +187,7 @@ class Controller:
 
     # Acting
 
-    def _propose(self, baseline: Baseline) -> Sequence[Proposal]:
+    def propose(self, baseline: Baseline) -> Sequence[Proposal]:
         """Diagnose the steps under the present plan. Expensive, so it is not done again for a while."""
         began = time.thread_time()
         evidence = self._evidence(baseline)
@@ -190,10 +197,10 @@ class Controller:
         is_near = limit is not None and peak > GROWING_MEMORY_FRACTION * limit
         key, priced = self.plan.model_dump_json(), self._with_measured_links(evidence)
         if key not in self._layouts:
-            self._layouts[key] = best_layout(priced)
+            self._layouts[key] = self._search_layout(priced)
         found = proposals_of(priced, diagnose(evidence), peak_is_near=is_near, layout=self._layouts[key])
         found = [each for each in found if each.patch.get("plan.micro_batches") != "measured"]  # at a start only
-        settings = self._settings()
+        settings = self.settings()
         rows = rows_by_speed(evidence, settings)
         found += [*rows, *without_slow_node(evidence, settings, instead=rows)]
         decisions, speeds = [*self.loop.decisions.values()], read_node_speeds(self.run)
@@ -203,7 +210,7 @@ class Controller:
         took = time.thread_time() - began
         mode = self.recipe.autopilot.mode
         if mode in MAX_CPU_FRACTION and self.loop.trial is None:
-            self._diagnose_due = time.monotonic() + took / MAX_CPU_FRACTION[mode]
+            self._diagnose_due = self._clock() + took / MAX_CPU_FRACTION[mode]
         return found
 
     def _evidence(self, baseline: Baseline) -> Evidence:
@@ -233,7 +240,7 @@ class Controller:
             self._request(output.request)
 
     def _request(self, pending: PendingRequest) -> None:
-        self._requested_at, self._lost_polls = time.monotonic(), 0
+        self._requested_at, self._lost_polls = self._clock(), 0
         if _is_about_nodes(pending):
             write_left_out(self.run, pending.patch[LEFT_OUT_FIELD], reason=pending.reason)
             self._waits_for_nodes = True
@@ -252,13 +259,13 @@ class Controller:
         """Give up a request that was replaced, lost, or not answered for long."""
         found = read_change_request(self.run)
         if _is_about_nodes(pending):
-            if time.monotonic() - self._requested_at > ANSWER_SECONDS:
+            if self._clock() - self._requested_at > ANSWER_SECONDS:
                 self.loop.abandon_request(f"the ranks were not started on other nodes for {ANSWER_SECONDS:.0f} s")
         elif found is None or found.id != pending.id:
             self._lost_polls += 1
             if self._lost_polls >= LOST_POLLS:
                 self.loop.abandon_request("the ranks did not answer the request")
-        elif time.monotonic() - self._requested_at > ANSWER_SECONDS:
+        elif self._clock() - self._requested_at > ANSWER_SECONDS:
             self.run.change_request.unlink(missing_ok=True)
             self.loop.abandon_request(f"the ranks did not answer for {ANSWER_SECONDS:.0f} s")
 
@@ -271,7 +278,7 @@ class Controller:
         pending = None
         if request is not None and is_ours:
             pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
-            self._requested_at = time.monotonic()
+            self._requested_at = self._clock()
         self.loop.resume_trial(pending)
 
 

@@ -32,7 +32,7 @@ def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Propo
     now = plan.rows_by_rank or (plan.micro_batch,) * plan.mesh.dp
     others = [rows for index, rows in enumerate(now) if index != number]
     row_seconds, slow_row_seconds = slow.usual / (sum(others) / len(others)), slow.most / now[number]
-    rows = _dealt(sum(now), plan.mesh.dp, number, slow_row_seconds / row_seconds)
+    rows = deal_by_speed(sum(now), plan.mesh.dp, number, slow_row_seconds / row_seconds)
     then = max(each * (slow_row_seconds if index == number else row_seconds) for index, each in enumerate(rows))
     patch: Patch = {FIELD: [] if len({*rows}) == 1 else rows}
     undo = {FIELD: settings[FIELD]}
@@ -71,7 +71,7 @@ def _equal_rows(plan: Plan, measured: StepBreakdown, settings: Mapping[str, Any]
     return [Proposal(patch={FIELD: []}, undo=undo, is_measured=True, is_in_place=True, **known)] if gain > 0 else []
 
 
-def _dealt(total: int, num_ranks: int, slow: int, slowdown: float) -> list[int]:
+def deal_by_speed(total: int, num_ranks: int, slow: int, slowdown: float) -> list[int]:
     """Return the rows of each data rank, at least one, with which the last one is done earliest.
 
     The data rank `slow` takes `slowdown` times as long for a row as the others.

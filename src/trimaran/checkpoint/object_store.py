@@ -102,8 +102,11 @@ def step_in_name(name: str) -> int:
     return int(named[1])
 
 
-def open_store(url: str) -> "ObjectStore":
-    """Return the store at `url`. Nothing is connected yet. Raises UserError K060 if a package is missing."""
+def open_store(url: str, *, block_bytes: int = BLOCK_BYTES) -> "ObjectStore":
+    """Return the store at `url`. Nothing is connected yet. Raises UserError K060 if a package is missing.
+
+    Files are read and written in requests of `block_bytes`.
+    """
     protocol = url.partition("://")[0]
     if find_spec("fsspec") is None:
         raise _missing_package(url, "fsspec")
@@ -116,7 +119,8 @@ def open_store(url: str) -> "ObjectStore":
     except Exception as error:  # whatever a backend raises for a URL that it cannot use
         raise UserError("K061", f"the store cannot be used: {describe(error)}", where=f"checkpoint.store ({url})",
                         fix="check the URL and the credentials in the environment") from None  # fmt: skip
-    return ObjectStore(url, file_system, root.rstrip("/"), has_folders=protocol not in HAVE_NO_FOLDERS)
+    has_folders = protocol not in HAVE_NO_FOLDERS
+    return ObjectStore(url, file_system, root.rstrip("/"), has_folders=has_folders, block_bytes=block_bytes)
 
 
 def _missing_package(url: str, package: str, reason: str = "") -> UserError:
@@ -155,8 +159,11 @@ def with_retries(act: Callable[[], Result], delays: Sequence[float], notify: Cal
 class ObjectStore:
     """The checkpoints below one URL. Its methods raise StoreError if the store cannot be reached or refuses."""
 
-    def __init__(self, url: str, file_system: Any, root: str, *, has_folders: bool) -> None:
+    def __init__(
+        self, url: str, file_system: Any, root: str, *, has_folders: bool, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         self.url, self._files, self._root, self._has_folders = url, file_system, root, has_folders
+        self._block_bytes = block_bytes
 
     def steps(self) -> list[StoredStep]:
         """Return all checkpoints in ascending order of their steps, also those that are not complete."""
@@ -334,11 +341,12 @@ class ObjectStore:
             descriptors = {file: stack.enter_context(draft.open("wb")).fileno() for file, draft in drafts.items()}
             for file, record in records.items():
                 os.ftruncate(descriptors[file], record.bytes)
-            blocks = [(file, at) for file, record in records.items() for at in range(0, record.bytes, BLOCK_BYTES)]
+            size = self._block_bytes
+            blocks = [(file, at) for file, record in records.items() for at in range(0, record.bytes, size)]
 
             def read(block: tuple[str, int]) -> None:
                 file, at = block
-                num_bytes = min(BLOCK_BYTES, records[file].bytes - at)
+                num_bytes = min(self._block_bytes, records[file].bytes - at)
                 path = f"{self._root}/{name}/{file}"
                 data = with_retries(lambda: self._read(path, at, num_bytes), delays, notify)
                 os.pwrite(descriptors[file], data, at)
@@ -372,9 +380,9 @@ class ObjectStore:
         def damage(part: tuple[str, FileRecord, int]) -> Damage | None:
             file, record, number = part
             digest, (begin, end) = sha256(), record.range_of(number)
-            for at in range(begin, end, BLOCK_BYTES):
-                digest.update(self._read(f"{self._root}/{name}/{file}", at, min(BLOCK_BYTES, end - at)))
-                count(min(BLOCK_BYTES, end - at))
+            for at in range(begin, end, self._block_bytes):
+                digest.update(self._read(f"{self._root}/{name}/{file}", at, min(self._block_bytes, end - at)))
+                count(min(self._block_bytes, end - at))
             is_right = digest.hexdigest() == record.checksums[number]
             return None if is_right else Damage(file, "is not what was written: its checksum is wrong")
 
@@ -405,7 +413,7 @@ class ObjectStore:
 
     def _send(self, source: Path, target: str, record: FileRecord, count: Callable[[int], None]) -> None:
         """Write a file to the store. Raises DamagedError if it is not what its checksum says."""
-        block = max(BLOCK_BYTES, -(-record.bytes // MAX_BLOCKS))
+        block = max(self._block_bytes, -(-record.bytes // MAX_BLOCKS))
         block = -(-block // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
         with open_regular_file(source) as file, self._writing(target, block) as out:
             for number, checksum in enumerate(record.checksums):

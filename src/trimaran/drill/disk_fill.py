@@ -15,7 +15,7 @@ FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse_shared_disk(folder: Path, *, allow_root: bool, max_bytes: Bytes = MAX_FILL_BYTES) -> None:
-    """Raise if the file system of `folder` must not be filled: it has more than `max_bytes` free, or is the system's."""
+    """Raise if the file system of `folder` must not be filled: it is that of the system, or very large."""
     status = os.statvfs(folder)
     free = Bytes(status.f_bavail * status.f_frsize)
     small = "put the run directory on a small file system of its own, such as a tmpfs: --run-dir DIR"

@@ -118,11 +118,11 @@ class LocalRun:
         """
         self.process.send_signal(by)
 
-    def end(self) -> None:
-        """End every process of the run at once. The supervisor has a few seconds to record that this was requested."""
+    def end(self, *, seconds: float = END_SECONDS) -> None:
+        """End every process of the run at once. The supervisor has `seconds` to record that this was requested."""
         self.process.send_signal(signal.SIGQUIT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(seconds)
         self.kill()
 
     def kill(self) -> None:

@@ -58,7 +58,9 @@ class LineWriter:
         reserve: Path | None = None,
         max_kept_bytes: int = KEPT_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        write_to: Callable[[int, bytes], int] = os.write,
     ) -> None:
+        self._write_to = write_to
         self.path, self._reserve, self._max_kept_bytes, self._clock = path, reserve, max_kept_bytes, clock
         self.failure = ""
         self.lost = LostLines()
@@ -140,7 +142,7 @@ class LineWriter:
         data, written = b"".join(lines), 0
         try:
             while written < len(data):
-                written += os.write(fd, data[written:])
+                written += self._write_to(fd, data[written:])
         finally:
             whole = data.rfind(b"\n", 0, written) + 1
             for _ in range(data.count(b"\n", 0, whole)):

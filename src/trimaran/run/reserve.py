@@ -44,7 +44,7 @@ def write_with_reserve(reserve: Path | None, write: Callable[[], T]) -> T:
     raise full
 
 
-def fill_reserve(reserve: Path) -> bool:
+def fill_reserve(reserve: Path, *, allocate: Callable[[int, int, int], None] = os.posix_fallocate) -> bool:
     """Allocate what is missing of the reserve if the disk has room for it, and return whether it is complete."""
     try:
         missing = RESERVE_BYTES - (reserve.stat().st_size if reserve.exists() else 0)
@@ -54,7 +54,7 @@ def fill_reserve(reserve: Path) -> bool:
         if usage.f_blocks and usage.f_bavail * usage.f_frsize < missing + SPARE_BYTES:
             return False
         with _open_locked(reserve, os.O_CREAT) as fd:
-            return fd is not None and _allocate(fd)
+            return fd is not None and _allocate(fd, allocate)
     except OSError:
         return False  # a run works without its reserve
 
@@ -65,11 +65,11 @@ def remove_reserve(reserve: Path) -> None:
         reserve.unlink()
 
 
-def _allocate(fd: int) -> bool:
+def _allocate(fd: int, allocate: Callable[[int, int, int], None]) -> bool:
     size = os.fstat(fd).st_size
     try:
         try:
-            os.posix_fallocate(fd, 0, RESERVE_BYTES)
+            allocate(fd, 0, RESERVE_BYTES)
         except OSError as error:
             if error.errno not in NO_ALLOCATION_ERRORS:
                 raise

@@ -18,7 +18,7 @@ from trimaran.run.journal import JsonlFollower, LongLine
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.step_blocks import STEP_CATEGORIES, StepBlock, split_step
 from trimaran.telemetry.step_lines import StepLine
-from trimaran.telemetry.step_reader import MAX_UNINDEXED_BYTES, StepReader
+from trimaran.telemetry.step_reader import MAX_UNINDEXED_BYTES, READ_LIMITS, ReadLimits, StepReader
 
 Line = Mapping[str, Any]
 
@@ -132,15 +132,22 @@ class LedgerReader:
         *,
         num_lines: int = RECENT_STEPS,
         max_unindexed_bytes: int = MAX_UNINDEXED_BYTES,
+        limits: ReadLimits = READ_LIMITS,
     ) -> None:
-        self._run, self._num_lines, self._max_unindexed_bytes = run, max(num_lines, RECENT_STEPS), max_unindexed_bytes
+        self._run, self._num_lines = run, max(num_lines, RECENT_STEPS)
+        self._max_unindexed_bytes, self._limits = max_unindexed_bytes, limits
         self._open()
 
     def _open(self) -> None:
         self._attempts: list[AttemptTimes] = []
         self._supervised = False
         self._attempt_lines, self._events = JsonlFollower(self._run.attempts), JsonlFollower(self._run.events(0))
-        self._steps = StepReader(self._run, num_lines=self._num_lines, max_unindexed_bytes=self._max_unindexed_bytes)
+        self._steps = StepReader(
+            self._run,
+            num_lines=self._num_lines,
+            max_unindexed_bytes=self._max_unindexed_bytes,
+            limits=self._limits,
+        )
 
     @property
     def num_estimated(self) -> int:

@@ -42,7 +42,8 @@ class Sampler:
         """Write a sample and return it."""
         self._last = time.monotonic()
         host = self._host.sample()
-        self._add_heartbeats(host["ranks"])
+        if self._board is not None:
+            add_heartbeats(host["ranks"], self._board)
         line = {"time": round(time.time(), 3), "node": self.node, **host, "gpus": self._gpus.sample()}
         try:
             self._writer.write(line)
@@ -52,17 +53,6 @@ class Sampler:
             self._warned = True
         return line
 
-    def _add_heartbeats(self, ranks: dict[str, dict[str, Any]]) -> None:
-        """Add to each rank what it does, its step, and the seconds since its last progress and its last heartbeat."""
-        if self._board is None:
-            return
-        now, first = time.monotonic(), self._board.first_rank
-        for rank, found in ranks.items():
-            if 0 <= (row := int(rank) - first) < self._board.num_ranks:
-                beat = self._board.read(row)
-                found |= {"section": beat.section, "step": beat.step, "progress_seconds": round(now - beat.entered, 2),
-                          "heartbeat_seconds": round(now - beat.alive, 2)}  # fmt: skip
-
     def take_last(self) -> dict[str, Any] | None:
         """Write a sample at the end of the run, unless one was just written."""
         return self.take() if time.monotonic() - self._last > MIN_LAST_SAMPLE_SECONDS else None
@@ -70,3 +60,13 @@ class Sampler:
     def close(self) -> None:
         self._gpus.close()
         self._writer.close()
+
+
+def add_heartbeats(ranks: dict[str, dict[str, Any]], board: HeartbeatBoard) -> None:
+    """Add to each rank what it does, its step, and the seconds since its last progress and its last heartbeat."""
+    now, first = time.monotonic(), board.first_rank
+    for rank, found in ranks.items():
+        if 0 <= (row := int(rank) - first) < board.num_ranks:
+            beat = board.read(row)
+            found |= {"section": beat.section, "step": beat.step, "progress_seconds": round(now - beat.entered, 2),
+                      "heartbeat_seconds": round(now - beat.alive, 2)}  # fmt: skip

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from trimaran.core.regular_files import open_regular_file
 from trimaran.run.journal import LineFollower, LongLine, last_step
@@ -14,13 +14,23 @@ from trimaran.telemetry.step_index import read_index
 from trimaran.telemetry.step_lines import StepLine, read_step
 
 MAX_UNINDEXED_BYTES = 16 << 20  # up to this much, about 35,000 steps, the index is not used
-MAX_LINES_BYTES = 16 << 20  # up to this much that the index lacks is read line by line
-# Of more, these are read: the first steps, the last ones, and some at many places in between.
-FIRST_BYTES = 1 << 18
-LAST_BYTES = 4 << 20
-NUM_PLACES = 1000
 PLACE_BYTES = 1 << 15
 PLACE_LINES = 6
+
+
+class ReadLimits(NamedTuple):
+    """What is read of steps that the index lacks: up to `lines_bytes` line by line.
+
+    Of more, the first steps are read, the last ones, and some at many places in between.
+    """
+
+    lines_bytes: int = 16 << 20
+    first_bytes: int = 1 << 18
+    last_bytes: int = 4 << 20
+    num_places: int = 1000
+
+
+READ_LIMITS = ReadLimits()
 
 
 class StepReader:
@@ -30,8 +40,16 @@ class StepReader:
     that were not read, because the index lacks them and they are too many: their blocks are estimates.
     """
 
-    def __init__(self, run: RunDirectory, *, num_lines: int, max_unindexed_bytes: int = MAX_UNINDEXED_BYTES) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        num_lines: int,
+        max_unindexed_bytes: int = MAX_UNINDEXED_BYTES,
+        limits: ReadLimits = READ_LIMITS,
+    ) -> None:
         self._run, self._num_lines, self._max_unindexed_bytes = run, num_lines, max_unindexed_bytes
+        self._limits = limits
         self._lines = LineFollower(run.metrics)
         self.num_estimated = 0
 
@@ -66,7 +84,7 @@ class StepReader:
         """Yield the steps after the index, up to the last ones."""
         last_begin, num_bytes, num_lines = self._lines.offset, 0, 0
         for offset, line in lines_from_end(self._run.metrics):
-            if offset <= self._lines.offset or (num_bytes >= LAST_BYTES and num_lines >= self._num_lines):
+            if offset <= self._lines.offset or (num_bytes >= self._limits.last_bytes and num_lines >= self._num_lines):
                 break
             last_begin, num_bytes, num_lines = offset, num_bytes + len(line), num_lines + 1
         with open_regular_file(self._run.metrics) as metrics:
@@ -75,14 +93,15 @@ class StepReader:
 
     def _between(self, metrics: BinaryIO, begin: int, end: int) -> Iterator[StepLine | StepBlock]:
         """Yield the steps in a range of bytes; estimated blocks if there are more than are read line by line."""
-        if end - begin <= MAX_LINES_BYTES:
+        limits = self._limits
+        if end - begin <= limits.lines_bytes:
             yield from _lines_between(metrics, begin, end)
             return
         if begin == 0:
-            first_end = FIRST_BYTES + len(_bytes_at(metrics, FIRST_BYTES).partition(b"\n")[0]) + 1
+            first_end = limits.first_bytes + len(_bytes_at(metrics, limits.first_bytes).partition(b"\n")[0]) + 1
             yield from _lines_between(metrics, begin, first_end)
             begin = first_end
-        places = [begin + number * (end - begin) // NUM_PLACES for number in range(NUM_PLACES)]
+        places = [begin + number * (end - begin) // limits.num_places for number in range(limits.num_places)]
         samples = [_steps_at(metrics, place, is_begin=place == begin) for place in places]
         samples = [*filter(None, samples), _steps_at(metrics, end, is_begin=True)]
         for sample, following in pairwise(samples):

@@ -41,8 +41,14 @@ def check_data(recipe: Recipe) -> None:
         check_samples(recipe.data, recipe_image_rules(recipe))
 
 
-def check_all_data(recipe: Recipe, notify: Callable[[str], None], progress: Progress | None = None) -> None:
-    """Raise what `train` would raise about the data: it is prepared, for the run to use, unless it is large.
+def check_all_data(
+    recipe: Recipe,
+    notify: Callable[[str], None],
+    progress: Progress | None = None,
+    *,
+    max_bytes: int = MAX_CHECKED_BYTES,
+) -> None:
+    """Raise what `train` would raise about the data: it is prepared, for the run to use, up to `max_bytes`.
 
     `notify` is called with remarks about the data, and about parts that were not read.
     """
@@ -52,7 +58,7 @@ def check_all_data(recipe: Recipe, notify: Callable[[str], None], progress: Prog
     if data_kind_of(recipe) == "scenes" or not paths:
         return
     files = (file for path in paths for file in (path.rglob("*") if path.is_dir() else (path,)) if file.is_file())
-    if (num_bytes := sum(file.stat().st_size for file in files)) > MAX_CHECKED_BYTES:
+    if (num_bytes := sum(file.stat().st_size for file in files)) > max_bytes:
         notify(f"the data has {show_bytes(num_bytes)}: only the first lines of its files are checked")
     else:
         prepare_data(recipe, progress, notify)

@@ -63,8 +63,10 @@ class StopSignals:
 class PausedSupervisorNotice:
     """Prints a notice if a signal such as SIGSTOP has paused the supervisor for a while; it cannot do so itself."""
 
-    def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
-        self._ranks, self._show = ranks, show
+    def __init__(
+        self, ranks: LocalRun, show: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ranks, self._show, self._clock = ranks, show, clock
         self._since: float | None = None
         self._shown = False
 
@@ -72,8 +74,8 @@ class PausedSupervisorNotice:
         if not self._ranks.is_stopped:
             self._since, self._shown = None, False
             return
-        self._since = self._since or time.monotonic()
-        if not self._shown and time.monotonic() >= self._since + PAUSED_NOTICE_SECONDS:
+        self._since = self._clock() if self._since is None else self._since
+        if not self._shown and self._clock() >= self._since + PAUSED_NOTICE_SECONDS:
             self._shown, pid = True, self._ranks.process.pid
             self._show(f"the supervisor (process {pid}) is stopped by a signal; to continue it: kill -CONT {pid}")
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,25 +77,32 @@ class FindingsPoller:
     """Polls the doctor's findings about one run.
 
     It polls every ten seconds, or less often to use at most a twentieth of a core. It never raises: the process that
-    shows a run may also be the one that started it.
+    shows a run may also be the one that started it. `read` asks the doctor.
     """
 
-    def __init__(self, run: RunDirectory, *, at_once: bool) -> None:
-        self.run = run
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        at_once: bool,
+        read: Callable[[RunDirectory], RunDiagnosis] = read_findings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run, self._read, self._clock = run, read, clock
         self.findings: list[RunFinding] = []
         self.error = ""
         self.targets: Sequence[dict[str, Any]] = ()
-        self._due = 0.0 if at_once else time.monotonic() + POLL_SECONDS
+        self._due = 0.0 if at_once else clock() + POLL_SECONDS
         self._shown: dict[tuple[str, str], bool] = {}  # by code and culprit: whether as a fault
         self._error_shown = False
 
     def poll(self) -> None:
         """Read the findings again if it is due."""
-        began = time.monotonic()
+        began = self._clock()
         if began < self._due:
             return
-        self.findings, self.error, self.targets = RunDiagnosis(*read_findings(self.run))
-        took = time.monotonic() - began
+        self.findings, self.error, self.targets = self._read(self.run)
+        took = self._clock() - began
         self._due = began + max(POLL_SECONDS, took / MAX_CPU_FRACTION)
 
     def new_findings(self) -> list[RunFinding]:

@@ -24,7 +24,8 @@ class StepHistory:
     Up to 4,096 steps of a run are all single. Of a longer run the earlier ones are in `blocks`, which grow with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_steps: int = MAX_STEPS, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_steps, self._max_blocks = max_steps, max_blocks
         self.first: StepMetrics | None = None
         self.steps: list[StepMetrics] = []
         self.blocks: list[StepBlock] = []
@@ -51,8 +52,8 @@ class StepHistory:
         for name, found in self._extents.items():
             found += _single_extents(name, [metrics])
         self._whole.clear()
-        if len(self._lines) > 2 * MAX_STEPS:
-            self._fold(keep=MAX_STEPS)
+        if len(self._lines) > 2 * self._max_steps:
+            self._fold(keep=self._max_steps)
 
     def add_block(self, block: StepBlock) -> None:
         """Add a block of the index. Steps come before it and after it."""
@@ -104,7 +105,7 @@ class StepHistory:
 
     def _limit_blocks(self) -> None:
         """Join neighbouring blocks once there are too many."""
-        if len(self.blocks) < 2 * MAX_BLOCKS:
+        if len(self.blocks) < 2 * self._max_blocks:
             return
         size, joined = self._block_steps, self.blocks[:1]
         for block in self.blocks[1:]:
@@ -118,7 +119,7 @@ class StepHistory:
     def _block_steps(self) -> int:
         """How many steps a block may have: a power of two."""
         size = 1
-        while size * MAX_BLOCKS < self.count:
+        while size * self._max_blocks < self.count:
             size *= 2
         return size
 

@@ -55,7 +55,8 @@ class Credentials:
 class SecurityMiddleware:
     """Refuses what does not come from the user's own browser, and adds security headers to all responses."""
 
-    def __init__(self, app: Application, credentials: Credentials) -> None:
+    def __init__(self, app: Application, credentials: Credentials, *, token_seconds: float = TOKEN_SECONDS) -> None:
+        self._token_seconds = token_seconds
         self.app, self._credentials = app, credentials  # NiceGUI looks for its own application below `app`
         self._login_page = files("trimaran.app.web").joinpath("login.html").read_bytes()
 
@@ -97,7 +98,7 @@ class SecurityMiddleware:
     async def _log_in(self, receive: Receive, send: Send) -> None:
         """Give the cookie for the token. The token stays valid: the address may be opened in another browser."""
         try:
-            async with asyncio.timeout(TOKEN_SECONDS):
+            async with asyncio.timeout(self._token_seconds):
                 given = await _read_body(receive, limit=MAX_TOKEN_BYTES)
         except TimeoutError:
             given = None

@@ -28,12 +28,14 @@ RETRY_SECONDS = 30.0  # between attempts to open the port
 class PrometheusSink:
     """Serves a run's metrics on a port; without a port, they are only written to a file at the end.
 
-    If the port is taken, it is tried again, and no data is lost meanwhile.
+    If the port is taken, it is tried again after `retry_seconds`, and no data is lost meanwhile.
     """
 
     name = "prometheus"
 
-    def __init__(self, run: RunDirectory, section: PrometheusSection, *, steps: int = 0) -> None:
+    def __init__(
+        self, run: RunDirectory, section: PrometheusSection, *, steps: int = 0, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
         self.series = Series(run.location.name)
         self._run, self._section = run, section
         self._training = RunSeries(self.series, steps=steps)
@@ -46,7 +48,7 @@ class PrometheusSink:
                 self._training.start(each.number, {"world_size": each.world_size})
         self.series.before_scrape = self._refresh
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        self._tried, self._warned = -RETRY_SECONDS, False
+        self._tried, self._warned, self._retry_seconds = -retry_seconds, False, retry_seconds
         self._serve()
 
     def step(self, line: Line) -> None:
@@ -102,7 +104,7 @@ class PrometheusSink:
 
     def _serve(self) -> None:
         host, port = self._section.host, self._section.port
-        if not port or self._server is not None or time.monotonic() < self._tried + RETRY_SECONDS:
+        if not port or self._server is not None or time.monotonic() < self._tried + self._retry_seconds:
             return
         self._tried = time.monotonic()
         try:

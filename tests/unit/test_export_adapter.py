@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.cases import slow
 from tests.hf_models import save_model
 from tests.unit.test_checkpoint_export import save
-from tests.unit.test_peft_format import TOKENS, logits, open_network, section_of
+from tests.unit.test_peft_format import TOKENS, logits, open_network, peft_model, section_of
 from tests.vlm_models import CONFIGS as VLM_CONFIGS
 from trimaran.checkpoint.convert import export_dcp, read_full_tensor
 from trimaran.checkpoint.convert_adapter import export_adapter, export_merged
@@ -78,7 +77,7 @@ def test_both_exports_compute_what_the_run_computed(
     folder = export(export_adapter, source, section, tmp_path / "adapter", dtype="fp32")
     base = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
     with torch.no_grad():
-        theirs = PeftModel.from_pretrained(base, folder).eval()(input_ids=TOKENS).logits
+        theirs = peft_model(base, folder)(input_ids=TOKENS).logits
     torch.testing.assert_close(theirs, logits(network), atol=5e-6, rtol=1e-5)
     again = load_adapted(section, CPU, fill_from_peft(folder))
     torch.testing.assert_close(logits(again), logits(network), atol=5e-6, rtol=1e-5)
@@ -113,7 +112,7 @@ def test_the_towers_of_a_vlm_are_merged(tmp_path: Path, name: str, family: str) 
     merged = export(export_merged, source, section, tmp_path / "merged", seed=0, dtype=None)
     folder = export(export_adapter, source, section, tmp_path / "adapter", dtype="fp32")
     kind = AutoModelForImageTextToText
-    peft = PeftModel.from_pretrained(kind.from_pretrained(section.path, dtype=torch.float32), folder)
+    peft = peft_model(kind.from_pretrained(section.path, dtype=torch.float32), folder)
     theirs, ours = peft.merge_and_unload().state_dict(), kind.from_pretrained(merged).state_dict()
     assert ours.keys() <= theirs.keys()  # LLaVA has layers that it does not use, and our network has none of them
     assert len(ours) == len(theirs) or (name, family) == ("llava", "vlm")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -66,10 +65,17 @@ def write(network: Network, section: ModelSection, folder: Path) -> Path:
     return folder
 
 
+def peft_model(base: Any, folder: Path) -> Any:
+    """Return a model of transformers with an adapter, as PEFT reads it."""
+    from peft import PeftModel  # noqa: PLC0415  it takes seconds to import
+
+    return PeftModel.from_pretrained(base, folder).eval()
+
+
 def assert_peft_agrees(section: ModelSection, folder: Path, ours: Tensor, kind: Any = AutoModelForCausalLM) -> Any:
     base = kind.from_pretrained(section.path, dtype=torch.float32)
     plain = base(input_ids=TOKENS).logits
-    model = PeftModel.from_pretrained(base, folder).eval()
+    model = peft_model(base, folder)
     with torch.no_grad():
         theirs = model(input_ids=TOKENS).logits
     assert (plain - ours).abs().max() > 0.01, "the adapter changes the logits"
@@ -158,7 +164,7 @@ def test_peft_loads_the_adapters_of_towers(tmp_path: Path, name: str, family: st
     with torch.no_grad():
         ours = network.forward(inputs | hf_positions(base, their))[0]
         untrained = base.eval()(**their).logits
-        theirs = PeftModel.from_pretrained(base, folder).eval()(**their).logits
+        theirs = peft_model(base, folder)(**their).logits
     assert (untrained - ours).abs().max() > 0.001
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     again = open_network(section)

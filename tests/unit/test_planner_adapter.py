@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -136,6 +135,8 @@ def test_the_emitted_peft_config_trains_as_many_parameters_as_planned(tmp_path: 
     files = emit("hf-trainer", plan, asked.question).files
     compile(files["train.py"], "train.py", "exec")
     assert "get_peft_model(model, LoraConfig(**json.load(file)))" in files["train.py"]
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  it takes seconds to import
+
     config = LoraConfig(**json.loads(files[PEFT_FILE]))
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     assert asked.question.outline is not None

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import ParallelismConfig
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.emitted import question
@@ -29,6 +25,8 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that parses the emitted command with accelerate, in the folder of the emitted files."""
 
     def launch(plan: Plan, cluster: str = "8xH100") -> Namespace:
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser  # noqa: PLC0415
+
         emission = emit("accelerate", plan, question("llama-3.1-8b", cluster, plan))
         monkeypatch.chdir(tmp_path)
         for name, text in emission.files.items():
@@ -41,9 +39,25 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return launch
 
 
-def plugins(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> FullyShardedDataParallelPlugin:
+def multi_gpu_environment(args: Namespace) -> dict[str, str]:
+    """Return the environment that accelerate starts processes of several GPUs with."""
+    from accelerate.utils.launch import prepare_multi_gpu_env  # noqa: PLC0415  it takes a second to import
+
+    return prepare_multi_gpu_env(args)
+
+
+def parallelism() -> Any:
+    """Return the degrees that a process reads from its environment."""
+    from accelerate import ParallelismConfig  # noqa: PLC0415
+
+    return ParallelismConfig()
+
+
+def plugins(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the FSDP plugin that a process builds from the environment of the launcher."""
-    for name, value in prepare_multi_gpu_env(args).items():
+    from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: PLC0415
+
+    for name, value in multi_gpu_environment(args).items():
         if os.environ.get(name) != value:
             monkeypatch.setenv(name, value)
     return FullyShardedDataParallelPlugin()
@@ -82,7 +96,7 @@ def test_offloaded_activations_are_the_inputs_of_blocks(launched: Any, monkeypat
 def test_axes_become_a_parallelism_config(mesh: dict[str, int], launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = launched(changed(mesh=mesh))
     plugins(args, monkeypatch)
-    sizes, wanted = ParallelismConfig(), Mesh(**mesh)
+    sizes, wanted = parallelism(), Mesh(**mesh)
     assert args.use_parallelism_config
     assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (wanted.dp_replicate, wanted.dp_shard)
     assert (sizes.tp_size, sizes.cp_size, sizes.total_size) == (wanted.tp, wanted.cp, 8)
@@ -90,16 +104,18 @@ def test_axes_become_a_parallelism_config(mesh: dict[str, int], launched: Any, m
 
 def test_tp_alone_needs_no_shards(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = launched(changed(mesh={"tp": 8}, sharding="none"))
-    monkeypatch.setattr(os, "environ", prepare_multi_gpu_env(args))
+    for name, value in multi_gpu_environment(args).items():
+        if os.environ.get(name) != value:
+            monkeypatch.setenv(name, value)
     assert args.multi_gpu
-    assert ParallelismConfig().tp_size == 8
+    assert parallelism().tp_size == 8
 
 
 def test_replicas_on_two_nodes_become_ddp(launched: Any) -> None:
     args = launched(changed(mesh={"dp_replicate": 16}, sharding="none", recompute="full"), "2x8xH100")
     assert args.multi_gpu
     assert (args.num_processes, args.num_machines, args.machine_rank) == (16, 2, 1)
-    assert prepare_multi_gpu_env(args)["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert multi_gpu_environment(args)["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert (args.rdzv_backend, args.rdzv_endpoint, args.node_rank, args.nnodes) == ("static", "10.0.0.1:29500", 1, "2")
     assert args.training_script_args == ["--per_device_train_batch_size", "2", "--gradient_checkpointing"]
 
@@ -107,6 +123,8 @@ def test_replicas_on_two_nodes_become_ddp(launched: Any) -> None:
 def test_engine_deepspeed_emits_a_deepspeed_file(launched: Any) -> None:
     args = launched(changed(engine="deepspeed", sharding="optimizer", offload="optimizer"))
     args.deepspeed_fields_from_accelerate_config = ""  # the launcher stores them here for its warnings
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env  # noqa: PLC0415
+
     _, environment = prepare_deepspeed_cmd_env(args)
     assert args.use_deepspeed
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "ds_config.json"

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from deepspeed.runtime.config import DeepSpeedConfig
 
 from tests.emitted import question, started
 from trimaran.core import Mesh, Plan, UserError
@@ -17,7 +16,9 @@ SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", precision="bf16", m
 def read(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that lets DeepSpeed read the emitted JSON for as many ranks as the command starts."""
 
-    def configure(plan: Plan, cluster: str = "8xH100") -> DeepSpeedConfig:
+    def configure(plan: Plan, cluster: str = "8xH100") -> Any:
+        from deepspeed.runtime.config import DeepSpeedConfig  # noqa: PLC0415  it takes seconds to import
+
         emission = emit("deepspeed", plan, question("llama-3.1-8b", cluster, plan))
         monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
         monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: started(emission.command))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments, get_scheduler
 
 from tests.emitted import question
 from trimaran.core import Mesh, Plan, UserError
@@ -32,7 +31,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that runs the emitted script's `arguments` on the emitted JSON, as far as a CPU allows."""
     before = dict(os.environ)  # TrainingArguments set variables for accelerate
 
-    def build(plan: Plan, **train: Any) -> TrainingArguments:
+    def build(plan: Plan, **train: Any) -> Any:
         emission = emit("hf-trainer", plan, question("llama-3.1-8b", "8xH100", plan, **train))
         monkeypatch.chdir(tmp_path)
         for name, text in emission.files.items():
@@ -84,6 +83,8 @@ def test_8_bit_moments_use_torchao(built: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
 def test_the_learning_rate_schedule_matches_ours(kind: str, built: Any) -> None:
+    from transformers import get_scheduler  # noqa: PLC0415  it takes seconds to import
+
     train = {"steps": 50, "lr": 1e-3, "schedule": {"kind": kind, "warmup_steps": 5, "floor": 0.1}}
     args = built(SHARDED, **train)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)

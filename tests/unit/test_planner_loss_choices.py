@@ -40,14 +40,14 @@ def test_the_loss_is_fused_unless_tp_or_pp_split_the_model() -> None:
 
 @pytest.mark.parametrize("loss", ["logits", "fused", "chunked"])
 def test_a_pinned_loss_stays_and_rules_out_tp_and_pp(loss: str) -> None:
-    plan = plan_for(PRESETS["llama-3-70b"], "8x8xH100", batch=64, loss=loss)
+    plan = plan_for(PRESETS["llama-3.1-8b"], "4xH100", batch=16, loss=loss)
     assert plan.loss == loss
     assert loss == "logits" or plan.mesh.tp == plan.mesh.pp == 1
 
 
 def test_other_stacks_compute_logits() -> None:
     question = replace(
-        question_for(EIGHT_B, "8xH100", batch=64, seq_len=4096), for_trainer=False, stack=find_stack("megatron")
+        question_for(EIGHT_B, "2xH100", batch=16, seq_len=4096), for_trainer=False, stack=find_stack("megatron")
     )
     assert {plan.loss for plan in search(question).ranked} == {"logits"}
 
@@ -72,8 +72,7 @@ def test_a_model_with_capped_logits_is_planned_and_costed_with_logits(trains: bo
     assert wished == best.prediction, "the trainer keeps the logits of such a plan as well"
 
 
-@pytest.mark.parametrize("loss", ["fused", "chunked"])
-@pytest.mark.parametrize("trains", [True, False], ids=["trainer", "any stack"])
+@pytest.mark.parametrize(("loss", "trains"), [("fused", True), ("chunked", False)])
 def test_a_fused_loss_is_refused_for_a_model_with_capped_logits(loss: str, trains: bool) -> None:
     question = replace(about(gemma(), loss=loss), for_trainer=trains)
     with pytest.raises(UserError, match=r"P056.*logits are more than one matmul"):
@@ -104,7 +103,7 @@ def test_the_loss_is_chunked_if_full_logits_would_fill_the_device() -> None:
 
 
 def test_8b_trains_on_one_h200_without_offload() -> None:
-    for batch in (1, 2, 4, 8):
+    for batch in (1, 8):
         plan = plan_for(EIGHT_B, "H200", batch=batch)
         assert plan.prediction is not None
         assert (plan.offload, plan.mesh.world_size) == ("none", 1)

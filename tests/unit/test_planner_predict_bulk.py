@@ -263,7 +263,7 @@ clusters = st.fixed_dictionaries(
 stacks = st.sampled_from(["trimaran", "megatron", "nanotron", "torchtitan", "llm-foundry", "deepspeed", "hf", "x", 3])
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     st.fixed_dictionaries(
         {"model": models | st.just(MODEL), "cluster": clusters | st.just(CLUSTER), "plan": plans, "stack": stacks}
@@ -275,13 +275,13 @@ def test_any_request_is_answered_or_refused(asked: dict[str, Any]) -> None:
     assert answer.keys() >= CONTRACT or answer["error"].keys() == {"code", "what", "where", "fix"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(json_values | st.fixed_dictionaries({"model": json_values, "cluster": json_values, "plan": json_values}))
 def test_any_json_is_answered_or_refused(value: Any) -> None:
     assert "error" in answer_to(json.dumps(value))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=64))
 def test_any_bytes_are_refused(text: bytes) -> None:
     assert "error" in answer_to(text)

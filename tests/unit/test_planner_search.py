@@ -113,7 +113,8 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     spec=SPECS,
     nodes=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (1, 4)]),
@@ -121,7 +122,28 @@ SPECS = st.builds(
     batch=st.sampled_from([2, 3, 4]),
     seq_len=st.sampled_from([2048, 8192]),
 )
+def test_no_plan_of_any_small_space_beats_the_search(
+    spec: ModelSpec, nodes: tuple[int, int], gib: float, batch: int, seq_len: int
+) -> None:
+    assert_no_plan_beats_the_search(spec, nodes, gib, batch, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "nodes", "gib", "batch", "seq_len"),
+    [
+        (2, 0, (1, 1), 6.0, 2, 8192),
+        (4, 0, (1, 2), 8.0, 4, 2048),
+        (2, 4, (2, 1), 16.0, 2, 8192),
+        (3, 0, (2, 2), 6.0, 2, 2048),
+    ],
+)  # fmt: skip
 def test_no_plan_of_a_small_space_beats_the_search(
+    layers: int, experts: int, nodes: tuple[int, int], gib: float, batch: int, seq_len: int
+) -> None:
+    assert_no_plan_beats_the_search(small_spec(layers, 16, 2, experts), nodes, gib, batch, seq_len)
+
+
+def assert_no_plan_beats_the_search(
     spec: ModelSpec, nodes: tuple[int, int], gib: float, batch: int, seq_len: int
 ) -> None:
     device = replace(DEVICES["H100"], memory_bytes=Bytes(int(gib * GIB)))
@@ -142,8 +164,8 @@ def test_no_plan_of_a_small_space_beats_the_search(
 
 
 def test_every_goal_is_met() -> None:
-    question = question_for(PRESETS["llama-3-8b"], "2x8xH100", batch=64, seq_len=4096)
-    fast, lean, cheap, few, _ = (search(replace(question, goal=goal)) for goal in GOALS)
+    question = question_for(PRESETS["llama-3-8b"], "2xH100", batch=16, seq_len=4096)
+    fast, lean, cheap, few = (search(replace(question, goal=goal)) for goal in GOALS[:4])
     predictions = [answer.ranked[0].prediction for answer in (fast, lean, cheap, few)]
     assert all(each is not None and each.fits for each in predictions)
     seconds = [each.step_seconds for each in predictions if each is not None]
@@ -151,7 +173,7 @@ def test_every_goal_is_met() -> None:
     assert seconds[0] == min(seconds)
     assert used[1] == min(used)
     worlds = [answer.ranked[0].mesh.world_size for answer in (fast, lean, cheap, few)]
-    assert worlds[:2] == [16, 16]
+    assert worlds[:2] == [2, 2]
     assert seconds[2] * worlds[2] <= TIE_RATIO * min(time * world for time, world in zip(seconds, worlds, strict=True))
     # One device: weights, gradients and moments are 120 GiB, and an H100 has 79. The host has enough memory.
     assert (worlds[3], few.ranked[0].offload != "none", str(few.part)) == (1, True, "1xH100")
@@ -188,7 +210,7 @@ SLOW_LINK = {"name": "internet", "gb_per_second": 0.125, "latency_us": 2e4}
 
 def test_on_a_slow_link_hints_name_what_synchronises_less_and_it_is_as_fast_as_they_say(tmp_path: Path) -> None:
     file = tmp_path / "two-sites.yaml"
-    file.write_text(json.dumps({"device": "H100", "num_nodes": 2, "devices_per_node": 4, "links": [SLOW_LINK]}))
+    file.write_text(json.dumps({"device": "H100", "num_nodes": 2, "devices_per_node": 2, "links": [SLOW_LINK]}))
     question = question_for(PRESETS["llama-3.2-1b"], str(file), batch=64, seq_len=2048)
     answer = search(question)
     hint = next(hint for hint in answer.hints if hint.startswith("synchronise less often"))
@@ -203,7 +225,7 @@ def test_on_a_slow_link_hints_name_what_synchronises_less_and_it_is_as_fast_as_t
     gain = answer.ranked[0].prediction.step_seconds / followed.ranked[0].prediction.step_seconds
     assert float(claim.split()[0]) == pytest.approx(gain, rel=0.05)
     assert gain > 3
-    near = search(question_for(PRESETS["llama-3.2-1b"], "2x4xH100", batch=64, seq_len=2048))
+    near = search(question_for(PRESETS["llama-3.2-1b"], "2x2xH100", batch=64, seq_len=2048))
     assert not [hint for hint in near.hints if "changes the results:" in hint and "plan.comm" in hint]
 
 
@@ -218,7 +240,7 @@ def test_local_steps_are_named_although_a_pipeline_is_the_fastest_exact_plan(tmp
 
 
 def test_if_nothing_fits_the_smallest_plan_and_cluster_are_named() -> None:
-    pins = {"offload": "none", "mesh": {"ep": 1}}
+    pins = {"offload": "none", "mesh": {"ep": 1, "cp": 1, "pp": 1}}
     question = question_for(PRESETS["llama-3-70b"], "8xH100", batch=64, seq_len=2048, plan=pins)
     answer = search(question)
     assert answer.ranked == ()
@@ -233,6 +255,7 @@ def test_if_nothing_fits_the_smallest_plan_and_cluster_are_named() -> None:
     assert "leave plan.offload out: a plan fits" in answer.hints
 
 
+@pytest.mark.slow
 def test_the_smallest_cluster_may_have_any_number_of_nodes() -> None:
     question = question_for(PRESETS["llama-3-70b"], "1xA100-40GB", batch=5040, seq_len=4096, plan={"offload": "none"})
     found = smallest_cluster(question)
@@ -329,7 +352,7 @@ def test_an_unknown_model_is_split_for_other_stacks_and_sharded_in_our_trainer()
     recipe = Recipe.model_validate(
         {"model": {"family": "hf", "path": "."}, "data": {"seq_len": 4096}, "train": {"global_batch": 32}}
     )
-    question = Question(recipe=recipe, spec=None, outline=towers(), cluster=parse_cluster("2x8xA100-40GB"))
+    question = Question(recipe=recipe, spec=None, outline=towers(), cluster=parse_cluster("4xA100-40GB"))
     trained = search(question)
     assert {(plan.mesh.tp, plan.mesh.pp, plan.mesh.cp) for plan in trained.ranked} == {(1, 1, 1)}
     paper = search(replace(question, for_trainer=False))
@@ -344,7 +367,7 @@ def test_an_unknown_model_is_split_for_other_stacks_and_sharded_in_our_trainer()
 def test_tp_divides_the_heads_of_every_tower() -> None:
     recipe = Recipe.model_validate({"data": {"seq_len": 4096}, "train": {"global_batch": 32}})
     question = Question(
-        recipe=recipe, spec=None, outline=towers(heads=5), cluster=parse_cluster("8xH100"), for_trainer=False
+        recipe=recipe, spec=None, outline=towers(heads=5), cluster=parse_cluster("2xH100"), for_trainer=False
     )
     assert {plan.mesh.tp for plan in search(question).ranked} == {1}
     wanted = recipe.model_copy(update={"plan": Plan(mesh=Mesh(tp=2))})
@@ -365,6 +388,7 @@ def test_an_opaque_block_is_not_split_by_tp() -> None:
         search(replace(question, recipe=recipe.model_copy(update={"plan": Plan(mesh=Mesh(tp=2))})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "batch", "seq_len", "limit"),
     [
@@ -372,7 +396,7 @@ def test_an_opaque_block_is_not_split_by_tp() -> None:
         ("llama-3-70b", "8x8xH100", 512, 4096, 10),
         ("qwen3-30b-a3b", "8x8xH100", 512, 4096, 10),
         ("llama-3.1-405b", "2048x8xH100", 2048, 8192, 12),
-        pytest.param("qwen3-235b-a22b", "2048x8xH100", 16384, 4096, 12, marks=pytest.mark.slow),
+        ("qwen3-235b-a22b", "2048x8xH100", 16384, 4096, 12),
     ],
 )
 def test_a_search_takes_at_most_seconds(name: str, text: str, batch: int, seq_len: int, limit: float) -> None:

@@ -21,8 +21,8 @@ RATES = CpuRates(
 
 
 def give_cpu_rates(cache: Path) -> None:
-    """Write the rates of one and of two ranks with one thread each into a cache folder, that of TRIMARAN_CACHE."""
-    for num_ranks in (1, 2):
+    """Write the rates of one, two and four ranks with one thread each into a cache folder, that of TRIMARAN_CACHE."""
+    for num_ranks in (1, 2, 4):
         path = cpu_rates_file(cache / "calibration", num_ranks, 1)
         assert path is not None
         write_cpu_rates(path, RATES)

@@ -6,6 +6,7 @@ from pathlib import Path
 from trimaran.data import cache_folder
 
 ROOT = Path(__file__).parents[1]
+SESSION_CACHE = "TRIMARAN_TESTS_CACHE"  # of commands: it has rates, as a busy CPU would be measured again and again
 CACHE = cache_folder(os.environ)  # the user's: packing the default text again would take each test a second
 
 
@@ -13,8 +14,11 @@ def environment(**own: str) -> dict[str, str]:
     """Return this process's environment updated with `own`, for a process that may start in another folder.
 
     The repository comes first in PYTHONPATH, then the existing entries, all absolute. So the process finds the tests
-    and the package in any folder.
+    and the package in any folder. It has one thread, and no variable of pytest: runs of equal environments share a warm
+    fork server. Commands have a cache of this session.
     """
     entries = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     paths = [str(ROOT), *(str(Path(each).absolute()) for each in entries)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} | own
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    cache = {"TRIMARAN_CACHE": os.environ[SESSION_CACHE]} if SESSION_CACHE in os.environ else {}
+    return cache | outer | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"} | own

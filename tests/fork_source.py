@@ -163,8 +163,8 @@ class Request:
         sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
         sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-        if self.module is None:
-            die_with_parent(signal.SIGKILL, parent=parent)
+        # What a failed test has left ends with the session.
+        die_with_parent(signal.SIGKILL if self.module is None else signal.SIGTERM, parent=parent)
 
     def run(self) -> NoReturn:
         if self.module is None:
@@ -173,6 +173,7 @@ class Request:
         sys.path[0] = self.folder
         sys.path[1:1] = [each for each in self.environment.get("PYTHONPATH", "").split(":") if each not in known]
         sys.argv = ["", *self.arguments]
+        sys.modules.pop(f"{self.module}.__main__", None)  # imported above; runpy would warn
         try:
             runpy.run_module(self.module, run_name="__main__", alter_sys=True)
         except SystemExit as end:

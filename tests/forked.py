@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,21 +18,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tests.environment import environment
+from tests.cpu_rates import give_cpu_rates
+from tests.environment import SESSION_CACHE, environment
 from tests.fork_source import LENGTH_BYTES
+from trimaran.launch.warm_connection import ask_warm
 
 SOURCE = "TRIMARAN_TESTS_FORK_SOURCE"  # the socket of this session's fork source
 START_SECONDS = 60.0
 
 
 def start_fork_source() -> None:
-    """Start this session's fork source, unless a process above has. It imports torch while this process goes on."""
+    """Start this session's fork source, unless a process above has. It imports torch while this process goes on.
+
+    Runs with `--warm` share a warm fork server of this session: the first one starts it.
+    """
     if SOURCE in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="trimaran-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    atexit.register(ask_warm, {"XDG_RUNTIME_DIR": folder}, {"stop": True})
+    os.environ[SESSION_CACHE] = f"{folder}/cache"
+    give_cpu_rates(Path(folder, "cache"))
     os.environ[SOURCE] = f"{folder}/fork-source"
     command = [sys.executable, "-m", "tests.fork_source", os.environ[SOURCE], str(os.getpid())]
-    process = subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"))
+    process = subprocess.Popen(command, env=environment(OPENBLAS_NUM_THREADS="1"))
     atexit.register(process.wait)
     atexit.register(process.kill)
 
@@ -146,7 +157,10 @@ def start(
     stderr: int | IO[Any] | None = subprocess.PIPE,
     text: bool = True,
 ) -> Forked:
-    """Start `python -m module arguments`, without standard input, and return at once."""
+    """Start `python -m module arguments`, without standard input, and return at once.
+
+    `env` is by default `environment()`, with which runs share a warm fork server.
+    """
     ends: list[IO[Any] | None] = []
     descriptors, ours = [os.open(os.devnull, os.O_RDONLY)], list[int]()
     for number, stream in enumerate((stdout, stderr), start=1):
@@ -170,7 +184,7 @@ def start(
         "module": module,
         "imports": module.split(".")[0],
         "arguments": list(map(str, arguments)),
-        "environment": dict(os.environ if env is None else env),
+        "environment": dict(environment() if env is None else env),
         "folder": str(cwd or Path.cwd()),
     }
     try:

@@ -1,10 +1,7 @@
 """A server of a tiny model with random weights, in its own processes, and what clients and tests ask of it."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +13,7 @@ import httpx
 import psutil
 import torch
 
+from tests import forked
 from tests.runs import PREDICTION
 from tests.unit.test_checkpoint_export import save
 from tests.vlm_models import perturb
@@ -104,7 +102,7 @@ def greedy_text(model: Path, prompt: str, num_tokens: int, *, run: RunDirectory 
 class RunningServer:
     """A `trimaran serve` process and its engine. Requests carry the token."""
 
-    def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
+    def __init__(self, process: forked.Forked, url: str) -> None:
         self.process, self.url = process, url
         self.folder = Path()  # of the files of a test
         self.client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=ANSWER_SECONDS)
@@ -157,11 +155,9 @@ def wait_for(condition: Callable[[], object], what: str, *, seconds: float = STA
 @contextmanager
 def running_server(model: Path, *options: str, log: Path) -> Iterator[RunningServer]:
     """Start `trimaran serve`, yield it when it is ready, and end it."""
-    command = [sys.executable, "-m", "trimaran", "serve", str(model), "--json", "--port", "0", "--token", TOKEN]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ("serve", str(model), "--json", "--port", "0", "--token", TOKEN, "--name", MODEL, *options)
     with log.open("w") as errors:
-        process = subprocess.Popen([*command, "--name", MODEL, *options], stdout=subprocess.PIPE, stderr=errors,
-                                   text=True, env=environment)  # fmt: skip
+        process = forked.start("trimaran", *words, stderr=errors)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()  # it ends if the server dies

@@ -1,8 +1,6 @@
 """A real run with the autopilot: it finds a better plan by itself, and trains the same trajectory."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.environment import environment
 from tests.parity import assert_same_trajectory, trajectory_of
 from trimaran.run import RunDirectory, read_incidents
@@ -53,13 +52,12 @@ def train(path: Path, mode: str, *settings: str, keep: Sequence[str] = (), **var
     return RunDirectory(path)
 
 
-def start(path: Path, mode: str, *settings: str, keep: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+def start(path: Path, mode: str, *settings: str, keep: Sequence[str] = (), **variables: str) -> forked.Forked:
     # A short run has a small budget, and a trial of it the same costs as that of a long one.
     section = f"autopilot={{mode: {mode}, budget: 0.2, keep: [{', '.join(keep)}]}}"
     sets = [part for each in (*SETTINGS, section, *settings) for part in ("--set", each)]
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(path), "--quiet", *sets]
-    variables = environment(OMP_NUM_THREADS="1", **variables)
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ("train", "--warm", "--run-dir", str(path), "--quiet", *sets)
+    return forked.start("trimaran", *words, env=environment(**variables))
 
 
 def decisions_of(run: RunDirectory) -> list[dict[str, Any]]:

@@ -3,14 +3,15 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.disks import mounted
+from tests.environment import environment
 from tests.runs import new_run
 from trimaran.app.main import main
 from trimaran.models import PRESETS, spec_to_hf
@@ -88,8 +89,7 @@ def test_a_node_reports_an_unusable_compile_cache_itself(torchrun_environment: d
     command = (
         ["trimaran", "train", "--run-dir", "other"] if torchrun_environment else ["trimaran.launch", str(run.path)]
     )
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/proc/mine", **torchrun_environment}
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, env=environment, timeout=60)
+    done = forked.run(*command, env=environment(TORCHINDUCTOR_CACHE_DIR="/proc/mine", **torchrun_environment))
     assert done.returncode == 2
     assert done.stderr.startswith("A017: TORCHINDUCTOR_CACHE_DIR is '/proc/mine'")
     assert not run.attempts.exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.cases import slow
 from tests.e2e.test_cli_start import complete
 from trimaran.app.main import main
@@ -162,7 +163,7 @@ def test_predict_answers_every_line_in_order_and_counts_the_bad_ones(folder: Pat
     lines = [json.dumps(LINE), "{", "", json.dumps(LINE | {"id": "b", "cluster": {"gpu": "H1000", "gpus": 8}}), huge]
     (folder / "plans.jsonl").write_text("\n".join([*lines, json.dumps(LINE | {"id": "z"})]))
     for done in (
-        predicted("", "plans.jsonl", "--json"),
+        forked.run("trimaran", "predict", "plans.jsonl", "--json"),
         predicted((folder / "plans.jsonl").read_text(), "-", "--json"),
     ):
         assert done.returncode == 0

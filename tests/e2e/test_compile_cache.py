@@ -1,17 +1,16 @@
 """The second start of a compiled run uses the compile cache of the first."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
+from tests.environment import environment
+
 pytestmark = pytest.mark.slow  # a first compilation takes most of a minute on two cores
 
-COMMAND = [sys.executable, "-m", "trimaran", "train", "--quiet"]
 SETTINGS = (
     "model.shape={layers: 2}",
     "data.seq_len=32",
@@ -28,8 +27,8 @@ SETTINGS = (
 def started(folder: Path, cache: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the compile statistics of the `started` event, and the metrics."""
     arguments = [argument for each in SETTINGS for argument in ("--set", each)]
-    environment = os.environ | {"TRIMARAN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*COMMAND, "--run-dir", str(folder), *arguments], env=environment, check=True, timeout=500)
+    words = ("train", "--quiet", "--run-dir", str(folder), *arguments)
+    forked.run("trimaran", *words, env=environment(TRIMARAN_CACHE=str(cache)), check=True, timeout=500)
     events = [json.loads(line) for line in (folder / "events" / "rank-0.jsonl").read_text().splitlines()]
     (event,) = [each for each in events if each["kind"] == "started"]
     return event["data"]["compile"], [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,13 +1,12 @@
 """Real runs on the CPU: listed by `history`, shown by `plan`, and fitted by `calibrate --from`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.environment import environment
 from trimaran.app.main import main
 
@@ -17,9 +16,8 @@ SHAPE = "model.shape={layers: 2, hidden: 64, heads: 4, ffn: 128}"
 
 def trimaran(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
     """Return the answer of a command in a process of its own, with caches and state of its own."""
-    own = environment(TRIMARAN_CACHE=str(folder / "cache"), XDG_STATE_HOME=str(folder / "state"), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "trimaran", *arguments, "--json"]
-    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
+    own = environment(TRIMARAN_CACHE=str(folder / "cache"), XDG_STATE_HOME=str(folder / "state"))
+    done = forked.run("trimaran", *arguments, "--json", cwd=folder, env=own, timeout=300)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -58,7 +56,7 @@ def test_a_real_run_is_measured_listed_and_shown_beside_the_plan(
 def test_rates_fitted_to_real_runs_predict_them_better_than_before(tmp_path: Path) -> None:
     for name, cluster, hidden in (("a", "1xcpu", 64), ("b", "1xcpu", 256), ("c", "2xcpu", 128), ("d", "2xcpu", 256)):
         shape = f"model.shape={{layers: 4, hidden: {hidden}, heads: 4, ffn: {2 * hidden}}}"
-        trimaran(tmp_path, "train", "--set", shape, *settings(cluster, train__steps="20"), "--no-check",
+        trimaran(tmp_path, "train", "--warm", "--set", shape, *settings(cluster, train__steps="20"), "--no-check",
                  "--run-dir", f"runs/{name}")  # fmt: skip
     (path,) = (tmp_path / "cache" / "calibration").glob("*cores-1x*")
     rates = json.loads(path.read_text())

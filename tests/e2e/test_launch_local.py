@@ -1,12 +1,12 @@
 """`trimaran launch` and `trimaran jobs` through the command, on this machine."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
+from tests.environment import environment
 from trimaran.app.main import main
 
 SMALL = [
@@ -43,8 +43,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_is_launched_followed_to_its_end_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "--on", "local", *SETTINGS, "--set", "cluster=1xcpu", "--wait", "--json"]
-    done = subprocess.run([sys.executable, "-m", "trimaran", *words], cwd=tmp_path, env=variables(tmp_path),
-                          capture_output=True, text=True, timeout=170)  # fmt: skip
+    done = forked.run("trimaran", *words, cwd=tmp_path, env=environment(**variables(tmp_path)), timeout=170)
     assert done.returncode == 0, done.stderr
     job = json.loads(done.stdout)
     assert (job["target"], job["exit"], job["step"], job["state"]["state"]) == ("local", 0, 4, "done")

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import forked
 from tests.cpu_rates import give_cpu_rates
+from tests.environment import environment
 
 RAISED = (
     "import resource; from trimaran.run.process_control import raise_soft_limits; raise_soft_limits(); "
@@ -43,9 +45,8 @@ def test_a_run_raises_its_soft_limit_to_the_hard_one(tmp_path: Path) -> None:
 
 
 def test_threads_that_openmp_cannot_read_are_found_before_the_start(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", "run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "abc"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    own = environment(OMP_NUM_THREADS="abc")
+    result = forked.run("trimaran", "train", "--run-dir", "run", cwd=tmp_path, env=own)
     assert result.returncode == 2
     assert "H007: OMP_NUM_THREADS is 'abc', which is not a number of threads" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ pytest.importorskip("mcp")
 
 from mcp import Client, StdioServerParameters, stdio_client
 
+from tests import forked
 from trimaran.app.assistant.docs_search import DocsIndex, docs_folder
 
 RECIPE = """\
@@ -134,8 +134,7 @@ def test_what_is_outside_of_the_folder_or_would_execute_code_is_refused(tmp_path
 
 
 def test_the_configuration_for_an_assistant_names_this_interpreter_and_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trimaran", "mcp", "--config", "--write"]
-    entry = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, text=True).stdout)
+    entry = json.loads(forked.run("trimaran", "mcp", "--config", "--write", cwd=tmp_path, check=True).stdout)
     server = entry["mcpServers"]["trimaran"]
     assert server == {"command": sys.executable, "args": ["-m", "trimaran", "mcp", "--write"], "cwd": str(tmp_path)}
 

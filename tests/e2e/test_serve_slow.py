@@ -5,9 +5,8 @@ import base64
 import io
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 from benchmarks.serve_load import measure
 from PIL import Image
 
-from tests import vlm_models
+from tests import forked, vlm_models
 from tests.e2e.test_serve_faults import LONG, new_client, texts_of
 from tests.serving import RunningServer, greedy_text, running_server, save_tiny_model, wait_for
 from trimaran.checkpoint.export_hf import write_hf_folder
@@ -61,9 +60,9 @@ def test_two_ranks_answer_as_one_process_does_and_survive_the_death_of_one(tmp_p
 def test_a_run_is_followed_while_it_trains(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ("train.steps=60", "checkpoint.every=10", "data.seq_len=64", "train.global_batch=4")
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(run), "--no-check"]
-    training = subprocess.Popen([*command, *(word for each in settings for word in ("--set", each))],
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    words = ("train", "--warm", "--run-dir", str(run), "--no-check")
+    more = [word for each in settings for word in ("--set", each)]
+    training = forked.start("trimaran", *words, *more, stdout=DEVNULL, stderr=DEVNULL)
     try:
         wait_for(lambda: newest_step(run / "checkpoints") is not None, "the first checkpoint")
         with running_server(run, "--follow", log=tmp_path / "log") as server:

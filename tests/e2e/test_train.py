@@ -1,12 +1,10 @@
-"""`trimaran train` with real supervisor, ranks, files and signals. Each test starts interpreters, so there are few."""
+"""`trimaran train` with real supervisor, ranks, files and signals."""
 
 import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked
 from tests.cases import slow
 from tests.environment import environment
+from tests.prometheus_server import free_port
 from trimaran.app.main import main
 
 TINY = [
@@ -26,14 +26,12 @@ TINY = [
 ]  # fmt: skip
 
 
-def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, **variables: str) -> forked.Forked:
     return trimaran("train", *TINY, *arguments, cwd=cwd, **variables)
 
 
-def trimaran(*arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trimaran", *arguments]
-    own = environment(OMP_NUM_THREADS="1", **variables)
-    return subprocess.Popen(command, cwd=cwd, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def trimaran(command: str, *arguments: str, cwd: Path, **variables: str) -> forked.Forked:
+    return forked.start("trimaran", command, "--warm", *arguments, cwd=cwd, env=environment(**variables))
 
 
 def lines(path: Path) -> list[dict]:
@@ -50,7 +48,12 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 def processes_of(run: Path) -> list[psutil.Process]:
     """Return supervisor, fork server, ranks and sidecar: processes with the run directory open, but not `train`."""
     commands = [(each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
-    return [each for each, command in commands if "--run-dir" not in command and str(run) in open_paths(each.pid)]
+    typed = ("--run-dir", "tests.fork_source")  # `train`, and what it is forked from
+    return [
+        each
+        for each, command in commands
+        if not any(word in command for word in typed) and str(run) in open_paths(each.pid)
+    ]
 
 
 def open_paths(pid: int) -> set[str]:
@@ -127,6 +130,7 @@ def test_ctrl_c_stops_all_ranks_at_the_same_step_and_resume_continues(tmp_path: 
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     assert "Traceback" not in out + err
+    assert "using the warm fork server" in out, "or else the whole suite starts an interpreter for every run"
     assert f"trimaran resume {run}" in out
     (stop,) = {
         each["step"]
@@ -190,11 +194,24 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, victim: str) -> None:
         assert "the supervisor was killed by SIGKILL" in out
 
 
-def test_an_outside_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimaran"]
-    command += ["train", *TINY, "--run-dir", "run"]
-    command += [word for each in ("train.steps=3", "train.sample.tokens=0", "cluster=auto") for word in ("--set", each)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("launcher", ["its environment", slow("torchrun")])
+def test_an_outside_torchrun_may_start_the_ranks(launcher: str, tmp_path: Path) -> None:
+    settings = ("train.steps=3", "train.sample.tokens=0", "cluster=auto")
+    command = ["train", *TINY, "--run-dir", "run", *(word for each in settings for word in ("--set", each))]
+    if launcher == "torchrun":
+        words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trimaran", *command)
+        ranks = [forked.start(*words, cwd=tmp_path)]
+    else:
+        given = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        own = [environment(**given, RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0") for rank in "01"]
+        ranks = [forked.start("trimaran", *command, cwd=tmp_path, env=each) for each in own]
+    for each in ranks:
+        _, err = each.communicate(timeout=120)
+        assert each.returncode == 0, err
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
     assert lines(tmp_path / "run" / "events" / "rank-1.jsonl")[-1]["kind"] == "done"

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.environment import environment
 from trimaran.app.main import main
 from trimaran.app.request.request import resolve
@@ -54,10 +53,9 @@ def tune(capsys: pytest.CaptureFixture[str], plan: dict[str, Any] | str, *option
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def command(*options: str, plan: dict[str, Any] | str, **variables: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "trimaran", "tune", *settings(plan), *ALL, "--no-check", *options]
-    return subprocess.Popen(words, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)  # fmt: skip
+def command(*options: str, plan: dict[str, Any] | str, **variables: str) -> forked.Forked:
+    words = ("tune", *settings(plan), *ALL, "--no-check", *options)
+    return forked.start("trimaran", *words, env=environment(**variables))
 
 
 def trials(folder: Path) -> list[dict[str, Any]]:

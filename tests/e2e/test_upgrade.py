@@ -8,8 +8,6 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import warnings
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from typer.main import get_command
 
 import trimaran
+from tests import forked
 from tests.sources import SRC
 from trimaran.app.main import build_app, main
 from trimaran.core import parse_recipe
@@ -140,8 +139,7 @@ def test_a_run_of_0_1_is_shown_by_every_command(
 
 
 def test_a_run_of_0_1_is_resumed_and_computes_what_0_1_computed(run: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "trimaran", "resume", str(run), "--quiet", "--no-check"],
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = forked.run("trimaran", "resume", "--warm", str(run), "--quiet", "--no-check")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in RunDirectory(run).metrics.read_text().splitlines()]
     assert [each["step"] for each in lines] == list(range(1, 61))

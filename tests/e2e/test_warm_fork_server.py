@@ -1,16 +1,15 @@
 """Two runs start from one warm fork server; a run with another environment does not; `trimaran warm --stop` ends it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests import forked
 from tests.e2e.test_train import TINY, lines, wait_for
+from tests.environment import environment
 
 pytestmark = pytest.mark.slow  # torch is imported twice, and four runs are made
 
@@ -23,11 +22,8 @@ class Warm:
         (folder / "runtime").mkdir(mode=0o700)
 
     def run(self, *arguments: str, **variables: str) -> str:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder / "runtime")}
-        command = [sys.executable, "-m", "trimaran", *arguments]
-        done = subprocess.run(
-            command, cwd=self.folder, env=environment | variables, capture_output=True, text=True, timeout=200
-        )
+        own = environment(XDG_RUNTIME_DIR=str(self.folder / "runtime"), **variables)
+        done = forked.run("trimaran", *arguments, cwd=self.folder, env=own, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -44,7 +40,7 @@ class Warm:
 def test_runs_share_a_warm_fork_server_until_it_is_stopped(tmp_path: Path) -> None:
     warm = Warm(tmp_path)
     assert warm.status() is None
-    first, events = warm.train("first")
+    first, events = warm.train("first", TRIMARAN_LANG="en")
     status = warm.status()
     assert status is not None
     server = psutil.Process(status["pid"])

@@ -5,8 +5,6 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ import pytest
 from rich.live import Live
 from rich.text import Text
 
+from tests import forked
+from tests.environment import environment
 from tests.runs import finished_run
 from tests.sources import SRC, text_of
 from trimaran.app.main import main
@@ -59,9 +59,8 @@ def test_no_command_prints_control_codes_of_a_runs_files(
 
 def test_incidents_on_a_real_terminal_send_only_their_own_colours(tmp_path: Path) -> None:
     run, (parent, child) = planted_run(tmp_path), pty.openpty()
-    environment = os.environ | {"TERM": "xterm-256color"}
-    arguments = [sys.executable, "-m", "trimaran", "incidents", str(run.path)]
-    subprocess.run(arguments, stdout=child, stderr=child, env=environment, check=True)
+    own = environment(TERM="xterm-256color")
+    assert forked.start("trimaran", "incidents", str(run.path), stdout=child, stderr=child, env=own).wait(60) == 0
     os.close(child)
     shown = ""
     while True:

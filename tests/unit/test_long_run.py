@@ -4,8 +4,6 @@ import io
 import json
 import math
 import os
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.long_run import measure
 
+from tests import forked
 from tests.long_run import CHECKPOINT_STEPS, write_long_run, write_steps
 from tests.runs import new_run, step_metrics
 from trimaran.app.main import main
@@ -246,8 +245,8 @@ def test_a_real_run_writes_at_most_500_bytes_a_step(tmp_path: Path) -> None:
                 "model.shape={layers: 1, hidden: 64, heads: 4, kv_heads: 2, ffn: 128}")  # fmt: skip
     words = [word for each in settings for word in ("--set", each)]
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(run), "--no-check", "--quiet", *words]
-    subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=500)
+    forked.run("trimaran", "train", "--warm", "--run-dir", str(run), "--no-check", "--quiet", *words, cwd=tmp_path,
+               check=True, timeout=500)  # fmt: skip
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 601))
     later = lines[NUM_COMPLETE_STEPS:]

@@ -1,7 +1,5 @@
 """The simulated step: the trainer's order of passes, the closed forms of the bubble, and contention on the network."""
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from tests import forked
 from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.cost import Job, predict
 from trimaran.hardware import parse_cluster
@@ -109,9 +108,9 @@ def test_the_traces_of_a_real_run_have_the_simulated_order(schedule: Schedule, t
     plan = f"plan={{mesh: {{pp: 2}}, pipeline: {{schedule: {schedule}}}, micro_batch: 1, grad_accum: 4}}"
     settings = ["cluster=2xcpu", plan, "train.global_batch=4", "train.steps=4", "data.seq_len=32",
                 "train.sample.tokens=0", "train.evaluate.batches=0"]  # fmt: skip
-    command = [sys.executable, "-m", "trimaran", "train", "--run-dir", str(tmp_path / "run"), "--profile", "3:4",
-               "--profile-ranks", "all", *(word for each in settings for word in ("--set", each))]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    forked.run("trimaran", "train", "--warm", "--run-dir", str(tmp_path / "run"), "--profile", "3:4",
+               "--profile-ranks", "all", *(word for each in settings for word in ("--set", each)),
+               check=True, timeout=300)  # fmt: skip
     order = order_of(schedule, 2, 2 if schedule in ("interleaved", "zero-bubble") else 1, 4)
     for rank, passes in enumerate(order.passes):
         trace = load_trace(tmp_path / "run" / "profiles" / f"step-00000003-rank-{rank}.trace.json.gz")

@@ -6,12 +6,10 @@ error, and must have asked for nothing outside of the server.
 """
 
 import json
-import os
 import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +20,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests import forked
 from tests.cpu_rates import give_cpu_rates
+from tests.environment import environment
 from trimaran.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ class WebServer:
     base: str
     token: str
     runs: Path
-    process: subprocess.Popen[str]
+    process: forked.Forked
 
     @property
     def url(self) -> str:
@@ -59,24 +59,24 @@ class BrowserLog:
         return parts.scheme in ("data", "blob", "about") or parts.netloc == own.netloc
 
 
-def environment(folder: Path) -> dict[str, str]:
+def trimaran(folder: Path, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in `user_environment`."""
+    return forked.run("trimaran", *words, cwd=cwd, env=user_environment(folder), timeout=300)
+
+
+def user_environment(folder: Path) -> dict[str, str]:
     """Return an environment in which commands keep caches and states to the test."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TRIMARAN_", "NICEGUI_", "PYTEST_"))
-    }
-    own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state"),
-           "XDG_CONFIG_HOME": str(folder / "config"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # fmt: skip
-    return kept | own
+    own = environment(TRIMARAN_CACHE=str(folder / "cache"), XDG_STATE_HOME=str(folder / "state"))
+    return {name: value for name, value in own.items() if not name.startswith("NICEGUI_")}
 
 
 @contextmanager
 def serving(runs: Path, folder: Path, *options: str) -> Iterator[WebServer]:
     """Start `trimaran ui` for the runs, and end it after the block with Ctrl-C."""
     pytest.importorskip("nicegui")
-    command = [sys.executable, "-m", "trimaran", "ui", "--runs", str(runs), "--no-open", "--json", *options]
+    words = ("ui", "--runs", str(runs), "--no-open", "--json", *options)
     with (folder / "ui.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(folder), stdout=subprocess.PIPE, stderr=log,
-                                   text=True)  # fmt: skip
+        process = forked.start("trimaran", *words, cwd=ROOT, env=user_environment(folder), stderr=log)
     try:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
@@ -96,7 +96,7 @@ def serving(runs: Path, folder: Path, *options: str) -> Iterator[WebServer]:
 @pytest.fixture(scope="session")
 def web_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("web")
-    give_cpu_rates(folder / "cache" / "trimaran")
+    give_cpu_rates(folder / "cache")
     return folder
 
 
@@ -104,11 +104,9 @@ def web_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real_run(web_folder: Path) -> RunDirectory:
     """A finished run that the trainer has made: a few steps of the tiny recipe on two ranks."""
     path = web_folder / "runs" / "tiny-run"
-    command = [sys.executable, "-m", "trimaran", "train", "recipes/stdlib-tiny.yaml", "--run-dir", str(path), "--quiet",
-               "--no-check", "--set", "cluster=2xcpu", "--set", f"train.steps={STEPS}", "--set",
-               "train.global_batch=8", "--set", "data.seq_len=64"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment(web_folder), capture_output=True, text=True, timeout=300,
-                          check=False)  # fmt: skip
+    settings = ("cluster=2xcpu", f"train.steps={STEPS}", "train.global_batch=8", "data.seq_len=64")
+    done = trimaran(web_folder, "train", "recipes/stdlib-tiny.yaml", "--warm", f"--run-dir={path}", "--quiet",
+                    "--no-check", *(f"--set={each}" for each in settings))  # fmt: skip
     assert done.returncode == 0, done.stderr
     return RunDirectory(path)
 

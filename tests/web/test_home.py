@@ -3,8 +3,6 @@
 import http.client
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.runs import finished_run
-from tests.web.conftest import ROOT, OpenPage, WebServer, environment, opening, serving, wait_until
+from tests.web.conftest import OpenPage, WebServer, opening, serving, trimaran, wait_until
 from trimaran.run import RunDirectory
 
 WIDTHS = {"phone": 360, "tablet": 820, "laptop": 1280, "wide": 2560}
@@ -199,9 +197,7 @@ def test_mistakes_are_named_with_their_fix(
     options: list[str], code: str, web_server: WebServer, tmp_path: Path
 ) -> None:
     port = str(urlsplit(web_server.base).port)
-    command = [sys.executable, "-m", "trimaran", "ui", "--json", *(each.format(port=port) for each in options)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path) | {"PYTHONPATH": str(ROOT / "src")},
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    done = trimaran(tmp_path, "ui", "--json", *(each.format(port=port) for each in options), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert json.loads(done.stdout)["error"]["code"] == code
 

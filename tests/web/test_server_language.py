@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.web import conftest
 from tests.web.conftest import WAIT_MILLISECONDS, opening, serving
 
 
 def test_the_variable_sets_the_language_of_pages_and_errors(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inherited = conftest.environment
-    monkeypatch.setattr(conftest, "environment", lambda folder: inherited(folder) | {"TRIMARAN_LANG": "zh"})
+    monkeypatch.setenv("TRIMARAN_LANG", "zh")
     runs = tmp_path / "runs"
     runs.mkdir()
     with serving(runs, tmp_path) as server:

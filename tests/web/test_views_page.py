@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 
 from tests.cases import slow
 from tests.unit.test_viz_texts import CHINESE
-from tests.web.conftest import ROOT, OpenPage, environment
+from tests.web.conftest import OpenPage, trimaran, user_environment
 from trimaran.app.request.viz_request import read_subject
 from trimaran.run import RunDirectory
 from trimaran.viz import SHORT_NAMES, PlanView, build_view, show_value, translate_view
@@ -31,9 +29,8 @@ QUICK = ("collectives", "zero", "life")
 @pytest.fixture(autouse=True)
 def caches_of_the_server(web_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the calibration of this machine that the server uses: the trainer has measured it for the run."""
-    for name, value in environment(web_folder).items():
-        if name.startswith("XDG_"):
-            monkeypatch.setenv(name, value)
+    for name in ("TRIMARAN_CACHE", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, user_environment(web_folder)[name])
 
 
 def until(page: Any, expression: str, arg: Any = None) -> None:
@@ -136,8 +133,8 @@ def test_a_moved_control_shows_what_the_command_answers(
     choose_mode(page, "explain")
     command = move(page, 0)
     words = command.split()[1:]
-    done = subprocess.run([sys.executable, "-m", "trimaran", *words, "--json"], cwd=ROOT, env=environment(web_folder),
-                          capture_output=True, text=True, timeout=300, check=True)  # fmt: skip
+    done = trimaran(web_folder, *words, "--json")
+    assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     first = answer["modes"]["explain"]["formulas"][0]["numbers"]
     until(page, "text => document.querySelector('#answer').textContent.includes(text)", first)

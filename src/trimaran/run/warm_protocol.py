@@ -16,13 +16,14 @@ from typing import Any
 from trimaran import __version__
 
 SOCKET, LOCK, LOG = "warm.socket", "warm.lock", "warm.log"
-# Variables that describe a terminal or a login and that nothing in a run reads when it is imported. A rank gets those
-# of its own run. Every other variable must be equal.
+# Variables that nothing in a run reads when it is imported: our own, and those that describe a terminal or a login. A
+# rank gets those of its own run. Every other variable must be equal.
+OWN_PREFIX = "TRIMARAN_"
 SESSION_VARIABLES = {
     "_", "COLUMNS", "COLORTERM", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "EDITOR", "INVOCATION_ID", "JOURNAL_STREAM",
     "LESS", "LINES", "LS_COLORS", "MAIL", "OLDPWD", "PAGER", "PS1", "PWD", "SHLVL", "SSH_AUTH_SOCK", "SSH_CLIENT",
     "SSH_CONNECTION", "SSH_TTY", "STY", "TERM", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX", "TMUX_PANE",
-    "VISUAL", "VTE_VERSION", "WINDOW", "WINDOWID", "XDG_SESSION_ID",
+    "VISUAL", "VTE_VERSION", "WINDOW", "WINDOWID", "XDG_SESSION_ID", "XDG_STATE_HOME",
 }  # fmt: skip
 
 
@@ -46,7 +47,11 @@ def fingerprint(environment: Mapping[str, str]) -> dict[str, Any]:
     `environment` is that of the process, with the variables that every fork server gets.
     """
     limits = {name: resource.getrlimit(number) for name, number in vars(resource).items() if name.startswith("RLIMIT")}
-    variables = {name: value for name, value in environment.items() if name not in SESSION_VARIABLES}
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name not in SESSION_VARIABLES and not name.startswith(OWN_PREFIX)
+    }
     umask = os.umask(0o022)
     os.umask(umask)
     return {

@@ -329,6 +329,18 @@ def test_a_node_whose_supervisor_dies_is_lost_at_once(run: RunDirectory, channel
     assert remote.lost == "its supervisor is gone"
 
 
+def test_a_node_that_counts_as_lost_and_goes_on_has_to_connect_anew(run: RunDirectory, channel: Channel) -> None:
+    """Its machine was suspended, so that it has not noticed its own silence."""
+    follower, remote = join_node(run, channel, FakeNode())
+    remote.start(attempt_spec())
+    until(lambda: follower.node.calls == ["start"])
+    channel.mailboxes["b"].given_up = True
+    follower.thread.join(WAIT_SECONDS)
+    assert follower.node.calls == ["start", "kill"]
+    assert follower.end is not None
+    assert (follower.end.code, follower.end.connected, follower.end.ranks_killed) == (None, True, True)
+
+
 def test_a_follower_leaves_a_coordinator_whose_lease_is_over(run: RunDirectory, channel: Channel) -> None:
     follower, remote = join_node(run, channel, FakeNode())
     remote.start(attempt_spec())

@@ -43,6 +43,8 @@ def start_module(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments`, which finds the tests, too. Fault tests start all their processes here.
 
+    It is a new interpreter, in the namespaces and control groups of this process.
+
     `within` is a command that runs it, for instance in a network namespace.
     """
     command = [*within, sys.executable, "-m", module, *map(str, arguments)]
@@ -51,12 +53,12 @@ def start_module(
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | own)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
-    """Return the first true result of `condition`; fail after `seconds`."""
+def wait_for(condition: Callable[[], Any], seconds: float = SECONDS, *, pause: float = 0.1) -> Any:
+    """Return the first true result of `condition`, which is asked every `pause` seconds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
+        time.sleep(pause)
     return answer
 
 

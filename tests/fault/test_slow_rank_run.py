@@ -33,7 +33,7 @@ def test_a_slow_rank_is_named_and_gets_fewer_rows(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", *settings, extra=extra) as supervised:
         run = supervised.run
         (run.path / "slow-1").write_text("10")
-        found = wait_for(lambda: findings(run).get("F005"))
+        found = wait_for(lambda: findings(run).get("F005"), pause=2.0)
         assert found.culprit == "rank 1"
         assert found.evidence["kind"] == "hardware"
         assert "as much work as the others" in found.verdict

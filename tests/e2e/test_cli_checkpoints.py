@@ -179,27 +179,26 @@ def test_a_full_disk_can_be_pruned_and_a_read_only_disk_is_reported(
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_replaced_by_a_newer_one(
-    saved_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    saved_run: RunDirectory,
 ) -> None:
-    verify, seen = checkpoint_list.verify_all, []
-
-    def pruned_meanwhile(path: Path, progress: Any) -> Any:
-        seen.append(path.name)
-        if len(seen) == 1:
-            if not step_path(saved_run.checkpoints, 8).exists():
-                save_checkpoint(saved_run.checkpoints, 8)
-            shutil.rmtree(path)
-        return verify(path, progress)
+    seen: list[str] = []
 
     def use(path: Path) -> int:
-        return len(pruned_meanwhile(path, lambda _: None))
+        seen.append(path.name)
+        if len(seen) == 1:
+            save_checkpoint(saved_run.checkpoints, 8)
+            shutil.rmtree(path)
+        return len(checkpoint_list.verify_all(path, lambda _: None))
 
     path, damages = checkpoint_list.with_step(saved_run.checkpoints, None, use, where="here")
     assert (seen, path.name, damages) == (["step-00000006", "step-00000008"], "step-00000008", 0)
-    seen.clear()
-    monkeypatch.setattr("trimaran.app.commands.checkpoints.verify_all", pruned_meanwhile)
-    found = json_output(capsys, "checkpoints", "verify", str(saved_run.path))["checkpoints"]
-    assert [(each["step"], each["damages"]) for each in found] == [(4, []), (8, [])]
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_damaged(saved_run: RunDirectory) -> None:
+    pruned, kept = (step_path(saved_run.checkpoints, step) for step in (4, 6))
+    assert checkpoint_list.verify_present(pruned, lambda _: shutil.rmtree(pruned, ignore_errors=True)) is None
+    assert checkpoint_list.verify_present(pruned, lambda _: None) is None
+    assert checkpoint_list.verify_present(kept, lambda _: None) == []
 
 
 def test_a_new_run_for_an_import_needs_a_recipe(trained: RunDirectory, tmp_path: Path, capsys: Any) -> None:

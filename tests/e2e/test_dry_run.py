@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,8 @@ def test_weights_that_do_not_fit_are_refused_without_reading_them(
     assert "M021: the weights do not match the model; missing: model.norm.weight" in capsys.readouterr().err
 
 
-def test_a_dataset_on_the_hub_is_not_fetched(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trimaran.app.request.hub_files.fetch_dataset", lambda *_, **__: pytest.fail("a download"))
+def test_a_dataset_on_the_hub_is_not_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+    """To fetch it would fail: there is none of this name."""
     pins = settings("data.source=datasets", "data.path=owner/texts", "cluster=2xcpu")
     assert main(["train", "--dry-run", *pins]) == 0
     assert "the dataset is on the Hub: it is not fetched" in capsys.readouterr().out
@@ -95,7 +94,7 @@ def test_a_dataset_on_the_hub_is_not_fetched(
 def test_without_torch_only_the_plan_is_checked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dry_run, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)  # so that it is not found
     assert main(["train", "--dry-run", "--set", "cluster=2xcpu"]) == 0
     assert "not built: torch is not installed here; only the plan is checked" in capsys.readouterr().out
 

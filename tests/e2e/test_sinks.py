@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ from trimaran.core import TelemetrySection, UserError, fixed_field_changes, pars
 from trimaran.core.recipe import PrometheusSection
 from trimaran.run import RunDirectory, append_line
 from trimaran.telemetry.ledger import read_ledger
-from trimaran.telemetry.sinks import open_sinks as opening
 from trimaran.telemetry.sinks.open_sinks import SINKS, open_sinks, refuse_missing_sinks
 from trimaran.telemetry.sinks.prometheus import PrometheusSink
 from trimaran.telemetry.sinks.sink import Line, Sink
@@ -269,7 +269,8 @@ def test_a_sink_that_cannot_be_opened_is_logged_and_the_others_work(
 def test_a_missing_package_is_reported_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(opening, "find_spec", lambda name: None)
+    for package in filter(None, (kind.package for kind in SINKS.values())):
+        monkeypatch.setitem(sys.modules, package, None)  # so that it is not found
     asked = {"prometheus": {"port": 9101}, "tensorboard": True, "wandb": {"mode": "offline"}, "otel": "http://x",
              "mlflow": {"uri": "http://x"}}  # fmt: skip
     for name, value in asked.items():

@@ -127,6 +127,17 @@ def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
     return damages + [Damage(each, "does not belong here") for each in unexpected]
 
 
+def verify_present(path: Path, progress: Callable[[float], None]) -> list[Damage] | None:
+    """Return what `verify_all` does; None if the checkpoint is deleted meanwhile, as a run prunes while it trains."""
+    try:
+        found = verify_all(path, progress)
+    except (OSError, UserError):
+        if path.exists():
+            raise
+        return None
+    return found if path.exists() else None
+
+
 def _checkpoint_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     for name in os.listdir(folder):
         if named := STEP_NAME.fullmatch(name) or REFUSED_NAME.fullmatch(name):

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from trimaran.app.request.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
-from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_all
+from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_present
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_of, step_path, steps_to_prune, without_manifest
 from trimaran.core import UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
@@ -309,13 +309,8 @@ def _damages(path: Path) -> list[str] | None:
     from trimaran.app.views.progress_bar import progress_bar
 
     with progress_bar(open_console(stderr=True)) as progress:
-        try:
-            found = verify_all(path, lambda fraction: progress(f"verifying {path.name}", fraction))
-        except (OSError, UserError):
-            found = []
-            if path.exists():
-                raise
-    return [str(each) for each in found] if path.exists() else None
+        found = verify_present(path, lambda fraction: progress(f"verifying {path.name}", fraction))
+    return None if found is None else [str(each) for each in found]
 
 
 def _show(rows: list[CheckpointRow]) -> None:

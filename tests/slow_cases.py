@@ -76,16 +76,5 @@ LEFT_OUT = (
         "the same with a dense model of 70B",
         ("test_a_235b_mixture_on_64_h100_is_split_and_not_offloaded",),
     ),
-    LeftOut(
-        "unit/test_parallel_memory.py",
-        "the mode selective; full in test_a_compiled_block_recomputes_joint_projections, the others in "
-        "test_a_compiled_block_is_offloaded and test_a_compiled_block_saves_the_predicted_bytes",
-        (
-            "test_a_compiled_block_saves_what_the_mode_says[full-6]",
-            "test_a_compiled_block_saves_what_the_mode_says[none-0]",
-            "test_a_compiled_block_saves_what_the_mode_says[elementwise-0]",
-            "test_a_compiled_block_is_offloaded[full]",
-        ),
-    ),
 )  # fmt: skip
 SLOW_CASES = frozenset(f"tests/{each.file}::{name}" for each in LEFT_OUT for name in each.names)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 
 STEPS = 8
@@ -68,8 +69,9 @@ def train_prepared(sharding: str, size: int) -> tuple[list[float], list[float], 
     return [float(each.loss) for each in results], [float(each.grad_norm) for each in results], same_names
 
 
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize(
+    ("sharding", "size"), [("none", 4), ("optimizer", 1), ("parameters", 4), slow(("gradients", 4))]
+)
 def test_two_ranks_train_like_the_plain_loop(sharding: str, size: int) -> None:
     losses, norms = train_plain()
     for ours, our_norms, same_names in run_ranks(2, train_prepared, sharding, size):
@@ -96,7 +98,7 @@ def train_partly_frozen(sharding: str) -> list[float]:
     return numbers
 
 
-@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("sharding", ["parameters", *map(slow, ("none", "optimizer", "gradients"))])
 def test_frozen_parameters_are_not_part_of_the_norm_on_any_number_of_ranks(sharding: str) -> None:
     (one_rank,) = run_ranks(1, train_partly_frozen, "none")
     for numbers in run_ranks(2, train_partly_frozen, sharding):

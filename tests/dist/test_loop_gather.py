@@ -93,8 +93,6 @@ def train_gathered(sharding: str) -> dict[str, Any]:
         (1, "none"),
         (2, "parameters"),
         (3, "none"),
-        pytest.param(2, "none", marks=pytest.mark.slow),
-        pytest.param(3, "parameters", marks=pytest.mark.slow),
     ],
 )
 def test_a_contrastive_loop_trains_as_in_one_process(ranks: int, sharding: str) -> None:

@@ -1,7 +1,9 @@
 """`loop.loader` deals every sample once, in an order that depends on neither the number of ranks nor a restart."""
 
+import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, WeightedRandomSampler
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran import Loop
 from trimaran.core import UserError
@@ -84,7 +87,18 @@ def build() -> tuple[Loop, nn.Module]:
 Dealt = list[list[tuple[int, list[float]]]]
 
 
-def deal(kind: str, epochs: int, folder: Path | None = None, stop_after: int = 10**9) -> tuple[int, Dealt, int]:
+def deal(*args: Any) -> tuple[int, Dealt, int]:
+    """Return what `dealt_by_loop` does, and end the worker processes of its loader, which outlive an epoch."""
+    answer = dealt_by_loop(*args)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler raises if a worker is killed
+    for each in multiprocessing.active_children():
+        each.kill()
+    return answer
+
+
+def dealt_by_loop(
+    kind: str, epochs: int, folder: Path | None = None, stop_after: int = 10**9
+) -> tuple[int, Dealt, int]:
     """Return the first epoch, this rank's samples of each batch, and the batches of an epoch. Save at the end."""
     loop, model = build()
     loader, dealt = loop.loader(data_loader(kind), seed=7), []
@@ -111,8 +125,7 @@ def joined(answers: list[tuple[int, Dealt, int]]) -> Dealt:
 
 @pytest.mark.parametrize(
     "kind",
-    ["shuffled", "workers", "buckets"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("drop_last", "generator", "weighted", "in order")],
+    ["shuffled", "workers", "buckets", *map(slow, ("drop_last", "generator", "weighted", "in order"))],
 )
 def test_ranks_together_see_what_one_process_sees(kind: str) -> None:
     (alone,) = run_ranks(1, deal, kind, 2)
@@ -141,8 +154,8 @@ def test_a_data_loader_with_a_generator_keeps_its_order() -> None:
     ("kind", "stops"),
     [
         ("shuffled", (3, 4)),
-        ("generator", (5, 2)),
-        pytest.param("buckets", (7, 3), marks=pytest.mark.slow),
+        slow(("generator", (5, 2))),
+        slow(("buckets", (7, 3))),
     ],
 )
 def test_another_number_of_ranks_resumes_within_an_epoch_exactly(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran import Loop
 from trimaran.core import UserError
@@ -102,7 +103,7 @@ def codes_of_losses(sharding: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("ranks", "sharding"),
-    [(1, "none"), (2, "none"), (2, "parameters"), pytest.param(2, "gradients", marks=pytest.mark.slow)],
+    [(1, "none"), (2, "none"), slow((2, "parameters"))],
 )
 def test_a_loss_that_cannot_be_split_is_an_error_on_all_ranks(ranks: int, sharding: str) -> None:
     expected = {name: [code if ranks > 1 else "", ""] for name, (_, _, code) in LOSSES.items()}
@@ -255,7 +256,7 @@ def codes_of_gradients(sharding: str) -> dict[str, str]:
     return codes
 
 
-@pytest.mark.parametrize(("ranks", "sharding"), [(1, "none"), (2, "none"), (2, "parameters")])
+@pytest.mark.parametrize(("ranks", "sharding"), [(1, "none"), slow((2, "none")), (2, "parameters")])
 def test_gradients_that_are_changed_before_the_step_are_an_error(ranks: int, sharding: str) -> None:
     left_out = {"a second backward"} if sharding == "parameters" else set()
     expected = {name: code for name, (_, code) in GRADIENTS.items() if name not in left_out}
@@ -345,7 +346,7 @@ def test_before_update_gets_the_gradient_of_one_process() -> None:
         expected.append(nn.utils.get_total_norm(gradients).item())
         optimizer.step()
         optimizer.zero_grad()
-    for ranks, sharding in ((1, "none"), (2, "parameters"), (3, "none")):
+    for ranks, sharding in ((1, "none"), (2, "parameters")):
         for norms in run_ranks(ranks, train_with_changed_gradients, sharding):
             assert norms == pytest.approx(expected, rel=1e-4)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran import Loop
 from trimaran.core import UserError
@@ -26,13 +27,12 @@ SCHEDULERS = {
 }
 
 
-def build(sharding: str, *, init_scale: float | None = None) -> tuple[Loop, Loop]:
+def build(sharding: str, *, scaler: torch.amp.GradScaler | None = None) -> tuple[Loop, Loop]:
     """Return the loops of an encoder and a decoder, which are trained together."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     encoder, decoder = nn.Linear(6, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 6))
-    scaler = None if init_scale is None else torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
     first = trimaran.prepare(
         encoder, torch.optim.AdamW(encoder.parameters(), lr=0.05), sharding=sharding, scaler=scaler
     )
@@ -61,19 +61,17 @@ def train_two_models(folder: Path, sharding: str, kind: str, until: int) -> list
 @pytest.mark.parametrize(
     ("kind", "sharding"),
     [
-        ("multistep", "none"),
         ("onecycle", "parameters"),
-        pytest.param("plateau", "optimizer", marks=pytest.mark.slow),
-        pytest.param("sequential", "none", marks=pytest.mark.slow),
+        *map(slow, [("multistep", "none"), ("plateau", "optimizer"), ("sequential", "none")]),
     ],
 )
 def test_two_models_and_a_scheduler_resume_exactly(kind: str, sharding: str, tmp_path: Path) -> None:
-    whole = run_ranks(2, train_two_models, tmp_path / "whole", sharding, kind, 6)[0]
+    whole = run_ranks(2, train_two_models, tmp_path / "whole", sharding, kind, 5)[0]
     before = run_ranks(2, train_two_models, tmp_path / "parts", sharding, kind, 3)[0]
-    after = run_ranks(2, train_two_models, tmp_path / "parts", sharding, kind, 6)[0]
+    after = run_ranks(2, train_two_models, tmp_path / "parts", sharding, kind, 5)[0]
     assert (before[0], after[0]) == (0, 3)
     assert before[1:] + after[1:] == whole[1:]
-    (alone,) = run_ranks(1, train_two_models, tmp_path / "alone", "none", kind, 6)
+    (alone,) = run_ranks(1, train_two_models, tmp_path / "alone", "none", kind, 5)
     assert alone == pytest.approx(whole, rel=1e-5)
 
 
@@ -93,20 +91,20 @@ def test_a_scheduler_that_resume_is_not_given_is_asked_for(tmp_path: Path) -> No
 
 def train_with_overflow(sharding: str, overflow: bool) -> tuple[list[float], list[float]]:
     """Return weights after three steps, of which the second overflows on one rank, and the scales."""
-    loop, _ = build(sharding, init_scale=1024.0)
-    scales = []
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    loop, _ = build(sharding, scaler=scaler)
     for step in range(3):
         rows = loop.local_rows(torch.ones(4, 6) * (step + 1))
         if overflow and step == 1 and loop.rank == 1:
             rows[0, 0] = float("inf")
         loop.backward(loop.model(rows).square().sum(), num_samples=len(rows))
         loop.step(clip_norm=1.0)
-        scales.append(loop._scaler.get_scale())  # pyrefly: ignore
+        scales.append(scaler.get_scale())
     weights = loop.state_dict()
     return [float(each.double().sum()) for each in weights.values()], scales
 
 
-@pytest.mark.parametrize("sharding", ["none", "parameters"])
+@pytest.mark.parametrize("sharding", [slow("none"), "parameters"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(sharding: str) -> None:
     main, other = run_ranks(2, train_with_overflow, sharding, True)
     assert main[1] == other[1] == [1024.0, 512.0, 512.0]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 
 ROWS = (7, 1, 8, 2, 5)  # on three ranks, some of these leave a rank without rows
@@ -69,12 +70,9 @@ def train_prepared(sharding: str, reduction: Any, size: int) -> list[tuple[float
 @pytest.mark.parametrize(
     ("ranks", "sharding", "reduction", "size"),
     [
-        pytest.param(2, "none", "sum", 2, marks=pytest.mark.slow),
         (3, "none", "mean", 0),
-        pytest.param(3, "optimizer", "sum", 1, marks=pytest.mark.slow),
-        (2, "gradients", "mean", 3),
         (3, "parameters", "sum", 2),
-        pytest.param(3, "parameters", "mean", 0, marks=pytest.mark.slow),
+        *map(slow, [(2, "gradients", "mean", 3), (3, "optimizer", "sum", 1), (3, "parameters", "mean", 0)]),
     ],
 )
 def test_odd_batches_train_like_the_plain_loop(ranks: int, sharding: str, reduction: str, size: int) -> None:

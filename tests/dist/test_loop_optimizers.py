@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, AdamW, Muon, SparseAdam
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import UserError
 
@@ -82,7 +83,7 @@ def weights_on_ranks(make: str, sharding: str, sparse: bool, folder: Path | None
     return list(loop.state_dict().values())
 
 
-@pytest.mark.parametrize("sharding", ["none", "parameters"])
+@pytest.mark.parametrize("sharding", [slow("none"), "parameters"])
 def test_two_optimizers_train_one_model_and_resume(sharding: str, tmp_path: Path) -> None:
     expected = plain_weights(muon_and_adamw, sparse=False, clip=True)
     run_ranks(2, weights_on_ranks, "muon", sharding, False, tmp_path)
@@ -92,7 +93,7 @@ def test_two_optimizers_train_one_model_and_resume(sharding: str, tmp_path: Path
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5 if sharding == "none" else 7e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_sparse_gradients_train_like_the_plain_loop(ranks: int) -> None:
     expected = plain_weights(sparse_and_dense, sparse=True, clip=False)
     main, *_ = run_ranks(ranks, weights_on_ranks, "sparse", "none", True, None)
@@ -149,7 +150,7 @@ def plain_sharpness_aware() -> list[float]:
 
 @pytest.mark.parametrize(
     ("ranks", "sharding"),
-    [(1, "none"), (3, "none"), (2, "parameters"), pytest.param(2, "optimizer", marks=pytest.mark.slow)],
+    [(1, "none"), (2, "parameters"), *map(slow, [(3, "none"), (2, "optimizer")])],
 )
 def test_sam_takes_two_gradients_in_a_step(ranks: int, sharding: str) -> None:
     expected = plain_sharpness_aware()
@@ -214,7 +215,7 @@ def losses_of_gan(sharding: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("ranks", "sharding"), [(1, "none"), (2, "none"), (2, "parameters")])
+@pytest.mark.parametrize(("ranks", "sharding"), [(1, "none"), slow((2, "none")), (2, "parameters")])
 def test_gradients_that_another_loop_has_left_are_dropped(ranks: int, sharding: str) -> None:
     generator, critic, optimizer, critics = nets_of_gan()
     expected = []

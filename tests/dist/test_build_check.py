@@ -21,7 +21,7 @@ from trimaran.train.find_hf_facts import find_hf_facts
 from trimaran.train.metrics.step_clock import StepClock
 
 CPU = torch.device("cpu")
-QUICK_HF = ("llama-0", "mixtral-0", "gpt2-0", "vision1-yolos-0")
+QUICK_HF = ("llama-0", "vision1-yolos-0")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def check_hf_cases(folder: Path, chance: Random, number: int) -> set[str]:
 
 def test_dry_run_and_train_refuse_the_same_plans_of_a_few_models(folders: dict[str, Path]) -> None:
     chance, said = Random(1), set()
-    for section in chance.sample(list(preset_sections()), 2):
+    for section in chance.sample(list(preset_sections()), 1):
         said.add(check_case(chance, section))
     for name in QUICK_HF:
         said |= check_hf_cases(folders[name], chance, 1)

@@ -5,7 +5,7 @@ import json
 import os
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.environment import CACHE
 from tests.launched import CommandLine, kill_processes
-from tests.parity import assert_same_trajectory, plan_for, train_run, trajectory_of
+from tests.parity import assert_same_trajectory, plan_for, trajectory_of
 from tests.plugin_packages import install_example
 from tests.ranks import run_ranks
 from trimaran.app.main import main
@@ -29,7 +29,7 @@ from trimaran.telemetry.sidecar import open_feeds
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 
-STEPS, WEIGHT = 40, 1e-3
+STEPS, WEIGHT = 30, 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +63,31 @@ checkpoint: {{every: "off", memory: 0, asynchronous: false}}
     return parse_recipe(text, name="recipe")
 
 
+def train(recipe: Recipe, plan: Plan, path: Path, sites: Sequence[Path]) -> RunDirectory:
+    """Return a finished run whose ranks find packages in `sites`, one folder for each."""
+    run = create_run(path, recipe, plan)
+    assert run_ranks(plan.mesh.world_size, worker_of, run.path, sites) == [0] * plan.mesh.world_size
+    return run
+
+
+def worker_of(path: Path, sites: Sequence[Path | None]) -> int:
+    """Run one rank, with packages in its folder."""
+    if (site := sites[int(os.environ["RANK"])]) is not None:
+        sys.path.insert(0, str(site))
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE)
+
+
 @pytest.fixture(scope="module")
-def run(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def run(recipe: Recipe, site: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Return a finished run of two ranks, each with a part of every weight."""
-    return train_run(recipe, plan_for(recipe, grad_accum=1, dp_shard=2), runs_folder(tmp_path_factory))
-
-
-def runs_folder(factory: pytest.TempPathFactory) -> Path:
-    folder = factory.mktemp("plugged") / "runs"
-    folder.mkdir()
-    return folder
+    path = tmp_path_factory.mktemp("plugged") / "run"
+    return train(recipe, plan_for(recipe, grad_accum=1, dp_shard=2), path, [site, site])
 
 
 def test_sharded_and_accumulated_runs_train_as_one_process(
-    recipe: Recipe, run: RunDirectory, tmp_path_factory: pytest.TempPathFactory
+    recipe: Recipe, run: RunDirectory, site: Path, tmp_path: Path
 ) -> None:
-    alone = train_run(recipe, plan_for(recipe, grad_accum=2), runs_folder(tmp_path_factory))
+    alone = train(recipe, plan_for(recipe, grad_accum=2), tmp_path / "run", [site])
     assert_same_trajectory(trajectory_of(run), trajectory_of(alone))
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -166,16 +175,6 @@ def test_the_target_writes_its_own_script(recipe: Recipe, tmp_path: Path, capsys
     assert "renice -n 10 -p $$" in answer["files"]["run.sh"]
 
 
-def worker_of(path: Path, cache: Path, site: Path, instead: Path | None) -> int:
-    """Run one rank; rank 1 has `instead` in place of the package, or nothing."""
-    if os.environ["RANK"] == "1":
-        sys.path.remove(str(site))
-        sys.path[:0] = [str(instead)] if instead else []
-        for name in [each for each in sys.modules if each.partition(".")[0] == "trimaran_example"]:
-            del sys.modules[name]
-    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
-
-
 @pytest.mark.parametrize("other", ["nothing", "another version"])
 def test_ranks_without_the_same_package_fail_alike(recipe: Recipe, site: Path, tmp_path: Path, other: str) -> None:
     instead = None
@@ -189,7 +188,7 @@ def test_ranks_without_the_same_package_fail_alike(recipe: Recipe, site: Path, t
         (instead / "trimaran_example").symlink_to(site / "trimaran_example")
     plan = Plan(mesh=Mesh(dp_replicate=2), micro_batch=2)
     run = create_run(tmp_path / "run", recipe, plan)
-    assert run_ranks(2, worker_of, run.path, CACHE, site, instead) == [2, 2]
+    assert run_ranks(2, worker_of, run.path, [site, instead]) == [2, 2]
     errors = [[each["data"] for each in map(json.loads, run.events(rank).read_text().splitlines())
                if each["kind"] == "error"] for rank in range(2)]  # fmt: skip
     assert errors[0] == errors[1]

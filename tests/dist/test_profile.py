@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 
 from tests.cases import slow
 from tests.environment import CACHE
-from tests.parity import plan_for, train_run, trajectory_of
+from tests.parity import Trajectory, plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.run import RunDirectory, create_run
 from trimaran.run.profile_request import ProfileRequest, find_traces, request_file, write_request
 from trimaran.telemetry.merged_trace import merge
 from trimaran.telemetry.trace_summary import Trace, load_trace, summarise
+from trimaran.train.metrics import profiler
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
@@ -25,7 +27,7 @@ from trimaran.train.worker import run_worker
 SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 32}
 
 
-def recipe_of(steps: int = 5, **telemetry: Any) -> Recipe:
+def recipe_of(steps: int = 6, **telemetry: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"preset": "tiny", "shape": SHAPE},
@@ -51,6 +53,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def work(path: Path, cache: Path) -> int:
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
+
+
+@cache
+def plain_trajectory(folder: Path, plan: str) -> Trajectory:
+    """Return the trajectory without a profile, under a plan in JSON."""
+    return train_trajectory(recipe_of(), plan_for(recipe_of(), **json.loads(plan)), folder)
 
 
 def run_with_request(folder: Path, name: str, request: ProfileRequest, recipe: Recipe, plan: Plan) -> RunDirectory:
@@ -80,9 +88,8 @@ def seconds_by_phase(trace: Trace, step: int) -> dict[str, float]:
 def test_the_steps_of_the_recipe_are_traced_on_every_rank_without_effect_on_training(
     folder: Path, degrees: dict[str, int]
 ) -> None:
-    plain, traced = recipe_of(), recipe_of(profile="2:4", profile_ranks="all")
-    accum = 2 if "pp" in degrees else 1
-    trajectory = trajectory_of(train_run(plain, plan_for(plain, grad_accum=accum, **degrees), folder))
+    traced, accum = recipe_of(profile="2:4", profile_ranks="all"), 2 if "pp" in degrees else 1
+    trajectory = plain_trajectory(folder, json.dumps({"grad_accum": accum} | degrees))
     run = train_run(traced, plan_for(traced, grad_accum=accum, **degrees), folder)
     same = trajectory_of(run)
     assert same.losses == trajectory.losses
@@ -138,8 +145,8 @@ def test_a_memory_snapshot_has_parameters_gradients_states_and_activations_by_mo
     assert {"layers.0", "layers.1"} <= layers
     hidden = 4 * 32 * SHAPE["hidden"] * 4  # of one micro-batch, in bytes
     assert tree["within"]["kinds"]["activations"] >= 2 * SHAPE["layers"] * hidden
-    plain = train_run(recipe, plan, folder)
-    assert trajectory_of(plain).losses == trajectory_of(run).losses
+    plain = plain_trajectory(folder, json.dumps({"grad_accum": 1, "dp_replicate": 2}))
+    assert plain.losses == trajectory_of(run).losses
 
 
 @pytest.mark.slow
@@ -178,11 +185,15 @@ def work_until_memory_runs_out(path: Path, cache: Path) -> int:
     return work(path, cache)
 
 
-def test_a_trace_is_repeated_and_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.train.metrics.profiler.MAX_REPEATED_TRACES", 2)
-    recipe = recipe_of(profile="1:2", profile_every=2)
+def work_with_two_traces(path: Path, cache: Path) -> int:
+    profiler.MAX_REPEATED_TRACES = 2  # pyrefly: ignore[bad-assignment]
+    return work(path, cache)
+
+
+def test_a_trace_is_repeated_and_only_the_newest_are_kept(folder: Path) -> None:
+    recipe = recipe_of(steps=5, profile="1:2", profile_every=2)
     run = create_run(folder / "repeated", recipe, plan_for(recipe, grad_accum=1))
-    assert run_ranks(1, work, run.path, CACHE) == [0]
+    assert run_ranks(1, work_with_two_traces, run.path, CACHE) == [0]
     traced = sorted(data["first"] for data in profile_events(run, 0))
     assert traced == [*range(1, recipe.train.steps + 1, 2)]
     assert [*find_traces(run)] == traced[-2:]

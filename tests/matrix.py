@@ -1,7 +1,7 @@
 """The parity matrix: every axis and every combination of axes against one process, run with the real worker.
 
-`python -m tests.matrix` runs all cases and prints a table; `--write FILE` saves it. `tests/dist/test_matrix.py` runs
-the cases that are fast enough for the test suite.
+`python -m tests.matrix` runs all cases and prints a table; `--write FILE` saves it. `tests/dist/test_matrix.py` trains
+every axis and every pair of axes, most of them without the worker around the steps.
 """
 
 import argparse
@@ -68,12 +68,14 @@ def cases() -> list[Case]:
     found = [case for axes in single for case in _every_setting(axes, models)]
     for axes in combined:
         settings = {name: next(cycles[name]) for name in settings_of(axes)}
-        found.append(_case(axes, next(models), recompute=next(cycles["recompute"]), **settings))
-    found.append(_case(("dp_replicate",), "dense-tied", grad_accum=2, overlap=False))
+        found.append(case_of(axes, next(models), recompute=next(cycles["recompute"]), **settings))
+    found.append(case_of(("dp_replicate",), "dense-tied", grad_accum=2, overlap=False))
     found += [
-        _case(axes, model, **{"grad_accum": 2, "regather": True} | settings) for axes, model, settings in REGATHER
+        case_of(axes, model, **{"grad_accum": 2, "regather": True} | settings) for axes, model, settings in REGATHER
     ]
-    return found + [_case(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in (*ADAPTERS, *RING)]
+    return found + [
+        case_of(axes, model, **{"grad_accum": 2} | settings) for axes, model, settings in (*ADAPTERS, *RING)
+    ]
 
 
 # The plans under which inputs are gathered again in backward.
@@ -145,36 +147,24 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-THREE_AXES = Mesh(dp_shard=2, tp=2, pp=2)
-# The combinations that `make test` runs on more than two ranks.
-PAIRS = (
-    Mesh(dp_replicate=2, dp_shard=2),
-    Mesh(dp_shard=2, pp=2),
-    Mesh(dp_shard=2, cp=2),
-    Mesh(pp=2, cp=2),
-)
-
-
 def has_adapter(case: Case) -> bool:
     return case.model.startswith(("lora", "dora"))
 
 
-def has_ring(case: Case) -> bool:
-    return case.plan.comm.context == "ring"
+# Of experts with two other axes, `make test` trains these.
+WITH_EXPERTS = (Mesh(dp_shard=2, tp=2, ep=2), Mesh(dp_shard=2, pp=2, ep=2))
 
 
 def is_quick(case: Case) -> bool:
-    """Return whether `make test` runs this case.
+    """Return whether `make test` trains this case: every axis with each of its settings, and every pair of axes.
 
-    Of adapters, `tests/dist/test_adapters.py` has quick ones, and of regather `tests/dist/test_regather.py`.
+    Adapters are in `tests/dist/test_adapters.py`, and regather in `tests/dist/test_regather.py`.
     """
     mesh, plan = case.plan.mesh, case.plan
-    if has_adapter(case) or plan.comm.regather:
+    if has_adapter(case) or plan.comm.regather or mesh.world_size > DEGREE**2:
         return False
-    if has_ring(case):
-        return mesh.world_size == 2 and mesh.ep == 1
-    if mesh.world_size > 2:
-        return mesh in PAIRS
+    if mesh.world_size > DEGREE:
+        return plan.comm.context != "ring" and (mesh.ep == 1 or mesh in WITH_EXPERTS)
     # The sharding and the context exchange do not affect experts.
     return mesh.ep == 1 or (plan.sharding in ("none", "parameters") and plan.comm.context == "gather")
 
@@ -198,10 +188,10 @@ def settings_of(axes: tuple[str, ...]) -> list[str]:
 def _every_setting(axes: tuple[str, ...], models: Iterator[str]) -> Iterator[Case]:
     names = [name for name in settings_of(axes) if name != "grad_accum"]
     for values in product(*(SETTINGS[name] for name in names)):
-        yield _case(axes, next(models), grad_accum=2, **dict(zip(names, values, strict=True)))
+        yield case_of(axes, next(models), grad_accum=2, **dict(zip(names, values, strict=True)))
 
 
-def _case(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
+def case_of(axes: tuple[str, ...], model: str, **settings: Any) -> Case:
     mesh = Mesh.model_validate(
         dict.fromkeys(axes, DEGREE) | {axis: settings[axis] for axis in axes if axis in settings}
     )

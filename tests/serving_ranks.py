@@ -27,10 +27,14 @@ def place_of(tp: int, pp: int, device: str = "cpu") -> RankPlace:
     return RankPlace(rank=int(os.environ["RANK"]), tp=tp, pp=pp, address=address, device=torch.device(device))
 
 
+def accept_adapters() -> None:
+    """Check nothing: a function that can be sent to ranks."""
+
+
 def served(folder: Path, family: Any = "decoder", **fields: Any) -> ServedModel:
     """Return a model to serve, in pages of 4; `dtype`, `adapters` and `quantise` are those of `PartSettings`."""
     given: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": 16} | fields
-    own: dict[str, Any] = {"dtype": torch.float32}
+    own: dict[str, Any] = {"dtype": torch.float32, "check_adapters": accept_adapters}
     own |= {name: given.pop(name) for name in ("dtype", "adapters", "quantise") if name in given}
     given["settings"] = PartSettings(**own)
     section = ModelSection(family=family, path=str(folder)) if "section" not in given else given.pop("section")

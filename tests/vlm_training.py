@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -179,6 +179,41 @@ def train_all_ranks(
 ) -> list[TrainingTrace]:
     """Return the training trace of every rank under the plan."""
     return run_ranks(plan.mesh.world_size, train_rank, spec, plan, train, freeze, adapter)
+
+
+class Case(NamedTuple):
+    """A model, what is frozen in it, and how it is trained."""
+
+    spec: VlmSpec
+    plan: Plan
+    train: Mapping[str, Any] = TRAIN
+    freeze: tuple[str, ...] = ()
+    adapter: AdapterSection | None = None
+
+
+def train_rank_in_turn(cases: Sequence[Case]) -> list[TrainingTrace]:
+    return [train_rank(*each) for each in cases]
+
+
+def train_in_turn(cases: Sequence[Case]) -> list[list[TrainingTrace]]:
+    """Return the traces of every rank for each case. The ranks are forked once; all plans need as many."""
+    (world_size,) = {each.plan.mesh.world_size for each in cases}
+    by_rank = run_ranks(world_size, train_rank_in_turn, list(cases))
+    return [list(traces) for traces in zip(*by_rank, strict=True)]
+
+
+def assert_each_trains_as_one_process(cases: Mapping[str, Case]) -> None:
+    """Train every case on the same ranks; fail with the names of those whose trace is not that of one process."""
+    alone = [each._replace(plan=plan_of(grad_accum=1)) for each in cases.values()]
+    distinct = [each for number, each in enumerate(alone) if each not in alone[:number]]
+    expected = [traces[0] for traces in train_in_turn(distinct)]
+    wrong = []
+    for name, single, traces in zip(cases, alone, train_in_turn([*cases.values()]), strict=True):
+        try:
+            assert_traces_match(traces, expected[distinct.index(single)])
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+    assert not wrong, "\n\n".join(wrong)
 
 
 def plan_of(*, grad_accum: int = 2, **fields: Any) -> Plan:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.adapter_training import SEQ_LEN, batch_of, recipe_of
 from tests.cases import slow
 from tests.parity import plan_for
+from tests.plan_training import SEQ_LEN, batch_of, recipe_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.cost import Job
@@ -50,8 +50,9 @@ def held_bytes(recipe: Recipe, plan: Plan) -> tuple[int, dict[str, int]]:
     lower_halves = [each.low for each in parameters if hasattr(each, "low")]
     gradients = [each.grad for each in parameters if each.grad is not None]
     stepper.update(recipe.train.lr)
-    states = stepper.updater._optimizer.state.values()  # pyrefly: ignore[missing-attribute]
-    moments = [each for state in states for name, each in state.items() if name.startswith("exp_avg")]
+    state = stepper.state(recipe.train)
+    state.gather()
+    moments = [each.tensor for each in state.shards() if each.key.startswith("optimizer/exp_avg")]
     dist.barrier()
     pp_rank = ranks.rank("pp") if plan.mesh.pp > 1 else 0
     held = {

@@ -1,7 +1,7 @@
 """Adapters train the same under every plan, and as PEFT trains them."""
 
 import os
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,21 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests import vlm_training
-from tests.adapter_training import (
+from tests.cases import slow
+from tests.hf_models import save_model
+from tests.parity import plan_for
+from tests.plan_training import (
     GLOBAL_BATCH,
     STEPS,
-    AdapterTrace,
+    Trace,
+    assert_each_trains_as_one_process,
     assert_same_training,
     batch_of,
     recipe_of,
     train_all_ranks,
+    train_alone,
     train_rank,
 )
-from tests.cases import slow
-from tests.hf_models import save_model
-from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import AdapterSection, Plan, Recipe
 from trimaran.data.feed import DataShare
@@ -49,100 +51,75 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_model(name, root / name) for name in ("llama", "llama-tied", "qwen2", "phi3", "qwen3-moe")}
 
 
-@cache
-def alone(recipe: str) -> AdapterTrace:
-    (trace,) = train_all_ranks(Recipe.model_validate_json(recipe), ONE_PROCESS)
-    assert trace.losses[-1] < trace.losses[0], "the loss must fall, or the comparison proves nothing"
-    return trace
-
-
-def assert_trains_as_one_process(recipe: Recipe, *, grad_accum: int = 1, **fields: Any) -> None:
-    plan = plan_for(recipe, grad_accum=grad_accum, **fields)
-    assert_same_training(train_all_ranks(recipe, plan), alone(recipe.model_dump_json()))
-
-
-DECODER_CASES = [
+TWO_RANKS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (TINY, LORA, {"dp_replicate": 2, "grad_accum": 2}),
     (TINY, LORA, {"dp_shard": 2, "grad_accum": 2}),
-    slow((TINY, LORA, {"dp_shard": 2, "sharding": "gradients", "grad_accum": 2})),
-    slow((TINY, LORA, {"dp_shard": 2, "sharding": "optimizer", "grad_accum": 2})),
-    slow((TINY, LORA, {"tp": 2})),
     (TINY, DORA, {"tp": 2}),
-    slow((TINY, LORA, {"pp": 2, "grad_accum": 4})),  # below with a tied head that is trained, too
-    slow((DEEP, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "interleaved"}})),
-    slow((DEEP, LORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}})),
-    slow((TINY, LORA, {"cp": 2})),
-    slow((TINY, LORA, {"cp": 2, "comm": {"context": "exchange"}})),
-    slow((TINY, LORA, {"dp_shard": 2, "tp": 2})),
-    slow((TINY, DORA, {"dp_shard": 2, "tp": 2})),
-    slow((TINY, LORA, {"dp_replicate": 2, "tp": 2})),
-    slow((TINY, LORA, {"dp_replicate": 2, "dp_shard": 2})),
-    slow((TINY, LORA, {"pp": 2, "dp_replicate": 2, "grad_accum": 4})),
-    slow((TINY, LORA, {"pp": 2, "dp_shard": 2, "grad_accum": 4})),
-    slow((TINY, LORA, {"pp": 2, "tp": 2, "grad_accum": 4})),
-    slow((TINY, DORA, {"dp_shard": 2, "recompute": "full"})),
-    slow((TINY, LORA, {"dp_shard": 2, "recompute": "selective"})),
-    slow((TINY, LORA, {"dp_shard": 2, "recompute": "full", "offload": "parameters"})),
-    slow((TINY, LORA, {"dp_shard": 2, "offload": "optimizer"})),
-    slow((TINY, LORA, {"dp_replicate": 2, "offload": "activations"})),
-    slow((MIXTURE, LORA, {"dp_replicate": 2, "ep": 2})),
-    slow((MIXTURE, LORA, {"dp_shard": 2, "ep": 2})),
-    slow((MIXTURE, LORA, {"tp": 2, "dp_shard": 2})),
-    slow((MIXTURE, DORA, {"tp": 2})),
+    (TINY, LORA, {"cp": 2}),
+    (DEEP, LORA | {"train": ("lm_head",)}, {"pp": 2, "grad_accum": 4}),
+    (MIXTURE, LORA, {"dp_shard": 2, "ep": 2}),
+]
+# Products of axes, and other schedules and shardings, are in `tests.matrix.ADAPTERS`.
+SLOW_ON_TWO_RANKS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (TINY, LORA | {"dropout": 0.3}, {"tp": 2}),
+    (TINY, DORA, {"dp_shard": 2, "recompute": "full"}),
+    (TINY, LORA, {"dp_shard": 2, "recompute": "full", "offload": "parameters"}),
+    (TINY, LORA, {"dp_shard": 2, "offload": "optimizer"}),
+    (TINY, LORA, {"dp_replicate": 2, "offload": "activations"}),
+    (DEEP, LORA | {"train": ("embed_tokens",)}, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}}),
+    (DEEP, LORA | {"train": ("lm_head", "norm")}, {"dp_shard": 2}),
+    (MIXTURE, DORA, {"tp": 2}),
 ]
 
 
-@pytest.mark.parametrize(("model", "adapter", "fields"), DECODER_CASES, ids=str)
+@pytest.mark.parametrize("cases", [TWO_RANKS, slow(SLOW_ON_TWO_RANKS)], ids=["quick", "slow"])
 def test_an_adapter_of_a_decoder_trains_as_in_one_process(
-    model: dict[str, Any], adapter: dict[str, Any], fields: dict[str, Any]
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]],
 ) -> None:
-    assert_trains_as_one_process(recipe_of(model, adapter), **fields)
+    assert_each_trains_as_one_process(
+        [with_plan(recipe_of(model, adapter), fields) for model, adapter, fields in cases]
+    )
+
+
+def with_plan(recipe: Recipe, fields: dict[str, Any]) -> tuple[Recipe, Plan]:
+    return recipe, plan_for(recipe, **{"grad_accum": 1} | fields)
+
+
+HF_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", LORA, {"tp": 2}),
+    ("llama-tied", LORA, {"pp": 2, "grad_accum": 2}),  # every layer has a bias
+    ("phi3", DORA, {"tp": 2}),  # packed projections
+]
+SLOW_HF_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", LORA, {"dp_shard": 2, "grad_accum": 2}),
+    ("qwen2", DORA, {"tp": 2}),
+    ("llama-tied", DORA, {"tp": 2}),
+    ("llama", LORA, {"cp": 2}),
+    ("llama-tied", LORA | {"train": ("lm_head",)}, {"pp": 2, "grad_accum": 2}),
+    ("llama-tied", DORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "gpipe"}}),
+    ("qwen3-moe", LORA, {"tp": 2}),
+    ("qwen3-moe", LORA, {"dp_shard": 2, "ep": 2}),
+]
+HF_ON_FOUR_RANKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama-tied", LORA, {"dp_shard": 2, "tp": 2}),
+    ("phi3", LORA, {"pp": 2, "tp": 2, "grad_accum": 2}),
+    ("qwen3-moe", LORA, {"dp_shard": 2, "tp": 2, "ep": 2}),
+    ("qwen3-moe", LORA, {"pp": 2, "dp_shard": 2, "ep": 2, "grad_accum": 2}),
+]
 
 
 @pytest.mark.parametrize(
-    ("train", "fields"),
-    [
-        (("lm_head",), {"pp": 2, "grad_accum": 4}),
-        slow((("lm_head", "norm"), {"dp_shard": 2})),
-        slow((("embed_tokens",), {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "zero-bubble"}})),
-    ],
-    ids=str,
+    "cases", [HF_CASES, slow(SLOW_HF_CASES), slow(HF_ON_FOUR_RANKS)], ids=["quick", "slow", "4 ranks"]
 )
-def test_a_tied_head_beside_an_adapter_trains_as_in_one_process(train: tuple[str, ...], fields: dict[str, Any]) -> None:
-    recipe = recipe_of(DEEP, LORA | {"train": train})
-    assert "embed_tokens.weight" in alone(recipe.model_dump_json()).weights
-    assert_trains_as_one_process(recipe, **fields)
-
-
-HF_CASES = [
-    slow(("llama", LORA, {"dp_replicate": 2})),
-    slow(("llama", LORA, {"dp_shard": 2, "grad_accum": 2})),
-    ("llama", LORA, {"tp": 2}),
-    slow(("qwen2", DORA, {"tp": 2})),
-    slow(("llama-tied", DORA, {"tp": 2})),  # every layer has a bias
-    slow(("llama-tied", LORA, {"dp_shard": 2, "tp": 2})),
-    slow(("llama", LORA, {"cp": 2})),
-    ("llama-tied", LORA, {"pp": 2, "grad_accum": 2}),
-    slow(("llama-tied", LORA | {"train": ("lm_head",)}, {"pp": 2, "grad_accum": 2})),
-    slow(("llama-tied", DORA, {"pp": 2, "grad_accum": 4, "pipeline": {"schedule": "gpipe"}})),
-    slow(("llama-tied", LORA, {"pp": 2, "dp_shard": 2, "grad_accum": 2})),
-    slow(("llama-tied", LORA, {"pp": 2, "tp": 2, "grad_accum": 2})),
-    ("phi3", DORA, {"tp": 2}),  # packed projections
-    slow(("phi3", LORA, {"pp": 2, "tp": 2, "grad_accum": 2})),
-    slow(("phi3", DORA, {"tp": 2, "dp_shard": 2})),
-    slow(("qwen3-moe", LORA, {"tp": 2})),
-    slow(("qwen3-moe", LORA, {"dp_shard": 2, "ep": 2})),
-    slow(("qwen3-moe", LORA, {"dp_shard": 2, "tp": 2, "ep": 2})),
-    slow(("qwen3-moe", LORA, {"pp": 2, "dp_shard": 2, "ep": 2, "grad_accum": 2})),
-]
-
-
-@pytest.mark.parametrize(("name", "adapter", "fields"), HF_CASES, ids=str)
 def test_an_adapter_of_a_hugging_face_model_trains_as_in_one_process(
-    folders: dict[str, Path], name: str, adapter: dict[str, Any], fields: dict[str, Any]
+    folders: dict[str, Path], cases: list[tuple[str, dict[str, Any], dict[str, Any]]]
 ) -> None:
-    recipe = recipe_of({"family": "hf", "path": str(folders[name])}, adapter)
-    assert_trains_as_one_process(recipe, **fields)
+    assert_each_trains_as_one_process(
+        [
+            with_plan(recipe_of({"family": "hf", "path": str(folders[name])}, adapter), fields)
+            for name, adapter, fields in cases
+        ]
+    )
 
 
 VLM_ADAPTERS = {
@@ -174,11 +151,12 @@ def vlm_alone(adapter: str) -> vlm_training.TrainingTrace:
     return trace
 
 
-@pytest.mark.parametrize("fields", [slow({"tp": 2}), slow({"recompute": "full"})], ids=str)
-def test_tensor_parallelism_and_recompute_drop_the_same_elements(fields: dict[str, Any]) -> None:
-    recipe = recipe_of(TINY, LORA | {"dropout": 0.3})
-    assert alone(recipe.model_dump_json()).losses != alone(recipe_of(TINY, LORA).model_dump_json()).losses
-    assert_trains_as_one_process(recipe, **fields)
+def test_dropout_changes_training_and_recompute_drops_the_same_elements() -> None:
+    recipe, plain = (recipe_of(TINY, LORA | {"dropout": each}) for each in (0.3, 0.0))
+    with_dropout, without = train_alone([recipe, plain])
+    assert with_dropout.losses != without.losses
+    (recomputed,) = train_all_ranks(recipe, ONE_PROCESS.model_copy(update={"recompute": "full"}))
+    assert_same_training([recomputed], with_dropout)
 
 
 @pytest.mark.parametrize(
@@ -206,19 +184,15 @@ def stored_weights(recipe: Recipe, plan: Plan) -> tuple[list[float], dict[str, t
     return train_rank(recipe, plan).losses, stored
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the compiler takes a minute
 @pytest.mark.parametrize(("adapter", "fields"), [(LORA, {"dp_shard": 2}), (DORA, {"tp": 2})], ids=str)
-def test_compiled_blocks_train_an_adapter_as_one_process_does(
-    adapter: dict[str, Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = partial(torch.nn.Module.compile, backend="aot_eager")  # without kernels, which take long to compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self))
-    assert_trains_as_one_process(recipe_of(TINY, adapter), compile=True, **fields)
+def test_compiled_blocks_train_an_adapter_as_one_process_does(adapter: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert_each_trains_as_one_process([with_plan(recipe_of(TINY, adapter), {"compile": True} | fields)])
 
 
 def test_an_adapter_of_the_head_is_not_left_out_of_a_fused_loss() -> None:
     recipe = recipe_of({"preset": "tiny", "shape": SHAPE | {"tied": False}}, LORA | {"targets": ("lm_head", "q_proj")})
-    assert_trains_as_one_process(recipe, loss="chunked")
+    assert_each_trains_as_one_process([with_plan(recipe, {"loss": "chunked"})])
 
 
 # PEFT's own options for the adapters below; the rest is `recipe_of`'s.
@@ -231,27 +205,32 @@ PEFT_CASES = [
 
 
 @pytest.mark.parametrize("family", ["hf", "decoder"])
-@pytest.mark.parametrize(("name", "adapter", "options"), PEFT_CASES, ids=str)
-def test_an_adapter_trains_as_with_peft_and_plain_pytorch(
-    folders: dict[str, Path], name: str, adapter: dict[str, Any], options: dict[str, Any], family: str
-) -> None:
-    recipe = recipe_of({"family": family, "path": str(folders[name])}, adapter)
-    (result,) = run_ranks(1, train_both, recipe, folders[name], options)
-    ours, losses, norms, weights = result
-    np.testing.assert_allclose(ours.losses, losses, rtol=1e-6)
-    np.testing.assert_allclose(ours.norms, norms, rtol=2e-6)
-    assert ours.losses[-1] < ours.losses[0]
-    assert ours.weights.keys() == weights.keys()
-    for each, value in weights.items():
-        off = np.linalg.norm(ours.weights[each] - value) / np.linalg.norm(value)
-        assert off <= 5e-6, f"{each} is off by {off:.1e}"
+def test_an_adapter_trains_as_with_peft_and_plain_pytorch(folders: dict[str, Path], family: str) -> None:
+    cases = [
+        (recipe_of({"family": family, "path": str(folders[name])}, adapter), folders[name], options)
+        for name, adapter, options in PEFT_CASES
+    ]
+    (results,) = run_ranks(1, train_both_in_turn, cases)
+    for (ours, losses, norms, weights), (name, adapter, _) in zip(results, PEFT_CASES, strict=True):
+        message = f"{name} {adapter}"
+        np.testing.assert_allclose(ours.losses, losses, rtol=1e-6, err_msg=message)
+        np.testing.assert_allclose(ours.norms, norms, rtol=2e-6, err_msg=message)
+        assert ours.losses[-1] < ours.losses[0], message
+        assert ours.weights.keys() == weights.keys(), message
+        for each, value in weights.items():
+            off = np.linalg.norm(ours.weights[each] - value) / np.linalg.norm(value)
+            assert off <= 5e-6, f"{message}: {each} is off by {off:.1e}"
+
+
+def train_both_in_turn(cases: list[tuple[Recipe, Path, dict[str, Any]]]) -> list[Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return [train_both(*case) for case in cases]
 
 
 def train_both(
     recipe: Recipe, folder: Path, options: dict[str, Any]
-) -> tuple[AdapterTrace, list[float], list[float], dict[str, np.ndarray]]:
+) -> tuple[Trace, list[float], list[float], dict[str, np.ndarray]]:
     """Return our trace, and the losses, gradient norms and final weights, under our names, of PEFT in a plain loop."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     ours, section = train_rank(recipe, ONE_PROCESS), recipe.model.adapter
     assert section is not None
     targets = section.targets if isinstance(section.targets, str) else list(section.targets)
@@ -270,7 +249,7 @@ def train_both(
     return ours, losses, norms, {name: each.detach().numpy() for name, each in trained.items()}
 
 
-def _our_name(name: str, ours: AdapterTrace) -> str:
+def _our_name(name: str, ours: Trace) -> str:
     """Return our name of a PEFT parameter: that of the Hugging Face model, or without `model.` in our decoder."""
     for theirs, mine in (
         ("base_model.model.", ""),

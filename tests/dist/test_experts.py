@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.moe import MoeLayer
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.apply import SHARDING
+from trimaran.parallel.apply import sharding_steps
 from trimaran.parallel.axes.cp import apply_cp
 from trimaran.parallel.axes.ep import TokenDispatcher, apply_ep
 from trimaran.parallel.axes.tp import apply_tp
@@ -49,11 +48,11 @@ PRODUCTS: dict[str, dict[str, int]] = {
     "cp-ep": {"cp": 2, "ep": 2},
     "cp-ep-sharded": {"dp_shard": 2, "cp": 2, "ep": 2},
 }
-OTHERS = [name for name in PRODUCTS if name not in ("ep-2", "ep-tp", "ep-tp-replicated")]
 
 
 def start(mesh: Mesh) -> RankMesh:
-    join_process_group(read_rank_info(os.environ))
+    if not dist.is_initialized():
+        join_process_group(read_rank_info(os.environ))
     return build_mesh(mesh, device_type="cpu")
 
 
@@ -106,9 +105,13 @@ def dispatch_tokens(kind: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", ["dropless", "one-choice", "capacity", "few-experts"])
-def test_tokens_are_sent_to_their_experts_and_back(kind: str, world_size: int) -> None:
-    run_ranks(world_size, dispatch_tokens, kind, world_size)
+def test_tokens_are_sent_to_their_experts_and_back(world_size: int) -> None:
+    run_ranks(world_size, dispatch_every_kind, world_size)
+
+
+def dispatch_every_kind(world_size: int) -> None:
+    for kind in ("dropless", "one-choice", "capacity", "few-experts"):
+        dispatch_tokens(kind, world_size)
 
 
 def dispatch_in_bf16() -> None:
@@ -169,8 +172,9 @@ def one_step(kind: str, degrees: dict[str, int]) -> Answer:
     sharding = "parameters" if mesh.dp_shard > 1 else "none"
     with torch.device("meta"):
         network = decoder_network(spec)
-    for apply in (apply_tp, apply_ep, apply_cp, SHARDING[sharding]):
-        apply(network, Plan(mesh=mesh, sharding=sharding), ranks)
+    plan = Plan(mesh=mesh, sharding=sharding)
+    for apply in (apply_tp, apply_ep, apply_cp, *sharding_steps(plan)):
+        apply(network, plan, ranks)
     network.module.to_empty(device="cpu")
     initialise(network.module, seed=4, spec=spec)
     with torch.no_grad():  # routers with a preference
@@ -200,33 +204,38 @@ def router_metrics(network: Network) -> dict[str, float]:
     return router_details(counts, (network,))()["router"]
 
 
-@lru_cache
-def alone(kind: str) -> Answer:
-    return run_ranks(1, one_step, kind, {})[0]
+def one_step_of_each(cases: list[tuple[str, dict[str, int]]]) -> list[Answer]:
+    return [one_step(*each) for each in cases]
+
+
+TWO_RANKS = [("ep-2", "dropless"), ("ep-2", "capacity"), ("cp-2", "dropless"), ("cp-ep", "capacity")]
+FOUR_RANKS = [("ep-2-sharded", "uneven")]
+OTHERS = [(name, kind) for name in PRODUCTS for kind in ("dropless", "capacity") if (name, kind) not in TWO_RANKS]
+
+
+def of_size(world_size: int) -> list[tuple[str, str]]:
+    return [each for each in OTHERS if Mesh(**PRODUCTS[each[0]]).world_size == world_size]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *[(name, kind) for name in ("ep-2", "ep-tp") for kind in ("dropless", "capacity")],
-        *[(name, ("dropless", "capacity")[number % 2]) for number, name in enumerate(OTHERS)],
-        *[slow((name, ("capacity", "dropless")[number % 2])) for number, name in enumerate(OTHERS)],
-        *[slow(("ep-tp-replicated", kind)) for kind in ("dropless", "capacity")],
-        ("ep-2-sharded", "uneven"),
-    ],
+    "cases", [TWO_RANKS, FOUR_RANKS, slow(of_size(2)), slow(of_size(4))], ids=["2 ranks", "4 ranks", "slow 2", "slow 4"]
 )
-def test_expert_parallel_gradients_equal_those_of_one_process(name: str, kind: str) -> None:
-    loss, gradients, statistics = alone(kind)
-    world_size = Mesh(**PRODUCTS[name]).world_size
-    for ours in run_ranks(world_size, one_step, kind, PRODUCTS[name]):
-        assert ours[0] == pytest.approx(loss, rel=1e-6)
-        assert list(ours[1]) == list(gradients)
-        for parameter, wanted in gradients.items():
-            difference = np.linalg.norm(ours[1][parameter] - wanted) / np.linalg.norm(wanted)
-            assert difference <= 1e-5, f"{parameter} is off by {difference:.2e}"
-        assert ours[2] == pytest.approx(statistics, rel=1e-6, abs=1e-9)
-    assert (statistics["dropped"] > 0.05) == (kind == "capacity")
-    assert statistics["imbalance"] > 1.3
+def test_expert_parallel_gradients_equal_those_of_one_process(cases: list[tuple[str, str]]) -> None:
+    kinds = list(dict.fromkeys(kind for _, kind in cases))
+    alone = dict(zip(kinds, run_ranks(1, one_step_of_each, [(kind, {}) for kind in kinds])[0], strict=True))
+    world_size = Mesh(**PRODUCTS[cases[0][0]]).world_size
+    for answers in run_ranks(world_size, one_step_of_each, [(kind, PRODUCTS[name]) for name, kind in cases]):
+        for (name, kind), ours in zip(cases, answers, strict=True):
+            loss, gradients, statistics = alone[kind]
+            assert ours[0] == pytest.approx(loss, rel=1e-6), f"{name}, {kind}"
+            assert list(ours[1]) == list(gradients)
+            for parameter, wanted in gradients.items():
+                difference = np.linalg.norm(ours[1][parameter] - wanted) / np.linalg.norm(wanted)
+                assert difference <= 1e-5, f"{name}, {kind}: {parameter} is off by {difference:.2e}"
+            assert ours[2] == pytest.approx(statistics, rel=1e-6, abs=1e-9), f"{name}, {kind}"
+    for kind, (_, _, statistics) in alone.items():
+        assert (statistics["dropped"] > 0.05) == (kind == "capacity")
+        assert statistics["imbalance"] > 1.3
 
 
 def stage_statistics() -> dict[str, float]:

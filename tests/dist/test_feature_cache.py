@@ -1,5 +1,6 @@
 """Cached features of a frozen vision tower: the same training without running the tower."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory
-from trimaran.core import Recipe, UserError
+from tests.parity import Trajectory, assert_same_trajectory, plan_for, trajectory_of
+from tests.ranks import run_ranks
+from trimaran.core import Plan, Recipe, UserError
 from trimaran.data.feature_cache import BF16, FeatureCache
 from trimaran.data.quarantine import BadSampleError
 from trimaran.nets.vision import VisionTower
+from trimaran.run import RunDirectory, create_run
 from trimaran.train.inputs.vision_features import refuse_trained_tower
+from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.worker import run_worker
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +58,37 @@ def without_key_biases(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, weights=weights)
 
 
-def fail_if_called(*_: Any, **__: Any) -> None:
-    raise AssertionError("the tower was run")
+def work(path: Path, cache: Path) -> int:
+    """Train, and return how often the tower was run."""
+    calls: list[int] = []
+    hook = register_module_forward_pre_hook(
+        lambda module, _: calls.append(1) if isinstance(module, VisionTower) else None
+    )
+    assert run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache) == 0
+    hook.remove()
+    return len(calls)
 
 
-def test_training_on_cached_features_is_the_same_and_never_runs_the_tower(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "runs").mkdir()
+def train(folder: Path, recipe: Recipe, plan: Plan) -> tuple[Trajectory, int]:
+    """Return the trajectory of a run, and how often its ranks ran the tower."""
+    run = create_run(folder / f"run-{len(list(folder.iterdir()))}", recipe, plan)
+    calls = run_ranks(plan.mesh.world_size, work, run.path, folder / "cache")
+    return without_key_biases(trajectory_of(run)), sum(calls)
+
+
+def test_training_on_cached_features_is_the_same_and_never_runs_the_tower(images: Path, tmp_path: Path) -> None:
     plain, cached = (recipe_of(images, cached=each) for each in (False, True))
-    reference = train_trajectory(plain, plan_for(plain, grad_accum=1), tmp_path / "runs")
-    first = train_trajectory(cached, plan_for(cached, grad_accum=1, dp_shard=2), tmp_path / "runs")
-    assert_same_trajectory(without_key_biases(first), without_key_biases(reference))
+    reference, calls = train(tmp_path, plain, plan_for(plain, grad_accum=1))
+    assert calls >= plain.train.steps
+    first, calls = train(tmp_path, cached, plan_for(cached, grad_accum=1, dp_shard=2))
+    assert calls > 0, "the features are computed first"
+    assert_same_trajectory(first, reference)
     (folder,) = (tmp_path / "cache" / "features").iterdir()
     files = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert "part-000000.bin" in files
-    monkeypatch.setattr(VisionTower, "forward", fail_if_called)
-    again = train_trajectory(cached, plan_for(cached, grad_accum=2), tmp_path / "runs")
-    assert_same_trajectory(without_key_biases(again), without_key_biases(reference))
+    again, calls = train(tmp_path, cached, plan_for(cached, grad_accum=2))
+    assert calls == 0
+    assert_same_trajectory(again, reference)
     assert files == {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from tests.cases import slow
 from tests.ranks import run_ranks
@@ -14,6 +13,7 @@ from tests.resume import recipe_for, train_segment
 from trimaran.core import Plan
 from trimaran.core.fsdp_units import num_units, unit_sizes
 from trimaran.parallel import build_mesh
+from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.train.build import build_networks
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
@@ -45,12 +45,11 @@ def units_on_rank(plan: Plan) -> tuple[list[list[str]], list[str]]:
     join_process_group(rank_info)
     ranks = build_mesh(plan.mesh, device_type="cpu")
     (network,) = build_networks(recipe_for(shape=WIDE), plan, rank_info, ranks)
-    groups: dict[int, list[str]] = {}
-    for name, module in network.module.named_modules():
-        if isinstance(module, FSDPModule):
-            groups.setdefault(id(module._get_fsdp_state()), []).append(name)
+    names = {module: name for name, module in network.module.named_modules()}
+    groups = {id(each): each for each in parameter_groups(network.module)}  # layers of a unit yield the same one
+    units = [[names[each] for each in group.modules] for group in groups.values()]
     dist.barrier()
-    return sorted(groups.values()), [name for name, _ in network.module.named_parameters()]
+    return sorted(units), [name for name, _ in network.module.named_parameters()]
 
 
 def test_layers_are_joined_in_order_and_names_stay() -> None:

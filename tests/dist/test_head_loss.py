@@ -1,21 +1,21 @@
-"""A fused or chunked loss trains the same trajectory as full logits, under every plan that allows it."""
+"""A fused or chunked loss trains the same trajectory as full logits, under every plan that allows it.
+
+`tests/unit/test_head_loss.py` cuts rows into several chunks, and sees that no logits exist.
+"""
 
 import json
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
-from tests.cases import quick_or_slow, slow
+from tests import plan_training, vlm_training
+from tests.cases import slow
+from tests.hf_models import save_model
 from tests.parity import TOLERANCE, Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
-from tests.vlm_training import SPEC, TIED, TRAIN, TrainingTrace, assert_traces_match, plan_of, train_all_ranks
-from trimaran.core import ModelSection, Recipe
-from trimaran.models import VlmSpec
+from trimaran.core import Recipe
 from trimaran.run import RunDirectory
-from trimaran.train.loss import head_loss, objective
 
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -26,21 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp-2": {"cp": 2},
     "fsdp-2 x cp-2": {"dp_shard": 2, "cp": 2},
 }
-QUICK = {
-    ("one process", "fused", False),
-    ("one process", "chunked", True),
-    ("ddp-2", "chunked", False),
-    ("ddp-3", "fused", True),
-    ("fsdp-2", "chunked", True),
-    ("cp-2", "fused", False),
-}
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks smaller than the rows of these tests; forked ranks inherit it."""
-    monkeypatch.setattr(head_loss, "chunk_rows", lambda *_: 50)
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +59,6 @@ def train_plan(workspace: Path, *, tied: bool, **fields: Any) -> tuple[Trajector
     return trajectory_of(run), held_out(run)
 
 
-@pytest.fixture
-def forbid_logits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function after which forked ranks fail if they compute a loss from logits."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("there should be no logits")
-
-    return lambda: monkeypatch.setattr(objective, "summed_loss", fail)
-
-
 @lru_cache
 def with_logits(workspace: Path, precision: str, *, tied: bool) -> tuple[Trajectory, float]:
     return train_plan(workspace, tied=tied, precision=precision)
@@ -90,20 +66,33 @@ def with_logits(workspace: Path, precision: str, *, tied: bool) -> tuple[Traject
 
 @pytest.mark.parametrize(
     ("plan", "loss", "tied"),
-    quick_or_slow(
-        [(plan, loss, tied) for plan in PLANS for loss in ("fused", "chunked") for tied in (False, True)],
-        QUICK.__contains__,
-    ),
+    [
+        ("ddp-3", "fused", True),
+        *[slow((plan, loss, tied)) for plan in PLANS for loss, tied in (("fused", False), ("chunked", True))],
+    ],
 )
-def test_the_trajectory_is_that_of_logits_under_every_plan(
-    workspace: Path, forbid_logits: Callable[[], None], plan: str, loss: str, tied: bool
-) -> None:
+def test_a_run_trains_and_evaluates_as_with_logits(workspace: Path, plan: str, loss: str, tied: bool) -> None:
     reference, measured = with_logits(workspace, "fp32", tied=tied)
-    forbid_logits()
     trajectory, found = train_plan(workspace, tied=tied, loss=loss, **PLANS[plan])
     assert_same_trajectory(trajectory, reference)
     assert found == pytest.approx(measured, rel=TOLERANCE)
     assert trajectory.losses[-1] < 0.95 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
+
+
+def test_every_plan_trains_as_with_logits(tmp_path: Path) -> None:
+    def recipe(tied: bool) -> Recipe:
+        return plan_training.recipe_of({"preset": "tiny", "shape": SHAPE | {"tied": tied}})
+
+    hf = plan_training.recipe_of({"family": "hf", "path": str(save_model("llama", tmp_path))})
+    alone = [(recipe(True), "chunked"), (recipe(False), "fused"), (hf, "chunked")]
+    plan_training.assert_each_trains_as_one_process([
+        (each, plan_for(each, grad_accum=2, loss=loss)) for each, loss in alone
+    ])  # fmt: skip
+    on_two_ranks = [(False, "chunked", "ddp-2"), (True, "chunked", "fsdp-2"), (False, "fused", "cp-2")]
+    plan_training.assert_each_trains_as_one_process([
+        (recipe(tied), plan_for(recipe(tied), grad_accum=2, loss=loss, **PLANS[plan]))
+        for tied, loss, plan in on_two_ranks
+    ])  # fmt: skip
 
 
 @pytest.mark.slow  # 16-bit matmuls are slow on a CPU
@@ -112,10 +101,9 @@ def test_the_trajectory_is_that_of_logits_under_every_plan(
     [(each, plan, loss) for each in ("bf16", "fp16") for plan in PLANS for loss in ("fused", "chunked")],
 )
 def test_in_16_bits_the_trajectory_is_that_of_logits_within_their_precision(
-    workspace: Path, forbid_logits: Callable[[], None], precision: str, plan: str, loss: str
+    workspace: Path, precision: str, plan: str, loss: str
 ) -> None:
     reference, measured = with_logits(workspace, precision, tied=False)
-    forbid_logits()
     trajectory, found = train_plan(workspace, tied=False, precision=precision, loss=loss, **PLANS[plan])
     near = 1e-3 if precision == "bf16" else 1e-4
     assert trajectory.losses == pytest.approx(reference.losses, rel=near)
@@ -123,40 +111,14 @@ def test_in_16_bits_the_trajectory_is_that_of_logits_within_their_precision(
     assert found == pytest.approx(measured, rel=near)
 
 
-@cache
-def vlm_with_logits(spec: VlmSpec, freeze: tuple[str, ...]) -> TrainingTrace:
-    return train_all_ranks(spec, plan_of(grad_accum=1), TRAIN, freeze)[0]
-
-
-@pytest.mark.parametrize(
-    ("plan", "tied", "freeze"),
-    [
-        ({}, False, ("language",)),
-        ({"mesh": {"dp_replicate": 2}}, True, ("vision",)),
-        ({"mesh": {"dp_shard": 2}, "sharding": "parameters"}, False, ("language",)),
-        ({"mesh": {"cp": 2}}, True, ()),
-    ],
-)
-def test_a_vision_language_model_with_frozen_towers_trains_the_same_trajectory(
-    forbid_logits: Callable[[], None], plan: dict[str, Any], tied: bool, freeze: tuple[str, ...]
-) -> None:
-    spec = TIED if tied else SPEC
-    reference = vlm_with_logits(spec, freeze)
-    forbid_logits()
-    assert_traces_match(train_all_ranks(spec, plan_of(**plan, loss="chunked"), TRAIN, freeze), reference)
-
-
-@pytest.mark.parametrize(("plan", "loss"), [({}, "chunked"), slow(({"dp_shard": 2}, "fused"))])
-def test_a_hugging_face_model_trains_the_same_trajectory_with_a_fused_head(
-    workspace: Path, forbid_logits: Callable[[], None], plan: dict[str, Any], loss: str
-) -> None:
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    folder, recipe = workspace / "llama", recipe_for(workspace, tied=False)
-    LlamaConfig(
-        vocab_size=320, max_position_embeddings=128, architectures=["LlamaForCausalLM"], **small
-    ).save_pretrained(folder)
-    recipe = recipe.model_copy(update={"model": ModelSection(family="hf", path=str(folder))})
-    plain = trajectory_of(train_run(recipe, plan_for(recipe, grad_accum=1), workspace / "runs"))
-    forbid_logits()
-    run = train_run(recipe, plan_for(recipe, grad_accum=2, loss=loss, **plan), workspace / "runs")
-    assert_same_trajectory(trajectory_of(run), plain)
+def test_a_vision_language_model_with_frozen_towers_trains_the_same_trajectory() -> None:
+    plans = [
+        vlm_training.plan_of(mesh=mesh, sharding=sharding, loss="chunked")
+        for mesh, sharding in (({"dp_replicate": 2}, "none"), ({"dp_shard": 2}, "parameters"), ({"cp": 2}, "none"))
+    ]
+    cases = [
+        vlm_training.Case(vlm_training.TIED, plans[0], freeze=("vision",)),
+        vlm_training.Case(vlm_training.SPEC, plans[1], freeze=("language",)),
+        vlm_training.Case(vlm_training.TIED, plans[2]),
+    ]  # fmt: skip
+    vlm_training.assert_each_trains_as_one_process({str(each.plan): each for each in cases})

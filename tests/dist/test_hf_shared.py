@@ -13,16 +13,16 @@ from transformers import (
     BertConfig,
     DogeConfig,
     Lfm2MoeConfig,
-    OpenAIGPTConfig,
     RobertaConfig,
     XLMRobertaXLConfig,
     Zamba2Config,
     ZambaConfig,
 )
 
+from tests.cases import slow
 from tests.dist.test_hf import CPU, plan_of, unsharded
-from tests.dist.test_hf_pipeline import recipe_for, without_biases
-from tests.hf_models import NARROW, SMALL, UNDROPPED
+from tests.dist.test_hf_pipeline import recipe_for
+from tests.hf_models import NARROW, SMALL
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from tests.sweep_models import tiny_config
@@ -70,24 +70,24 @@ def summed_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten(), reduction="sum")
 
 
-def plain_gradients(folder: Path) -> Gradients:
+def plain_gradients(folder: Path, names: tuple[str, ...]) -> Gradients:
     found = {}
-    for name in SHARED:
+    for name in names:
         model = AutoModelForCausalLM.from_pretrained(folder / name).train()
         summed_loss(model(input_ids=TOKENS, use_cache=False).logits, TOKENS).backward()
         found[name] = {each: tensor.grad.numpy() for each, tensor in model.named_parameters() if tensor.requires_grad}
     return found
 
 
-def gradients_under(folder: Path, plans: list[Plan]) -> list[Gradients]:
+def gradients_under(folder: Path, names: tuple[str, ...], plans: list[Plan]) -> list[Gradients]:
     join_process_group(read_rank_info(os.environ))
-    return [gradients_of(folder, plan) for plan in plans]
+    return [gradients_of(folder, names, plan) for plan in plans]
 
 
-def gradients_of(folder: Path, plan: Plan) -> Gradients:
+def gradients_of(folder: Path, names: tuple[str, ...], plan: Plan) -> Gradients:
     ranks, found = build_mesh(plan.mesh, device_type="cpu"), {}
     tokens = TOKENS.chunk(plan.mesh.dp)[ranks.data_rank]
-    for name in SHARED:
+    for name in names:
         module, fill = open_hf_model(folder / name, trust_remote_code=False, seed=7)
         network = hf_network(module.train(), None)
         apply_plan(network, plan, ranks)
@@ -99,29 +99,20 @@ def gradients_of(folder: Path, plan: Plan) -> Gradients:
     return found
 
 
-def test_weights_that_are_used_twice_have_the_gradients_of_plain_transformers(models: Path) -> None:
-    (plain,) = run_ranks(1, plain_gradients, models)
+@pytest.mark.parametrize("names", [("bert", "zamba2"), slow((("roberta", "xlm-roberta-xl", "zamba"),))])
+def test_weights_that_are_used_twice_have_the_gradients_of_plain_transformers(
+    names: tuple[str, ...], models: Path
+) -> None:
+    (plain,) = run_ranks(1, plain_gradients, models, names)
     plans = [plan_of({"dp_shard": 2}), plan_of({"dp_shard": 2}, recompute="full")]
-    for gradients_by_plan in run_ranks(2, gradients_under, models, plans):
+    for gradients_by_plan in run_ranks(2, gradients_under, models, names, plans):
         for gradients, plan in zip(gradients_by_plan, plans, strict=True):
-            for name in SHARED:
+            for name in names:
                 assert gradients[name].keys() == plain[name].keys()
                 for each, expected in plain[name].items():
                     error = np.linalg.norm(gradients[name][each] - expected)
                     # The small sum is for gradients that cancel to nearly 0.
                     assert error <= TOLERANCE * np.linalg.norm(expected) + 1e-5, f"{name} {each} under {plan}"
-
-
-def test_layers_that_return_a_list_are_cut_into_stages(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = OpenAIGPTConfig(vocab_size=320, n_embd=32, n_layer=4, n_head=4, n_positions=64, **UNDROPPED)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    recipe = recipe_for(tmp_path / "model", tmp_path, isolated=False)
-    (tmp_path / "runs").mkdir()
-    alone, cut = (
-        train_trajectory(recipe, plan_for(recipe, grad_accum=2, **mesh), tmp_path / "runs") for mesh in ({}, {"pp": 2})
-    )
-    assert_same_trajectory(without_biases(cut), without_biases(alone))
 
 
 def test_replicas_of_a_model_with_unused_parameters_train_as_one_process(tmp_path: Path) -> None:

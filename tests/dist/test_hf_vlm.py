@@ -96,7 +96,7 @@ def alone(folder: Path) -> TrainingTrace:
 @pytest.mark.parametrize(
     "plan",
     [
-        plan_of(mesh={"dp_replicate": 2}),
+        slow(plan_of(mesh={"dp_replicate": 2})),
         plan_of(mesh={"dp_shard": 2}, sharding="parameters", recompute="full"),
         slow(plan_of(mesh={"dp_shard": 2}, sharding="optimizer", towers={"vision": {"recompute": "full"}})),
         slow(plan_of(mesh={"dp_shard": 2}, sharding="parameters", loss="fused")),

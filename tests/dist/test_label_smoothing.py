@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from tests.cases import quick_or_slow
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe, UserError
@@ -24,6 +25,8 @@ from trimaran.train.loss.head_loss import head_losses
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
 ROWS, WIDTH, VOCABULARY, SMOOTHING = 24, 16, 53, 0.15  # two ranks hold 27 and 26 columns
+# Chunks, and shards and parts of sequences, add the same sums up.
+QUICK = ("accumulated, fused", "tp", "pp")
 PLANS: dict[str, dict[str, Any]] = {
     "accumulated, fused": {"grad_accum": 4, "loss": "fused"},
     "ddp, chunked": {"grad_accum": 2, "dp_replicate": 2, "loss": "chunked"},
@@ -141,7 +144,7 @@ def reference(workspace: Path, smoothing: float) -> tuple[Trajectory, float]:
     return trajectory_of(run), held_out(run)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", quick_or_slow(PLANS, QUICK.__contains__))
 def test_every_plan_trains_as_one_process(workspace: Path, name: str) -> None:
     recipe = recipe_for(workspace, SMOOTHING)
     run = train_run(recipe, plan_for(recipe, **PLANS[name]), workspace / "runs")

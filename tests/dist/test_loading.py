@@ -17,6 +17,7 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.app.main import main
 from trimaran.core import Recipe
+from trimaran.data import loader_waits
 from trimaran.data.feature_cache import FeatureCache
 from trimaran.data.feed import LoadedArrays
 from trimaran.data.loader_tuner import LoaderLimits
@@ -102,15 +103,13 @@ def train_with_slow_samples(path: Path) -> int:
         return get(sequences, index)
 
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
+    loader_waits.WINDOW_SECONDS = 0.1
     limits = LoaderLimits(cores=2, free_bytes=1 << 30)
     rank_loader.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
     return work(path)
 
 
-def test_each_change_of_the_loader_is_an_event_and_its_waits_are_in_the_metrics(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.1)
+def test_each_change_of_the_loader_is_an_event_and_its_waits_are_in_the_metrics(folder: Path) -> None:
     recipe = recipe_with(train={"steps": 30})
     run = run_of(folder, recipe, plan_for(recipe, grad_accum=1))
     assert run_ranks(1, train_with_slow_samples, run.path) == [0]
@@ -150,7 +149,8 @@ def train_with_small_parts(path: Path) -> tuple[int, int]:
     reports: list[int] = []
     vision_features.FeatureCache = partial(FeatureCache, part_bytes=1)  # pyrefly: ignore[bad-assignment]
     build.build_feature_cache = partial(_cache_and_count, build.build_feature_cache, reports)
-    return work(path), len(reports)
+    cache = path.parents[1] / "cache"  # without the features of an earlier test
+    return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache), len(reports)
 
 
 def _cache_and_count(

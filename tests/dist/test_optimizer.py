@@ -65,9 +65,9 @@ def test_low_precision_states_train_within_a_five_hundredth_of_fp32(
 def test_every_plan_rounds_the_same(states: str, folder: Path) -> None:
     """Losses and norms agree as in fp32. Weights agree to a thousandth: plans sum gradients in different orders, and
     where the last bit changes a rounding, that moment is off by a step of its format."""
-    recipe = recipe_for(states, lr=3e-3, steps=5)
+    recipe = recipe_for(states, lr=3e-3, steps=3)
     reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)
-    for degrees in ({"dp_replicate": 2}, {"dp_shard": 2}):
+    for degrees in ({"dp_shard": 2},):
         trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
         assert trajectory.losses == pytest.approx(reference.losses, rel=TOLERANCE)
         assert trajectory.norms == pytest.approx(reference.norms, rel=TOLERANCE)
@@ -75,7 +75,7 @@ def test_every_plan_rounds_the_same(states: str, folder: Path) -> None:
             assert (trajectory.weights[name] - theirs).norm() <= 1e-3 * theirs.norm(), name
 
 
-@pytest.mark.parametrize("states", [slow("fp32"), *LOW_PRECISION])
+@pytest.mark.parametrize("states", [slow("fp32"), slow("bf16"), "8bit"])
 def test_states_on_the_host_give_bitwise_equal_weights(states: str, folder: Path) -> None:
     recipe = recipe_for(states, steps=3)
     plan = plan_for(recipe, grad_accum=1, dp_shard=2)
@@ -132,10 +132,7 @@ def weights_after_training(sharded: bool, states: str, offload: Any) -> dict[str
 
 @pytest.mark.parametrize(
     ("states", "offload"),
-    quick_or_slow(
-        [(states, offload) for states in ("fp32", *LOW_PRECISION) for offload in ("none", "optimizer")],
-        lambda case: case != ("bf16", "optimizer"),
-    ),
+    [("fp32", "optimizer"), ("8bit", "none"), slow(("8bit", "optimizer")), slow(("bf16", "none"))],
 )
 def test_parameters_on_different_meshes_are_updated_like_unsharded_ones(states: str, offload: str) -> None:
     reference = weights_after_training(False, states, "none")

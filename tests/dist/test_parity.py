@@ -34,7 +34,7 @@ PLANS = {
     "fsdp-4": {"dp_shard": 4},
     "hsdp-2x2": {"dp_replicate": 2, "dp_shard": 2},
 }
-QUICK = {("one-process", 4), ("ddp-2", 1)}  # the matrix has the others, with accumulation
+QUICK = {("one-process", 4), ("ddp-2", 1)}  # the matrix has the others
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
 
@@ -87,7 +87,7 @@ def recipe_for(workspace: Path, preset: str = "tiny", **train: object) -> Recipe
                 "seq_len": 32,
                 "isolate_documents": True,
             },
-            "train": {"steps": 8, "global_batch": 16, "lr": 1e-2, "seed": 3, "sample": {"tokens": 0}} | train,
+            "train": {"steps": 5, "global_batch": 16, "lr": 1e-2, "seed": 3, "sample": {"tokens": 0}} | train,
         }
     )
 
@@ -105,16 +105,7 @@ def test_every_plan_trains_the_same_trajectory(workspace: Path, name: str, grad_
     recipe = recipe_for(workspace)
     trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=grad_accum, **PLANS[name]), workspace / "runs")
     assert_same_trajectory(trajectory, reference(workspace, "tiny"))
-    assert trajectory.losses[-1] < 0.8 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
-
-
-@pytest.mark.parametrize("name", [slow("ddp-2"), slow("fsdp-2")])  # the matrix has quick ones
-def test_mixtures_of_experts_train_the_same_trajectory(workspace: Path, name: str) -> None:
-    # After 20 steps, with the BLAS of some builds of torch, one expert is off by 2.3e-5: probably because AdamW scales
-    # up the gradients of a seldom chosen expert, and with them what rounding left of them.
-    recipe = recipe_for(workspace, "tiny-moe")
-    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), workspace / "runs")
-    assert_same_trajectory(trajectory, reference(workspace, "tiny-moe"))
+    assert trajectory.losses[-1] < 0.9 * trajectory.losses[0], "the loss must fall, or the comparison proves nothing"
 
 
 def test_the_comparison_fails_for_a_different_learning_rate(workspace: Path) -> None:
@@ -145,7 +136,7 @@ def names_under(recipe: Recipe, plan: Plan) -> list[tuple[str, tuple[int, ...]]]
 @pytest.mark.parametrize("preset", [slow("tiny"), "tiny-moe"])
 def test_no_plan_changes_a_parameter_name(workspace: Path, preset: str) -> None:
     recipe = recipe_for(workspace, preset)
-    plans = [plan_for(recipe, grad_accum=1, **PLANS[name]) for name in ("ddp-2", "fsdp-2", "hsdp-2x2")]
+    plans = [plan_for(recipe, grad_accum=1, **PLANS[name]) for name in ("ddp-2", "fsdp-2")]
     alone = plan_for(recipe, grad_accum=1)
     (plain,) = run_ranks(1, names_under, recipe, alone)
     for plan in [*plans, alone.model_copy(update={"compile": True})]:
@@ -153,16 +144,9 @@ def test_no_plan_changes_a_parameter_name(workspace: Path, preset: str) -> None:
             assert names == plain
 
 
-@pytest.mark.parametrize("name", [slow("ddp-2"), "fsdp-2"])
-def test_a_hugging_face_model_trains_the_same_trajectory(workspace: Path, hf_model: Path, name: str) -> None:
-    recipe = recipe_for(workspace).model_copy(update={"model": ModelSection(family="hf", path=str(hf_model))})
-    reference = train_trajectory(recipe, plan_for(recipe, grad_accum=1), workspace / "runs")
-    trajectory = train_trajectory(recipe, plan_for(recipe, grad_accum=2, **PLANS[name]), workspace / "runs")
-    assert_same_trajectory(trajectory, reference)
-
-
-@pytest.mark.parametrize("kind", ["hf_model", "hf_mixture"])
-@pytest.mark.parametrize("name", ["one-process", slow("ddp-2"), "fsdp-2"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("one-process", "hf_model"), ("fsdp-2", "hf_mixture"), slow(("ddp-2", "hf_model"))]
+)
 def test_a_saved_model_has_the_files_and_shapes_of_transformers(
     workspace: Path, name: str, kind: str, request: pytest.FixtureRequest
 ) -> None:

@@ -1,6 +1,5 @@
 """A vision tower that is sharded alone, over the tensor-parallel ranks that encode its images, in a pipeline."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from tests.vlm_training import (
     SPEC,
     STEPS,
     TRAIN,
-    TrainingTrace,
-    assert_traces_match,
+    Case,
+    assert_each_trains_as_one_process,
     batch_of,
     build_rank,
     plan_of,
@@ -62,21 +61,23 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def alone() -> TrainingTrace:
-    return train_all_ranks(SPEC, plan_of(grad_accum=1))[0]
-
-
-@pytest.mark.parametrize("name", [*PLANS, *(slow(name) for name in SLOW)])
-def test_it_trains_the_trajectory_of_one_process(name: str) -> None:
-    assert_traces_match(train_all_ranks(SPEC, plan_of(**(PLANS | SLOW)[name])), alone())
+@pytest.mark.parametrize(
+    "names",
+    [
+        list(PLANS),
+        slow([name for name, each in SLOW.items() if len(each["mesh"]) == 2]),
+        slow([name for name, each in SLOW.items() if len(each["mesh"]) == 3]),
+    ],
+    ids=["quick", "4 ranks", "8 ranks"],
+)
+def test_it_trains_the_trajectory_of_one_process(names: list[str]) -> None:
+    assert_each_trains_as_one_process({name: Case(SPEC, plan_of(**(PLANS | SLOW)[name])) for name in names})
 
 
 @pytest.mark.slow
 def test_it_may_be_frozen() -> None:
-    frozen = train_all_ranks(SPEC, plan_of(grad_accum=1), TRAIN, ("vision",))[0]
     plan = plan_of(**PLANS["a stage boundary in the tower"])
-    assert_traces_match(train_all_ranks(SPEC, plan, TRAIN, ("vision",)), frozen)
+    assert_each_trains_as_one_process({"frozen": Case(SPEC, plan, freeze=("vision",))})
 
 
 def test_its_checkpoint_loads_under_other_plans_and_theirs_under_it() -> None:
@@ -93,7 +94,8 @@ def test_its_checkpoint_loads_under_other_plans_and_theirs_under_it() -> None:
         if saved is not None:
             segment.assert_loaded(saved)
         losses, saved = losses + segment.losses, segment.saved
-    assert losses == pytest.approx(alone().losses, rel=1e-5)
+    (alone,) = train_all_ranks(SPEC, plan_of(grad_accum=1))
+    assert losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 def train_step(plan: Plan, step: int, after: SavedState | None) -> TrainedSegment:

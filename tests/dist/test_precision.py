@@ -16,7 +16,7 @@ from tests.environment import CACHE
 from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.optim.loss_scale import INITIAL_SCALE, LossScale
+from trimaran.optim.loss_scale import INITIAL_SCALE
 from trimaran.run import Journal, RunDirectory, create_run
 from trimaran.train import build
 from trimaran.train.build import build_worker_parts
@@ -31,7 +31,7 @@ PLANS = {
     "pp-2": {"pp": 2},
 }
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +86,11 @@ def test_fp16_follows_fp32_within_its_precision(workspace: Path, preset: str, na
     assert column(metrics, "loss") == pytest.approx(column(reference, "loss"), rel=tolerance)
     assert column(metrics, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=10 * tolerance)
     assert column(metrics, "loss_scale") == [INITIAL_SCALE] * STEPS
-    assert column(metrics, "loss")[-1] < 0.8 * column(metrics, "loss")[0]
+    assert column(metrics, "loss")[-1] < 0.9 * column(metrics, "loss")[0]
 
 
 def test_only_fp16_reports_a_loss_scale(workspace: Path) -> None:
     assert not any("loss_scale" in line for line in fp32(workspace, "tiny"))
-
-
-@pytest.mark.parametrize("name", ["ddp-2", slow("pp-2")])
-def test_overflowing_steps_are_skipped_and_logged(workspace: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    # A scale that is too high for the first gradients is halved step by step.
-    monkeypatch.setattr(build, "build_loss_scale", lambda plan, train: LossScale(initial=2.0**22))
-    recipe = recipe_for(workspace, steps=10)
-    metrics = lines(recipe, plan_in("fp16", recipe, name), workspace)
-    assert column(metrics, "step") == list(range(1, 11))
-    skipped = column(metrics, "grad_norm").count(None)
-    assert 4 <= skipped <= 6
-    assert column(metrics, "grad_norm").index(None) == 0
-    assert None not in column(metrics, "grad_norm")[skipped:]
-    assert column(metrics, "loss_scale")[: skipped + 1] == [2.0 ** (22 - step) for step in range(skipped + 1)]
-    assert column(metrics, "loss")[-1] < 0.95 * column(metrics, "loss")[skipped]
 
 
 def full_weights(parts: build.WorkerParts) -> np.ndarray:
@@ -136,7 +121,7 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
     return reports
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("name", [slow("ddp-2"), "fsdp-2"])
 def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve(workspace: Path, name: str) -> None:
     recipe = recipe_for(workspace, steps=4)
     run = create_run(workspace / "runs" / f"overflow-{name}", recipe, plan_in("fp16", recipe, name))
@@ -177,7 +162,7 @@ def test_modules_with_precision_overrides_match_one_process(workspace: Path, nam
     assert column(metrics, "loss_scale") == [INITIAL_SCALE] * STEPS  # some modules are fp16
 
 
-@pytest.mark.parametrize("name", [slow("ddp-2"), "fsdp-2", "tp-2", "pp-2"])
+@pytest.mark.parametrize("name", ["fsdp-2", slow("ddp-2"), slow("tp-2"), slow("pp-2")])
 def test_a_network_with_fp32_modules_evaluates_and_generates_in_bf16(workspace: Path, name: str) -> None:
     asked = {"evaluate": {"every": 1, "batches": 1}, "sample": {"tokens": 2, "prompt": "1"}}
     recipe = recipe_for(workspace, precision={"norm": "fp32", "layers.*.input_layernorm": "fp32"}, steps=2, **asked)
@@ -200,7 +185,7 @@ OTHERS = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"))
     ("name", "plan", "all_modules"),
     quick_or_slow(
         [(name, *each) for name in ("one-process", "ddp-2", "fsdp-2", "tp-2") for each in OTHERS],
-        lambda case: case in {("one-process", "bf16", "fp32"), ("fsdp-2", "fp16", "fp32")},
+        lambda case: case == ("one-process", "bf16", "fp32"),
     ),
 )
 def test_all_modules_in_another_precision_are_that_precision(

@@ -32,7 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp-ring": {"cp": 2, "comm": {"context": "ring"}},
 }
 MODELS = {"deepseek-v3": 2, "glm-4.5": 1}
-QUICK = {("deepseek-v3", "fsdp-tp-ep"), ("deepseek-v3", "pp-cp")}
+QUICK = {("deepseek-v3", "pp-cp")}  # both shift the labels in their own way
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def recipe_for(workspace: Path, name: str) -> Recipe:
                 "multi_token_prediction": {"layers": MODELS[name], "weight": 0.4},
             },
             "data": {"seq_len": 16, "isolate_documents": True},
-            "train": {"steps": 3, "global_batch": 8, "lr": 1e-3, "seed": 3, "sample": {"tokens": 0}},
+            "train": {"steps": 2, "global_batch": 8, "lr": 1e-3, "seed": 3, "sample": {"tokens": 0}},
         }
     )
 

@@ -25,7 +25,6 @@ from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.step_dirs import newest_step
 from trimaran.core import Plan, Recipe
 from trimaran.nets.hf_weights import full_tensor
-from trimaran.optim import split_weights
 from trimaran.optim.schedule import learning_rate
 from trimaran.optim.split_weights import split_weight_of
 from trimaran.parallel import build_mesh
@@ -53,16 +52,10 @@ RECIPES = {
 NOISE = 5e-3
 
 
-@pytest.fixture
-def fp32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan splits its weights from here on."""
-    monkeypatch.setattr(Plan, "splits_weights", property(lambda _: False))
-
-
-@pytest.fixture
-def separate_projections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Projections of the same input are separate matmuls, as with fp32 weights, so that sums have the same order."""
-    monkeypatch.setattr(split_weights, "join_projections", lambda *_: {})
+# Projections of the same input are separate matmuls, as with fp32 weights, so that sums have the same order.
+SEPARATE = {"precision": "bf16", "recompute": "selective"}
+# With states on the host weights are not split.
+WHOLE = SEPARATE | {"offload": "optimizer"}
 
 
 def nudge(module: nn.Module) -> None:
@@ -96,15 +89,11 @@ def train_nudged(recipe: Recipe, plan: Plan, steps: int) -> tuple[list[float], l
     return losses, norms, weights, sum(split_weight_of(each) is not None for each in named.values())
 
 
-def assert_same_trajectory(
-    recipe: Recipe, grad_accum: int, request: pytest.FixtureRequest, *, steps: int, tolerance: float = TOLERANCE
-) -> None:
+def assert_same_trajectory(recipe: Recipe, grad_accum: int, *, steps: int, tolerance: float = TOLERANCE) -> None:
     """Assert that split weights and fp32 weights train the same."""
-    plan = plan_for(recipe, grad_accum=grad_accum, precision="bf16")
-    request.getfixturevalue("separate_projections")
-    ((losses, norms, weights, num_split),) = run_ranks(1, train_nudged, recipe, plan, steps)
-    request.getfixturevalue("fp32_weights")
-    ((their_losses, their_norms, their_weights, none),) = run_ranks(1, train_nudged, recipe, plan, steps)
+    split, whole = (plan_for(recipe, grad_accum=grad_accum, **fields) for fields in (SEPARATE, WHOLE))
+    ((losses, norms, weights, num_split),) = run_ranks(1, train_nudged, recipe, split, steps)
+    ((their_losses, their_norms, their_weights, none),) = run_ranks(1, train_nudged, recipe, whole, steps)
     assert (num_split > 4, none) == (True, 0)
     assert losses == pytest.approx(their_losses, rel=tolerance)
     assert norms == pytest.approx(their_norms, rel=tolerance)
@@ -113,7 +102,6 @@ def assert_same_trajectory(
         assert (each - their_weights[name]).norm() <= tolerance * their_weights[name].norm(), name
 
 
-@pytest.mark.usefixtures("separate_projections")
 @pytest.mark.parametrize(
     ("name", "grad_accum"),
     quick_or_slow(
@@ -121,15 +109,16 @@ def assert_same_trajectory(
         lambda case: case == ("mixture", 2),
     ),
 )
-def test_split_weights_train_like_fp32_weights(name: str, grad_accum: int, request: pytest.FixtureRequest) -> None:
-    assert_same_trajectory(RECIPES[name], grad_accum, request, steps=2 if name == "mixture" else 4)
+def test_split_weights_train_like_fp32_weights(name: str, grad_accum: int) -> None:
+    assert_same_trajectory(RECIPES[name], grad_accum, steps=2 if name == "mixture" else 4)
 
 
-def test_joint_projections_train_the_same_up_to_rounding_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_for(RECIPES["untied"], grad_accum=2, precision="bf16")
-    ((losses, norms, weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], plan, 3)
-    monkeypatch.setattr(split_weights, "join_projections", lambda *_: {})
-    ((their_losses, their_norms, their_weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], plan, 3)
+def test_joint_projections_train_the_same_up_to_rounding_in_bf16() -> None:
+    joint, separate = (
+        plan_for(RECIPES["untied"], grad_accum=2, **fields) for fields in ({"precision": "bf16"}, SEPARATE)
+    )
+    ((losses, norms, weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], joint, 3)
+    ((their_losses, their_norms, their_weights, _),) = run_ranks(1, train_nudged, RECIPES["untied"], separate, 3)
     assert losses != their_losses
     assert losses == pytest.approx(their_losses, rel=1e-4)
     assert norms == pytest.approx(their_norms, rel=NOISE)
@@ -138,24 +127,17 @@ def test_joint_projections_train_the_same_up_to_rounding_in_bf16(monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["llama", slow("qwen3-moe")])
-def test_a_hugging_face_model_trains_like_one_with_fp32_weights(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_hugging_face_model_trains_like_one_with_fp32_weights(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path)
     tree = recipe_for(**SMOOTH).model_dump() | {"model": {"family": "hf", "path": str(tmp_path)}}
-    assert_same_trajectory(Recipe.model_validate(tree), 2, request, steps=2)
+    assert_same_trajectory(Recipe.model_validate(tree), 2, steps=2)
 
 
-@pytest.mark.usefixtures("separate_projections")
 @pytest.mark.parametrize("freeze", [slow(((),)), ("vision",)])
-def test_a_vision_language_model_trains_like_one_with_fp32_weights(
-    freeze: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
-    plan = plan_of(precision="bf16")
-    ours = train_all_ranks(SPEC, plan, freeze=freeze)
-    request.getfixturevalue("fp32_weights")
-    (theirs,) = train_all_ranks(SPEC, plan, freeze=freeze)
+def test_a_vision_language_model_trains_like_one_with_fp32_weights(freeze: tuple[str, ...]) -> None:
+    ours = train_all_ranks(SPEC, plan_of(**SEPARATE), freeze=freeze)
+    (theirs,) = train_all_ranks(SPEC, plan_of(**WHOLE), freeze=freeze)
     assert_traces_match(ours, theirs, NOISE)
 
 

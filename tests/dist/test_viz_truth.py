@@ -120,9 +120,15 @@ def test_fsdp_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
         assert received == pytest.approx(gathered_bytes(units, 2, reshards=True), rel=0.01)
 
 
-def reduced(operation: str) -> list[list[int]]:
-    """Return what each chunk of this rank has after a collective of torch: bit i is rank i's contribution."""
+def reduced_by_all() -> dict[str, list[int]]:
+    """Return what each chunk of this rank has after each collective of torch: bit i is rank i's contribution."""
     join_process_group(read_rank_info(os.environ))
+    found = {operation: reduced(operation) for operation in OPERATIONS}
+    dist.barrier()
+    return found
+
+
+def reduced(operation: str) -> list[int]:
     rank, num = dist.get_rank(), dist.get_world_size()
     own = torch.full((num,), 1 << rank)
     result = torch.zeros(num, dtype=own.dtype)
@@ -139,21 +145,20 @@ def reduced(operation: str) -> list[list[int]]:
             part = torch.zeros(1, dtype=own.dtype)
             dist.reduce_scatter_tensor(part, own)
             result[rank] = part[0]
-    dist.barrier()
     return result.tolist()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_collectives_end_with_the_buffers_of_torch(operation: str) -> None:
+def test_collectives_end_with_the_buffers_of_torch() -> None:
     ranks = 4
-    theirs: list[Any] = run_ranks(ranks, reduced, operation)
-    for algorithm in ("ring", "tree", "hierarchical") if operation == "all-reduce" else ("ring",):
-        held = collective_steps(operation, algorithm, ranks)[-1].held
-        for rank in range(ranks):
-            ours = [sum(1 << each for each in parts) for parts in held[rank]]
-            if operation == "reduce-scatter":  # of the other chunks a rank has parts, which nobody looks at
-                ours = [value if chunk == rank else 0 for chunk, value in enumerate(ours)]
-            assert ours == theirs[rank], algorithm
+    theirs: list[dict[str, Any]] = run_ranks(ranks, reduced_by_all)
+    for operation in OPERATIONS:
+        for algorithm in ("ring", "tree", "hierarchical") if operation == "all-reduce" else ("ring",):
+            held = collective_steps(operation, algorithm, ranks)[-1].held
+            for rank in range(ranks):
+                ours = [sum(1 << each for each in parts) for parts in held[rank]]
+                if operation == "reduce-scatter":  # of the other chunks a rank has parts, which nobody looks at
+                    ours = [value if chunk == rank else 0 for chunk, value in enumerate(ours)]
+                assert ours == theirs[rank][operation], f"{operation}, {algorithm}"
 
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 64}

@@ -1,6 +1,5 @@
 """Our vision-language model trains the trajectory of one process under every axis; many micro-batches have no image."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from tests.vlm_training import (
     SPEC,
     STEPS,
     TIED,
-    TrainingTrace,
-    assert_traces_match,
+    Case,
+    assert_each_trains_as_one_process,
     batch_of,
     plan_of,
     row,
@@ -36,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp inside the vision": {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 4]}},
     "pp after the projector": {"mesh": {"pp": 2}, "pipeline": {"stages": [3, 2], "schedule": "gpipe"}},
 }
-SLOW: dict[str, dict[str, Any]] = {
+COMBINED: dict[str, dict[str, Any]] = {
     "zero-2": {"mesh": {"dp_shard": 2}, "sharding": "gradients", "grad_accum": 4},
     "tp, vision replicated": {"mesh": {"tp": 2}, "towers": REPLICATED},
     "dp and tp": {"mesh": {"dp_replicate": 2, "tp": 2}, "towers": REPLICATED},
@@ -104,7 +103,7 @@ DEEP_PLANS: dict[str, dict[str, Any]] = {
     "pp inside the vision": {"mesh": {"pp": 2}, "pipeline": {"stages": [1, 5]}},
     "pp after the first decoder layer": {"mesh": {"pp": 2}, "pipeline": {"stages": [4, 2]}},
 }
-SLOW_DEEP_PLANS: dict[str, dict[str, Any]] = {
+DEEP_COMBINED: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": {"dp_replicate": 2}},
     "cp": {"mesh": {"cp": 2}},
     "tp, vision and projector sharded over its ranks": {"mesh": {"tp": 2}, "towers": SHARDED},
@@ -119,7 +118,7 @@ MIXTURE_PLANS: dict[str, dict[str, Any]] = {
     "ep and zero-3": {"mesh": {"dp_shard": 2, "ep": 2}, "sharding": "parameters"},
     "tp": {"mesh": {"tp": 2}},
 }
-SLOW_MIXTURE_PLANS: dict[str, dict[str, Any]] = {
+MIXTURE_COMBINED: dict[str, dict[str, Any]] = {
     "pp after the first decoder layer": {"mesh": {"pp": 2}, "pipeline": {"stages": [4, 2]}},
     "cp and ep": {"mesh": {"cp": 2, "ep": 2}, "sharding": "parameters"},
     "ep, zero-3 and tp": {"mesh": {"dp_shard": 2, "tp": 2, "ep": 2}, "sharding": "parameters"},
@@ -132,14 +131,49 @@ SLOW_MIXTURE_PLANS: dict[str, dict[str, Any]] = {
 STAGES = {"gpipe": [1, 4], "1f1b": [2, 3], "interleaved": [1, 1, 1, 2], "zero-bubble": [1, 1, 1, 2]}
 
 
-@cache
-def alone() -> TrainingTrace:
-    return train_all_ranks(SPEC, plan_of(grad_accum=1))[0]
+CASES = {
+    f"{kind}, {name}": Case(spec, plan_of(**fields))
+    for kind, spec, tables in (
+        ("plain", SPEC, (PLANS, COMBINED)),
+        ("deepstack", DEEP, (DEEP_PLANS, DEEP_COMBINED)),
+        ("experts", MIXTURE, (MIXTURE_PLANS, MIXTURE_COMBINED)),
+    )
+    for plans in tables
+    for name, fields in plans.items()
+} | {
+    f"tied, {schedule}": Case(TIED, plan_of(mesh={"pp": 2}, pipeline={"schedule": schedule, "stages": stages},
+                                            grad_accum=4))
+    for schedule, stages in STAGES.items()
+}  # fmt: skip
+# Where towers are split, cut into stages and sharded each in their own way. Products of axes are slow.
+QUICK = (
+    "plain, zero-3",
+    "plain, tp",
+    "plain, tp, vision and projector sharded over its ranks",
+    "plain, cp",
+    "plain, pp inside the vision",
+    "plain, pp after the projector",
+    "deepstack, tp",
+    "deepstack, pp inside the vision",
+    "experts, ep and zero-3",
+    "tied, interleaved",
+    "tied, zero-bubble",
+)
 
 
-@cache
-def alone_and_tied() -> TrainingTrace:
-    return train_all_ranks(TIED, plan_of(grad_accum=1))[0]
+def on_ranks(world_size: int) -> dict[str, Case]:
+    """Return the cases that are not quick, on this many ranks."""
+    chosen = {name: each for name, each in CASES.items() if each.plan.mesh.world_size == world_size}
+    return {name: each for name, each in chosen.items() if name not in QUICK}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [{name: CASES[name] for name in QUICK}, *(slow(on_ranks(each)) for each in (2, 4, 8))],
+    ids=["quick", "2 ranks", "4 ranks", "8 ranks"],
+)
+def test_every_plan_trains_the_trajectory_of_one_process(cases: dict[str, Case]) -> None:
+    assert_each_trains_as_one_process(cases)
 
 
 def test_some_ranks_and_micro_batches_have_no_image() -> None:
@@ -149,48 +183,5 @@ def test_some_ranks_and_micro_batches_have_no_image() -> None:
     found = [len(batch_of(0, share).micro(index)["patches"]) > 0 for share in shares for index in range(4)]
     assert set(found) == {True, False}
     assert any(found[index] != found[4 + index] for index in range(4)), "one rank has an image while the other has none"
-    assert min(alone().towers[0].values()) > 0.01, "every tower must have a gradient"
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_every_plan_trains_the_trajectory_of_one_process(name: str) -> None:
-    assert_traces_match(train_all_ranks(SPEC, plan_of(**PLANS[name])), alone())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_combined_axes_train_the_trajectory_of_one_process(name: str) -> None:
-    assert_traces_match(train_all_ranks(SPEC, plan_of(**SLOW[name])), alone())
-
-
-@cache
-def alone_with_deepstack() -> TrainingTrace:
-    return train_all_ranks(DEEP, plan_of(grad_accum=1))[0]
-
-
-@pytest.mark.parametrize("name", DEEP_PLANS)
-def test_deepstack_trains_the_trajectory_of_one_process(name: str) -> None:
-    assert_traces_match(train_all_ranks(DEEP, plan_of(**DEEP_PLANS[name])), alone_with_deepstack())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW_DEEP_PLANS)
-def test_deepstack_trains_it_under_combined_axes(name: str) -> None:
-    assert_traces_match(train_all_ranks(DEEP, plan_of(**SLOW_DEEP_PLANS[name])), alone_with_deepstack())
-
-
-@cache
-def alone_with_experts() -> TrainingTrace:
-    return train_all_ranks(MIXTURE, plan_of(grad_accum=1))[0]
-
-
-@pytest.mark.parametrize("name", [*MIXTURE_PLANS, *map(slow, SLOW_MIXTURE_PLANS)])
-def test_experts_train_the_trajectory_of_one_process(name: str) -> None:
-    plans = MIXTURE_PLANS | SLOW_MIXTURE_PLANS
-    assert_traces_match(train_all_ranks(MIXTURE, plan_of(**plans[name])), alone_with_experts())
-
-
-@pytest.mark.parametrize("schedule", STAGES)
-def test_every_schedule_trains_it_with_a_tied_embedding_on_two_stages(schedule: str) -> None:
-    plan = plan_of(mesh={"pp": 2}, pipeline={"schedule": schedule, "stages": STAGES[schedule]}, grad_accum=4)
-    assert_traces_match(train_all_ranks(TIED, plan), alone_and_tied())
+    (alone,) = train_all_ranks(SPEC, plan_of(grad_accum=1))
+    assert min(alone.towers[0].values()) > 0.01, "every tower must have a gradient"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapter_training import batch_of
+from tests.plan_training import batch_of
 from trimaran.core import Plan, Recipe
 from trimaran.data.feed import DataShare
 from trimaran.nets.adapters.nf4_linear import packed_parameters

@@ -1,6 +1,11 @@
-"""Trains adapters under any plan with the real networks and steppers, on handmade batches."""
+"""Trains recipes under many plans with the real networks and steppers, on handmade batches.
+
+Ranks are forked once for many cases, which is several times cheaper than a run of each: `tests/parity.py` trains with
+the real worker.
+"""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +25,13 @@ from trimaran.train.build import build_networks, build_stepper
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
-SEQ_LEN, GLOBAL_BATCH, STEPS = 24, 8, 3
+SEQ_LEN, GLOBAL_BATCH, STEPS = 24, 8, 2
 NUM_TOKENS = 6  # few, so that there is something to learn
 LENGTHS = ((5, 19), (10, 6, 8), (12, 12), (1, 23))
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterTrace:
+class Trace:
     """What a rank recorded: losses, gradient norms, and the trained parameters at the start and at the end."""
 
     losses: list[float]
@@ -36,7 +41,7 @@ class AdapterTrace:
 
 
 def recipe_of(model: dict[str, Any], adapter: dict[str, Any] | None = None, **train: Any) -> Recipe:
-    """Return a recipe that trains an adapter of rank 4 with a constant learning rate."""
+    """Return a recipe with a constant learning rate; with `adapter`, it trains one of rank 4."""
     section = None if adapter is None else {"rank": 4, "alpha": 6.0} | adapter
     # A large eps: otherwise the first AdamW updates have the same size for any gradient, even for rounding noise.
     constants = {"steps": STEPS, "global_batch": GLOBAL_BATCH, "lr": 3e-2, "seed": 3, "optimizer": {"eps": 1e-3}}
@@ -57,8 +62,8 @@ def batch_of(step: int, share: DataShare) -> StepBatch:
     return text_batch(step, tokens, labels, torch.from_numpy(chosen).int().view(shape))
 
 
-def train_rank(recipe: Recipe, plan: Plan) -> AdapterTrace:
-    """Train this rank's part of the adapter for a few steps."""
+def train_rank(recipe: Recipe, plan: Plan) -> Trace:
+    """Train this rank's part for a few steps."""
     rank_info = read_rank_info(os.environ)
     if not dist.is_initialized():
         join_process_group(rank_info)
@@ -77,7 +82,7 @@ def train_rank(recipe: Recipe, plan: Plan) -> AdapterTrace:
         norms.append(norm.item())
     weights = trained_weights(networks)
     dist.barrier()  # no rank may exit while another still gathers
-    return AdapterTrace(losses, norms, first, weights)
+    return Trace(losses, norms, first, weights)
 
 
 def trained_weights(networks: tuple[Network, ...]) -> dict[str, np.ndarray]:
@@ -86,11 +91,43 @@ def trained_weights(networks: tuple[Network, ...]) -> dict[str, np.ndarray]:
     return {name: full_tensor(each).numpy().copy() for name, each in named}
 
 
-def train_all_ranks(recipe: Recipe, plan: Plan) -> list[AdapterTrace]:
-    return run_ranks(plan.mesh.world_size, train_rank, recipe, plan)
+def train_rank_in_turn(cases: Sequence[tuple[Recipe, Plan]]) -> list[Trace]:
+    return [train_rank(*case) for case in cases]
 
 
-def assert_same_training(traces: list[AdapterTrace], single: AdapterTrace, tolerance: float = 1e-5) -> None:
+def train_all_ranks(recipe: Recipe, plan: Plan) -> list[Trace]:
+    return train_in_turn([(recipe, plan)])[0]
+
+
+def train_in_turn(cases: Sequence[tuple[Recipe, Plan]]) -> list[list[Trace]]:
+    """Return the traces of every rank for each case. All plans need as many ranks."""
+    (world_size,) = {plan.mesh.world_size for _, plan in cases}
+    by_rank = run_ranks(world_size, train_rank_in_turn, list(cases))
+    return [list(traces) for traces in zip(*by_rank, strict=True)]
+
+
+def train_alone(recipes: Sequence[Recipe]) -> list[Trace]:
+    """Return the trace of each recipe in one process."""
+    plan = Plan(micro_batch=GLOBAL_BATCH)
+    return [trace for (trace,) in train_in_turn([(recipe, plan) for recipe in recipes])]
+
+
+def assert_each_trains_as_one_process(cases: Sequence[tuple[Recipe, Plan]]) -> None:
+    """Train every case on the same ranks; fail with the plans whose trajectory is not that of one process."""
+    texts = {recipe.model_dump_json(): recipe for recipe, _ in cases}
+    alone = dict(zip(texts, train_alone([*texts.values()]), strict=True))
+    wrong = []
+    for (recipe, plan), traces in zip(cases, train_in_turn(cases), strict=True):
+        expected = alone[recipe.model_dump_json()]
+        assert expected.losses[-1] < expected.losses[0], "the loss must fall, or the comparison proves nothing"
+        try:
+            assert_same_training(traces, expected)
+        except AssertionError as error:
+            wrong.append(f"{recipe.model}\n{plan}\n{error}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+def assert_same_training(traces: list[Trace], single: Trace, tolerance: float = 1e-5) -> None:
     """Fail unless every rank's numbers are those of one process, from the same first values, and none is missing."""
     weights: dict[str, np.ndarray] = {}
     for trace in traces:

@@ -5,23 +5,16 @@ import os
 import re
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fault.faulty_ranks import FaultyRanks, Scenario
-from trimaran.core import Incident
-from trimaran.drill.inject import slowed_process
 from trimaran.launch.attribution import Attribution
 from trimaran.launch.collect_reports import MAX_HEARTBEAT_AGE_SECONDS
-from trimaran.launch.node import AttemptSpec
-from trimaran.launch.slow_rank_check import SlowRankCheck
-from trimaran.run import Heartbeat, IncidentLog, read_incidents
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 
@@ -282,62 +275,3 @@ def test_a_rank_that_died_is_distinguished_from_ranks_that_lost_it(
     assert ranks_of(attribution) == (cause, (1,), (0,))
     assert text in attribution.what
     assert any("rank 0 lost the connection to other ranks" in fact for fact in attribution.evidence["facts"])
-
-
-def train_in_step(rank: int, link: SupervisorLink) -> None:
-    """Run steps of 30 ms that sleep instead of computing, so that a busy machine does not slow them down."""
-    buckets = [torch.ones(100 + each) for each in range(3)]
-    for step in range(10_000):
-        link.report_section("step", step)
-        works = []
-        for bucket in buckets:
-            for _ in range(5):
-                time.sleep(0.002)
-            works.append(dist.all_reduce(bucket, async_op=True))
-        for work in works:
-            assert work is not None
-            work.wait()
-        dist.all_reduce(torch.ones(()))
-
-
-@dataclass(frozen=True)
-class FakeAttempt:
-    """What the check sees of an attempt; it is also its only node."""
-
-    ranks: FaultyRanks
-    spec: AttemptSpec
-
-    @property
-    def nodes(self) -> list["FakeAttempt"]:
-        return [self]
-
-    def heartbeats(self) -> dict[int, Heartbeat]:
-        return {rank: self.ranks.board.read(rank) for rank in range(self.ranks.world_size)}
-
-    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
-        self.ranks.collect(folder)
-
-
-def watch_for(seconds: float, attempt: FakeAttempt, check: SlowRankCheck) -> list[Incident]:
-    """Poll the check as the supervisor does, until it files an incident."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not read_incidents(attempt.ranks.run):
-        check.poll(attempt)  # pyrefly: ignore[bad-argument-type]
-        time.sleep(0.05)
-    return read_incidents(attempt.ranks.run)
-
-
-@pytest.mark.chaos  # how soon it is found depends on the load of the cores
-def test_a_rank_that_is_slowed_down_is_the_only_straggler(tmp_path: Path) -> None:
-    with FaultyRanks(tmp_path, 2, train_in_step) as ranks:
-        ranks.wait_until(lambda: ranks.board.read(0).step > 5)
-        spec = AttemptSpec(attempt=0, first_rank=0, num_ranks=2, world_size=2, store="", token="")
-        attempt = FakeAttempt(ranks, spec)
-        check = SlowRankCheck(ranks.run, IncidentLog(ranks.run))
-        assert watch_for(2.0, attempt, check) == []
-        onset = ranks.board.read(0).step
-        with slowed_process(psutil.Process(ranks.processes[1].pid), 2.5):
-            (incident,) = watch_for(15.0, attempt, check)
-    assert (incident.cause, incident.suspects, incident.action) == ("straggler", (1,), "continued")
-    assert incident.cost["slowdown"] > 1.3
-    assert incident.step - onset <= 60  # 20 on a quiet machine

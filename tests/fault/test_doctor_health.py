@@ -186,6 +186,11 @@ def test_a_rank_that_fails_once_is_named(tmp_path: Path, fault: str, code: str, 
 def test_attempts_without_progress_are_counted_and_the_rank_is_named(tmp_path: Path) -> None:
     with Supervised.start(tmp_path / "run", "train.steps=20", fault="kill:1:6") as supervised:
         assert supervised.wait() == EXIT_STUCK
+    *restarted, last = supervised.faults
+    assert [each.action for each in restarted] == ["restarted"] * 3
+    assert (last.action, last.suspects) == ("stopped", (1,))
+    assert "step 6" in last.evidence["why"]
+    assert "rank 1" in last.evidence["why"]
     found = diagnosed(supervised, "F066")
     assert (found.culprit, found.severity) == ("rank 1", "fault")
     assert found.patch == {"faults.ranks": [1, 2]}

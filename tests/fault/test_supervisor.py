@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.runs import new_run
 from trimaran.checkpoint.step_dirs import complete_steps
 from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK
+from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.data import cache_folder
 from trimaran.launch.local import start_local
 from trimaran.planner.memory_ladder import plan_with
@@ -123,17 +123,6 @@ def test_a_run_resumes_after_sigterm_and_after_its_supervisor_was_killed(tmp_pat
     assert "the previous supervisor was killed" in lost.what
     found = [each["step"] for each in lines(run.metrics)]
     assert found == list(range(1, len(found) + 1))
-
-
-@pytest.mark.chaos
-def test_a_repeated_fault_stops_the_run_and_names_the_step(tmp_path: Path) -> None:
-    with Supervised.start(tmp_path / "run", "train.steps=20", fault="kill:1:6") as supervised:
-        assert supervised.wait() == EXIT_STUCK
-    *restarted, last = supervised.faults
-    assert [each.action for each in restarted] == ["restarted"] * 3
-    assert (last.action, last.suspects) == ("stopped", (1,))
-    assert "step 6" in last.evidence["why"]
-    assert "rank 1" in last.evidence["why"]
 
 
 @pytest.mark.chaos

@@ -1,8 +1,7 @@
-"""A launched job as a user drives it: `trimaran` in a subprocess, secrets in the environment, and where they appear."""
+"""A launched job as a user drives it: commands, secrets in the environment, and where they appear."""
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from typing import Any, Self
 
 import psutil
 
+from tests import forked
+from tests.environment import environment
 from tests.fault.harness import TINY, lines, wait_for
 from trimaran.app.commands.jobs import JOB_TARGETS
 from trimaran.run import RunDirectory
@@ -36,15 +37,15 @@ def secret_digests() -> dict[str, str]:
 class CommandLine:
     """The commands of a user in `folder`, with an own record of jobs; `call` may run them on another machine."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None, *, call: Call | None = None) -> None:
+    def __init__(self, folder: Path, variables: dict[str, str] | None = None, *, call: Call | None = None) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self._call = folder, call or self._run
         ours = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
-        self.environment = os.environ | ours | (environment or {})
+        self.environment = environment(**ours | (variables or {}))
 
     def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True,
-                              timeout=400, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+        _, _, module, *words = command
+        return forked.run(module, *words, cwd=self.folder, env=self.environment, timeout=400)
 
     def trimaran(self, *words: str, code: int = 0) -> str:
         """Return what a command prints; fail if its exit code is another one."""

@@ -26,7 +26,12 @@ PEAK = re.compile(r"^ +\d+ .*?([\d.]+) MiB +([\d.]+) MiB", re.MULTILINE)
 
 
 def named(shown: list[ShownCommand]) -> list[object]:
-    return [pytest.param(each, id=f"{each.page}: {each.command[:90]}") for each in shown]
+    """Return the commands for `parametrize`. Variants of a page's first plan are slow."""
+    slow = {True: [pytest.mark.slow], False: []}
+    return [
+        pytest.param(each, id=f"{each.page}: {each.command[:90]}", marks=slow["--set" in each.command])
+        for each in shown
+    ]
 
 
 def read_tables(page: Path) -> list[list[dict[str, str]]]:
@@ -74,7 +79,6 @@ def test_a_slow_command_prints_what_the_page_shows(shown: ShownCommand, reposito
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CASE_PAGES, ids=lambda page: page.stem)
 def test_runs_in_small_measure_what_the_page_shows(page: Path, repository: Path) -> None:
-    """Losses depend on the text of the Python that runs this, so they are compared among the runs of a page, too."""
     curves = []
     for shown in (each for each in shown_commands(page) if each.is_measured):
         printed = run_in_shell(shown.command, repository)

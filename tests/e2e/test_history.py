@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.cpu_rates import give_cpu_rates
 from tests.environment import environment
 from trimaran.app.main import main
 
@@ -33,13 +34,15 @@ def test_a_real_run_is_measured_listed_and_shown_beside_the_plan(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    give_cpu_rates(tmp_path / "cache")
 
     def answer(*arguments: str) -> dict[str, Any]:
         assert main([*arguments, "--json"]) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     asked = ["--set", SHAPE, *settings("1xcpu")]
-    trained = answer("train", *asked, "--set", "train.steps=12", "--no-check", "--run-dir", "runs/a")
+    trained = trimaran(tmp_path, "train", "--warm", *asked, "--set", "train.steps=12", "--no-check",
+                       "--run-dir", "runs/a")  # fmt: skip
     assert trained["status"] == "done"
     (group,) = answer("history")["groups"]
     (plan,) = group["plans"]

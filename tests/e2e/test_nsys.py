@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import slow
 from tests.nvtx_tool import build_nvtx_tool
 from tests.runs import new_run
 from trimaran.app.main import main
@@ -35,7 +34,8 @@ def nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-@pytest.mark.parametrize("ranks", [1, slow(2)])
+@pytest.mark.slow  # tests/dist/test_nvtx.py reads the same ranges with the same tool
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_nsys_records_the_last_rank_of_a_short_run_and_its_phases_are_shown(
     ranks: int, nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,8 +38,8 @@ def send_signal(process: psutil.Process, number: signal.Signals) -> None:
 @contextmanager
 def stopped_process(process: psutil.Process) -> Iterator[None]:
     """Stop a process with SIGSTOP; continue it at the end if it still exists."""
-    send_signal(process, signal.SIGSTOP)
-    try:
+    try:  # before the signal: Ctrl-C may follow it at once
+        send_signal(process, signal.SIGSTOP)
         yield
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimaran.checkpoint import shard_index
 from trimaran.checkpoint.compact_index import Column, CompactRegions, overlaps, runs_of
 from trimaran.checkpoint.manifest import COMPACT_FORMAT, FORMAT, FileRecord, Manifest, manifest_bytes, read_manifest
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, layout_of, parse_index
@@ -41,22 +40,16 @@ def layouts_of(shards: int, tp: int) -> tuple[tuple[ShardLayout, ...], dict[str,
     return tuple(layouts), sizes
 
 
-def both_forms(monkeypatch: pytest.MonkeyPatch, layouts: tuple[ShardLayout, ...]) -> tuple[bytes, bytes]:
-    texts = []
-    for rows in (1 << 62, 0):
-        monkeypatch.setattr(shard_index, "MIN_COMPACT_ROWS", rows)
-        index_bytes.cache_clear()
-        texts.append(index_bytes(layouts))
-    index_bytes.cache_clear()
-    return texts[0], texts[1]
+def both_forms(layouts: tuple[ShardLayout, ...]) -> tuple[bytes, bytes]:
+    return index_bytes(layouts, 1 << 62), index_bytes(layouts, 0)
 
 
 @pytest.mark.parametrize(("shards", "tp"), [(1, 1), (5, 1), (7, 2), (16, 3)])
-def test_both_forms_describe_the_same_parts(monkeypatch: pytest.MonkeyPatch, shards: int, tp: int) -> None:
+def test_both_forms_describe_the_same_parts(shards: int, tp: int) -> None:
     layouts, sizes = layouts_of(shards, tp)
     if shards * tp < 4:  # too few ranks for the four parts
         layouts = tuple(layout_of([row for row in each.rows if "grid" not in row[0]]) for each in layouts)
-    plain, compact = (parse_index(text, sizes) for text in both_forms(monkeypatch, layouts))
+    plain, compact = (parse_index(text, sizes) for text in both_forms(layouts))
     assert plain.keys() == compact.keys()
     for key, entry in plain.items():
         found = compact[key]
@@ -77,9 +70,9 @@ def test_columns_keep_any_numbers() -> None:
         assert Column(np.array(runs_of(np.array(numbers))).reshape(-1, 3)).numbers().tolist() == numbers
 
 
-def test_thousands_of_ranks_make_a_small_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_ranks_make_a_small_index() -> None:
     layouts, sizes = layouts_of(1024, 1)
-    plain, compact = both_forms(monkeypatch, layouts)
+    plain, compact = both_forms(layouts)
     assert len(compact) - len(json.dumps([*sizes])) < len(plain) / 20
     assert len(parse_index(compact, sizes)["model/even"].regions) == 1024
 
@@ -104,18 +97,18 @@ def test_thousands_of_ranks_make_a_small_index(monkeypatch: pytest.MonkeyPatch) 
         (lambda index: index.pop("columns"), "KeyError"),
     ],
 )
-def test_a_wrong_compact_index_is_refused(monkeypatch: pytest.MonkeyPatch, change: Any, message: str) -> None:
+def test_a_wrong_compact_index_is_refused(change: Any, message: str) -> None:
     layouts, sizes = layouts_of(7, 2)
-    index = json.loads(both_forms(monkeypatch, layouts)[1])
+    index = json.loads(both_forms(layouts)[1])
     change(index)
     with pytest.raises(ValueError, match=message):
         parse_index(json.dumps(index).encode(), sizes)
 
 
-def test_parts_that_do_not_cover_a_tensor_are_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_do_not_cover_a_tensor_are_never_written() -> None:
     layouts, _ = layouts_of(7, 2)
     with pytest.raises(AssertionError, match=r"model/even: 78 of 84 values"):
-        both_forms(monkeypatch, layouts[:-1])
+        both_forms(layouts[:-1])
 
 
 def test_only_a_checkpoint_with_a_compact_index_has_a_new_format(tmp_path: Path) -> None:

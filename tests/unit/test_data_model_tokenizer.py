@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tests.model_folders import STYLES, hf_tokenizer, write_model_tokenizer
 from trimaran.app.main import main
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
-from trimaran.app.session.torchrun_rank import _as_recorded
+from trimaran.app.session.torchrun_rank import as_recorded
 from trimaran.checkpoint.export_hf import copy_tokenizer_files
 from trimaran.core import DataSection, Plan, Recipe, UserError
 from trimaran.data import ByteTokenizer, TokenShards, load_tokenizer, pack, prepare
@@ -176,12 +176,12 @@ def test_an_old_recipe_without_a_tokenizer_still_means_bytes(model: Path, tmp_pa
 def test_an_old_run_that_torchrun_restarts_keeps_its_bytes(model: Path, tmp_path: Path) -> None:
     old = recipe(model, source="text", path="a.txt")
     create_run(tmp_path / "run", old, Plan())
-    assert _as_recorded(with_model_tokenizer(old), tmp_path / "run") == old
+    assert as_recorded(with_model_tokenizer(old), tmp_path / "run") == old
     for asked, path in (
         (with_model_tokenizer(old), tmp_path / "new"),
         (recipe(model, tokenizer="x"), tmp_path / "run"),
     ):
-        assert _as_recorded(asked, path) == asked
+        assert as_recorded(asked, path) == asked
 
 
 def test_another_tokenizer_is_other_data_even_if_it_gives_the_same_tokens(model: Path, tmp_path: Path) -> None:

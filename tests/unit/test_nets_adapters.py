@@ -28,7 +28,7 @@ from trimaran.nets.adapters.lora_linear import (
 from trimaran.nets.attention import rotation_at
 from trimaran.parallel import override_precision
 from trimaran.parallel.frozen_weights import store_frozen_weights
-from trimaran.parallel.memory.recompute import _policy, _rank
+from trimaran.parallel.memory.recompute import matrix_rank, selective_policy
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
 MIXTURE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8)
@@ -295,7 +295,7 @@ def saved_by_recompute(network: Network) -> list[tuple[int, ...]]:
     initialise(network.module, seed=1, spec=SPEC)
     initialise_adapter(network.module, seed=1)
     block, saved = network.blocks[0], []
-    policy = partial(_policy, {False: 0, True: 0}, _rank(block), 2)
+    policy = partial(selective_policy, {False: 0, True: 0}, matrix_rank(block), 2)
     rotation = rotation_at(torch.arange(8)[None], SPEC.block.rope, SPEC.head_dim)
 
     class Watch(TorchDispatchMode):

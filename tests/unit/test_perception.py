@@ -15,8 +15,8 @@ from trimaran.core import DataSection, ModelSection, UserError
 from trimaran.core.scene_rules import OBJECTS, SceneRules
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
-from trimaran.data.scene_feed import SceneFeed, scene_feeds
-from trimaran.data.simulated_scenes import GROUND_HIT, LIDAR_METRES, SensorRays, _cameras, cast, make_scene
+from trimaran.data.scene_feed import scene_feeds
+from trimaran.data.simulated_scenes import GROUND_HIT, LIDAR_METRES, SensorRays, camera_rays, cast, make_scene
 from trimaran.data.step_batch import Inputs
 from trimaran.models import module_names, outline_for, spec_of
 from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec, perception_config
@@ -95,7 +95,7 @@ def test_a_cell_attends_to_the_token_that_shows_its_object() -> None:
     bias = camera_bias(RULES, TINY.grid, torch.device("cpu")).view(RULES.cells, RULES.cells, -1)
     for x, y in boxes:
         box = np.array([[x, y, 0.8, 1.0, 1.0, 1.6, 0.0, 0]], dtype=np.float32)
-        _, hits, _ = cast(_cameras(RULES), box)
+        _, hits, _ = cast(camera_rays(RULES), box)
         shown = (hits == 0).reshape(RULES.cameras, columns, RULES.width // columns, rows, -1).sum(axis=(2, 4))
         best = int(bias[int(x + RULES.reach), int(y + RULES.reach)].argmax())
         assert shown.transpose(0, 2, 1).ravel()[best] > 0, f"the cell at {x}, {y} attends to a token without its box"
@@ -124,7 +124,8 @@ def test_a_quarantined_scene_has_no_weight() -> None:
     assert inputs["valid"].tolist() == [True, True, False, True]
     others = sum(loss_of(made, only(everything, row)).item() for row in (0, 1, 3))
     assert loss_of(made, inputs).item() == pytest.approx(others, rel=1e-5)
-    assert SceneFeed(feed._scenes, seed=3, share=ALONE, quarantined=frozenset({gone})).num_quarantined(0) == 1
+    without, _ = scene_feeds(DataSection(), SMALL.scenes(), seed=3, share=ALONE, quarantined=frozenset({gone}))
+    assert without.num_quarantined(0) == 1
 
 
 def test_scenes_without_points_and_objects_give_every_parameter_a_gradient() -> None:

@@ -84,7 +84,7 @@ def test_offload_is_chosen_where_nothing_else_fits() -> None:
 
 
 def test_a_pinned_offload_is_kept() -> None:
-    question = one_plan(request("llama-3.1-8b", "8xH100", "plan.offload=optimizer").question)
+    question = one_plan(request("llama-3.1-8b", "2xH100", "plan.offload=optimizer").question)
     assert search(question).ranked[0].offload == "optimizer"
 
 

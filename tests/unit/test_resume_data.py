@@ -32,7 +32,7 @@ def global_order(batch: int, ranks: int, micro_batch: int, step: int) -> np.ndar
 
 
 @given(phased_runs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_resizes_change_neither_the_samples_nor_their_order(run: tuple[int, list[tuple[int, int, int]]]) -> None:
     batch, phases = run
     seen, step = [], 0
@@ -43,7 +43,7 @@ def test_resizes_change_neither_the_samples_nor_their_order(run: tuple[int, list
 
 
 @given(phased_runs(), st.integers(1, 400), st.integers(0, 2**63 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_epoch_sees_each_sample_once_with_any_resizes(
     run: tuple[int, list[tuple[int, int, int]]], length: int, seed: int
 ) -> None:
@@ -60,7 +60,7 @@ def test_every_epoch_sees_each_sample_once_with_any_resizes(
 
 
 @given(phased_runs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_repeated_step_sees_the_same_samples(run: tuple[int, list[tuple[int, int, int]]]) -> None:
     """After a rewind, under another number of ranks."""
     batch, phases = run

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from trimaran.train.async_sgd import batch_counter
 from trimaran.train.async_sgd.batch_counter import Batch, BatchCounter, Pause
 
 
@@ -16,13 +15,8 @@ def blocked() -> None:
     raise BlockedError
 
 
-@pytest.fixture(autouse=True)
-def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_counter, "POLL_SECONDS", 0.0)
-
-
 def counter_of(num_workers: int, staleness: int, *, start: int = 0, end: int = 100) -> BatchCounter:
-    counter = BatchCounter(num_workers=num_workers, staleness=staleness, check=blocked)
+    counter = BatchCounter(num_workers=num_workers, staleness=staleness, check=blocked, poll_seconds=0.0)
     counter.open(start=start, end=end)
     return counter
 

@@ -176,14 +176,12 @@ def test_on_a_cpu_the_memory_is_the_resident_memory_and_that_of_the_container(tm
 
 def test_after_the_first_steps_the_memory_is_read_ten_times_a_second() -> None:
     times = iter([*range(20), *(20 + 0.03 * number for number in range(100))])
-    meter, reads = MemoryMeter(CPU, now=lambda: next(times)), []
-    meter._read = lambda: reads.append(1) or (len(reads), {})
-    for _ in range(20):
-        meter.read()
-    assert len(reads) == 20
-    peaks = [meter.read()[0] for _ in range(100)]
-    assert len(reads) == 20 + 25
-    assert peaks[:5] == [21, 21, 21, 21, 22]
+    meter = MemoryMeter(CPU, now=lambda: next(times))
+    fields = [meter.read()[1] for _ in range(120)]  # the same object until the memory is read again
+    is_read = [number == 0 or fields[number] is not fields[number - 1] for number in range(120)]
+    assert all(is_read[:20])
+    assert sum(is_read) == 20 + 25
+    assert is_read[20:25] == [True, False, False, False, True]
 
 
 def test_recomputed_flops_count_for_hfu_and_not_for_mfu() -> None:

@@ -8,7 +8,7 @@ from tests.hf_models import SMALL
 from trimaran.data.step_batch import StepBatch
 from trimaran.models import PRESETS
 from trimaran.nets import network_of
-from trimaran.train.steppers.step_graphs import _host_random_states, _signature, has_known_code
+from trimaran.train.steppers.step_graphs import has_known_code, host_random_states, signature_of
 
 TOKENS = torch.zeros(2, 4, 8, dtype=torch.int64)
 
@@ -26,20 +26,20 @@ def test_only_code_that_is_known_to_repeat_itself_is_captured() -> None:
 
 def test_batches_of_one_shape_have_one_signature() -> None:
     same, other = ({"tokens": TOKENS, "labels": TOKENS[:, :, :length]} for length in (8, 7))
-    assert _signature(StepBatch(0, same, 3)) == _signature(
+    assert signature_of(StepBatch(0, same, 3)) == signature_of(
         StepBatch(1, {name: each + 1 for name, each in same.items()}, 5)
     )
-    assert _signature(StepBatch(0, same, 3)) != _signature(StepBatch(0, other, 3))
+    assert signature_of(StepBatch(0, same, 3)) != signature_of(StepBatch(0, other, 3))
 
 
 def test_a_batch_whose_layout_the_host_has_to_know_has_none() -> None:
     arrays = {"tokens": TOKENS, "documents": TOKENS}
-    assert _signature(StepBatch(0, arrays, 3).to(torch.device("cpu"))) == ()
-    assert _signature(StepBatch(0, {"patches": TOKENS}, 3, offsets={"patches": (0, 1, 2)})) == ()
+    assert signature_of(StepBatch(0, arrays, 3).to(torch.device("cpu"))) == ()
+    assert signature_of(StepBatch(0, {"patches": TOKENS}, 3, offsets={"patches": (0, 1, 2)})) == ()
 
 
 def test_numbers_drawn_on_the_host_are_noticed() -> None:
-    before = _host_random_states()
-    assert before == _host_random_states()
+    before = host_random_states()
+    assert before == host_random_states()
     torch.rand(())
-    assert before != _host_random_states()
+    assert before != host_random_states()

@@ -43,15 +43,15 @@ def layout_of(rows: Sequence[Any]) -> ShardLayout:
     return ShardLayout(sha256(json.dumps(rows).encode()).hexdigest(), tuple(rows))
 
 
-def is_compact(layouts: Sequence[ShardLayout]) -> bool:
+def is_compact(layouts: Sequence[ShardLayout], min_rows: int = MIN_COMPACT_ROWS) -> bool:
     """Return whether `index_bytes` writes the compact form."""
-    return sum(len(layout.rows) for layout in layouts) > MIN_COMPACT_ROWS
+    return sum(len(layout.rows) for layout in layouts) > min_rows
 
 
 @lru_cache(maxsize=1)  # equal for every save of a run, and large with thousands of ranks
-def index_bytes(layouts: tuple[ShardLayout, ...]) -> bytes:
+def index_bytes(layouts: tuple[ShardLayout, ...], min_compact_rows: int = MIN_COMPACT_ROWS) -> bytes:
     """Return the index file with the rows of all ranks, which must cover each tensor exactly once."""
-    if is_compact(layouts):
+    if is_compact(layouts, min_compact_rows):
         return _compact_bytes(layouts)
     entries = merge(layouts)
     files = sorted({region.file for entry in entries.values() for region in entry.regions})

@@ -133,7 +133,7 @@ def _lidar() -> SensorRays:
 
 
 @lru_cache(maxsize=8)
-def _cameras(rules: SceneRules) -> SensorRays:
+def camera_rays(rules: SceneRules) -> SensorRays:
     """Return the rays of all cameras: their columns side by side, left to right within each camera."""
     right = (np.arange(rules.width) + 0.5 - rules.width / 2) / rules.focal
     up = (rules.horizon - np.arange(rules.height) - 0.5) / rules.focal
@@ -195,7 +195,7 @@ def _points(draw: np.random.Generator, distances: np.ndarray, hits: np.ndarray, 
 
 
 def _images(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
-    rig = _cameras(rules)
+    rig = camera_rays(rules)
     distances, hits, shades = cast(rig, boxes)
     kinds = boxes[:, -1].astype(np.int64)
     paints = PAINTS[draw.integers(len(PAINTS), size=len(boxes))]

@@ -48,7 +48,7 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = Tr
 
     def open_or_create() -> RunDirectory:
         notify = partial(print_plain, open_console(stderr=as_json))
-        ready = replace(request, recipe=prepare_data(_as_recorded(request.recipe, path), notify=notify))
+        ready = replace(request, recipe=prepare_data(as_recorded(request.recipe, path), notify=notify))
         if not holds_run(path) or open_run(path).read_recipe() != ready.recipe:
             return create_run(path, ready.recipe, ready.plan)
         return _update_run(ready, open_run(path), replan=False)
@@ -57,7 +57,7 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = Tr
     return _run_rank(request, open_or_create, as_json=as_json, check=check, notice=notice)
 
 
-def _as_recorded(recipe: Recipe, path: Path) -> Recipe:
+def as_recorded(recipe: Recipe, path: Path) -> Recipe:
     """Return the recipe with the bytes and the template of an older run that torchrun restarts in `path`.
 
     Such a run did not record a tokenizer: its model's own was not the default.

@@ -67,7 +67,7 @@ def apply_recompute(network: Network, plan: Plan, ranks: RankMesh | None) -> Non
     """
     contexts: dict[tuple[str, int], Any] = {}  # equal blocks share one, and with it a compilation
     for how, block in recomputed_blocks(network, plan):
-        policy, rank = how if how in RECOMPUTED_BY_OPERATOR else "full", _rank(block)
+        policy, rank = how if how in RECOMPUTED_BY_OPERATOR else "full", matrix_rank(block)
         # A compiled block applies the policy to each operator. Without a policy, torch 2.11 does not mark the outputs
         # of autograd functions and saves them: all joint projections and fp8 matmuls.
         context = contexts.setdefault((policy, rank), partial(_contexts, policy, rank))
@@ -154,7 +154,7 @@ def _uncached_autocast(block: nn.Module) -> torch.autocast:
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def _rank(block: nn.Module) -> int:
+def matrix_rank(block: nn.Module) -> int:
     """Return the rank of the adapters in the block; 0 if it has none."""
     return next((len(each.lora_A) for each in block.modules() if isinstance(each, LoraLinear)), 0)
 
@@ -162,7 +162,7 @@ def _rank(block: nn.Module) -> int:
 def _contexts(mode: str, rank: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     policy: Any = _save_nothing
     if mode in RECOMPUTED_BY_OPERATOR:
-        policy = partial(_policy, {False: 0, True: 0}, rank, 1 if mode == "elementwise" else 2)
+        policy = partial(selective_policy, {False: 0, True: 0}, rank, 1 if mode == "elementwise" else 2)
     first, second = create_selective_checkpoint_contexts(policy)
     return first, _RecomputeDispatchMode(policy, second.storage, False)  # torch before 2.13 also calls the policy here
 
@@ -185,7 +185,7 @@ def _save_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _policy(
+def selective_policy(
     matmuls: dict[bool, int],
     rank: int,
     stride: int,

@@ -35,8 +35,16 @@ class BatchCounter:
     step are computed on the same weights, and no batch of the next step begins before they are updated.
     """
 
-    def __init__(self, *, num_workers: int, staleness: int, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        staleness: int,
+        check: Callable[[], None] = lambda: None,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
         """`check` raises if another thread of this rank has failed, so that nobody waits forever."""
+        self._poll_seconds = poll_seconds
         self._num_workers, self._staleness, self._check = num_workers, staleness, check
         self._changed = threading.Condition()
         self._segment = 0  # segments end with a pause
@@ -93,5 +101,5 @@ class BatchCounter:
         return self._begun // self._num_workers <= oldest + self._staleness
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
-        while not self._changed.wait_for(is_ready, timeout=POLL_SECONDS):
+        while not self._changed.wait_for(is_ready, timeout=self._poll_seconds):
             self._check()

@@ -81,7 +81,7 @@ class StepGraphs:
 
         Call it before every step, while no parameter has a gradient.
         """
-        signature = _signature(batch)
+        signature = signature_of(batch)
         if signature != self._signature or (self.is_captured and self._addresses != self._current_addresses()):
             self._changes_left -= self.is_captured
             self.release()
@@ -137,7 +137,7 @@ class StepGraphs:
         log.info("forward and backward are replayed as CUDA graphs from step %d on", batch.step + 1)
 
     def _capture(self, batch: StepBatch) -> None:
-        drawn_before = _host_random_states()
+        drawn_before = host_random_states()
         inputs = {name: each.clone() for name, each in batch.micro(0).items()}
         factor = torch.zeros((), device=next(iter(inputs.values())).device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -156,7 +156,7 @@ class StepGraphs:
             sums = LossSums(losses.total.detach(), parts)
             graphs = MicroBatchGraphs(inputs=inputs, factor=factor, forward=forward, backward=backward, losses=sums)
             self._micro_batches.append(graphs)
-        if drawn_before != _host_random_states():  # for example to leave out layers at random
+        if drawn_before != host_random_states():  # for example to leave out layers at random
             raise RuntimeError("the model draws random numbers on the host, which a replay would not repeat")
         self._gradients = [(each, each.grad, getattr(each, "main_grad", None)) for each in self._trained]
         self._clear_gradients()
@@ -188,11 +188,11 @@ def _refuse_little_memory() -> None:
         raise RuntimeError(f"a step needs {show_bytes(needed)}, and {show_bytes(free)} are free")
 
 
-def _host_random_states() -> tuple[object, ...]:
+def host_random_states() -> tuple[object, ...]:
     return random.getstate(), bytes(torch.default_generator.get_state().numpy())
 
 
-def _signature(batch: StepBatch) -> Signature:
+def signature_of(batch: StepBatch) -> Signature:
     """Return what must be equal for a graph to be valid; empty for a batch whose layout the host has to know."""
     if batch.host_arrays or batch.offsets:
         return ()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.runs import finished_run
-from trimaran.app.commands import profile
 from trimaran.app.main import main
 from trimaran.app.report.report_facts import facts_of
 from trimaran.app.views.decisions_view import command_of_decision
@@ -18,6 +17,7 @@ from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.core import Decision
 from trimaran.run import RunDirectory
 from trimaran.run.change_request import read_change_request
+from trimaran.run.lease import take_lease
 
 KEPT = Decision(
     id=1,
@@ -84,9 +84,9 @@ def test_the_command_of_a_decision_is_one_that_the_run_can_follow(
     assert found == [f"trimaran {words.format(run=run.path)}" for words in (of_kept, of_advised)]
 
 
-def test_undo_asks_the_ranks_as_the_user(run: RunDirectory, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "is_running", lambda run: True)  # no supervisor holds the lease of this run
-    code, found = answer(capsys, str(run.path), "--undo", "1")
+def test_undo_asks_the_ranks_as_the_user(run: RunDirectory, capsys: Any) -> None:
+    with take_lease(run):
+        code, found = answer(capsys, str(run.path), "--undo", "1")
     assert (code, found["request"]) == (0, 1)
     request = read_change_request(run)
     assert request is not None

@@ -1,6 +1,6 @@
 """`trimaran generate` on a run without weights shows its status, and which command leads to weights."""
 
-import subprocess
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -58,13 +58,10 @@ def test_for_a_failed_run_the_fix_is_to_see_what_happened_first(
     assert answer(capsys) == ("it failed at step 3 of 10", look)
 
 
-def test_a_run_without_a_supervisor_is_not_waited_for(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    monkeypatch.setattr("os.getpid", lambda: gone.pid)
-    AttemptLog(run).begin(world_size=1)
+def test_a_run_without_a_supervisor_is_not_waited_for(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = multiprocessing.get_context("fork").Process(target=lambda: AttemptLog(run).begin(world_size=1))
+    gone.start()
+    gone.join()
     status, fix = answer(capsys)
     assert status == "its processes are gone at step 3 of 10"
     assert fix.startswith("see what happened")

@@ -1,5 +1,6 @@
 """`trimaran generate`: a run, its checkpoints and folders give the same text; options, streaming, chats and JSON."""
 
+import contextlib
 import io
 import json
 import signal
@@ -11,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, MistralConfig
 
 from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
-from tests.hf_models import SMALL
+from tests.random_weights import perturb
 from tests.runs import new_run
-from tests.vlm_models import NATIVE, perturb
 from trimaran.app.main import main
+from trimaran.app.views.generated_text import show_generation
 from trimaran.app.views.run_prompt import generate_command
 from trimaran.checkpoint.export_hf import write_hf_folder
 from trimaran.checkpoint.manifest import Manifest
@@ -25,8 +25,9 @@ from trimaran.checkpoint.step_dirs import draft_path, step_path
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, dump_recipe, parse_recipe
 from trimaran.data import ByteTokenizer
-from trimaran.infer.generate import save_tokenizer
-from trimaran.infer.sampling import TokenSampler
+from trimaran.infer.generate import Generation, save_tokenizer
+from trimaran.infer.next_token import CachedLogits, NextTokenModel
+from trimaran.infer.sampling import Sampling, TokenSampler
 from trimaran.models import spec_of
 from trimaran.nets import Network, initialise, network_of
 from trimaran.run import Journal, RunDirectory
@@ -109,15 +110,17 @@ def test_a_run_a_checkpoint_and_a_folder_generate_the_same(
     )
 
 
-def test_text_is_shown_as_it_comes_with_its_prompt(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_shown_as_it_comes_with_its_prompt(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     expected = answer(capsys, "toy", "--prompt", "class ", "--seed", "3", "--tokens", "9", "--json")["text"]
     written: list[str] = []
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "write", lambda text: written.append(text) or len(text))
-    monkeypatch.setattr(sys, "stdout", stream)
-    assert main(["generate", "toy", "--prompt", "class ", "--seed", "3", "--tokens", "9"]) == 0
+
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    with contextlib.redirect_stdout(Recorder()):
+        assert main(["generate", "toy", "--prompt", "class ", "--seed", "3", "--tokens", "9"]) == 0
     assert "".join(written).replace("\x00", "") == "".join(each for each in expected if each.isprintable() or
                                                            each in "\t\n") + "\n"  # fmt: skip
     assert len(written) > 3
@@ -155,24 +158,35 @@ def test_a_conversation_comes_from_standard_input_and_remembers(
     assert with_system["prompt_tokens"] == len("brief\nhello\n")
 
 
-def test_ctrl_c_ends_a_text_and_keeps_it(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    calls: list[int] = []
+class InterruptedSampler(TokenSampler):
+    """The person presses Ctrl-C while the fourth token is drawn."""
 
-    class Interrupting(TokenSampler):
-        def next_token(self, logits: torch.Tensor) -> int:
-            calls.append(1)
-            if len(calls) == 4:
-                signal.raise_signal(signal.SIGINT)
-            return super().next_token(logits)
+    num_calls = 0
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trimaran.app.session.talk.TokenSampler", Interrupting)
-        assert main(["generate", "toy", "--json", "--tokens", "100"]) == 130
-    found = json.loads(capsys.readouterr().out)
-    assert (found["finish_reason"], found["tokens"]) == ("interrupted", 3)
+    def next_token(self, logits: torch.Tensor) -> int:
+        self.num_calls += 1
+        if self.num_calls == 4:
+            signal.raise_signal(signal.SIGINT)
+        return super().next_token(logits)
+
+
+def test_ctrl_c_ends_a_text_and_keeps_it(run: RunDirectory) -> None:
+    network = network_with(run.read_recipe(), seed=1)
+    model = NextTokenModel(CachedLogits(network, torch.device("cpu")), network.max_seq_len)
+    found, whole = (
+        show_generation(
+            Generation(model, tuple(b"def "), make(Sampling(temperature=0)), max_tokens=20), ByteTokenizer(), None
+        )
+        for make in (InterruptedSampler, TokenSampler)
+    )
+    assert (found.finish_reason, found.num_tokens, found.exit_code) == ("interrupted", 3, 130)
+    assert (whole.finish_reason, whole.num_tokens, whole.exit_code) == ("length", 20, 0)
+    assert whole.text.startswith(found.text)
 
 
 def test_a_model_that_sees_is_shown_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.vlm_models import NATIVE  # noqa: PLC0415 - it imports transformers
+
     network = network_of(NATIVE)
     initialise(network.module, seed=1, spec=NATIVE)
     folder = save(network, tmp_path / "vlm")
@@ -189,6 +203,10 @@ def test_a_model_that_sees_is_shown_images(tmp_path: Path, capsys: pytest.Captur
 def test_a_folder_that_our_network_does_not_support_runs_on_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from transformers import AutoModelForCausalLM, MistralConfig  # noqa: PLC0415
+
+    from tests.hf_models import SMALL  # noqa: PLC0415
+
     config = MistralConfig(**SMALL | {"vocab_size": 320}, head_dim=8, sliding_window=6, eos_token_id=[3, 4])
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config).eval()

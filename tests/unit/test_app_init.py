@@ -2,26 +2,23 @@
 
 import io
 import json
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from transformers import LlamaConfig
 
-from tests.model_folders import write_model_tokenizer
+from tests import forked
+from tests.cases import quick_or_slow
 from trimaran.app.main import main
 from trimaran.app.new_recipe.choices import choose_values, learning_rate
 from trimaran.app.new_recipe.data_facts import DataFacts, look_at_data
 from trimaran.app.new_recipe.model_facts import ModelFacts, look_at_model
-from trimaran.app.session import prepare_data
+from trimaran.app.session.prepare_data import check_all_data
 from trimaran.core import UserError, parse_recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models.to_hf_vlm import vlm_to_disk
@@ -32,9 +29,13 @@ CLUSTER = ["--cluster", "1xH100"]  # planned, not used: a CPU would be measured
 
 
 def language_model(folder: Path) -> Path:
+    from transformers import LlamaConfig  # noqa: PLC0415
+
     config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024)  # fmt: skip
     config.save_pretrained(folder)
+    from tests.model_folders import write_model_tokenizer  # noqa: PLC0415
+
     return write_model_tokenizer(folder, "qwen2.5")
 
 
@@ -70,6 +71,8 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def saved(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import datasets  # noqa: PLC0415 - one kind of data needs it
+
     datasets.disable_progress_bars()
     datasets.Dataset.from_list(rows).save_to_disk(path)
     return path
@@ -146,7 +149,19 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, bool]] = {
 }
 
 
+QUICK_KINDS = ("chat lines", "tokens in a raw file, with ends", "a folder of text", "parquet with chats",
+               "images with captions")  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_is_recognised(kind: str, tmp_path: Path) -> None:
+    write, source, images = KINDS[kind]
+    data = write(tmp_path)
+    facts = look_at_data(data.name, data, None)
+    assert (facts.source, facts.has_images) == (source, images)
+
+
+@pytest.mark.parametrize("kind", quick_or_slow(KINDS, lambda kind: kind in QUICK_KINDS))
 def test_the_recipe_for_every_kind_of_data_passes_the_dry_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,6 +307,8 @@ def test_images_need_a_model_that_sees(
 
 
 def test_the_first_method_that_fits_the_cluster_is_taken(tmp_path: Path) -> None:
+    from transformers import LlamaConfig  # noqa: PLC0415
+
     config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                          num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)  # fmt: skip
     config.save_pretrained(tmp_path / "big")
@@ -331,10 +348,9 @@ def test_a_written_recipe_trains(tmp_path: Path) -> None:
     lines(tmp_path / "chat.jsonl", chats())
     for arguments in (
         ["init", "--model", "model", "--data", "chat.jsonl", "--cluster", "1xcpu", "--out", "new.yaml", "--yes"],
-        ["train", "new.yaml", "--set", "train.steps=2", "--json", "--quiet"],
+        ["train", "new.yaml", "--warm", "--set", "train.steps=2", "--json", "--quiet"],
     ):
-        command = [sys.executable, "-m", "trimaran", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = forked.run("trimaran", *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 2
 
@@ -359,6 +375,6 @@ def test_init_and_the_dry_run_refuse_the_data_that_train_refuses(
     assert refused == [2, 2, 2]
     assert capsys.readouterr().err.count("T031: 2 of 43 samples of chat are bad") == 3
     assert not Path("bad.yaml").exists()
-    monkeypatch.setattr(prepare_data, "MAX_CHECKED_BYTES", 1000)
-    assert main(["train", "good.yaml", "--dry-run"]) == 0
-    assert "KiB: only the first lines of its files are checked" in capsys.readouterr().err
+    recipe, shown = parse_recipe(Path("good.yaml").read_text(), name="good.yaml"), list[str]()
+    check_all_data(recipe, shown.append, max_bytes=1000)
+    assert "KiB: only the first lines of its files are checked" in "".join(shown)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from tests.engine_models import CPU, answers_of, open_network, random_prompts, requests_of, save_model, tokens_of
+from tests.random_weights import perturb
 from tests.serving_models import SPECS
-from tests.vlm_models import perturb
 from trimaran.core import AdapterSection, UserError
 from trimaran.infer.engine.adapter_loading import load_adapter, load_peft_folder
 from trimaran.infer.engine.batching_engine import BatchingEngine
@@ -132,6 +130,9 @@ def test_an_adapter_that_trains_modules_in_full_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_folders_that_peft_has_written_are_served_together(name: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
     folder = save_model(name, tmp_path / "base")
     requests = requests_of(random_prompts(6, seed=9), [8] * 6)
     expected: dict[str, list[int]] = {}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import slow
 from trimaran.infer.engine.token_choice import NOT_A_TOKEN, TokenChooser, choose_tokens, logprobs_of
 from trimaran.infer.sampling import Sampling, TokenSampler
 
@@ -35,7 +36,7 @@ class OnlyThese:
         assert self._mask[token]
 
 
-@pytest.mark.parametrize("vocabulary", [96, 3000])
+@pytest.mark.parametrize("vocabulary", [96, slow(3000)])
 def test_each_sequence_gets_the_tokens_of_its_own_sampler(vocabulary: int) -> None:
     random = torch.Generator().manual_seed(0)
     samplers, choosers = [TokenSampler(each) for each in RULES], [TokenChooser(each) for each in RULES]

@@ -52,7 +52,7 @@ TEXTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(texts=TEXTS, num_pages=st.integers(12, 24), page_size=st.integers(2, 4), max_running=st.integers(1, 4),
        budget=st.integers(5, 20), reuse=st.booleans(), late=st.booleans())  # fmt: skip
 def test_every_request_ends_with_its_own_tokens_whatever_comes_together(

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimaran.core import Seconds
@@ -39,6 +39,7 @@ def planted(sizes: list[int], levels: list[int], seed: int) -> tuple[dict[frozen
     return times, group
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.booleans(), st.integers(0, 10**6))
 def test_planted_groups_are_neighbours_in_the_order(sizes: list[int], is_deep: bool, seed: int) -> None:
     levels = [number // 2 if is_deep else 0 for number in range(len(sizes))]
@@ -53,6 +54,7 @@ def test_planted_groups_are_neighbours_in_the_order(sizes: list[int], is_deep: b
     assert order_nodes(groups, first="n00")[0] == "n00"
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 12), st.integers(0, 10**6))
 def test_noise_leaves_the_order_of_names(num_nodes: int, seed: int) -> None:
     times, group = planted([num_nodes], [0], seed)
@@ -61,6 +63,7 @@ def test_noise_leaves_the_order_of_names(num_nodes: int, seed: int) -> None:
     assert order_nodes(groups) == sorted(group)
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(2, 4), st.integers(0, 10**6))
 def test_the_groups_do_not_depend_on_the_order_of_nodes(size: int, seed: int) -> None:
     times, group = planted([size, size], [0, 0], seed)

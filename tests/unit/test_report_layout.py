@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import quick_or_slow
 from tests.runs import PREDICTION, finished_run, new_run, start_ranks, step_metrics
 from tests.unit.test_app_report import hostile_run, long_run
 from trimaran.app.report.axis_scale import Scale
@@ -94,7 +95,7 @@ def perception(path: Path) -> RunDirectory:
 
 RUNS: dict[str, Callable[[Path], RunDirectory]] = {
     "new": new_run, "one step": one_step, "ten steps": finished_run, "resumed": resumed, "hostile": hostile_run,
-    "many ranks": many_ranks, "perception": perception, "long": lambda path: long_run(path, 5000),
+    "many ranks": many_ranks, "perception": perception, "long": lambda path: long_run(path, 3000),
 }  # fmt: skip
 
 
@@ -132,7 +133,7 @@ class Figures(HTMLParser):
             self.figures[-1]["ends"].append(data)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", quick_or_slow(RUNS, lambda kind: kind in ("resumed", "many ranks", "long")))
 def test_the_texts_of_a_plot_have_places_of_their_own(tmp_path: Path, kind: str) -> None:
     found = Figures(page_of(facts_of(RUNS[kind](tmp_path / "run")))).figures
     assert bool(found) == (kind != "new")

@@ -1,9 +1,7 @@
 """Creating a run from a folder: one of several nodes does it, the others wait for it."""
 
-import subprocess
-import sys
+import multiprocessing
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,7 @@ from trimaran.run import RunDirectory, create_run
 from trimaran.run.create_from import create_run_from
 from trimaran.run.run_directory import MARKER
 
-RACER = """
-import os, sys, time
-from pathlib import Path
-from trimaran.run import create_from
-made, real = [], create_from.create_run
-create_from.create_run = lambda *a: (real(*a), made.append(1))[0]
-while time.time() < float(sys.argv[3]): pass
-run = create_from.create_run_from(Path(sys.argv[1]), Path(sys.argv[2]))
-run.read_plan(), run.read_recipe()
-print(len(made))
-"""
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -32,13 +20,21 @@ def folder(tmp_path: Path) -> Path:
     return new_run(tmp_path / "launch").path
 
 
-def test_exactly_one_of_several_processes_creates_the_run(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "run"
-    command = [sys.executable, "-c", RACER, str(folder), str(path), str(time.time() + 1.0)]
-    racers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
-    assert sorted(each.communicate(timeout=60)[0] for each in racers) == [b"0\n", b"0\n", b"0\n", b"1\n"]
-    assert RunDirectory(path).read_plan() == RunDirectory(folder).read_plan()
-    assert RunDirectory(path).read_recipe() == RunDirectory(folder).read_recipe()
+def test_several_processes_that_create_the_run_at_once_get_the_same(folder: Path, tmp_path: Path) -> None:
+    path, go = tmp_path / "runs" / "run", FORK.Barrier(4)
+
+    def race() -> None:
+        go.wait(60)
+        run = create_run_from(folder, path)
+        assert run.read_plan() == RunDirectory(folder).read_plan()
+        assert run.read_recipe() == RunDirectory(folder).read_recipe()
+
+    racers = [FORK.Process(target=race) for _ in range(4)]
+    for each in racers:
+        each.start()
+    for each in racers:
+        each.join()
+    assert [each.exitcode for each in racers] == [0] * 4
 
 
 def test_a_node_waits_until_another_has_written_the_files(folder: Path, tmp_path: Path) -> None:

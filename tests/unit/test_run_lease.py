@@ -99,10 +99,10 @@ def test_a_higher_term_ends_a_lease(run: RunDirectory) -> None:
     second.release()
 
 
-def test_one_of_sixteen_contenders_wins(run: RunDirectory) -> None:
+def test_one_of_six_contenders_wins(run: RunDirectory) -> None:
     """All see the same dead holder and start at the same moment."""
     died(run)
-    go, answers = FORK.Barrier(16), FORK.Queue()
+    go, answers = FORK.Barrier(6), FORK.Queue()
 
     def contend() -> None:
         go.wait()
@@ -112,14 +112,14 @@ def test_one_of_sixteen_contenders_wins(run: RunDirectory) -> None:
             answers.put(refused.code)
         time.sleep(30.0)  # the winner stays alive while the others poll
 
-    contenders = [FORK.Process(target=contend) for _ in range(16)]
+    contenders = [FORK.Process(target=contend) for _ in range(6)]
     for each in contenders:
         each.start()
     results = sorted(str(answers.get(timeout=20.0)) for _ in contenders)
     for each in contenders:
         each.kill()
         each.join()
-    assert results == ["2"] + ["S020"] * 15
+    assert results == ["2"] + ["S020"] * 5
 
 
 def test_a_holder_elsewhere_that_renews_is_alive_whatever_its_clock_says(run: RunDirectory) -> None:
@@ -138,8 +138,7 @@ def test_a_holder_elsewhere_is_dead_when_its_counter_stops(run: RunDirectory) ->
     alive = read_holder(run)
     assert (watch.poll(), watch.certain) == (alive, False)
     now = EXPIRY_SECONDS - 0.1
-    (counter,) = run.lease.glob("beat-*")
-    counter.write_text("99")
+    (run.lease / "beat-000001").write_text("99")
     assert (watch.poll(), watch.certain) == (alive, True), "its counter has changed"
     now += EXPIRY_SECONDS - 0.1
     assert watch.poll() == alive

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import slow
+
 NAME = """
 from pathlib import Path
 from trimaran.run.process_control import set_process_name
@@ -75,7 +77,7 @@ def test_output_without_a_reader_is_dropped_and_the_exit_code_stays() -> None:
     assert subprocess.run(closed, stdin=subprocess.DEVNULL).returncode == 75
 
 
-@pytest.mark.parametrize(("command", "code"), [(["presets"], 0), (["plan", "no-such-model"], 2)])
+@pytest.mark.parametrize(("command", "code"), [slow((["presets"], 0)), (["plan", "no-such-model"], 2)])
 def test_a_command_whose_output_is_closed_has_its_exit_code(command: list[str], code: int) -> None:
     closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-m", "trimaran", *command]
     assert subprocess.run(closed, stdin=subprocess.DEVNULL).returncode == code

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow
 from tests.fault.harness import wait_for
 from tests.unit.test_launch_core import request
 from trimaran.core import UserError
@@ -166,7 +167,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_to_the_script_stops_all_nodes_and_shows_how_they_end(tmp_path: Path, number: signal.Signals) -> None:
     script = Script(tmp_path, python(STOPPABLE))
     process = script.start()

@@ -35,11 +35,6 @@ def list_in_time(root: Path, count: int) -> None:
         assert len(found.runs) == min(50, total)
 
 
-def test_5_000_runs_are_listed_in_time(tmp_path: Path) -> None:
-    many_runs(tmp_path, 5_000)
-    list_in_time(tmp_path, 5_000)
-
-
 @pytest.mark.slow
 def test_100_000_runs_are_listed_in_time(tmp_path: Path) -> None:
     many_runs(tmp_path, 100_000)

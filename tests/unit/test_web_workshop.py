@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-import subprocess
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("nicegui")
 
+from tests.cases import slow
 from trimaran.app.main import main
 from trimaran.app.request.plan_answer import all_plans, as_dict, pareto_set
 from trimaran.app.web.language import speaking
@@ -41,7 +42,7 @@ searched = cache(search_plans)  # the same question always gets the same answer
 INPUTS = [
     SMALL,
     replace(SMALL, goal="memory", pins=(("mesh.tp", "2"),)),
-    replace(SMALL, adapter="lora", device="A100-80GB"),
+    slow(replace(SMALL, adapter="lora", device="A100-80GB")),
 ]
 
 
@@ -103,7 +104,7 @@ def test_the_recipe_to_copy_trains_the_plan_that_is_shown() -> None:
     assert recipe.plan == report.best.model_copy(update={"prediction": None})
 
 
-@pytest.mark.parametrize("target", ["slurm", "k8s"])
+@pytest.mark.parametrize("target", ["slurm", slow("k8s")])
 def test_the_launch_file_is_that_of_trimaran_launch(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = searched(SMALL)
     found = printed(launch_words(report, target), capsys)
@@ -111,12 +112,8 @@ def test_the_launch_file_is_that_of_trimaran_launch(target: str, capsys: pytest.
 
 
 CHANGES = [
-    {"seq_len": 1024},
-    {"global_batch": 256},
-    {"devices": 8},
-    {"nodes": 2},
-    {"device": "A100-80GB"},
-    {"pins": (("recompute", "full"), ("sharding", "parameters"))},
+    {"seq_len": 1024, "global_batch": 256},
+    {"nodes": 2, "device": "A100-80GB", "pins": (("recompute", "full"), ("sharding", "parameters"))},
 ]
 
 
@@ -209,15 +206,20 @@ def test_a_recipe_that_cannot_run_here_is_not_started(recipe: str, tmp_path: Pat
 
 
 def test_a_run_is_started_with_one_fixed_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: calls.append((args, options)))
+    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" $$ "$@" > {tmp_path}/words\nexec sleep 600\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     root = RunsRoot(tmp_path / "runs")
     started = start_run(root, "name: x\ncluster: 1xcpu\n", "x", may_write=True)
-    ((command,), options) = calls[0]
+    until = time.monotonic() + 60
+    while not (tmp_path / "words").exists() or (tmp_path / "words").read_text().count("\n") < 8:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    pid, *words = (tmp_path / "words").read_text().splitlines()
+    assert os.getsid(int(pid)) == int(pid), "it lives on when this server ends"
+    os.kill(int(pid), signal.SIGKILL)
     file = str(root.path / FOLDER / "x.yaml")
-    assert command == [sys.executable, "-m", "trimaran", "train", file, "--run-dir", str(started.path), "--quiet"]
-    assert "shell" not in options
-    assert options["start_new_session"]
+    assert words == ["-m", "trimaran", "train", file, "--run-dir", str(started.path), "--quiet"]
     for name in ("../x", "a b", "-x", "x\n"):
         with pytest.raises(UserError):
             start_run(root, "name: x\ncluster: 1xcpu\n", name, may_write=True)

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trimaran
+from tests.cases import slow
 from tests.ranks import run_ranks
 
 
@@ -40,9 +41,8 @@ def train_peft(sharding: str, dtype: torch.dtype) -> tuple[list[float], list[str
 @pytest.mark.parametrize(
     ("sharding", "dtype"),
     [
-        ("none", torch.float32),
-        pytest.param("parameters", torch.float32, marks=pytest.mark.slow),
         ("parameters", torch.bfloat16),
+        *map(slow, [("none", torch.float32), ("parameters", torch.float32)]),
     ],
 )
 def test_a_peft_model_trains_alike_on_ranks(sharding: str, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tests.cases import quick_or_slow
+from tests.cases import quick_or_slow, slow
 from tests.hf_models import save_model
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import SEGMENT_STEPS, SavedState, TrainedSegment, bits, recipe_for, train_segment
@@ -40,7 +40,7 @@ TIED: tuple[dict[str, Any], ...] = (
 )
 MIXTURE: tuple[dict[str, Any], ...] = (
     {"dp_replicate": 2, "ep": 2},
-    {"dp_shard": 3},
+    {"dp_shard": 2},
 )
 CORRECTED = {"scoring": "sigmoid", "correction": True, "correction_rate": 0.02}  # the biases are part of the state
 CHAINS = {
@@ -65,7 +65,7 @@ def uninterrupted(name: str) -> list[float]:
     return train_segment(recipe, plan_for(recipe, grad_accum=1), steps=SEGMENT_STEPS * len(chain)).losses
 
 
-@pytest.mark.parametrize("name", quick_or_slow(CHAINS, lambda name: name != "untied"))
+@pytest.mark.parametrize("name", quick_or_slow(CHAINS, lambda name: name in ("tied", "mixture")))
 def test_a_run_that_changes_its_plan_several_times_has_the_same_losses(name: str) -> None:
     recipe, chain = CHAINS[name]
     losses: list[float] = []
@@ -94,7 +94,7 @@ def assert_exact_resume(recipe: Recipe, plan: Plan, full: TrainedSegment) -> Non
         ),
         (pipeline("zero-bubble"), {}),
         ({"dp_replicate": 2, "precision": "fp16"}, {"shape": SMALL}),
-        ({"dp_replicate": 4}, {}),  # from three ranks on, the order of a sum matters
+        slow(({"dp_replicate": 4}, {})),  # from three ranks on, the order of a sum matters
     ],
     ids=["fsdp-bf16", "pipeline", "ddp-fp16", "ddp-four"],
 )

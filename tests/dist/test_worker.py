@@ -91,13 +91,13 @@ def test_bf16_matches_fp32_within_its_precision(folder: Path, degrees: dict[str,
         {"dp_shard": 2},
         slow({"dp_shard": 2, "sharding": "optimizer"}),
         slow({"dp_shard": 2, "pp": 2}),
-        {"pp": 2, "pipeline": {"schedule": "zero-bubble", "stages": (1, 1, 1, 1)}},
+        slow({"pp": 2, "pipeline": {"schedule": "zero-bubble", "stages": (1, 1, 1, 1)}}),
         slow({"cp": 2, "sharding": "parameters", "offload": "parameters"}),
     ],
     ids=str,
 )
 def test_evaluation_and_samples_do_not_change_the_trajectory(folder: Path, fields: dict[str, object]) -> None:
-    shape: dict[str, Any] = {"model": {"shape": SHAPE | {"layers": 4}}}
+    shape: dict[str, Any] = {"model": {"shape": SHAPE | {"layers": 4 if "pp" in fields else 2}}}
     plain = recipe_with(**shape)
     evaluated = recipe_with(train={"evaluate": {"every": 2, "batches": 2}, "sample": {"tokens": 5}}, **shape)
     plan = plan_for(plain, grad_accum=2, **fields)
@@ -106,7 +106,7 @@ def test_evaluation_and_samples_do_not_change_the_trajectory(folder: Path, field
     )
 
 
-@pytest.mark.parametrize(("precision", "prompt"), [("fp32", "def f"), ("bf16", "")])
+@pytest.mark.parametrize(("precision", "prompt"), [slow(("fp32", "def f")), ("bf16", "")])
 @pytest.mark.parametrize("degrees", [slow({"dp_replicate": 2}), {"dp_shard": 2}])
 def test_all_ranks_generate_the_sample_together(
     folder: Path, degrees: dict[str, int], precision: str, prompt: str
@@ -129,13 +129,12 @@ def test_the_sample_is_the_same_with_a_cache_and_under_plans_without_one(folder:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}], ids=str)
-def test_the_default_prompt_is_the_beginning_of_a_held_out_text(folder: Path, degrees: dict[str, int]) -> None:
+def test_the_default_prompt_is_the_beginning_of_a_held_out_text(folder: Path) -> None:
     words = [f"w{number:03d}" for number in range(500)]
     (folder / "corpus.txt").write_text("\n".join(" ".join(words[start : start + 50]) for start in range(450)))
     data = {"source": "text", "path": str(folder / "corpus.txt"), "holdout": 0.2}
     recipe = recipe_with(data=data, train={"steps": 1, "sample": {"tokens": 2}})
-    run = train_run(recipe, plan_for(recipe, grad_accum=1, **degrees), folder)
+    run = train_run(recipe, plan_for(recipe, grad_accum=1, dp_replicate=2), folder)
     (sample,) = [event["data"] for event in events(run) if event["kind"] == "sample"]
     assert sample["text"].startswith(sample["prompt"])
     assert len(sample["prompt"].split()) >= 2
@@ -158,12 +157,11 @@ def test_a_model_with_few_positions_generates_with_a_sliding_window_and_refuses_
 def test_the_held_out_loss_does_not_depend_on_the_plan(folder: Path) -> None:
     recipe = recipe_with(train={"evaluate": {"every": 3, "batches": 2}})
     found = []
-    for degrees in ({}, {"dp_replicate": 2}, {"dp_shard": 2}):
+    for degrees in ({}, {"dp_shard": 2}):
         run = train_run(recipe, plan_for(recipe, grad_accum=2, **degrees), folder)
         found.append([each["data"]["loss"] for each in events(run) if each["kind"] == "evaluation"])
     assert len(found[0]) == 2
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_user_error_found_by_a_rank_is_an_event_with_a_fix(folder: Path) -> None:
@@ -351,10 +349,10 @@ def test_an_error_after_training_does_not_fail_the_run_and_is_recorded(folder: P
 
 
 def test_a_sample_ends_after_its_time_on_all_ranks_and_says_so(folder: Path) -> None:
-    recipe = recipe_with(train={"steps": 1, "sample": {"tokens": 60000, "seconds": 1.0}})
+    recipe = recipe_with(train={"steps": 1, "sample": {"tokens": 60000, "seconds": 0.1}})
     run = train_run(recipe, plan_for(recipe, grad_accum=1, dp_replicate=2), folder)
     (sample,) = [each["data"] for each in events(run) if each["kind"] == "sample"]
-    assert re.fullmatch(r"[0-9]+ of 60000 tokens: after 1 s \(train.sample.seconds\)", sample["cut_short"])
+    assert re.fullmatch(r"[0-9]+ of 60000 tokens: after 0\.1 s \(train.sample.seconds\)", sample["cut_short"])
 
 
 @pytest.mark.parametrize(("steps", "section", "tokens"), [(49, {}, 0), (50, {}, 240), (2, {"prompt": "x"}, 240)])

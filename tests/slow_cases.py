@@ -28,19 +28,6 @@ LEFT_OUT = (
         ),
     ),
     LeftOut(
-        "dist/test_shard_check.py",
-        "the same with ZeRO 3",
-        ("test_a_flipped_bit_of_a_shard_names_its_rank_and_is_undone[zero-1]",),
-    ),
-    LeftOut(
-        "dist/test_nonfinite_search.py",
-        "the same with replicas",
-        (
-            "test_the_module_and_the_rank_that_first_produced_a_nan_are_reported[shards]",
-            "test_the_same_batch_on_another_rank_tells_data_from_device[shards-data]",
-        ),
-    ),
-    LeftOut(
         "dist/test_odd_vocabulary.py",
         "the same with six ranks in place of eight",
         ("test_a_rank_knows_which_rows_it_holds[{'dp_replicate': 2, 'dp_shard': 2, 'tp': 2}]",),

@@ -69,7 +69,7 @@ def events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
     ("fields", "states"),
     [
         ({"dp_shard": 2, "sharding": "parameters"}, ("weight", "exp_avg_sq")),
-        ({"dp_shard": 2, "sharding": "optimizer"}, ("exp_avg",)),
+        slow(({"dp_shard": 2, "sharding": "optimizer"}, ("exp_avg",))),
         slow(({"dp_shard": 2, "sharding": "gradients"}, ("weight", "exp_avg", "step"))),
         slow(({"dp_replicate": 2}, ("weight", "exp_avg"))),
         slow(({"tp": 2}, ("weight", "exp_avg"))),

@@ -123,14 +123,14 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
-def differences_of_compiled(after: bool) -> list[float]:
+def differences_of_compiled(after: bool, backend: str) -> list[float]:
     """Return the largest differences to a plain loop with a model that is compiled before or after `prepare`."""
     gradient_reduction.FIRST_BUCKET_BYTES = gradient_reduction.BUCKET_BYTES = 300
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     plain, net = Net(), Net()
     net.load_state_dict(plain.state_dict())
-    compiled: Any = torch.compile(net, backend="aot_eager")
+    compiled: Any = torch.compile(net, backend=backend)
     loop = trimaran.prepare(net if after else compiled, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     differences = []
     for step, expected in enumerate(train(plainly, plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))):
@@ -141,9 +141,11 @@ def differences_of_compiled(after: bool) -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("after", [False, slow(True)])
-def test_a_compiled_model_trains_like_the_plain_loop(after: bool) -> None:
-    for differences in run_ranks(2, differences_of_compiled, after):
+@pytest.mark.parametrize(
+    ("after", "backend"), [(False, "eager"), *map(slow, [(False, "aot_eager"), (True, "aot_eager")])]
+)
+def test_a_compiled_model_trains_like_the_plain_loop(after: bool, backend: str) -> None:
+    for differences in run_ranks(2, differences_of_compiled, after, backend):
         assert max(differences) < 1e-5
 
 
@@ -247,7 +249,8 @@ def plainly(net: Any, x: Tensor, step: int) -> Tensor:
 def differences_of_sharded(sharding: str) -> dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    answers = {f"{name} {size}": differences(SHARDED[name], sharding, size) for name in SHARDED for size in (1, 4)}
+    answers = {name: differences(SHARDED[name], sharding, 4) for name in SHARDED}
+    answers["micro-batches of one row"] = differences(SHARDED["by_parts"], sharding, 1)
     answers["containers"] = differences(plainly, sharding, 4, Containers)
     return answers | {"without a forward": differences(by_two_modules, sharding, 4, two_modules)}
 

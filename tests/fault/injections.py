@@ -125,4 +125,8 @@ def change_network(change: Callable[[Network], None]) -> None:
 
 def hook(module: str, function: Hook) -> None:
     """Add a forward hook to a module of the network that this rank will build."""
-    change_network(lambda network: network.module.get_submodule(module).register_forward_hook(function) and None)
+
+    def add(network: Network) -> None:
+        network.module.get_submodule(module).register_forward_hook(function)
+
+    change_network(add)

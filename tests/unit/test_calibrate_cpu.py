@@ -4,9 +4,10 @@ import io
 import json
 import logging
 import os
-import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,6 @@ from rich.console import Console
 from tests.cpu_rates import RATES
 from tests.runs import PREDICTION, finished_run
 from trimaran.app.main import main
-from trimaran.app.request import calibrate_cpu
 from trimaran.app.request.calibrate_cpu import cluster_of_text
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw
@@ -40,8 +40,7 @@ def prediction(rates: CpuRates | None, plan: Plan | None = None) -> Prediction:
 
 
 @pytest.mark.slow  # torch is imported once more: 4 seconds, and half a minute on a busy machine
-def test_this_cpu_is_measured_once_and_a_prediction_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate_cpu, "LIMIT_SECONDS", 120.0)
+def test_this_cpu_is_measured_once_and_a_prediction_uses_it(tmp_path: Path) -> None:
     environment = {**os.environ, "TRIMARAN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     measured = cluster_of_text("2xcpu", environment).device.cpu_rates
     assert measured is not None
@@ -51,30 +50,23 @@ def test_this_cpu_is_measured_once_and_a_prediction_uses_it(tmp_path: Path, monk
     assert read_cpu_rates(file) == measured
     write_cpu_rates(file, measured._replace(scatter=0.01))  # as on a quiet machine
 
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("it measured again")
-
-    monkeypatch.setattr(subprocess, "run", refuse)
-    again = cluster_of_text("2xcpu", environment)
+    again = cluster_of_text("2xcpu", environment, measure=lambda *_: pytest.fail("it measured again"))
     assert again.device.cpu_rates == measured._replace(scatter=0.01)
     assert again.device.achievable_flops("fp32") == pytest.approx(measured.matmul_gflops * 1e9)
 
 
-def test_rates_of_a_busy_machine_are_measured_again_and_the_better_ones_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_of_a_busy_machine_are_measured_again_and_the_better_ones_kept(tmp_path: Path) -> None:
     environment = {"TRIMARAN_CACHE": str(tmp_path)}
     answers = iter([RATES._replace(scatter=0.4), RATES._replace(scatter=0.6), RATES])
-    monkeypatch.setattr(calibrate_cpu, "_measure", lambda *_: next(answers))
-    monkeypatch.setattr(calibrate_cpu, "RETRY_SECONDS", -1.0)
-    scatters = [cluster_of_text("2xcpu", environment).device.cpu_rates for _ in range(4)]
+    options: dict[str, Any] = {"measure": lambda *_: next(answers), "retry_seconds": -1.0}
+    scatters = [cluster_of_text("2xcpu", environment, **options).device.cpu_rates for _ in range(4)]
     assert [each.scatter for each in scatters if each] == [0.4, 0.4, 0.02, 0.02]
 
 
 def test_a_cpu_that_cannot_be_measured_is_not_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(calibrate_cpu.sys, "executable", "/nothing")
+    monkeypatch.setattr(sys, "executable", "/nothing")
     with caplog.at_level(logging.WARNING):
         cluster = cluster_of_text("2xcpu", {"TRIMARAN_CACHE": str(tmp_path)})
     assert cluster.device.cpu_rates is None

@@ -47,18 +47,37 @@ def observation(planned: PlannedRun, truth: FittedRates) -> Observation:
     return Observation(cluster=question.cluster, seconds=StepModel([real]).seconds(0, "", {}), **fields)
 
 
-def test_the_fleets_rates_are_found_and_the_planner_uses_them(
+def test_fitted_rates_are_written_and_the_planner_uses_them(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_runs(tmp_path / "runs", FLEET[:1], FittedRates(matmul={"bf16": 0.8}))
+    dry = answer(["calibrate", "--from", "runs", "--dry-run"], capsys)["devices"][0]
+    assert not dry["written"]
+    assert not cache.exists()
+    (found,) = answer(["calibrate", "--from", "runs/run-0", "runs"], capsys)["devices"]
+    assert found["written"]
+    assert found["changes"] == dry["changes"]
+    (change,) = found["changes"]
+    assert (change["rate"], len(change["runs"])) == ("bf16 matmuls", 1)
+    assert change["after"] / change["before"] == pytest.approx(0.8, rel=0.02)
+    calibration = read_calibration(cache / "h100.json")
+    assert calibration.fitted is not None
+    assert [each.version for each in calibration.fitted.runs] == ["0.1.0"]
+    assert "fitted to 1 run on " in parse_cluster("2x8xH100", calibrations=cache).device.note
+    prediction = answer(["plan", "llama-3.2-1b", "--cluster", "8xH100"], capsys)["prediction"]
+    assert "fitted to 1 run" in prediction["source"]
+    # What is fitted already is not fitted again, and the file stays.
+    text = (cache / "h100.json").read_bytes()
+    assert answer(["calibrate", "--from", "runs"], capsys, code=2)["error"]["code"] == "P086"
+    assert (cache / "h100.json").read_bytes() == text
+
+
+@pytest.mark.slow
+def test_the_rates_of_a_fleet_are_found(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     truth = FittedRates(matmul={"bf16": 0.8}, links={"InfiniBand": LinkFactors(bandwidth=0.5)})
     write_runs(tmp_path / "fleet", FLEET, truth)
     before = parse_cluster("2x8xH100", calibrations=cache)
-    dry = answer(["calibrate", "--from", "fleet", "--dry-run"], capsys)["devices"][0]
-    assert not dry["written"]
-    assert not cache.exists()
-    (found,) = answer(["calibrate", "--from", "fleet/run-0", "fleet"], capsys)["devices"]
-    assert found["written"]
-    assert found["changes"] == dry["changes"]
+    (found,) = answer(["calibrate", "--from", "fleet"], capsys)["devices"]
     rates = {each["rate"]: each["after"] / each["before"] for each in found["changes"]}
     assert rates == {"bf16 matmuls": pytest.approx(0.8, rel=0.02), "InfiniBand bandwidth": pytest.approx(0.5, rel=0.02)}
     assert {"NVLink bandwidth", "NVLink latency", "memory", "host"} <= set(found["unchanged"])
@@ -69,20 +88,8 @@ def test_the_fleets_rates_are_found_and_the_planner_uses_them(
     matmuls, network = sorted(found["changes"], key=lambda each: each["kind"] != "matmul")
     assert len(matmuls["runs"]) == 4
     assert len(network["runs"]) == 3  # the run on one node says nothing about it
-
-    calibration = read_calibration(cache / "h100.json")
-    assert calibration.fitted is not None
-    assert [each.version for each in calibration.fitted.runs] == ["0.1.0"] * 4
     after = parse_cluster("2x8xH100", calibrations=cache)
-    assert "fitted to 4 runs on " in after.device.note
     assert after.levels[1].bandwidth / before.levels[1].bandwidth == pytest.approx(0.5, rel=0.02)
-    prediction = answer(["plan", "llama-3.2-1b", "--cluster", "2x8xH100"], capsys)["prediction"]
-    assert "fitted to 4 runs" in prediction["source"]
-
-    # What is fitted already is not fitted again, and the file stays.
-    text = (cache / "h100.json").read_bytes()
-    assert answer(["calibrate", "--from", "fleet"], capsys, code=2)["error"]["code"] == "P086"
-    assert (cache / "h100.json").read_bytes() == text
 
 
 def test_the_trials_of_an_interrupted_tuning_change_no_rates(tmp_path: Path, cache: Path) -> None:

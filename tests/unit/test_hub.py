@@ -85,10 +85,9 @@ def fetch(tmp_path: Path, endpoint: str, *calls: str, **environment: str) -> lis
 
 def test_a_model_is_fetched_without_pickles_and_again_without_a_network(tmp_path: Path, state: HubState) -> None:
     with hub_server(state) as endpoint:
-        (config,) = fetch(tmp_path, endpoint, "config,Qwen/Tiny")
-        assert state.fetched() == {"config.json"}
         state.break_after["model.safetensors"] = 15_000_000
-        (whole,) = fetch(tmp_path, endpoint, f"all,Qwen/Tiny,{SHA}")
+        config, whole = fetch(tmp_path, endpoint, "config,Qwen/Tiny", f"all,Qwen/Tiny,{SHA}")
+    assert config["files"] == ["config.json"]
     assert config["folder"] == whole["folder"]
     assert hub_repo_of(whole["folder"]) == ("Qwen/Tiny", SHA)
     assert whole["files"] == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -113,8 +112,6 @@ def test_every_failure_has_its_error_and_the_command(tmp_path: Path, state: HubS
     (unreachable,) = fetch(tmp_path, "http://127.0.0.1:9", "all,modls/qwen,v1")
     assert "cannot be reached (did you mean the folder 'models/qwen'?)" in unreachable["what"]
     assert "`hf download modls/qwen --revision v1 --local-dir ./qwen`" in unreachable["fix"]
-    (offline,) = fetch(tmp_path, "http://127.0.0.1:9", "all,Qwen/Tiny", HF_HUB_OFFLINE="1")
-    assert "HF_HUB_OFFLINE is set" in offline["what"]
 
 
 @pytest.mark.slow
@@ -150,7 +147,9 @@ def test_names_and_paths_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert hub_repo_of("/models/Qwen2.5-0.5B") is None
 
 
-def test_a_full_disk_is_said() -> None:
+def test_a_hub_that_is_switched_off_and_a_full_disk_are_said() -> None:
+    repo = HubRepo(kind="model", name="a/b")
+    assert "HF_HUB_OFFLINE is set" in hub_error(ConnectionError("no"), repo, is_offline=True).what
     error = hub_error(OSError(28, "No space left on device"), HubRepo(kind="model", name="a/b"), is_offline=False)
     assert isinstance(error, UserError)
     assert "disk is full" in error.what

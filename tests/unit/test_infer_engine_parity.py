@@ -71,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         assert tokens_of(answers_of(alone, [request])) == {request.id: expected[request.id]}
     # Few pages, short steps, arrivals in between: prompts in parts, preemption and shared prefixes.
     arrivals = [random.Random(3).randint(0, 8) for _ in requests]
-    for overlap in (False, True):
+    for overlap in (False, True) if name == "llama" else (True,):
         crowded = new_engine(network, num_pages=13, max_step_tokens=11, overlap=overlap)
         assert tokens_of(answers_of(crowded, requests, arrivals)) == expected
         stats = crowded.stats()

@@ -75,7 +75,7 @@ def subjects() -> list[Subject]:
 
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_every_text_of_a_view_has_a_translation(subjects: list[Subject], name: str) -> None:
-    for subject in subjects:
+    for subject in subjects[: 1 if name == "strategies" else None]:  # it searches, and has the same texts for all
         view = build_view(name, subject)
         assert untranslated(view) == set()
         assert {each.label for each in view.controls} <= CHINESE.keys()

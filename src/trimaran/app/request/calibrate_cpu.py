@@ -5,7 +5,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import typer
@@ -25,10 +25,17 @@ MAX_SCATTER = 0.1  # of rates that are kept for good; with more, other programs 
 RETRY_SECONDS = 600.0  # until rates with more scatter are measured again
 
 
-def cluster_of_text(text: str, environ: Mapping[str, str]) -> Cluster:
+def cluster_of_text(
+    text: str,
+    environ: Mapping[str, str],
+    *,
+    measure: Callable[[int, int, Mapping[str, str]], CpuRates | None] | None = None,
+    retry_seconds: float = RETRY_SECONDS,
+) -> Cluster:
     """Return the cluster that `text` names. If that is this CPU, its rates are measured unless they are in the cache.
 
-    Where they cannot be measured or written, a warning says so and the prediction is not calibrated.
+    Where they cannot be measured or written, a warning says so and the prediction is not calibrated. Rates of a busy
+    machine are measured again after `retry_seconds`. `measure` takes ranks, threads and the environment.
     """
     visible, folder = environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(environ)
     threads = openmp_threads(environ.get("OMP_NUM_THREADS"))
@@ -38,8 +45,8 @@ def cluster_of_text(text: str, environ: Mapping[str, str]) -> Cluster:
     is_here = cluster.device.kind == "cpu" and not text.endswith((".yaml", ".yml"))
     if not is_here or path is None or ranks > max(MAX_RANKS, usable_cores()):
         return cluster
-    if rates is None or (rates.scatter > MAX_SCATTER and _is_old(path)):
-        new = _measure(ranks, threads or threads_per_rank(ranks), environ)
+    if rates is None or (rates.scatter > MAX_SCATTER and _is_old(path, retry_seconds)):
+        new = (measure or _measure)(ranks, threads or threads_per_rank(ranks), environ)
         if new is not None and (rates is None or new.scatter < rates.scatter):
             if _keep(path, new):  # what was fitted to runs applies to them
                 return parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
@@ -65,9 +72,9 @@ def _measure(ranks: int, threads: int, environ: Mapping[str, str]) -> CpuRates |
         return None
 
 
-def _is_old(path: Path) -> bool:
+def _is_old(path: Path, retry_seconds: float) -> bool:
     try:
-        return time.time() - path.stat().st_mtime > RETRY_SECONDS
+        return time.time() - path.stat().st_mtime > retry_seconds
     except OSError:
         return True
 

@@ -134,6 +134,7 @@ def test_all_ranks_skip_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> N
     assert (run.checkpoints / "refused-step-00000012" / "why.json").exists()
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_a_checkpoint_with_a_damaged_part(tmp_path: Path) -> None:
     run = new_run(tmp_path, "checkpoint.every=5", "checkpoint.keep=3")
     run_ranks(2, run_attempt, run.path, ToyAttempt(to=12, part_bytes=4096))
@@ -385,6 +386,7 @@ def worker(path: Path, cache: Path, attempt: ToyAttempt) -> int:
     return run_worker(RunDirectory(path), rank_info, cache=cache, link=link_to(attempt, rank_info))
 
 
+@pytest.mark.slow  # tests/fault/test_supervisor.py kills ranks of real runs
 def test_a_killed_run_ends_with_the_same_weights_as_an_uninterrupted_one(
     tmp_path: Path, rank_memories: tuple[int, ...]
 ) -> None:

@@ -201,7 +201,7 @@ def assert_skipped(run: RunDirectory, answers: list[Any]) -> dict[str, Any]:
     "fields",
     [
         {"dp_shard": 2},
-        {"tp": 2},
+        slow({"tp": 2}),
         {"pp": 2, "grad_accum": 2},
         slow({"dp_shard": 2, "precision": "bf16", "grad_accum": 2}),
     ],
@@ -240,7 +240,7 @@ def test_a_bad_gradient_or_a_loss_spike_changes_no_weight_on_any_rank(folder: Pa
     [
         ({"optimizer": {"states": "8bit"}}, {"dp_shard": 2}),
         ({}, {"dp_replicate": 2, "precision": "fp16"}),
-        ({}, {"dp_replicate": 2, "comm": {"compression": "topk"}}),
+        slow(({}, {"dp_replicate": 2, "comm": {"compression": "topk"}})),
         ({}, {"dp_replicate": 2, "comm": {"local_steps": 2}}),
     ],
     ids=str,

@@ -126,10 +126,10 @@ def assert_same(found: Any, expected: Any, *, start: int = 0) -> None:
 
 
 PLANS: list[Any] = [
-    slow((2, {"pp": 2}, None, True)),
     slow((4, {"pp": 2, "tp": 2, "grad_accum": 4, "pipeline": {"schedule": "gpipe"}}, TENSOR, False)),  # each alone here
     (2, {"tp": 2}, TENSOR, True),
-    (4, {"mesh": {"pp": 2, "dp_replicate": 2}, "pipeline": {"stages": [3, 1]}}, None, True),
+    slow((4, {"mesh": {"pp": 2, "dp_replicate": 2}, "pipeline": {"stages": [3, 1]}}, None, True)),
+    (2, {"pp": 2, "pipeline": {"stages": [3, 1]}}, None, True),
     (3, {"pp": 3, "grad_accum": 4}, None, True),
 ]
 

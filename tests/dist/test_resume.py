@@ -88,9 +88,11 @@ def assert_exact_resume(recipe: Recipe, plan: Plan, full: TrainedSegment) -> Non
 @pytest.mark.parametrize(
     ("fields", "settings"),
     [
-        (
-            {"dp_shard": 2, "precision": "bf16", "grad_accum": 2},
-            {"shape": SMALL, "optimizer": {"states": "bf16"}},
+        slow(
+            (
+                {"dp_shard": 2, "precision": "bf16", "grad_accum": 2},
+                {"shape": SMALL, "optimizer": {"states": "bf16"}},
+            )
         ),
         (pipeline("zero-bubble"), {}),
         ({"dp_replicate": 2, "precision": "fp16"}, {"shape": SMALL}),

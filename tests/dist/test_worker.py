@@ -75,7 +75,8 @@ def test_loader_processes_do_not_change_the_trajectory(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("degrees", [slow({}), slow({"dp_replicate": 2}), {"dp_shard": 2}])
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_shard": 2}])
 def test_bf16_matches_fp32_within_its_precision(folder: Path, degrees: dict[str, int]) -> None:
     recipe = recipe_with(model={"shape": SHAPE | {"layers": 1}}, train={"global_batch": 4})
     fp32 = train_trajectory(recipe, plan_for(recipe, grad_accum=1), folder)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ import torch
 
 from tests.loaders import ALONE, Crashing, Damaged, Hanging, Loader, Raising, Slow, like, small_shards, within
 from trimaran.data import IGNORED, Sequences, TokenShards
+from trimaran.data.feed import DataShare
 from trimaran.data.loader import LoaderFault
 from trimaran.data.quarantine import SampleReader
 
@@ -179,7 +181,7 @@ def test_replaced_processes_leave_no_shared_memory(sequences: Sequences) -> None
 
 
 SCRIPT = """
-import multiprocessing, os, signal, sys
+import multiprocessing, sys
 from pathlib import Path
 from trimaran.data import Sequences, TokenShards
 from trimaran.data.feed import DataShare
@@ -191,9 +193,17 @@ share = DataShare(rank=0, dp=1, micro_batch=64, grad_accum=4)
 loader = Loader(TokenFeed(sequences, seed=0, share=share), steps=9999, workers=2)
 next(loader)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-if sys.argv[2] == "die":
-    os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def load_and_die(path: Path, pipe: int) -> None:
+    """Take a batch, write the ids of the workers, and be killed."""
+    sequences = Sequences(TokenShards.open(path), 8, True, 0, 41)
+    share = DataShare(rank=0, dp=1, micro_batch=64, grad_accum=4)
+    loader = Loader(sequences, seed=0, share=share, steps=9999, workers=2)
+    next(loader)
+    os.write(pipe, " ".join(str(child.pid) for child in multiprocessing.active_children()).encode())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ended(pid: int) -> bool:
@@ -203,15 +213,27 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("how", ["die", "return"])
-def test_workers_end_with_their_rank(shards: TokenShards, how: str) -> None:
-    """The rank is killed, or returns without closing: nothing hangs and no process is left."""
-    command = [sys.executable, "-c", SCRIPT, str(shards.path), how]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert answer.returncode == (-signal.SIGKILL if how == "die" else 0), answer.stderr
-    pids = [int(pid) for pid in answer.stdout.split()]
+def assert_both_end(pids: list[int]) -> None:
     assert len(pids) == 2
     deadline = time.monotonic() + 60
     while not all(ended(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_workers_end_with_a_rank_that_is_killed(shards: TokenShards) -> None:
+    reading, writing = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=load_and_die, args=(shards.path, writing))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
+    assert_both_end([int(pid) for pid in os.read(reading, 1000).split()])
+    os.close(reading)
+    os.close(writing)
+
+
+def test_workers_end_with_a_rank_that_returns_without_closing_the_loader(shards: TokenShards) -> None:
+    """The end of a real interpreter: nothing hangs and no process is left."""
+    command = [sys.executable, "-c", SCRIPT, str(shards.path)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert_both_end([int(pid) for pid in answer.stdout.split()])

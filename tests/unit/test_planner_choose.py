@@ -301,13 +301,18 @@ def test_an_unknown_model_gets_replicas_and_no_prediction() -> None:
     assert explain(plan).memory == explain(plan).time == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("global_batch", [5040, 14_414_400])
-def test_choosing_takes_less_than_a_second_and_is_deterministic(global_batch: int) -> None:
+def test_choosing_takes_less_than_a_second(global_batch: int) -> None:
     wanted, cluster = recipe(global_batch=global_batch, seq_len=2048), parse_cluster("6x7xH100")
     start = time.process_time()  # other processes may use the cores meanwhile
-    first = choose(wanted, SMALL, cluster)
+    assert choose(wanted, SMALL, cluster).global_batch == global_batch
     assert time.process_time() - start < 1
-    assert choose(wanted, SMALL, cluster) == first
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first, second = (choose(recipe(global_batch=48), SMALL, parse_cluster("2x3xH100")) for _ in range(2))
+    assert first == second
 
 
 def test_an_explanation_ranks_and_describes_all_terms() -> None:

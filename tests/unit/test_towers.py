@@ -201,11 +201,11 @@ def test_a_perception_model_cannot_use_context_parallelism() -> None:
 def test_every_plan_for_a_vision_language_model_is_legal() -> None:
     recipe = vlm_recipe(freeze=["vision"])
     outline, spec = outline_for(recipe.model, recipe.data), spec_of(recipe.model)
-    four = parse_cluster("4xH100")
-    answer = search(Question(recipe=recipe, spec=spec, outline=outline, cluster=four))
-    assert len(answer.ranked) > 3
+    two = parse_cluster("2xH100")
+    answer = search(Question(recipe=recipe, spec=spec, outline=outline, cluster=two))
+    assert len(answer.ranked) > 1
     for plan in answer.ranked:
-        check_plan(plan, recipe, spec, four)
+        check_plan(plan, recipe, spec, two)
     assert answer.ranked[0].prediction is not None
 
 

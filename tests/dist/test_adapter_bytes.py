@@ -52,7 +52,11 @@ def held_bytes(recipe: Recipe, plan: Plan) -> tuple[int, dict[str, int]]:
     stepper.update(recipe.train.lr)
     state = stepper.state(recipe.train)
     state.gather()
-    moments = [each.tensor for each in state.shards() if each.key.startswith("optimizer/exp_avg")]
+    moments = []
+    for each in state.shards():
+        if each.key.startswith("optimizer/exp_avg"):
+            assert isinstance(each.tensor, Tensor)
+            moments.append(each.tensor)
     dist.barrier()
     pp_rank = ranks.rank("pp") if plan.mesh.pp > 1 else 0
     held = {

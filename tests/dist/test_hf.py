@@ -195,6 +195,7 @@ TWO_RANKS = [
     *[Case(name, CP) for name in ("gpt2", "gpt-neox", "qwen3-moe")],
     Case("gemma3", TP, {"recompute": "selective"}),
     Case("qwen3-moe", {"dp_shard": 2, "ep": 2}),  # stacked experts
+    Case("qwen3-moe", TP),
     Case("llama", CP, {"recompute": "full"}),
     *[Case("qwen3", CP, {"comm": {"context": each}}) for each in ("exchange", "ring")],
     *[Case("llama", mesh, packed=False) for mesh in (TP, CP)],  # which need no mask

@@ -53,9 +53,9 @@ NOISE = 5e-3
 
 
 # Projections of the same input are separate matmuls, as with fp32 weights, so that sums have the same order.
-SEPARATE = {"precision": "bf16", "recompute": "selective"}
+SEPARATE: dict[str, Any] = {"precision": "bf16", "recompute": "selective"}
 # With states on the host weights are not split.
-WHOLE = SEPARATE | {"offload": "optimizer"}
+WHOLE: dict[str, Any] = SEPARATE | {"offload": "optimizer"}
 
 
 def nudge(module: nn.Module) -> None:

@@ -113,6 +113,7 @@ def test_a_change_that_helps_is_kept_with_what_was_measured(in_place: bool) -> N
     assert kept.measured["gain"] == pytest.approx(0.2, abs=0.02)
     assert kept.measured["confidence"] > 0.98
     assert kept.undo == {"plan.micro_batch": 1, "plan.grad_accum": 8}
+    assert kept.expected["step_seconds"] == pytest.approx(0.85 * kept.baseline["step_seconds"], rel=1e-3)
     assert [each.outcome for each in run.written if each.id == 1][-1] == "kept"
     assert len(run.requests) == (3 if in_place else 1)  # in place: with it, without it, with it again
     assert run.loop.spent_seconds < 0.03 * run.steps

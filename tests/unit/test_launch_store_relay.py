@@ -1,5 +1,6 @@
 """The relay of a node: its ranks' requests reach the coordinator in few messages, and nothing else changes for them."""
 
+import socket
 import sys
 import threading
 import time
@@ -14,10 +15,17 @@ import pytest
 import torch.distributed as dist
 from benchmarks.control_plane_clients import Client, Loop, SimulatedRank
 
-from trimaran.launch.channel import Channel
+from trimaran.launch.channel import Channel, Connection
 from trimaran.launch.store_relay import MAX_KEYS, MAX_SET_BYTES, StoreRelay
-from trimaran.run import wire
-from trimaran.run.wire import MAX_FRAME_BYTES, ChannelClient, Record, WireError, pack
+from trimaran.run.wire import (
+    MAX_FRAME_BYTES,
+    ChannelClient,
+    FrameAuthenticator,
+    FrameReader,
+    Record,
+    WireError,
+    pack,
+)
 from trimaran.train.process.token_store import TokenStore
 
 TOKEN = "a token of a test"
@@ -179,11 +187,29 @@ def test_a_malformed_request_of_one_rank_fails_alone(
     assert coordinator.num_refused == 0
 
 
-def test_values_that_are_together_longer_than_a_message_arrive(
-    coordinator: Channel, node: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2**16)
-    data, stores = bytes(30_000), [store_at(node) for _ in range(6)]
+def test_answers_that_are_together_longer_than_a_message_are_sent_in_several() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(ours, "", 0.0, set(), authenticator=FrameAuthenticator(TOKEN, "server", "a", "b"))
+        value = "x" * (MAX_FRAME_BYTES // 2)
+        for number in range(2):
+            connection.reply_to_relay(number, {"values": [value]})
+        connection.reply_to_relay(2, {"values": ["y" * MAX_FRAME_BYTES]})
+        connection.frame_answers()
+    reader = FrameReader()
+    reader.authenticate_with(FrameAuthenticator(TOKEN, "server", "a", "b"))
+    reader.feed(bytes(connection.unsent))
+    messages = list(iter(reader.next, None))
+    assert len(messages) > 2
+    answers = [each for message in messages for each in message["answers"]]
+    assert [number for number, _ in answers] == [0, 1, 2]
+    assert [answer == {"values": [value]} for _, answer in answers] == [True, True, False]
+    assert "too long" in answers[2][1]["error"]
+
+
+@pytest.mark.slow
+def test_values_that_are_together_longer_than_a_message_arrive(coordinator: Channel, node: Channel) -> None:
+    data, stores = bytes(MAX_FRAME_BYTES // 3), [store_at(node) for _ in range(4)]
     got: list[bytes] = []
 
     def set_and_get(store: TokenStore, number: int) -> None:
@@ -194,7 +220,7 @@ def test_values_that_are_together_longer_than_a_message_arrive(
     for each in threads:
         each.start()
     for each in threads:
-        each.join(20.0)
+        each.join(120.0)
     assert got == [data] * len(stores)
 
 

@@ -1,7 +1,8 @@
 """No mutated input of any command ends in a traceback: thousands of damaged recipes, settings, lines and run files.
 
 Every command runs in this process, up to where it would start ranks. The inputs are the same in every run: a mutation
-is a function of its command, file and number. The default suite takes one of `EVERY`; `make slow` takes all.
+is a function of its command, file and number. `make test` takes one of `EVERY`; `make slow` takes all. Commands that
+start a run get `true` for an interpreter: their supervisor ends at once.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import logging
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,22 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.cpu_rates import give_cpu_rates
+from tests.forked import run
 from tests.mutations import PYTHON_VALUES, VALUES, mutate
 from trimaran.app.main import main
-from trimaran.app.views import live
+from trimaran.app.request.options import find_run
+from trimaran.app.views.clean_console import open_console
+from trimaran.app.views.live import follow, show_log
+from trimaran.app.views.run_findings import FindingsPoller
+from trimaran.app.views.run_state import RunState
 from trimaran.app.views.run_view import draw
 from trimaran.app.views.status_lines import status_lines
+from trimaran.app.views.summary import explain_failure, summarise
+from trimaran.core import UserError
 from trimaran.run import RunDirectory
 from trimaran.run.incidents import IncidentLog
 
-EVERY = 24  # the default suite runs one of so many inputs
+EVERY = 96  # `make test` runs one of so many inputs
 LIMIT_SECONDS = 60  # of one command: an input must not make it hang
 MAX_ERROR_CHARACTERS = 3000  # of a message about a wrong input: a person reads it
 
@@ -191,10 +198,6 @@ COMMANDS_WITH_ARGUMENT = (
 )  # fmt: skip
 
 
-def test_there_are_five_thousand_inputs() -> None:
-    assert sum(case.count for case in CASES) + SETTINGS + ENVIRONMENTS + ARGUMENTS >= 5000
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with one intact file of every kind, and a finished run of two ranks."""
@@ -209,17 +212,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         _write_run_files(RunDirectory(path / "run"))
         assert main(["export", "run", "--to", "dcp", "--out", "dcp"]) == 0
         assert main(["data", "pack", "--source", "jsonl", "--path", "corpus.jsonl", "--out", "shards"]) == 0
-        patch.setattr("trimaran.app.session.session.run_and_show", lambda *arguments, **options: 0)
-        patch.setattr("trimaran.app.views.live.FRAME_SECONDS", 0.0)
-        patch.setattr("trimaran.app.commands.watch.follow", _show_once, raising=False)
-        patch.setattr("trimaran.app.views.live.follow", _show_once)
+        patch.setattr(sys, "executable", shutil.which("true"))
         yield path
 
 
-def _show_once(state: Any, console: Any, *, has_ended: Any, poller: Any = None) -> None:
-    """Draw both forms of the live view once: a mutation may make a finished run look alive."""
-    live._follow_in_lines(state, console, lambda: True, poller)
+def watch_once() -> int:
+    """Show both forms of what `watch run` shows, once: a mutation may make a finished run look alive."""
+    run = find_run("run")
+    state, console, poller = RunState(run), open_console(), FindingsPoller(run, at_once=True)
+    show_log(state.refresh(), console)
+    follow(state, console, has_ended=lambda: True, poller=poller)
     console.print(draw(state, width=100, height=40, extra=status_lines(state, poller)))
+    if state.status in ("failed", "vanished"):
+        return explain_failure(state, console, state.attempts.over or 1)
+    summarise(state, console)
+    return 0
 
 
 def _write_inputs(path: Path) -> None:
@@ -265,8 +272,7 @@ def _train(path: Path) -> None:
                 "telemetry.profile=2:3", "telemetry.sample_seconds=0.2", "telemetry.details_every=1",
                 "data={source: jsonl, path: corpus.jsonl, seq_len: 16, holdout: 0.2}", "cluster=2xcpu")  # fmt: skip
     words = [word for each in settings for word in ("--set", each)]
-    command = [sys.executable, "-m", "trimaran", "train", "--no-check", "--quiet", "--run-dir", "run", *words]
-    subprocess.run(command, cwd=path, check=True, capture_output=True, timeout=300)
+    run("trimaran", "train", "--no-check", "--quiet", "--run-dir", "run", *words, cwd=path, timeout=300, check=True)
 
 
 def _write_run_files(run: RunDirectory) -> None:
@@ -287,11 +293,12 @@ def _write_run_files(run: RunDirectory) -> None:
     run.quarantine.write_text(json.dumps({"sample": 3, "reason": "bad", "step": 2}) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted({case.command for case in CASES}))
 def test_every_command_works_on_the_intact_files(command: str, folder: Path) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = main(command.split())
+        code = run_here(command.split())
     _remove_written(folder)
     assert code == 0, output.getvalue()
 
@@ -409,6 +416,10 @@ def _try_environments(monkeypatch: pytest.MonkeyPatch, folder: Path, numbers: ra
     assert not failures, "\n\n".join(failures)
 
 
+def run_here(arguments: Sequence[str]) -> int:
+    return watch_once() if arguments == ["watch", "run"] else main(arguments)
+
+
 def run_command(arguments: Sequence[str]) -> str:
     """Run one command in this process; return what is wrong with how it ended, or ''."""
     output, logged = io.StringIO(), io.StringIO()
@@ -419,7 +430,10 @@ def run_command(arguments: Sequence[str]) -> str:
     stdin, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            code = main(arguments)
+            code = run_here(arguments)
+    except UserError as error:
+        output.write(str(error))
+        code = 2
     except BaseException:
         return traceback.format_exc(limit=-6)
     finally:

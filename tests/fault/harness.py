@@ -1,5 +1,6 @@
 """A supervised run of two tiny ranks for fault tests: start it, wait for a step, inject a fault, read the incidents."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,9 +14,14 @@ from typing import IO, Any
 
 import psutil
 
+from tests import forked
+from tests.environment import environment
+from tests.forked import Forked
 from trimaran.core import Incident, parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.hardware import parse_cluster
+from trimaran.launch.early_supervisor import WARM
+from trimaran.launch.warm_connection import ask_warm
 from trimaran.models import spec_of
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run, read_incidents
@@ -82,7 +88,7 @@ class Supervised:
     """A run and its supervisor, `python -m trimaran.launch`."""
 
     run: RunDirectory
-    process: subprocess.Popen[bytes]
+    process: Forked
 
     @classmethod
     def start(
@@ -112,9 +118,10 @@ class Supervised:
         plugin = {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(pause)} if pause else {}
         if fault:
             plugin |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_FAULT": fault}
+        own = environment(**plugin, **(extra or {}))
         with run.agent_log.open("ab") as log:  # without the check, which takes half a second
-            words = ("trimaran.launch", str(run.path), "--no-check")
-            return cls(run, start_module(*words, output=log, environment=plugin | dict(extra or {})))
+            words = ("trimaran.launch", str(run.path), "--no-check", WARM)
+            return cls(run, forked.start(*words, env=own, stdout=log, stderr=log))
 
     def __enter__(self) -> "Supervised":
         return self
@@ -182,11 +189,21 @@ class Supervised:
         return sum("world_size" in each for each in lines(self.run.attempts))
 
     def processes(self) -> list[psutil.Process]:
-        """Return the supervisor's descendants: the fork server, the ranks, their loaders."""
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        """Return the processes of the run below its supervisor: fork server, ranks, their loaders, sidecar."""
+        found = list[psutil.Process]()
+        for parent in (self.process.pid, *self._fork_servers()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += psutil.Process(parent).children(recursive=True)
+        return found + [psutil.Process(each) for each in self._fork_servers()]
+
+    def _fork_servers(self) -> list[int]:
+        """Return forks of the session's warm fork server that write to this run's log."""
+        found, status = list[int](), ask_warm(os.environ, {"status": True})
+        for each in psutil.Process(status["pid"]).children() if status else ():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{each.pid}/fd/1").readlink() == self.run.agent_log.absolute():
+                    found.append(each.pid)
+        return found
 
     def wait(self, seconds: float = SECONDS) -> int:
         """Return the exit code of the supervisor."""

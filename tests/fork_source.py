@@ -90,6 +90,7 @@ class ForkSource:
         try:
             request = Request.receive(client)
             importlib.import_module(request.imports)
+            gc.freeze()  # what was just imported, too: a collection in a fork neither visits nor copies it
         except Exception:
             client.sendall(json.dumps({"error": traceback.format_exc()}).encode() + b"\n")
             client.close()

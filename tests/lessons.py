@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import trimaran.loop.loop  # noqa: F401, imported once before ranks are forked
 from tests.environment import CACHE, ROOT, environment
 from tests.guide_commands import BLOCK
 from tests.ranks import run_ranks

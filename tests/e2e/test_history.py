@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.cpu_rates import give_cpu_rates
 from tests.environment import environment
 from trimaran.app.main import main
 
@@ -16,8 +15,8 @@ SHAPE = "model.shape={layers: 2, hidden: 64, heads: 4, ffn: 128}"
 
 
 def trimaran(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
-    """Return the answer of a command in a process of its own, with caches and state of its own."""
-    own = environment(TRIMARAN_CACHE=str(folder / "cache"), XDG_STATE_HOME=str(folder / "state"))
+    """Return the answer of a command in a process of its own, with a state of its own."""
+    own = environment(XDG_STATE_HOME=str(folder / "state"))
     done = forked.run("trimaran", *arguments, "--json", cwd=folder, env=own, timeout=300)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -32,9 +31,8 @@ def test_a_real_run_is_measured_listed_and_shown_beside_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRIMARAN_CACHE", environment()["TRIMARAN_CACHE"])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    give_cpu_rates(tmp_path / "cache")
 
     def answer(*arguments: str) -> dict[str, Any]:
         assert main([*arguments, "--json"]) == 0
@@ -56,7 +54,10 @@ def test_a_real_run_is_measured_listed_and_shown_beside_the_plan(
 
 
 @pytest.mark.slow  # four runs
-def test_rates_fitted_to_real_runs_predict_them_better_than_before(tmp_path: Path) -> None:
+def test_rates_fitted_to_real_runs_predict_them_better_than_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
     for name, cluster, hidden in (("a", "1xcpu", 64), ("b", "1xcpu", 256), ("c", "2xcpu", 128), ("d", "2xcpu", 256)):
         shape = f"model.shape={{layers: 4, hidden: {hidden}, heads: 4, ffn: {2 * hidden}}}"
         trimaran(tmp_path, "train", "--warm", "--set", shape, *settings(cluster, train__steps="20"), "--no-check",

@@ -75,8 +75,9 @@ def serving(runs: Path, folder: Path, *options: str) -> Iterator[WebServer]:
     """Start `trimaran ui` for the runs, and end it after the block with Ctrl-C."""
     pytest.importorskip("nicegui")
     words = ("ui", "--runs", str(runs), "--no-open", "--json", *options)
+    own = user_environment(folder) | {"XDG_CONFIG_HOME": str(folder / "config")}
     with (folder / "ui.log").open("w") as log:
-        process = forked.start("trimaran", *words, cwd=ROOT, env=user_environment(folder), stderr=log)
+        process = forked.start("trimaran", *words, cwd=ROOT, env=own, stderr=log)
     try:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)

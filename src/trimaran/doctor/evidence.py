@@ -10,9 +10,9 @@ from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError
 from trimaran.doctor.memory_evidence import read_snapshots
 from trimaran.doctor.profile_evidence import read_traces
 from trimaran.hardware import parse_cluster
+from trimaran.hardware.run_cluster import part_of
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
-from trimaran.planner.started_run import part_of
 from trimaran.run import JsonlFollower, RunDirectory
 from trimaran.run.journal import parse_lines
 from trimaran.run.lines_from_end import last_lines

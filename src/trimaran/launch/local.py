@@ -16,7 +16,6 @@ from trimaran.core.regular_files import append_regular_file
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.launch.collect_reports import STOPPED_STATES, process_state
 from trimaran.launch.early_supervisor import WARM, stop_with_parent, take_early
-from trimaran.planner.memory_ladder import uses_expandable_segments
 from trimaran.run import RunDirectory
 from trimaran.run.gloo_listeners import LAZY_CONNECTIONS
 
@@ -39,6 +38,8 @@ def local_command(run: RunDirectory) -> list[str]:
 
 def allocator_settings(plan: Plan) -> dict[str, str]:
     """Return the settings of the CUDA allocator for `plan`; empty if the defaults are fine."""
+    from trimaran.planner.memory_ladder import uses_expandable_segments  # noqa: PLC0415  not for CPUs
+
     return {ALLOCATOR_VARIABLES[0]: EXPANDABLE_SEGMENTS} if uses_expandable_segments(plan) else {}
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from trimaran.core import Incident, Plan, Recipe, show_bytes
 from trimaran.launch.local import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from trimaran.launch.replan import less_memory
-from trimaran.planner.memory_ladder import may_expand_segments
 from trimaran.run import RunDirectory, read_incidents
 from trimaran.run.out_of_memory import HOST_RAN_OUT
 
@@ -42,6 +41,8 @@ def allocator_after_ooms(run: RunDirectory, outer: Mapping[str, str] = os.enviro
 
 
 def _expand_segments(run: RunDirectory, plan: Plan, last: Incident) -> OomRecovery | None:
+    from trimaran.planner.memory_ladder import may_expand_segments  # noqa: PLC0415  as in `replan`
+
     holes, wanted = (float(last.evidence.get(name) or 0.0) for name in ("hole_bytes", "wanted_bytes"))
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES) or allocator_after_ooms(run)
     if is_set or not may_expand_segments(plan, hole_bytes=holes, wanted_bytes=wanted):

@@ -1,14 +1,19 @@
-"""A new plan for a started run: with less memory after an OOM, or for another number of ranks."""
+"""A new plan for a started run: with less memory after an OOM, or for another number of ranks.
+
+The planner is imported only then: most runs need no new plan.
+"""
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from trimaran.core import Comm, Mesh, Plan, Recipe, UserError
 from trimaran.hardware import Cluster
-from trimaran.models import outline_if_known, spec_of
-from trimaran.models.hf_facts import HfFacts, cached_facts
-from trimaran.planner import Question, choose, started_run
-from trimaran.planner.memory_ladder import next_rung
+from trimaran.hardware import run_cluster as clusters
+
+if TYPE_CHECKING:
+    from trimaran.models.hf_facts import HfFacts
+    from trimaran.planner import Question
 
 # Fields that change the results of training, not only how they are computed. They stay as they were.
 FIXED_FIELDS = ("precision", "engine", "comm")
@@ -16,6 +21,8 @@ FIXED_FIELDS = ("precision", "engine", "comm")
 
 def less_memory(plan: Plan, recipe: Recipe, *, may_offload: bool = True) -> tuple[Plan, str] | None:
     """Return the plan to continue with after an OOM, and what changes; None if nothing is left to change."""
+    from trimaran.planner.memory_ladder import next_rung  # noqa: PLC0415
+
     try:
         question = question_of(recipe, plan.mesh.world_size)
     except UserError:
@@ -23,13 +30,17 @@ def less_memory(plan: Plan, recipe: Recipe, *, may_offload: bool = True) -> tupl
     return next_rung(plan, question, may_offload=may_offload)
 
 
-def question_of(recipe: Recipe, world_size: int) -> Question:
+def question_of(recipe: Recipe, world_size: int) -> "Question":
     """Return what the planner needs to predict plans of the recipe on `world_size` ranks."""
+    from trimaran.planner import started_run  # noqa: PLC0415
+
     return started_run.question_of(recipe, world_size, os.environ)
 
 
 def with_prediction(plan: Plan, recipe: Recipe) -> Plan:
     """Return `plan` with its prediction, if the model's outline is known. Raises if the plan is not valid."""
+    from trimaran.planner import started_run  # noqa: PLC0415
+
     return started_run.with_prediction(plan, recipe, os.environ)
 
 
@@ -41,6 +52,9 @@ def smaller_sizes(plan: Plan, recipe: Recipe) -> range:
 
 def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
     """Return the best plan for `world_size` ranks with the same results as `plan`; None if there is none."""
+    from trimaran.models import outline_if_known, spec_of  # noqa: PLC0415
+    from trimaran.planner import choose  # noqa: PLC0415
+
     try:
         cluster = cluster_of(recipe, world_size)
     except UserError:
@@ -55,8 +69,10 @@ def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
     return None
 
 
-def _known_facts(plan: Plan, recipe: Recipe) -> HfFacts | None:
+def _known_facts(plan: Plan, recipe: Recipe) -> "HfFacts | None":
     """Return what our trainer can do with a Hugging Face model. If that is not known, the axes of `plan` work."""
+    from trimaran.models.hf_facts import HfFacts, cached_facts  # noqa: PLC0415
+
     facts = cached_facts(recipe.model, os.environ)
     if facts is not None or recipe.model.family != "hf":
         return facts
@@ -90,9 +106,9 @@ def _same_results(pins: Comm, comm: Comm) -> Comm:
 
 def full_size(recipe: Recipe) -> int:
     """Return the number of ranks of the recipe's full cluster."""
-    return started_run.full_cluster(recipe, os.environ).world_size
+    return clusters.full_cluster(recipe, os.environ).world_size
 
 
 def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
     """Return the part of the recipe's cluster that `world_size` ranks use."""
-    return started_run.cluster_of(recipe, world_size, os.environ)
+    return clusters.cluster_of(recipe, world_size, os.environ)

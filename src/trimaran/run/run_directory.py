@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -299,8 +299,8 @@ def show_paths(text: str, path: Path, *, in_json: bool = False) -> str:
 
 def free_run_path(root: Path, name: str) -> Path:
     """Return `root/name`, or `root/name-2`, `root/name-3` and so on if that exists."""
-    candidates = [root / name, *(root / f"{name}-{number}" for number in range(2, 10_000))]
-    return next(path for path in candidates if not path.exists())
+    candidates = chain([name], (f"{name}-{number}" for number in range(2, 10_000)))
+    return next(path for each in candidates if not (path := root / each).exists())
 
 
 def refuse_occupied(path: Path) -> None:

@@ -12,7 +12,7 @@ from trimaran.data.step_batch import StepBatch, text_batch
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import decoder_network, initialise
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.axes.pp import StageMap
+from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.train.build import build_stepper
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import join_process_group, read_rank_info

@@ -17,7 +17,7 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import RankMesh, autocast, build_mesh, override_precision
-from trimaran.parallel.axes.pp import TrainedParameters
+from trimaran.parallel.axes.stage_map import TrainedParameters
 from trimaran.parallel.fp8 import apply_fp8
 from trimaran.run import create_run
 from trimaran.train.metrics.step_clock import StepClock

@@ -1,7 +1,9 @@
 """Text generation from a trained network."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +20,7 @@ from trimaran.models import spec_of, weight_files
 from trimaran.models.plugin_family import is_plugin_family
 from trimaran.nets import Network
 from trimaran.nets.family import network_of_section
+from trimaran.nets.local_shards import to_empty
 
 TOKENIZER = "trimaran-tokenizer.json"
 
@@ -71,7 +74,7 @@ def unfilled_network(section: ModelSection, device: torch.device) -> Network:
         return network
     with torch.device("meta"):
         network = network_of_section(section)
-    network.module.to_empty(device=device)
+    to_empty(network.module, device)
     return network
 
 
@@ -129,6 +132,7 @@ class Generation:
         return self.ids[self.num_prompt_ids :]
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # every length is a new shape: a new compilation
     def _logits(self) -> Tensor:
-        return self._model.logits(torch.tensor(self.ids[-self._model.max_length :]))
+        has_compiler = "torch._dynamo" in sys.modules  # importing it takes a second, and nothing is compiled without it
+        with torch.compiler.set_stance("force_eager") if has_compiler else nullcontext():  # every length is a new shape
+            return self._model.logits(torch.tensor(self.ids[-self._model.max_length :]))

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, get_args, overload
 from weakref import WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, UserError
+from trimaran.core.plan import Sharding
 from trimaran.core.renamed import warn_of_old_name
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
@@ -47,7 +48,6 @@ from trimaran.loop.weights_file import write_weights
 from trimaran.loop.wrap_blocks import Wrap, blocks_of
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_sync
-from trimaran.parallel.apply import SHARDING
 from trimaran.parallel.axes.fsdp import REPLICATED_ATTRIBUTE
 from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning, leave_out_padding
 from trimaran.train.process.rank_info import TIMEOUT
@@ -570,7 +570,7 @@ def _prepare(
     state: LoopState | None,
 ) -> Loop:
     sharding, batch_norm = options.sharding, options.batch_norm
-    if sharding not in SHARDING:
+    if sharding not in get_args(Sharding):
         raise UserError("P041", f"sharding={sharding!r} is not a kind of sharding", where="prepare(sharding=...)",
                         fix="use 'none' (DDP), or 'optimizer', 'gradients' or 'parameters' (ZeRO 1, 2, 3)")  # fmt: skip
     if batch_norm not in BATCH_NORM:

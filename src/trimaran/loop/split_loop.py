@@ -24,7 +24,8 @@ from trimaran.nets import Network
 from trimaran.nets.absent_modules import StageStream
 from trimaran.nets.local_shards import gathered
 from trimaran.parallel import RankMesh, gradient_norm
-from trimaran.parallel.axes.pp import TimedStage, build_schedule, map_stages, split_blocks
+from trimaran.parallel.axes.pp import TimedStage, build_schedule, split_blocks
+from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.gradient_norm import local_gradient
 
 WHERE = "loop.train_step(batch)"

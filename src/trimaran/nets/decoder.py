@@ -109,6 +109,13 @@ class DecoderLayer(nn.Module):
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))
 
 
+def empty_embedding(vocab: int, hidden: int) -> nn.Embedding:
+    """Return an embedding whose values come later. On the meta device torch would import its compiler to draw some."""
+    if torch.get_default_device().type != "meta":
+        return nn.Embedding(vocab, hidden)
+    return nn.Embedding.from_pretrained(torch.empty(vocab, hidden), freeze=False)
+
+
 def attention_of(spec: ModelSpec, layer: LayerSpec) -> Attention | LatentAttention:
     """Return the attention of a layer, of the kind that the spec has."""
     latent = spec.block.attention.latent
@@ -164,7 +171,7 @@ class Decoder(nn.Module):
         self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.num_blocks
         self.place: nn.Module | None = None  # inserts image tokens into the stream, in a vision-language model
         needs_embedding = self.is_first or (self.is_last and spec.shares_embedding)
-        self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden) if needs_embedding else None
+        self.embed_tokens = empty_embedding(spec.vocab, spec.hidden) if needs_embedding else None
         self.layers = nn.ModuleList()
         for number in range(spec.num_blocks):  # layers of other stages are None, so that names do not change
             kind = DecoderLayer if number < spec.layers else PredictionLayer
@@ -350,7 +357,7 @@ class Decoder(nn.Module):
         # Moving off the meta device creates a new parameter for each name, which unties them.
         super()._apply(fn, recurse)
         self._tie()
-        self.later_sums = torch.zeros_like(self.later_sums, device=next(self.parameters()).device)
+        self.later_sums = torch.zeros(self.later_sums.shape, dtype=torch.float64, device=next(self.parameters()).device)
         return self
 
     def _tie(self) -> None:

@@ -1,20 +1,16 @@
 """The part of a parameter that this rank holds, and the full parameter from its parts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-# Private in torch: what a DTensor knows of itself, and where its shards are.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from trimaran.nets.shard_types import is_dtensor
 
-Split = tuple[int, int]  # a dim of the mesh, and the dim of the tensor that it splits
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -22,10 +18,24 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(each.is_meta for each in module.parameters())
 
 
+def to_empty(module: nn.Module, device: torch.device) -> None:
+    """Give the module memory on `device`, without values, as `Module.to_empty` does.
+
+    Of a meta tensor, torch computes `empty_like` in Python: it imports sympy, which takes half a second.
+    """
+
+    def empty(tensor: Tensor) -> Tensor:
+        if is_dtensor(tensor):
+            return torch.empty_like(tensor, device=device)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    module._apply(empty)
+
+
 def local_part(parameter: Tensor) -> Tensor:
     """Return this rank's part of `parameter`, which shares its memory: writing to it writes the parameter."""
     with torch.no_grad():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        local = parameter.to_local() if is_dtensor(parameter) else parameter.detach()
     assert not local.is_meta, "call to_empty before filling the module"
     return local
 
@@ -36,13 +46,13 @@ def local_for_compute(parameter: Tensor, *, gradient_is_partial: bool = True) ->
     Along a mesh axis that replicates this parameter, the gradient is a partial sum: `parameter.grad` is a partial
     DTensor, which `parallel.gradient_norm` or FSDP reduces. If not `gradient_is_partial`, each rank has all of it.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return parameter
-    if torch.compiler.is_compiling():
-        return parameter.to_local(grad_placements=_gradient_placements(parameter.placements, gradient_is_partial))
-    if not parameter.requires_grad or not torch.is_grad_enabled():
+    if not torch.compiler.is_compiling() and not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter.to_local()
-    return LocalShard.apply(parameter, gradient_is_partial)
+    from trimaran.nets.dtensor_shards import shard_with_gradient  # noqa: PLC0415  see `shard_types`
+
+    return shard_with_gradient(parameter, gradient_is_partial=gradient_is_partial)
 
 
 @contextmanager
@@ -67,7 +77,7 @@ def local_matmul_weight(parameter: Tensor) -> Tensor:
     Autocast itself keeps the casts of parameters, but not those of their local tensors.
     """
     kind = parameter.device.type
-    if torch.compiler.is_compiling() or _kept_casts is None or not isinstance(parameter, DTensor):
+    if torch.compiler.is_compiling() or _kept_casts is None or not is_dtensor(parameter):
         return local_for_compute(parameter)
     if not (torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()):
         return local_for_compute(parameter)
@@ -118,97 +128,34 @@ def local_bias(linear: nn.Linear, *, gradient_is_partial: bool = True) -> Tensor
 def is_sharded_by_inputs(linear: nn.Linear) -> bool:
     """Return whether each rank has some columns of the weight, so that its output is a partial sum."""
     weight = getattr(linear, "weight", None)  # a 4-bit layer has none
-    return isinstance(weight, DTensor) and weight.placements == (Shard(1),)
+    if not is_dtensor(weight):
+        return False
+    from trimaran.nets.dtensor_shards import has_column_shards  # noqa: PLC0415  see `shard_types`
+
+    return has_column_shards(weight)
 
 
-def _gradient_placements(placements: tuple[Placement, ...], gradient_is_partial: bool) -> tuple[Placement, ...]:
-    if not gradient_is_partial:
-        return placements
-    return tuple(Partial() if each.is_replicate() else each for each in placements)
+def replicated_forward(forward: Callable[..., Tensor], input: "DTensor") -> Tensor:
+    """Return the output of a layer that every rank holds in full, as a DTensor with the placements of its input."""
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  see `shard_types`
 
-
-class LocalShard(Function):
-    """The local tensor of a DTensor. Its gradient becomes a DTensor, without DTensor's own checks: these take long."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, gradient_is_partial: bool) -> Tensor:
-        ctx.spec = _gradient_spec(parameter._spec, gradient_is_partial)
-        local = parameter._local_tensor
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[DTensor, None]:
-        gradient: Tensor = gradients[0].contiguous()
-        return DTensor(gradient, ctx.spec, requires_grad=False), None  # pyrefly: ignore
-
-
-def _gradient_spec(spec: DTensorSpec, gradient_is_partial: bool) -> DTensorSpec:
-    """Return the spec of a parameter's gradients. All of them share one, which the parameter's own spec keeps."""
-    key = f"_trimaran_gradient_spec_{gradient_is_partial}"
-    found = spec.__dict__.get(key)
-    if found is None:
-        placements = _gradient_placements(spec.placements, gradient_is_partial)
-        found = spec.__dict__[key] = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-    return found
+    out = forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
+    return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
 
 
 def local_slices(parameter: Tensor) -> tuple[slice, ...]:
     """Return the slice of each dimension of the full tensor that this rank holds."""
-    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
-    if isinstance(parameter, DTensor):
-        if has_uneven_shards(parameter):
-            return _sharded_twice(parameter)[-1]
-        shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    if not is_dtensor(parameter):
+        return tuple(slice(0, size) for size in parameter.shape)
+    from trimaran.nets.dtensor_shards import shard_slices  # noqa: PLC0415  see `shard_types`
+
+    return shard_slices(parameter)
 
 
 def gathered(value: Tensor) -> Tensor:
     """Return the unsharded value on every rank, on its device. A collective for sharded values."""
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return value
-    if not has_uneven_shards(value):
-        return value.full_tensor()
-    splits, mesh = _splits(value), value.device_mesh
-    assert mesh.mesh_dim_names is not None
-    local, steps = value.to_local(), list(zip(splits, _sharded_twice(value), strict=False))
-    for (mesh_dim, dim), before in reversed(steps):
-        shape = torch.Size(each.stop - each.start for each in before)
-        stride = torch.empty(shape, device="meta").stride()
-        axis = mesh[mesh.mesh_dim_names[mesh_dim]]
-        part = DTensor.from_local(local, axis, (Shard(dim),), run_check=False, shape=shape, stride=stride)
-        local = part.full_tensor()
-    return local
+    from trimaran.nets.dtensor_shards import unsharded  # noqa: PLC0415  see `shard_types`
 
-
-def has_uneven_shards(value: DTensor) -> bool:
-    """Return whether FSDP shards what tensor parallelism sharded unevenly: a vocabulary that tp does not divide.
-
-    torch 2.11 to 2.13 compute wrong rows for such a DTensor: they assume that FSDP splits equal shards. What a rank
-    holds is right, because FSDP splits the local shard.
-    """
-    pairs = list(zip(value.placements, value.device_mesh.shape, strict=True))
-    strided = {placement.dim for placement, _ in pairs if isinstance(placement, _StridedShard)}
-    return any(
-        isinstance(placement, Shard) and placement.dim in strided and value.shape[placement.dim] % size
-        for placement, size in pairs
-    )
-
-
-def _splits(value: DTensor) -> list[Split]:
-    """Return the splits of a DTensor in the order in which it was sharded: a strided shard is split last."""
-    placements = list(enumerate(value.placements))
-    plain = [(number, each.dim) for number, each in placements if isinstance(each, Shard)]
-    return plain + [(number, each.dim) for number, each in placements if isinstance(each, _StridedShard)]
-
-
-def _sharded_twice(value: DTensor) -> list[tuple[slice, ...]]:
-    """Return the slices of the full tensor before the first split, and those of this rank after each split."""
-    here = [slice(0, size) for size in value.shape]
-    found = [tuple(here)]
-    for mesh_dim, dim in _splits(value):
-        start, stop = here[dim].start, here[dim].stop
-        size = -(-(stop - start) // value.device_mesh.size(mesh_dim))
-        start = min(stop, start + size * value.device_mesh.get_local_rank(mesh_dim))
-        here[dim] = slice(start, min(stop, start + size))
-        found.append(tuple(here))
-    return found
+    return unsharded(value)

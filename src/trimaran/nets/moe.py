@@ -216,8 +216,9 @@ class MoeLayer(nn.Module):
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     # torch.compile supports the grouped matmul in bf16 only; other dtypes need a graph break.
-    grouped_mm = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
-    return grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    breaks = torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
+    return (_uncompiled_grouped_mm if breaks else F.grouped_mm)(rows, weights.transpose(1, 2), offs=ends)
 
 
-_uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)
+# Private in torch: `torch.compiler.disable` would import the compiler, also for a network without experts.
+_uncompiled_grouped_mm = torch._disable_dynamo(F.grouped_mm)

@@ -5,18 +5,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import signature
 from itertools import accumulate
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
-# The kernel supports grouped heads; from torch 2.12 on an option must enable that.
-GQA_OPTION: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 # The cost of one more attention call, forward and backward, in pairs of positions x heads x head_dim: 0.5 ms on one CPU
 # core (measured), 0.15 ms on a GPU.
 CALL_COST = {"cpu": 5 << 19, "cuda": 1 << 28}
@@ -173,6 +169,8 @@ def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, reach: tuple[int, int], scale: float | None
 ) -> Tensor:
     """Return attention inside segments; `reach` are the keys before and after a query's own, -1 for all."""
+    from trimaran.nets.varlen_kernel import GQA_OPTION, varlen_attn  # noqa: PLC0415  it imports torch's compiler
+
     assert segments.cu_seqlens is not None, "the caller checks this"
     lengths = (segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length)
     options: dict[str, Any] = {"scale": scale, "window_size": reach, **GQA_OPTION}

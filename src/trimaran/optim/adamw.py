@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from trimaran.nets.local_shards import local_part
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim.batched_update import BatchedUpdate
 from trimaran.optim.disk_streaming import DiskStream
+from trimaran.optim.eager_optimizer import EagerOptimizer
 from trimaran.optim.moments import (
     FORMATS,
     AdamWConstants,
@@ -36,7 +36,7 @@ CHUNK_ROW_MULTIPLE = 16  # so that every chunk starts at an address that is alig
 NOT_MOMENTS = ("step", "low")
 
 
-class LowMemoryAdamW(Optimizer):
+class LowMemoryAdamW(EagerOptimizer):
     """AdamW with its moments in one of three formats: on the parameters' device, on the host, or on a disk.
 
     Takes groups of named parameters, and updates this rank's shard of each, whatever mesh it is on. States are plain
@@ -165,7 +165,7 @@ class LowMemoryAdamW(Optimizer):
         (weight, low), gradient, states = tables, gradient_of(parameter), self.state[parameter]
         assert gradient is not None
         assert weight is not None
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if is_dtensor(gradient) and is_dtensor(parameter):
             assert gradient.placements == parameter.placements, "a gradient is sharded as its parameter is"
         gradient = _as_table(local_part(gradient))
         streamed = {key: _as_table(value) for key, value in states.items() if key not in NOT_MOMENTS}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trimaran.nets.local_shards import local_part
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.optim.moments import States
 from trimaran.optim.stochastic_rounding import index_runs
@@ -225,8 +225,8 @@ class BatchedUpdate:
 def _contiguous_gradient(parameter: Tensor) -> Tensor | None:
     """Return the local shard of the gradient, contiguous."""
     gradient = gradient_of(parameter)
-    if isinstance(gradient, DTensor):
-        if isinstance(parameter, DTensor):
+    if is_dtensor(gradient):
+        if is_dtensor(parameter):
             assert gradient.placements == parameter.placements, "a gradient is sharded as its parameter is"
         gradient = gradient.to_local()
     return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()

@@ -6,9 +6,9 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.tensor_regions import TensorIndex
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim.block_quantization import BLOCK, codebook, num_blocks, quantize
 
 SCALE_SUFFIX = "_scale"
@@ -46,7 +46,7 @@ class BlockLayout:
 def block_layout(parameter: Tensor) -> BlockLayout:
     """Return the block layout of the states of `parameter`, which follows from how its last dimension is sharded."""
     columns, num_shards = parameter.shape[-1], 1
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         num_shards = prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
     return BlockLayout(columns, -(-columns // num_shards))

@@ -1,19 +1,21 @@
 """Builds the AdamW for the parameters of this rank."""
 
 from collections.abc import Iterable, Mapping
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
 from trimaran.core.recipe import TowerOptimizer
 from trimaran.nets.local_shards import local_part
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
 from trimaran.optim.adamw import LowMemoryAdamW
+from trimaran.optim.eager_optimizer import EagerOptimizer
 
 LR_FACTOR = "lr_factor"  # key of a group: its learning rate divided by the schedule's
 ONE_TOWER = {"all": ""}
@@ -21,17 +23,19 @@ DEFAULT_SETTINGS = TowerOptimizer()
 NO_LOWER_HALVES: Mapping[nn.Parameter, Tensor] = {}
 
 
-class ShardAdamW(AdamW):
+class ShardAdamW(EagerOptimizer, AdamW):
     """torch's AdamW, whose kernel gets this rank's shards in place of DTensors. States stay DTensors.
 
     The update is element-wise, so it is the same. DTensor would search for a strategy in the first two steps, which
     takes a fifth of a second on each rank, longer than the steps of a small model.
     """
 
+    step = torch.no_grad()(unwrap(AdamW.step))
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # pyrefly: ignore[bad-override]
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [local_part(each) if isinstance(each, DTensor) else each for each in tensors]
+            tensors[:] = [local_part(each) if is_dtensor(each) else each for each in tensors]
         return has_complex
 
 
@@ -96,7 +100,7 @@ def named_groups(
     """Return the `decay_groups` of named parameters, one set per mesh: torch's fused kernel cannot mix meshes."""
     by_mesh: dict[object, dict[nn.Parameter, str]] = {}
     for each, name in names.items():
-        by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, {})[each] = name
+        by_mesh.setdefault(each.device_mesh if is_dtensor(each) else None, {})[each] = name
     groups = [group for on_mesh in by_mesh.values() for group in decay_groups(on_mesh, train, towers)]
     return [group | {"params": [(names[each], each) for each in group["params"]]} for group in groups]
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from trimaran.checkpoint.rank_share import meta_of
@@ -13,6 +12,7 @@ from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import UserError
 from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.optim.block_layout import SCALE_SUFFIX, BlockLayout, BlockReshard, block_layout, saved_layouts
 from trimaran.optim.split_weights import split_weight_of
@@ -160,7 +160,7 @@ def _position(parameter: Tensor, value: Tensor, state: str, name: str) -> Positi
     size = tuple(each.stop - each.start for each in here)
     if value.shape == size:
         return "", tuple(parameter.shape), tuple(each.start for each in here)
-    if value.ndim == 0 or not isinstance(parameter, DTensor):
+    if value.ndim == 0 or not is_dtensor(parameter):
         return "", tuple(value.shape), (0,) * value.ndim
     raise UserError("K031", f"the optimizer's state {state} of {name} has shape {list(value.shape)}, but this rank's "
                     f"shard of the parameter has {list(size)} of {list(parameter.shape)}", where="optimizer",

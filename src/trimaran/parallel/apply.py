@@ -1,64 +1,82 @@
-"""Applies a plan to a network, in the order of `ORDER`. Parameter names never change."""
+"""Applies a plan to a network, in the order of `steps_of`. Parameter names never change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.parallel.axes.cp import apply_cp
-from trimaran.parallel.axes.ddp import apply_ddp
-from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.axes.fsdp import apply_fsdp, sharding_of_module
+from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel.axes.image_split import apply_image_split
-from trimaran.parallel.axes.tp import apply_tp
 from trimaran.parallel.comm.compression import apply_compression
-from trimaran.parallel.fp8 import apply_fp8
-from trimaran.parallel.memory.activation_offload import apply_activation_offload
-from trimaran.parallel.memory.compile import apply_compile
-from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.parallel.memory.regather import apply_regather
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import sharding_of
+from trimaran.parallel.tower_plan import sharding_of_module
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Apply = Callable[[Network, Plan, RankMesh], None]
-
-SHARDING: dict[str, Apply] = {
-    "none": apply_ddp,
-    "optimizer": apply_fsdp,
-    "gradients": apply_fsdp,
-    "parameters": apply_fsdp,
-}
 
 
 def apply_plan(network: Network, plan: Plan, ranks: RankMesh) -> None:
     """Change the network's module in place so that it follows the plan."""
-    for apply in ORDER:
+    for apply in steps_of(plan):
         apply(network, plan, ranks)
 
 
-def apply_sharding(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Shard or replicate parameters, gradients and optimizer state over the data-parallel ranks."""
+def steps_of(plan: Plan) -> Iterator[Apply]:
+    """Yield what the plan needs, in order. Most steps are imported here: they import large parts of torch."""
+    towers = plan.towers.values()
+    if plan.precision == "fp8":
+        from trimaran.parallel.fp8 import apply_fp8  # noqa: PLC0415
+
+        yield apply_fp8
+    if plan.mesh.tp > 1:
+        from trimaran.parallel.axes.tp import apply_tp  # noqa: PLC0415
+
+        yield apply_tp
+    if plan.mesh.tp > 1 or plan.mesh.ep > 1:
+        from trimaran.parallel.axes.ep import apply_ep  # noqa: PLC0415
+
+        yield apply_ep
+    if plan.mesh.cp > 1:
+        from trimaran.parallel.axes.cp import apply_cp  # noqa: PLC0415
+
+        yield apply_cp
+    yield apply_image_split
+    if plan.recompute != "none" or any(each.recompute not in (None, "none") for each in towers):
+        from trimaran.parallel.memory.recompute import apply_recompute  # noqa: PLC0415
+
+        yield apply_recompute
+    if plan.comm.regather:
+        from trimaran.parallel.memory.regather import apply_regather  # noqa: PLC0415
+
+        yield apply_regather
+    if plan.offload == "activations":
+        from trimaran.parallel.memory.activation_offload import apply_activation_offload  # noqa: PLC0415
+
+        yield apply_activation_offload
+    if plan.compile:
+        from trimaran.parallel.memory.compile import apply_compile  # noqa: PLC0415
+
+        yield apply_compile
     if plan.engine == "torch":  # DeepSpeed shards the module itself, later
-        has_sharded_tower = any(sharding_of(tower, plan) != "none" for tower in network.towers)
-        SHARDING["parameters" if has_sharded_tower else plan.sharding](network, plan, ranks)
+        yield from sharding_steps(plan)
+    yield apply_compression
 
 
-ORDER: tuple[Apply, ...] = (
-    apply_fp8,
-    apply_tp,
-    apply_ep,
-    apply_cp,
-    apply_image_split,
-    apply_recompute,
-    apply_regather,
-    apply_activation_offload,
-    apply_compile,
-    apply_sharding,
-    apply_compression,
-)
+def sharding_steps(plan: Plan) -> Iterator[Apply]:
+    """Yield what shards or replicates parameters, gradients and optimizer state over the data-parallel ranks."""
+    if plan.sharding != "none" or any(each.sharding not in (None, "none") for each in plan.towers.values()):
+        from trimaran.parallel.axes.fsdp import apply_fsdp  # noqa: PLC0415
+
+        yield apply_fsdp
+    elif plan.mesh.data > 1 and not plan.reduces_after_backward:
+        from trimaran.parallel.axes.ddp import apply_ddp  # noqa: PLC0415
+
+        yield apply_ddp
 
 
 def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
@@ -69,20 +87,20 @@ def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
     """
     if not hasattr(module, "set_requires_gradient_sync"):
         return lambda _: None
-    units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    units = [each for each in module.modules() if is_fsdp_module(each)]
     if len({sharding_of_module(each, plan) for each in units}) > 1:
         return partial(_switch_each, units, plan)
 
     def switch(last: bool) -> None:
         if plan.sharding in ("none", "optimizer"):
             module.set_requires_gradient_sync(last)  # pyrefly: ignore[not-callable]
-        if isinstance(module, FSDPModule) and plan.sharding in ("optimizer", "gradients"):
+        if is_fsdp_module(module) and plan.sharding in ("optimizer", "gradients"):
             module.set_reshard_after_backward(last)
 
     return switch
 
 
-def _switch_each(units: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
+def _switch_each(units: Sequence["FSDPModule"], plan: Plan, last: bool) -> None:
     """Switch each FSDP unit by its own sharding; used if towers are sharded differently."""
     for each in units:
         assert isinstance(each, nn.Module)

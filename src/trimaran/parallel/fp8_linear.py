@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from trimaran.core.optional_packages import RECIPE_MULTIPLES
-from trimaran.nets.local_shards import local_bias, local_for_compute
+from trimaran.nets.local_shards import local_bias, local_for_compute, replicated_forward
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.fp8_blocks import BlockMatmul
 
 # Forward operands need more precision (e4m3), gradients more range (e5m2).
@@ -32,10 +32,9 @@ class Fp8Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, DTensor):
+        if not is_dtensor(input):
             return self._local_forward(input, gradient_is_partial=True)
-        out = self._local_forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
-        return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
+        return replicated_forward(self._local_forward, input)
 
     recipe: str = "tensor"
     gathered: "GatheredWeight | None" = None

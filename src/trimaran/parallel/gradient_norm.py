@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.batched.address_table import to_device
 from trimaran.parallel.batched.tensor_squares import TensorSquares
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
@@ -36,7 +36,7 @@ class GradientSquares:
         self.parameters = [each for group in groups for each in group]
         world_size = dist.get_world_size()
         shards = [num_shards(each) for each in self.parameters]
-        self._has_sharded = any(isinstance(each, DTensor) for each in self.parameters)
+        self._has_sharded = any(is_dtensor(each) for each in self.parameters)
         self._squares = TensorSquares([each * pp / world_size for each in shards], device)
         self._masks = group_masks(groups, self.parameters, device)
         self.contributions = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
@@ -87,10 +87,10 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     """
     gradient = gradient_of(parameter)
     assert gradient is not None
-    if not isinstance(gradient, DTensor):
-        assert not isinstance(parameter, DTensor), "a gradient is sharded as its parameter is"
+    if not is_dtensor(gradient):
+        assert not is_dtensor(parameter), "a gradient is sharded as its parameter is"
         return gradient
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     if gradient.placements == parameter.placements:
         return gradient.to_local()
     with AXIS_WAITS.span("tp"):  # data ranks have reduced theirs by now
@@ -100,7 +100,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def num_shards(parameter: Tensor) -> int:
     """Return the number of shards of a parameter; each rank holds one."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -8,7 +8,6 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import _redistribute, debug  # private in torch: caches
 
 from trimaran.core import Mesh
 
@@ -114,5 +113,7 @@ def build_mesh(mesh: Mesh, *, device_type: str) -> RankMesh:
 
 def forget_meshes() -> None:
     """Clear torch's caches of what it knows about DTensors: two meshes of the same ranks are equal, as cache keys."""
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415  see `nets.shard_types`; private in torch
+
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

@@ -9,6 +9,8 @@ from trimaran.core.plan import Recompute, Sharding
 from trimaran.nets import Network
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
 
+SHARDING_ATTRIBUTE = "_trimaran_sharding"  # of the module of an FSDP unit
+
 
 def tower_of_blocks(network: Network) -> list[tuple[str, nn.Module]]:
     """Return the network's blocks in order, each with its tower."""
@@ -30,6 +32,11 @@ def sharding_of(tower: str, plan: Plan) -> Sharding:
     """Return the sharding of the tower."""
     own = plan.towers.get(tower)
     return plan.sharding if own is None or own.sharding is None else own.sharding
+
+
+def sharding_of_module(module: nn.Module, plan: Plan) -> Sharding:
+    """Return the sharding of the FSDP unit of this module."""
+    return getattr(module, SHARDING_ATTRIBUTE, plan.sharding)
 
 
 def recompute_of(tower: str, plan: Plan) -> Recompute:

@@ -4,22 +4,24 @@ torch's `loss_parallel` does the same, but backward must run inside its context 
 inside torch), and it keeps a second copy of the logits.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trimaran.parallel.comm.axis_waits import axis_span
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def vocab_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
+
+def vocab_parallel_cross_entropy(logits: "DTensor", labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
     """Return the summed cross-entropy of `logits` [..., vocabulary], sharded along the last dim, in fp32."""
     return vocab_parallel_token_losses(logits, labels, ignored=ignored, smoothing=smoothing).sum()
 
 
-def vocab_parallel_token_losses(logits: DTensor, labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
+def vocab_parallel_token_losses(logits: "DTensor", labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`, NaN if it is no token.
 
     `smoothing` is the part of the target that is spread evenly over the whole vocabulary. The last ranks hold fewer

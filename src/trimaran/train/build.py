@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, Recipe, TrainSection, UserError
@@ -27,12 +27,14 @@ from trimaran.nets.adapters.nf4_linear import pack_frozen_weights
 from trimaran.nets.adapters.peft_format import refuse_inexpressible
 from trimaran.nets.adapters.peft_read import load_peft_adapter
 from trimaran.nets.hf_weights import absent_layers
-from trimaran.nets.local_shards import is_on_meta
+from trimaran.nets.local_shards import is_on_meta, to_empty
+from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.optim import build_optimizer
 from trimaran.optim.loss_scale import LossScale, build_loss_scale
 from trimaran.optim.split_weights import split_weights
 from trimaran.parallel import RankMesh, apply_plan, build_mesh, override_precision
-from trimaran.parallel.axes.pp import StageMap, map_stages, trained_parameters
+from trimaran.parallel.apply import steps_of
+from trimaran.parallel.axes.stage_map import StageMap, map_stages, trained_parameters
 from trimaran.parallel.comm.compression import compressor_of
 from trimaran.parallel.comm.outer_step import build_outer_step
 from trimaran.parallel.frozen_weights import store_frozen_weights
@@ -80,8 +82,7 @@ from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.process.torch_modes import set_torch_modes
 from trimaran.train.steppers.deepspeed_stepper import build_deepspeed_stepper
-from trimaran.train.steppers.pipeline_stepper import PipelineStepper
-from trimaran.train.steppers.stepper import PlainStepper, Stepper
+from trimaran.train.steppers.stepper import PlainStepper, Stepper, TorchStepper
 from trimaran.train.steppers.update import Updater
 from trimaran.train.trainer import Trainer
 
@@ -373,7 +374,7 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
 
             materialise(network.module, device)
         else:
-            network.module.to_empty(device=device)
+            to_empty(network.module, device)
         networks.append(network)
     return tuple(networks)
 
@@ -400,7 +401,7 @@ def shard_networks(
         _shard_network(network, None, recipe, plan, ranks)
 
         def fill_family(device: torch.device) -> None:
-            network.module.to_empty(device=device)
+            to_empty(network.module, device)
             fill_base(network, recipe, None, report_progress)
 
         return [(network, fill_family)]
@@ -414,7 +415,7 @@ def shard_networks(
         networks = tuple(network_of(spec, ranges[stage]) for stage in here)
 
     def fill(network: Network, device: torch.device) -> None:
-        network.module.to_empty(device=device)
+        to_empty(network.module, device)
         fill_base(network, recipe, spec, report_progress)
         fill_adapter(network, recipe, whole)
 
@@ -465,7 +466,7 @@ def fill_adapter(network: Network, recipe: Recipe, whole: Network | None = None)
 def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_info: RankInfo) -> None:
     """Read the base of an adapter again, in place: a weight in memory may be wrong, and checkpoints have none of it."""
     for module in (each for network in networks for each in network.module.modules()):
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()
     if recipe.model.family == "hf":
         again, fill = open_hf_network(recipe.model, recipe.train.seed)
@@ -579,6 +580,14 @@ def build_stepper(  # noqa: PLR0913 - the parts of a step
     return connect_stepper(networks, plan, ranks, updater, clock, objective)
 
 
+def import_for(plan: Plan) -> None:
+    """Import what a rank of `plan` imports when it applies the plan."""
+    for _ in steps_of(plan):
+        pass
+    if plan.mesh.pp > 1:
+        import_module("trimaran.train.steppers.pipeline_stepper")
+
+
 def connect_stepper(
     networks: tuple[Network, ...],
     plan: Plan,
@@ -586,8 +595,10 @@ def connect_stepper(
     updater: Updater,
     clock: StepClock,
     objective: Objective | None = None,
-) -> PlainStepper | PipelineStepper:
+) -> TorchStepper:
     """Return the stepper of the torch engine, for an optimizer that exists."""
     if plan.mesh.pp > 1:
+        from trimaran.train.steppers.pipeline_stepper import PipelineStepper  # noqa: PLC0415  it imports schedules
+
         return PipelineStepper(networks, plan, ranks, updater, clock, objective)
     return PlainStepper(networks[0], plan, ranks, updater, clock, objective)

@@ -21,13 +21,13 @@ from trimaran.data.loader import Loader
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
+from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.run import Journal
 from trimaran.train.health.nonfinite_search import unchanged_buffers
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.objective import Objective
-from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.router_stats import routing_counts
 from trimaran.train.metrics.step_clock import StepClock
@@ -136,7 +136,10 @@ class _Passes:
         self._losses = build_loss_function(objective, rank.network, plan)
         self._clock = StepClock(self._device)
         self._waits = LapWaits(self._clock)
-        time_gathers(rank.network.module, data_axis(plan))
+        if any(is_fsdp_module(each) for each in rank.network.module.modules()):
+            from trimaran.train.metrics.gather_waits import time_gathers  # noqa: PLC0415  it imports FSDP
+
+            time_gathers(rank.network.module, data_axis(plan))
         # Replicas keep their gradients to themselves: a fast one must not wait for a slow one.
         self._reduces = plan.sharding != "none"
         self._set_sync = gradient_sync(rank.network.module, plan)

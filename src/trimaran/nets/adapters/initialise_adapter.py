@@ -6,10 +6,10 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trimaran.nets.adapters.lora_linear import DOWN, LoraLinear
 from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.shard_types import is_dtensor
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def base_row_norms(layer: LoraLinear) -> Tensor:
     weight = layer.base_weight()
     rows, _ = local_slices(weight)
     squares = torch.linalg.vector_norm(local_part(weight), dim=1, dtype=torch.float64).square()
-    if not isinstance(weight, DTensor):
+    if not is_dtensor(weight):
         return squares.sqrt()
     mesh = weight.device_mesh
     whole = torch.zeros(weight.shape[0], dtype=torch.float64, device=mesh.device_type)

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trimaran.core import AdapterSection
-from trimaran.nets.local_shards import gathered, local_bias, local_for_compute, local_slices
+from trimaran.nets.local_shards import gathered, local_bias, local_for_compute, local_slices, replicated_forward
+from trimaran.nets.shard_types import is_dtensor
 
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 ADAPTER_PARAMETERS = (DOWN, UP, MAGNITUDE)
@@ -63,10 +63,9 @@ class LoraLinear(nn.Linear):
         A layer that every rank holds in full takes and returns a DTensor. Of a layer that is sharded by its outputs
         only lora_B is, of one that is sharded by its inputs only lora_A. The gradient of the other is a partial sum.
         """
-        if not isinstance(input, DTensor):
+        if not is_dtensor(input):
             return self._local_forward(input, gradient_is_partial=True)
-        out = self._local_forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
-        return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
+        return replicated_forward(self._local_forward, input)
 
     def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
         base, local = self.base_forward(x), partial(local_for_compute, gradient_is_partial=gradient_is_partial)
@@ -86,9 +85,11 @@ class LoraLinear(nn.Linear):
         """Return the norm of each row of the base weight with the update, fp32, sharded like `lora_magnitude`."""
         weight = self.base_weight()
         squares = _squared_row_norms(_local(weight), _local(self.lora_A), _local(self.lora_B), self.scaling)
-        if not isinstance(self.lora_magnitude, DTensor):
+        if not is_dtensor(self.lora_magnitude):
             return squares.sqrt()
-        assert isinstance(self.lora_A, DTensor)
+        from torch.distributed.tensor import DTensor, Partial, Shard  # noqa: PLC0415  see `shard_types`
+
+        assert is_dtensor(self.lora_A)
         parts = (Partial(),) if self.lora_A.placements == (Shard(1),) else self.lora_magnitude.placements
         size = {"shape": self.lora_magnitude.shape, "stride": self.lora_magnitude.stride()}
         whole = DTensor.from_local(squares, self.lora_magnitude.device_mesh, parts, run_check=False, **size)
@@ -148,7 +149,7 @@ def _squared_row_norms(weight: Tensor, down: Tensor, up: Tensor, scaling: float)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _full(tensor: Tensor) -> Tensor:

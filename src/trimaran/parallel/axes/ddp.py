@@ -4,6 +4,8 @@ import gc
 import weakref
 from typing import Any
 
+import torch._dynamo  # noqa: F401  DDP imports it when it is built
+
 # The composable form keeps parameter names. It is private in torch, so only this module imports it.
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh

@@ -29,9 +29,8 @@ from trimaran.parallel.fp8_gather import gather_in_fp8
 from trimaran.parallel.memory.disk_weights import put_on_disk
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
-from trimaran.parallel.tower_plan import sharding_of
+from trimaran.parallel.tower_plan import SHARDING_ATTRIBUTE, sharding_of
 
-SHARDING_ATTRIBUTE = "_trimaran_sharding"
 REPLICATED_ATTRIBUTE = "_trimaran_replicated"  # of parameters that no unit shards; the caller reduces their gradients
 
 
@@ -185,11 +184,6 @@ def reducing_ranks(plan: Plan, ranks: RankMesh) -> DeviceMesh:
     Replicas with local steps train alone.
     """
     return ranks.shards["shard"] if plan.comm.local.is_on else ranks.data
-
-
-def sharding_of_module(module: nn.Module, plan: Plan) -> Sharding:
-    """Return the sharding of the FSDP unit of this module."""
-    return getattr(module, SHARDING_ATTRIBUTE, plan.sharding)
 
 
 def reshard_after_forward(plan: Plan, sharding: Sharding) -> bool | int:

@@ -2,11 +2,11 @@
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trimaran.models.vocabulary_split import rows_per_rank
 from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.nets.local_shards import local_bias, local_for_compute, local_matmul_weight
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.fp8_linear import Fp8Linear
 
 
@@ -23,7 +23,7 @@ class ShardedEmbedding(nn.Embedding):
     """An embedding that holds some rows. Its output is a partial sum: zero for tokens of other ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
-        assert isinstance(self.weight, DTensor)
+        assert is_dtensor(self.weight)
         mesh, local = self.weight.device_mesh, local_for_compute(self.weight)
         first = mesh.get_local_rank() * rows_per_rank(self.num_embeddings, mesh.size())
         rows = input - first

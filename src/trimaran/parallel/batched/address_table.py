@@ -5,7 +5,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from trimaran.nets.shard_types import is_dtensor
 
 HAS_TRITON = find_spec("triton") is not None
 ALIGNED_BYTES = 16  # what the widest loads and stores of a GPU need
@@ -69,7 +70,7 @@ def is_aligned(address: int, num_values: int) -> bool:
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return the addresses of tensors, or of this rank's shards of them."""
-    return [(each._local_tensor if isinstance(each, DTensor) else each).data_ptr() for each in tensors]
+    return [(each._local_tensor if is_dtensor(each) else each).data_ptr() for each in tensors]
 
 
 def has_kernels(device_type: str) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from trimaran.core.compression_settings import Compression
+from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel.comm.block_codes import int8_message, read_int8
 from trimaran.parallel.comm.feedback_tensors import FeedbackTensors
 from trimaran.parallel.comm.gradient_exchange import EXCHANGES, ExchangeState
@@ -133,7 +133,7 @@ class OuterAllReduce:
 def compress_units(module: nn.Module, compressor: ShardCompressor) -> None:
     """Make the FSDP units of a module send compressed gradients."""
     for name, unit in module.named_modules():
-        if isinstance(unit, FSDPModule):
+        if is_fsdp_module(unit):
             # These need no class of torch, whose module is private: only these methods are called.
             unit.set_custom_reduce_scatter(CompressedReduceScatter(compressor, name))  # pyrefly: ignore
             if compressor.outer is not None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.local_shards import LocalShard
+from trimaran.nets.dtensor_shards import LocalShard
 from trimaran.parallel.mesh import RankMesh
 
 # Smaller storages stay on the device. On a CPU offload saves nothing; it runs there for tests.

@@ -1,5 +1,7 @@
 """torch.compile of each block."""
 
+import torch._dynamo  # noqa: F401  torch imports it when the first block is compiled
+
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel.mesh import RankMesh

@@ -13,7 +13,7 @@ from trimaran.nets import Network
 from trimaran.nets.tower_names import tower_of
 from trimaran.optim.build_optimizer import optimizer_of
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.pp import TrainedParameters
+from trimaran.parallel.axes.stage_map import TrainedParameters
 from trimaran.train.async_sgd.async_state import AsyncState
 from trimaran.train.async_sgd.batch_counter import BatchCounter
 from trimaran.train.async_sgd.row_shards import ServerRows

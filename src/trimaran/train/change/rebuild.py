@@ -15,11 +15,8 @@ from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, UserError
 from trimaran.parallel import build_mesh
-from trimaran.parallel.axes.ddp import change_buckets
-from trimaran.parallel.axes.fsdp import change_prefetch
-from trimaran.parallel.axes.pp import map_stages
+from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.memory.recompute import change_recompute
 from trimaran.parallel.mesh import forget_meshes
 from trimaran.run.change_phases import reach_phase
 from trimaran.run.gloo_listeners import closed_listeners
@@ -39,8 +36,7 @@ from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.steppers.pipeline_stepper import PipelineStepper
-from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.steppers.stepper import TorchStepper
 
 
 class FailedChangeError(Exception):
@@ -57,7 +53,7 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
     Networks, optimizer, process groups and checkpointer stay. The data, the stepper and what reports steps are new.
     """
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
-    assert isinstance(old.stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
+    assert isinstance(old.stepper, TorchStepper), "other engines do not change their plan"
     set_expandable_segments(context.recipe.faults.expandable_segments, context.rank_info.device)
     training_data = parts.training_data
     if _batch_settings(context) != _batch_settings(parts.context):
@@ -91,10 +87,16 @@ def _change_networks(plan: Plan, parts: WorkerParts) -> None:
     before = parts.context.plan
     for network in parts.networks:
         if plan.recompute != before.recompute:
+            from trimaran.parallel.memory.recompute import change_recompute  # noqa: PLC0415
+
             change_recompute(network, plan, parts.ranks)
         if plan.comm.prefetch != before.comm.prefetch:
+            from trimaran.parallel.axes.fsdp import change_prefetch  # noqa: PLC0415
+
             change_prefetch(network, plan)
         if plan.comm.bucket_mb != before.comm.bucket_mb:
+            from trimaran.parallel.axes.ddp import change_buckets  # noqa: PLC0415
+
             change_buckets(network, plan, parts.ranks)
 
 
@@ -193,7 +195,7 @@ def clear_gradients(parts: WorkerParts) -> None:
 def release_graphs(parts: WorkerParts) -> None:
     """Free the CUDA graphs of the stepper, and with them the memory that only they can use."""
     stepper = parts.trainer.stepper
-    assert isinstance(stepper, PlainStepper | PipelineStepper), "other engines do not change their plan"
+    assert isinstance(stepper, TorchStepper), "other engines do not change their plan"
     stepper.release_graphs()
 
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import TrainSection, UserError
 from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.optim.split_weights import split_weight_of
 from trimaran.parallel.comm.compression import Compressor
@@ -103,7 +102,7 @@ class TrainingState:
         self._optimizer.settle()
         release_pages()
         for module in (each for root in self._modules for each in root.modules()):
-            if isinstance(module, FSDPModule):
+            if is_fsdp_module(module):
                 module.reshard()  # an evaluation may have left gathered weights, which are now outdated
         self._keys.restore()
         self._feedback.restore()
@@ -121,7 +120,7 @@ class TrainingState:
         """Yield the address of every tensor."""
         for tensor in (*(each for _, each in self._parameters), *self._optimizer.tensors()):
             # `to_local` is an autograd function, too slow to call at every step.
-            yield (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+            yield (tensor._local_tensor if is_dtensor(tensor) else tensor).data_ptr()
 
 
 def progress_of(settings: Mapping[str, Any], counters: Mapping[str, TrainingCounter]) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from trimaran.train.elastic.replica_group import abandon, make_group, run_until
 from trimaran.train.elastic.send_state import receive_state, send_state
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.process.token_store import supervisor_store
-from trimaran.train.steppers.pipeline_stepper import PipelineStepper
-from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train.steppers.stepper import TorchStepper
 from trimaran.train.steppers.update import Updater
 from trimaran.train.trainer import Trainer
 
@@ -269,7 +268,7 @@ def build_elastic_loop(
     context, trainer = parts.context, parts.trainer
     link, ledger, stepper = context.link, context.ledger, trainer.stepper
     assert ledger is not None
-    assert isinstance(stepper, PlainStepper | PipelineStepper)
+    assert isinstance(stepper, TorchStepper)
     updater, store = stepper.updater, supervisor_store(link)
     assert isinstance(updater.outer_state, ElasticOuter)
     loader = DealtLoader(ledger, trainer.loader_from)

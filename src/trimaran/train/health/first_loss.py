@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
@@ -32,13 +31,13 @@ from trimaran.nets.adapters.lora_linear import LoraLinear, merged_weight
 from trimaran.nets.adapters.nf4_linear import CODES, Nf4Weight, loadable_weights
 from trimaran.nets.hf_build import open_hf_model
 from trimaran.nets.local_shards import gathered
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel import RankMesh, autocast
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.loss.cross_entropy import summed_loss
 from trimaran.train.loss.objective import LanguageObjective, Objective
 from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.steppers.pipeline_stepper import PipelineStepper
-from trimaran.train.steppers.stepper import PlainStepper, Stepper
+from trimaran.train.steppers.stepper import Stepper, TorchStepper
 
 MAX_TOKENS = 1024  # of the row
 MIN_TOKENS = 16  # fewer show too little
@@ -97,7 +96,7 @@ def check_first_loss(
 
     Does nothing where this takes more than about a second: see docs/guides/models.md.
     """
-    can_evaluate = plan.engine == "torch" and isinstance(stepper, PlainStepper | PipelineStepper)
+    can_evaluate = plan.engine == "torch" and isinstance(stepper, TorchStepper)
     if not can_evaluate or not isinstance(objective, LanguageObjective):
         return
     device = ranks.device
@@ -217,7 +216,7 @@ def _is_cheap(networks: Sequence[Network], plan: Plan, rank_info: RankInfo, devi
         return False
     held, changed = set[str](), set[str]()
     for network in networks:
-        held |= {name for name, each in network.module.named_parameters() if not isinstance(each, DTensor)}
+        held |= {name for name, each in network.module.named_parameters() if not is_dtensor(each)}
         parts = network.module.named_modules()
         changed |= {f"{name}.weight" for name, each in parts if isinstance(each, LoraLinear | Nf4Weight)}
     whole = loadable_weights(networks[0].whole_module)
@@ -257,7 +256,7 @@ def _whole_weight(layer: nn.Module, tensor: Tensor, name: str, plan: Plan, ranks
         value = merged_weight(layer)
     elif is_weight and isinstance(layer, Nf4Weight):
         value = layer.base_weight()
-    elif isinstance(tensor, DTensor):
+    elif is_dtensor(tensor):
         value = gathered(tensor.detach())
     else:
         return tensor.detach()
@@ -309,7 +308,7 @@ def _own_losses(
     )
 
 
-def _our_loss(stepper: PlainStepper | PipelineStepper, row: FirstRow, plan: Plan) -> float:
+def _our_loss(stepper: TorchStepper, row: FirstRow, plan: Plan) -> float:
     """Return this rank's part of the summed loss of the training forward. Blocks are not compiled for it."""
     host = {f"host_{name}": each.cpu() for name, each in row.inputs.items() if name == "documents"}
     stepper.set_training(False)

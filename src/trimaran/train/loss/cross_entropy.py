@@ -5,9 +5,9 @@ With label smoothing s the target is 1 - s of the label and s spread evenly over
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel import vocab_parallel_cross_entropy
 from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
 
@@ -16,7 +16,7 @@ IGNORED = -100
 
 def summed_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy summed over the labels that are not `IGNORED`, in fp32."""
-    if isinstance(logits, DTensor):
+    if is_dtensor(logits):
         return vocab_parallel_cross_entropy(logits, labels, ignored=IGNORED, smoothing=smoothing)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum",
                            label_smoothing=smoothing)  # fmt: skip
@@ -24,7 +24,7 @@ def summed_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Te
 
 def token_losses(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each label, flat, in fp32; 0 where the label is `IGNORED`."""
-    if isinstance(logits, DTensor):
+    if is_dtensor(logits):
         return vocab_parallel_token_losses(logits, labels, ignored=IGNORED, smoothing=smoothing)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none",
                            label_smoothing=smoothing)  # fmt: skip

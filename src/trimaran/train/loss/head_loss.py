@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.precision import own_dtype
 from trimaran.train.loss.cross_entropy import row_losses, scale_to_dtype
 
@@ -56,7 +56,7 @@ class LossHead:
         if self._labels is None:
             return self._original_forward(hidden)
         weight = self._head.weight
-        assert not isinstance(weight, DTensor), "a head sharded by tp returns logits"
+        assert not is_dtensor(weight), "a head sharded by tp returns logits"
         hidden = hidden.flatten(0, -2).to(self._dtype(hidden))
         rows = chunk_rows(weight.shape[0], hidden.element_size()) if self._chunked else max(1, len(hidden))
         return torch.cat(head_losses(hidden, weight, self._labels, rows=rows, smoothing=self._smoothing))

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trimaran.data.step_batch import Inputs
 from trimaran.nets import Network
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.train.loss.cross_entropy import IGNORED, summed_loss, token_losses
 
 
@@ -100,7 +100,7 @@ class LanguageObjective:
 
 def predicted_tokens(network: Network, logits: Tensor) -> Tensor:
     """Return the most likely token at each position, [B, T]. Positions and vocabulary may be sharded."""
-    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    logits = logits.full_tensor() if is_dtensor(logits) else logits
     return network.context.gather(logits.argmax(-1))
 
 

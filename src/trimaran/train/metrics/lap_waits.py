@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trimaran.core import Plan
 from trimaran.core.comm_axes import WORLD, comm_axes
 from trimaran.nets import Network
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.axes.sharded_modules import computes_with_shards
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
 from trimaran.train.metrics.step_clock import COMM, SpanTimer, StepClock
@@ -67,5 +67,5 @@ def _uses_dtensor(module: nn.Module) -> bool:
     """Return whether a tensor-parallel layer leaves its communication to DTensor."""
     if not isinstance(module, nn.Linear | nn.Embedding) or computes_with_shards(module):
         return False
-    sharded = (each for each in module.parameters(recurse=False) if isinstance(each, DTensor))
+    sharded = (each for each in module.parameters(recurse=False) if is_dtensor(each))
     return any("tp" in (each.device_mesh.mesh_dim_names or ()) for each in sharded)

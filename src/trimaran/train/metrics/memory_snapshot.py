@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.run import RunDirectory
 from trimaran.run.out_of_memory import says_out_of_memory
 from trimaran.run.profile_request import snapshot_file
@@ -231,4 +231,4 @@ def _owner(tensor: Tensor, kind: str, module: str, *, whole: bool = False) -> It
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor

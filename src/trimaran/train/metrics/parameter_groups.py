@@ -7,7 +7,7 @@ from torch import nn
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.pp import StageMap, TrainedParameters, map_stages
+from trimaran.parallel.axes.stage_map import StageMap, TrainedParameters, map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.metrics.group_norms import GroupMeter
 

@@ -43,7 +43,8 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -56,6 +57,7 @@ from trimaran.data import cache_folder
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.run import RunDirectory, open_run
 from trimaran.run.run_directory import DESCRIPTORS
+from trimaran.train.build import import_for
 from trimaran.train.process.measure_speed import measure_speed
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
@@ -63,18 +65,17 @@ from trimaran.train.worker import run_worker
 
 MAX_DESCRIPTORS = 253  # of one message, the kernel's limit
 PLUGIN = "TRIMARAN_TEST_PLUGIN"  # for tests: a module that a rank imports first, to inject faults
-# Modules that ranks import only when they need them. Imported here, so that not every rank has to.
-LAZY_MODULES = ("torch._dynamo", "encodings.idna", "numpy.ma")
+EVERY_RANK = ("encodings.idna", "numpy.ma")  # what every rank imports later; here, not each has to
 
 
 def main() -> None:
-    import_lazy_modules()
+    freeze_imports()
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
 
 
-def import_lazy_modules(more: Sequence[str] = ()) -> None:
-    """Import what ranks would import later, and `more` modules, and prepare this process for forks."""
-    for name in (*LAZY_MODULES, *more):
+def freeze_imports() -> None:
+    """Import what every rank imports later, and prepare this process for forks."""
+    for name in EVERY_RANK:
         import_module(name)
     assert not torch.cuda.is_initialized(), "a forked process cannot use CUDA that its parent initialised"
     gc.enable()
@@ -121,6 +122,8 @@ class ForkServer:
                         self._bind(**request["bind"])
                     if "measure" in request:
                         self._measure(**request["measure"])
+                    if "start" in request:
+                        self._import_for_plan()
                     for each in request.get("start", ()):
                         numbers = {
                             name: ",".join(str(self._descriptors[place]) for place in places)
@@ -148,6 +151,13 @@ class ForkServer:
 
     def _send(self, **fields: Any) -> None:
         self._control.sendall(json.dumps(fields).encode() + b"\n")
+
+    def _import_for_plan(self) -> None:
+        """Import what ranks need only for the plan of the run, so that not every rank has to."""
+        gc.disable()
+        with suppress(Exception):  # the ranks meet the error, too, and report it
+            import_for(open_run(self._run).read_plan())
+        freeze_imports()
 
     def _fork(self, rank: int, environment: Mapping[str, str]) -> None:
         parent = os.getpid()

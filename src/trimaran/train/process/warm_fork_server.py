@@ -37,12 +37,14 @@ import contextlib  # noqa: E402
 import json  # noqa: E402
 import socket  # noqa: E402
 import struct  # noqa: E402
+from importlib import import_module  # noqa: E402
 from typing import Any  # noqa: E402
 
 from trimaran.run.process_control import set_process_name  # noqa: E402
-from trimaran.train.process.fork_server import ForkServer, import_lazy_modules  # noqa: E402
+from trimaran.train.process.fork_server import ForkServer, freeze_imports  # noqa: E402
 
-COMPILER = ("torch._inductor.compile_fx",)  # a rank imports it when it first compiles, in one to two seconds
+# What ranks of some plans import, in a second or two each: the compiler, sharded tensors, pipelines.
+ANY_PLAN = ("torch._inductor.compile_fx", "trimaran.parallel.axes.tp", "trimaran.train.steppers.pipeline_stepper")
 REQUEST_SECONDS = 5.0  # for a client to send its line
 MAX_REQUEST_BYTES = 1 << 22
 
@@ -50,7 +52,9 @@ MAX_REQUEST_BYTES = 1 << 22
 def main() -> None:
     folder, idle_seconds = Path(sys.argv[1]), float(sys.argv[2])
     set_process_name("trimaran-warm")
-    import_lazy_modules(COMPILER)
+    for name in ANY_PLAN:
+        import_module(name)
+    freeze_imports()
     with contextlib.suppress(FileNotFoundError):
         (folder / SOCKET).unlink()  # of one that was killed: this process holds the lock
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -23,9 +23,9 @@ from trimaran.parallel.axes.pp import (
     empty_streams,
     forward_through_stages,
     gather_stage_facts,
-    map_stages,
     sum_tied_gradients,
 )
+from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.later_loss import compute_later_loss

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
@@ -16,6 +14,7 @@ from trimaran.core.comm_axes import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.infer.next_token import CachedLogits
 from trimaran.nets import Network
+from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.agreement import RANK_REQUESTS
@@ -23,7 +22,6 @@ from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.later_loss import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
-from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
@@ -99,6 +97,21 @@ class Stepper(Protocol):
         ...
 
 
+@runtime_checkable
+class TorchStepper(Stepper, Protocol):
+    """A stepper of the torch engine: of one network, or of the stages of a pipeline."""
+
+    updater: Updater
+
+    def evaluate_one(self, inputs: Inputs) -> Tensor:
+        """Return what `evaluate` returns, for one micro-batch of this rank."""
+        ...
+
+    def release_graphs(self) -> None:
+        """Free the CUDA graphs, and with them the memory that only they can use."""
+        ...
+
+
 class PlainStepper:
     """Runs forward and backward of one micro-batch after another."""
 
@@ -117,7 +130,10 @@ class PlainStepper:
         self._loss_function = build_loss_function(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
         self._waits, self._data_axis = LapWaits(clock), data_axis(plan)
-        time_gathers(network.module, self._data_axis)
+        if any(is_fsdp_module(each) for each in network.module.modules()):
+            from trimaran.train.metrics.gather_waits import time_gathers  # noqa: PLC0415  it imports FSDP
+
+            time_gathers(network.module, self._data_axis)
         self._reduced: ReducedStep | None = None
         trained = [each for each in network.module.parameters() if each.requires_grad]
         self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
@@ -207,7 +223,7 @@ class PlainStepper:
         """
         if self._graphs is not None:
             self._graphs.release()
-        is_replicated = self._plan.sharding == "none" and not isinstance(self._network.module, FSDPModule)
+        is_replicated = self._plan.sharding == "none" and not is_fsdp_module(self._network.module)
         for index in range(self._plan.grad_accum):
             self._set_sync(not is_replicated)
             losses, balance = self._forward(batch.micro(index))
@@ -347,7 +363,7 @@ def pad_to_even_shards(ids: Tensor, ranks: RankMesh) -> Tensor:
 
 def gather_logits_row(logits: Tensor, position: int, network: Network, ranks: RankMesh) -> Tensor:
     """Return the unsharded logits at `position` of one sequence, in fp32, on all ranks that share the sequence."""
-    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    logits = logits.full_tensor() if is_dtensor(logits) else logits
     length = logits.shape[1] * ranks.degrees.cp
     here = network.context.shard(torch.arange(length, device=logits.device)[None])[0] == position
     row = logits[0][here].float().sum(0)

@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, TrainSection
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim import LR_FACTOR
 from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.image_split import sum_partial_gradients
-from trimaran.parallel.axes.pp import TrainedParameters
+from trimaran.parallel.axes.stage_map import TrainedParameters
 from trimaran.parallel.comm.compression import Compressor
 from trimaran.parallel.comm.outer_step import OuterState, OuterStep
 from trimaran.parallel.gradient_norm import GradientSquares
@@ -212,7 +212,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in parameters:
         if each.grad is not None:
-            gradient = local_part(each.grad) if isinstance(each.grad, DTensor) else each.grad
+            gradient = local_part(each.grad) if is_dtensor(each.grad) else each.grad
             by_device.setdefault(gradient.device, []).append(gradient)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))  # what torch's clipping calls

@@ -250,9 +250,10 @@ def saved_under(folders: list[Path], plan: Plan) -> list[dict[str, np.ndarray]]:
     return [{name: each.numpy() for name, each in built(folder, plan)[0].disk_tensors()} for folder in folders]
 
 
-def test_a_sharded_model_is_saved_as_it_was_read(models: Path) -> None:
-    folders = [models / name for name in ("llama-tied", "gemma3", "gpt-neox")]
-    for rank in run_ranks(4, saved_under, folders, plan_of({"dp_shard": 2, "tp": 2})):
+@pytest.mark.parametrize("mesh", [TP, slow({"dp_shard": 2, "tp": 2})], ids=str)
+def test_a_sharded_model_is_saved_as_it_was_read(mesh: dict[str, int], models: Path) -> None:
+    folders, plan = [models / name for name in ("llama-tied", "gemma3", "gpt-neox")], plan_of(mesh)
+    for rank in run_ranks(plan.mesh.world_size, saved_under, folders, plan):
         for folder, after in zip(folders, rank, strict=True):
             before = load_file(folder / "model.safetensors")
             assert before.keys() == after.keys(), folder.name

@@ -91,7 +91,7 @@ RADAR_PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("sensors", "name"),
     [
-        ("all", "pp-in-the-radar"),
+        slow(("all", "pp-in-the-radar")),
         slow(("all", "zero-3")),
         slow(("all", "tp")),
         slow(("lidar-radar", "zero-3")),

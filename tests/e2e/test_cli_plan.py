@@ -123,6 +123,7 @@ def test_an_invalid_request_is_an_error(arguments: list[str], code: str, capsys:
     assert mistake(["plan", *arguments], capsys).startswith(code)
 
 
+@pytest.mark.slow  # tests/e2e/test_doctor.py has it for one device, tests/unit/test_planner_search.py with its fix
 def test_if_nothing_fits_the_error_is_p007(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "llama-3.1-405b", "--cluster", "2xA100-40GB"]
     assert mistake(arguments, capsys).startswith("P007: no plan fits")

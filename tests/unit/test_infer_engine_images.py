@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
-from tests import vlm_models
 from tests.engine_models import CPU, GREEDY, answers_of, new_engine, tokens_of
 from trimaran.core import ModelSection
 from trimaran.infer.engine.engine_request import EngineRequest
@@ -22,6 +20,8 @@ from trimaran.nets.hf_vlm import network_of_hf
 
 
 def own_network(name: str) -> Network:
+    from tests import vlm_models  # noqa: PLC0415 - it imports transformers
+
     spec = vlm_models.SPECS[name]
     network = network_of(spec)
     initialise(network.module, seed=5, spec=spec)
@@ -31,6 +31,10 @@ def own_network(name: str) -> Network:
 
 
 def hf_vlm(name: str, folder: Path) -> Network:
+    from transformers import AutoModelForImageTextToText  # noqa: PLC0415
+
+    from tests import vlm_models  # noqa: PLC0415 - it imports transformers
+
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(vlm_models.CONFIGS[name])
     vlm_models.perturb(model)
@@ -41,6 +45,8 @@ def hf_vlm(name: str, folder: Path) -> Network:
 
 def request_with_images(spec: Any, name: str, order: list[int | None], max_tokens: int) -> EngineRequest:
     """Return a request in which images, by number, and a few text tokens (None) follow each other."""
+    from tests import vlm_models  # noqa: PLC0415 - it imports transformers
+
     shapes = vlm_models.SHAPES["llava"] if spec.vision.tile else vlm_models.VARIOUS
     images = vlm_models.random_images(shapes, spec.vision.patch)
     inputs = vlm_models.inputs_of(spec, images, [order])
@@ -76,6 +82,8 @@ def alone(network: Network, request: EngineRequest) -> list[int]:
                                   pytest.param("qwen2-vl", marks=pytest.mark.slow),
                                   pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])  # fmt: skip
 def test_images_and_texts_in_one_batch_get_the_tokens_that_they_get_alone(name: str, tmp_path: Path) -> None:
+    from tests import vlm_models  # noqa: PLC0415 - it imports transformers
+
     network = own_network(name) if name in vlm_models.SPECS else hf_vlm(name, tmp_path)
     orders: list[list[int | None]] = [
         [None, 0, None],
@@ -100,6 +108,10 @@ def test_images_and_texts_in_one_batch_get_the_tokens_that_they_get_alone(name: 
 @pytest.mark.parametrize("name", ["llava", pytest.param("qwen2-vl", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_tokens_after_images_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText  # noqa: PLC0415
+
+    from tests import vlm_models  # noqa: PLC0415 - it imports transformers
+
     network = hf_vlm(name, tmp_path)
     spec: Any = network.spec
     order: list[int | None] = [None, 0, None, 1, None]

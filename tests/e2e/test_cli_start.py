@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import environment
 from tests.runs import new_run, start_ranks
 from trimaran.app.main import COMMANDS, main
 from trimaran.run import Journal
@@ -22,6 +23,7 @@ MAX_HELP_SECONDS = 0.3
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trimaran", *arguments]
+    options = {"env": environment()} | options  # with rates of this CPU, which `plan` would measure
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
 
 
@@ -40,9 +42,8 @@ def test_help_is_fast_and_lists_every_command() -> None:
 
 @pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan", "--json")])
 def test_torch_is_not_imported_for_help_and_plans(arguments: tuple[str, ...]) -> None:
-    imports = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "trimaran", *arguments], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "trimaran", *arguments]
+    imports = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
     assert imports.returncode == 0
     modules = {line.rpartition("|")[2].strip() for line in imports.stderr.splitlines()}
     assert "trimaran.app.main" in modules
@@ -103,8 +104,8 @@ def test_with_json_an_error_is_an_object_on_standard_output(capsys: pytest.Captu
 def test_the_code_is_red_on_a_terminal_only(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "trimaran", "trian"]
-    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
-    subprocess.run(command, stderr=theirs, timeout=60, env=environment)
+    own = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
+    subprocess.run(command, stderr=theirs, timeout=60, env=own)
     assert b"\x1b[31m" in os.read(ours, 4096)
     assert "\x1b" not in run("trian").stderr
 
@@ -116,7 +117,7 @@ def test_a_name_cannot_send_control_codes_to_the_terminal() -> None:
 
 
 def test_a_character_that_cannot_be_shown_is_replaced() -> None:
-    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    ascii_only = {**environment(), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     assert run("plan", env=ascii_only).returncode == 0
     assert run("watch", os.fsdecode(b"runs/\xff")).stderr.startswith("A001")
 
@@ -168,8 +169,8 @@ def test_presets_are_printed_as_a_table_and_as_json(capsys: pytest.CaptureFixtur
 def complete(line: str, *, cwd: Path | None = None) -> list[str]:
     """Return bash's completions of the last word of `line`."""
     count = len(line.split()) - (0 if line.endswith(" ") else 1)
-    environment = {"_TRIMARAN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
-    return run(env={**os.environ, **environment}, cwd=cwd).stdout.split()
+    variables = {"_TRIMARAN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
+    return run(env=environment(**variables), cwd=cwd).stdout.split()
 
 
 def test_commands_options_and_fields_complete(tmp_path: Path) -> None:

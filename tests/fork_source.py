@@ -21,26 +21,30 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import trimaran
 from trimaran.run.process_control import die_with_parent, set_process_name
 
 LENGTH_BYTES = 8
+# Packages with all their modules: a rank would import what it needs of them again and again.
+PACKAGES = ("checkpoint", "loop", "nets", "optim", "parallel", "train")
 IMPORTED = (
     "encodings.idna",
     "numpy.ma",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor",
+    "torch.profiler._cupti_monitor",
+    "transformers.modeling_utils",
     "trimaran.app.main",
     "trimaran.app.commands.resume",
     "trimaran.app.commands.train",
     "trimaran.launch.__main__",
-    "trimaran.train.process.warm_fork_server",
-    "trimaran.train.worker",
 )
 
 
@@ -208,6 +212,14 @@ class Request:
             signal.pause()
 
 
+def modules_of_packages() -> Iterator[str]:
+    for package in PACKAGES:
+        folder = Path(trimaran.__file__).parent / package
+        for path in sorted(folder.rglob("*.py")):
+            if path.stem not in ("__main__", "__init__") and 'if __name__ == "__main__"' not in path.read_text():
+                yield ".".join(("trimaran", package, *path.relative_to(folder).with_suffix("").parts))
+
+
 def main() -> None:
     path, parent = Path(sys.argv[1]), int(sys.argv[2])
     die_with_parent(signal.SIGKILL, parent=parent)
@@ -217,8 +229,9 @@ def main() -> None:
     listener.bind(str(path))
     listener.listen(64)  # who asks early waits
     gc.disable()
-    for name in IMPORTED:
-        importlib.import_module(name)
+    for name in (*IMPORTED, *modules_of_packages()):
+        with contextlib.suppress(ModuleNotFoundError):  # of an optional package
+            importlib.import_module(name)
     import torch  # noqa: PLC0415
     from tqdm import tqdm  # noqa: PLC0415
 

@@ -42,7 +42,8 @@ def start_fork_source() -> None:
     give_cpu_rates(Path(folder, "cache"))
     os.environ[SOURCE] = f"{folder}/fork-source"
     command = [sys.executable, "-m", "tests.fork_source", os.environ[SOURCE], str(os.getpid())]
-    process = subprocess.Popen(command, env=environment(OPENBLAS_NUM_THREADS="1"))
+    with open(f"{os.environ[SOURCE]}.log", "wb") as log:
+        process = subprocess.Popen(command, env=environment(OPENBLAS_NUM_THREADS="1"), stdout=log, stderr=log)
     atexit.register(process.wait)
     atexit.register(process.kill)
 
@@ -73,7 +74,7 @@ class Forked:
             if not select.select([self._source], [], [], timeout)[0]:
                 return None
             data = self._source.recv(1 << 16)
-            assert data, "the fork source has ended"
+            assert data, f"the fork source has ended:\n{Path(os.environ[SOURCE] + '.log').read_text()}"
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)

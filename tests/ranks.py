@@ -25,12 +25,11 @@ class Rank:
 
     def result(self) -> Any:
         """Return the result of a rank whose pipe is readable; fail with its error."""
-        answer = self.pipe.read()
-        if not answer:
+        try:
+            result, error = pickle.load(self.pipe)  # not up to its end: children of the rank keep it open
+        except EOFError:
             self.stacks.seek(0)
             error = f"died without a result, exit code {self.process.wait(5.0)}\n{self.stacks.read().decode()}"
-        else:
-            result, error = pickle.loads(answer)
         assert error is None, error
         return result
 
@@ -41,7 +40,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Ranks know nothing that this process has changed in modules: function, arguments and results are pickled. If a rank
     raises, dies or takes longer than `timeout` seconds, the test fails and all ranks are killed.
     """
-    port = _free_port()
+    port = free_port()
     with contextlib.ExitStack() as files:
         ranks = [_start(rank, world_size, port, function, args, files) for rank in range(world_size)]
         try:
@@ -96,7 +95,7 @@ def _collect(ranks: Sequence[Rank], timeout: float) -> list[Any]:
     return [answers[number] for number in range(len(ranks))]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a free port outside the ephemeral range: a busy machine might assign one of those before rank 0 binds."""
     while True:
         port = random.SystemRandom().randrange(16_000, 32_000)

@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.environment import CACHE
 from tests.parity import Trajectory, plan_for
-from tests.ranks import _free_port
+from tests.ranks import free_port
 from tests.sweep_models import tiny_config
 from trimaran.core import EXIT_DONE, EXIT_USER, Plan, Recipe
 from trimaran.data import TokenShards, prepare
@@ -197,7 +197,7 @@ def train_rank(run: Path, cache: Path) -> int:
 
 def run_processes(world_size: int, timeout: float, log: Path, function: Callable[..., Any], *args: Any) -> list[int]:
     """Return the exit codes of `function(*args)` on forked ranks that ended in time; others are killed."""
-    context, port = multiprocessing.get_context("fork"), _free_port()
+    context, port = multiprocessing.get_context("fork"), free_port()
     ranks = [
         context.Process(target=_rank, args=(rank, world_size, port, log, function, args)) for rank in range(world_size)
     ]

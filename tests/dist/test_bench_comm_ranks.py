@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.chaos.wire import ADDRESSES
-from tests.ranks import _free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 from trimaran.app.main import main
 from trimaran.hardware.comm_result import BUS_FACTORS
 from trimaran.probe.collective_calls import CommGroup, count_wrong
@@ -114,7 +114,7 @@ def count_right_and_wrong() -> tuple[list[int], list[int]]:
 def test_torchruns_ranks_measure_together(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-               str(_free_port()), "-m", "trimaran", "bench", "comm", "--collectives", "all_reduce,broadcast",
+               str(free_port()), "-m", "trimaran", "bench", "comm", "--collectives", "all_reduce,broadcast",
                "--sizes", "1KiB..64KiB", "--seconds", "1", "--out", str(out)]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}

@@ -17,7 +17,7 @@ from tests.cases import slow
 from tests.dist.test_hf import CPU, TOKENS, plan_of, unsharded
 from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory
-from tests.ranks import _free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.unit.test_nets_hf_eager import CONFIGS, config_of
 from trimaran.core import EXIT_USER, ModelSection, Plan, Recipe
 from trimaran.nets.hf import hf_network
@@ -126,7 +126,7 @@ def test_all_ranks_end_alike_when_one_refuses(mesh: dict[str, int], tmp_path: Pa
     texts: list[str] = ["a" * 333, "b" * 333]  # one row of all holds the end of one document and the start of the other
     recipe = recipe_of(tmp_path, "mpt", texts, {"isolate_documents": True, "holdout": 0.0}, steps=40, batch=2)
     run = create_run(tmp_path / "run", recipe, plan_for(recipe, grad_accum=1, **mesh))
-    context, port = multiprocessing.get_context("fork"), _free_port()
+    context, port = multiprocessing.get_context("fork"), free_port()
     arguments = (port, run.path, CACHE)
     ranks = [context.Process(target=train_and_exit, args=(rank, *arguments)) for rank in range(2)]
     for rank in ranks:

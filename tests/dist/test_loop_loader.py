@@ -1,9 +1,7 @@
 """`loop.loader` deals every sample once, in an order that depends on neither the number of ranks nor a restart."""
 
-import multiprocessing
 import os
 import random
-import signal
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -87,18 +85,7 @@ def build() -> tuple[Loop, nn.Module]:
 Dealt = list[list[tuple[int, list[float]]]]
 
 
-def deal(*args: Any) -> tuple[int, Dealt, int]:
-    """Return what `dealt_by_loop` does, and end the worker processes of its loader, which outlive an epoch."""
-    answer = dealt_by_loop(*args)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler raises if a worker is killed
-    for each in multiprocessing.active_children():
-        each.kill()
-    return answer
-
-
-def dealt_by_loop(
-    kind: str, epochs: int, folder: Path | None = None, stop_after: int = 10**9
-) -> tuple[int, Dealt, int]:
+def deal(kind: str, epochs: int, folder: Path | None = None, stop_after: int = 10**9) -> tuple[int, Dealt, int]:
     """Return the first epoch, this rank's samples of each batch, and the batches of an epoch. Save at the end."""
     loop, model = build()
     loader, dealt = loop.loader(data_loader(kind), seed=7), []

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import _free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 from trimaran.doctor.measure_machine import measure_devices
 from trimaran.doctor.probe_process import ProbeProcess
 from trimaran.hardware import parse_cluster
@@ -80,7 +80,7 @@ def test_a_torch_that_cannot_be_imported_is_reported_in_place_of_measurements(tm
 
 def test_two_nodes_meet_compare_clocks_and_measure_their_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    first, second = run_ranks(2, measure_node, f"127.0.0.1:{_free_port()}")
+    first, second = run_ranks(2, measure_node, f"127.0.0.1:{free_port()}")
     assert first["names"] == second["names"] == [f"{socket.gethostname()} (node {node})" for node in (0, 1)]
     assert abs(first["skews"][1]) < 1.0
     assert first["seconds"] == second["seconds"]
@@ -98,4 +98,4 @@ def measure_node(address: str) -> dict[str, Any]:
 
 def test_nodes_that_do_not_join_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"node 1, 2 of 3 did not join within 0\.3 s"):
-        NodeRendezvous(f"127.0.0.1:{_free_port()}", 3, 0, seconds=0.3)
+        NodeRendezvous(f"127.0.0.1:{free_port()}", 3, 0, seconds=0.3)

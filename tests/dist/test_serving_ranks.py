@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import hf_models, vlm_models
-from tests.ranks import _free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.serving_models import DENSE, PROMPTS, SHAPE, SPECS, TOKENS, random_network, save_spec
 from tests.serving_ranks import (
     PAGE_SIZE,
@@ -249,7 +249,7 @@ def serve_and_wait(environment: dict[str, str], model: ServedModel, tp: int, pp:
 def test_a_killed_rank_ends_all_others(tp: int, pp: int, killed: int, busy: bool, tmp_path: Path) -> None:
     model = served(save_spec(DENSE, tmp_path / "model"))
     context = get_context("fork")
-    ready, port = context.Event(), _free_port()
+    ready, port = context.Event(), free_port()
     processes = []
     for rank in range(tp * pp):
         environment = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ranks import _free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 from trimaran.app.main import main
 from trimaran.run import Section
 from trimaran.train.process.supervisor_link import SupervisorLink
@@ -83,7 +83,7 @@ def test_a_machine_that_cannot_run_the_recipe_ends_the_run_on_all_machines_and_i
 def test_each_machine_under_torchrun_has_a_sidecar_that_ends_with_its_rank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "-m", "trimaran",
+             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "trimaran",
              *command(run, "train.steps=150", "telemetry.sample_seconds=0.5")]  # fmt: skip
     agents = [subprocess.Popen(agent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
     try:

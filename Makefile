@@ -5,23 +5,22 @@ BIN := .venv/bin
 # compile ours takes each `trimaran train` two seconds.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PARALLEL := --numprocesses=$(or $(JOBS),2) --dist=worksteal
-# Unit tests of more than ten seconds a file: left out of the inner loop.
-LONGER := parallel_memory planner_search nets_vlm_weights nets_decoder fp8 data_loader_faults towers accuracy head_loss
-# Fault tests that wait for what happens, however long it takes: they run beside others.
-UNTIMED := $(addprefix tests/fault/test_,after_training.py change.py drill.py elastic_replicas.py)
+# Unit tests of more than three seconds a file: left out of the inner loop.
+LONGER := none
 # Runs through every launch target, on machines that are namespaces and loopback addresses of this one.
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow targets chaos soak site zh check types rules format matrix sweep nccl bench accuracy wheel release report clean help
+.PHONY: demo test test-fast slow mutants targets chaos soak site zh check types rules format matrix sweep nccl bench accuracy wheel release report clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
-	@echo "make test       environment, then the test suite, in two processes; JOBS=4 for more"
-	@echo "make test-fast  the inner loop: the shorter unit tests"
-	@echo "make slow       cases that prove little beyond make test"
+	@echo "make test       environment, then all tests that guard a change, in two processes; JOBS=4 for more (8 minutes)"
+	@echo "make test-fast  the inner loop: the shorter unit tests (a minute)"
+	@echo "make slow       before a release: grids and long cases"
+	@echo "make mutants    random mutants of src/ against the unit tests: the share that they notice (20 minutes)"
 	@echo "make targets    runs on every launch target: local, ssh, Slurm, Kubernetes, Ray (needs root; 45 minutes)"
-	@echo "make chaos      every fault of docs/guides/fault-tolerance.md, caused for real (30 minutes)"
+	@echo "make chaos      before a release: every fault of docs/guides/fault-tolerance.md, caused for real (30 minutes)"
 	@echo "make soak       a fault a minute for 30 minutes; MINUTES=5 for less"
 	@echo "make check      format, lint, types, layer map, names and docs; runs before make test in CI"
 	@echo "make site       the documentation as a web site, in site/; runs in CI"
@@ -38,10 +37,8 @@ help:
 demo: .venv/demo
 	$(BIN)/trimaran train recipes/stdlib-tiny.yaml
 
-# Most fault tests measure time, so they run alone, after the others.
 test: .venv/dev
-	$(PYTEST) $(PARALLEL) $(addprefix --ignore=,$(filter-out $(UNTIMED),$(wildcard tests/fault/test_*.py)))
-	$(PYTEST) tests/fault $(addprefix --ignore=,$(UNTIMED))
+	$(PYTEST) $(PARALLEL)
 
 test-fast: .venv/dev
 	$(PYTEST) $(PARALLEL) tests/unit $(addprefix --ignore=tests/unit/test_,$(addsuffix .py,$(LONGER)))
@@ -54,6 +51,9 @@ targets: .venv/dev
 
 chaos: .venv/dev
 	$(PYTEST) -m chaos
+
+mutants: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 soak: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import Plan, StepMetrics
-from trimaran.run import Journal, RunDirectory, dump_plan
-from trimaran.run.change_request import read_change_request
+from trimaran.run import Journal, RunDirectory, dump_plan, read_change_request
 
 STEP_SECONDS = 0.1
 PAUSE_SECONDS = 0.01

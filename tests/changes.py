@@ -15,14 +15,9 @@ from tests.matrix import SHAPE
 from tests.ranks import run_ranks
 from tests.resume import HeldShard, SavedState, bits, share_of
 from trimaran.core import Plan, Recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.change_request import change_answers, write_change_request
+from trimaran.run import RunDirectory, change_answers, create_run, write_change_request
+from trimaran.train import ChangeFile, SupervisorLink, known_groups, read_rank_info, run_worker
 from trimaran.train.change import apply_change
-from trimaran.train.change.change_file import ChangeFile
-from trimaran.train.change.process_groups import known_groups
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.worker import run_worker
 
 Patch = Mapping[str, Any]
 

@@ -11,15 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.load_state import fill_shards
-from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.ownership import assign_rows
-from trimaran.checkpoint.rank_share import RankShare, build_share, copy_to_memory
-from trimaran.checkpoint.step_dirs import draft_path, step_path
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.checkpoint.write_checkpoint import commit, write_share
+from trimaran.checkpoint import (
+    DiskSource,
+    DurableDisk,
+    Manifest,
+    RankShare,
+    TensorShard,
+    assign_rows,
+    build_share,
+    commit,
+    copy_to_memory,
+    draft_path,
+    fill_shards,
+    step_path,
+    write_share,
+)
 
 MANIFEST = Manifest(step=0, time=1.5, term=3, world_size=2, plan={"mesh": {"dp_shard": 2}}, recipe="name: x\n")
 

@@ -14,8 +14,8 @@ from tests.forked import start_fork_source
 from tests.slow_cases import SLOW_CASES
 from trimaran.app.request import ask_hf_facts, calibrate_cpu
 from trimaran.core import ModelSection
-from trimaran.models.hf_facts import HfFacts
-from trimaran.nets.network import WeightsNeededError
+from trimaran.models import HfFacts
+from trimaran.nets import WeightsNeededError
 
 torch.set_num_threads(1)
 # Nodes that tests lose must not be avoided by the user's own runs.
@@ -52,7 +52,7 @@ def _models_are_built_in_this_process(request: pytest.FixtureRequest, monkeypatc
 
 
 def _find_in_this_process(section: ModelSection, _: object) -> tuple[HfFacts | None, str]:
-    from trimaran.train.find_hf_facts import find_hf_facts  # noqa: PLC0415  it imports transformers
+    from trimaran.train import find_hf_facts  # noqa: PLC0415  it imports transformers
 
     try:
         return find_hf_facts(section), ""

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from trimaran.hardware import CpuRates
-from trimaran.hardware.cpu_rates import write_cpu_rates
-from trimaran.hardware.detect import cpu_rates_file
+from trimaran.hardware import CpuRates, cpu_rates_file, write_cpu_rates
 
 RATES = CpuRates(
     matmul_gflops=30.0,

@@ -11,8 +11,7 @@ import yaml
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question
-from trimaran.planner.emit import Emission
+from trimaran.planner import Emission, Question
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 Facts = dict[str, Any]

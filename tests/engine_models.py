@@ -11,17 +11,29 @@ import numpy as np
 import torch
 
 from tests.random_weights import perturb
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.chosen_tokens import PendingTokens
-from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST, NOTHING, EngineBatch
-from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits, StepLogits
-from trimaran.infer.engine.open_runner import CacheSettings, open_runner
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.engine.token_choice import TokenChooser, choose_on_device
-from trimaran.infer.generate import load_trained
-from trimaran.infer.sampling import Sampling
-from trimaran.infer.trained_model import section_of_folder
+from trimaran.infer import (
+    ALL,
+    EMBEDDING,
+    LAST,
+    NOTHING,
+    BatchingEngine,
+    CacheSettings,
+    EngineBatch,
+    EngineRequest,
+    EngineSettings,
+    ModelRunner,
+    PendingTokens,
+    Runner,
+    RunnerTraits,
+    Sampling,
+    StepLogits,
+    TokenChooser,
+    TokenOutput,
+    choose_on_device,
+    load_trained,
+    open_runner,
+    section_of_folder,
+)
 from trimaran.nets import Network
 
 CPU = torch.device("cpu")

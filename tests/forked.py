@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -21,7 +22,7 @@ from typing import IO, Any, Self
 from tests.cpu_rates import give_cpu_rates
 from tests.environment import SESSION_CACHE, environment
 from tests.fork_source import LENGTH_BYTES
-from trimaran.launch.warm_connection import ask_warm
+from trimaran.launch import ask_warm
 
 SOURCE = "TRIMARAN_TESTS_FORK_SOURCE"  # the socket of this session's fork source
 START_SECONDS = 60.0
@@ -223,6 +224,10 @@ def call(
     function: Callable[..., Any], arguments: Sequence[Any], env: Mapping[str, str], result: int, stacks: int
 ) -> Forked:
     """Call a function of a module in a forked process, which sends its pickled result or error and stays alive."""
+    if function.__module__ == "__main__":  # of a module that was started with `python -m`
+        spec = sys.modules["__main__"].__spec__
+        assert spec is not None, "a function of a script cannot be found by its name"
+        function = getattr(import_module(spec.name), function.__qualname__)
     fields = {
         "imports": function.__module__,
         "arguments": pickle.dumps((function, arguments)),

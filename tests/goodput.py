@@ -8,14 +8,8 @@ from contextlib import redirect_stdout
 import pytest
 from rich.console import Console
 
-from trimaran.app.main import main
-from trimaran.app.report.page import page_of
-from trimaran.app.report.report_facts import facts_of
-from trimaran.app.views.run_findings import FindingsPoller
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.status_lines import status_lines
-from trimaran.app.views.summary import summarise
-from trimaran.core.recipe import PrometheusSection
+from trimaran.app import FindingsPoller, RunState, facts_of, main, page_of, status_lines, summarise
+from trimaran.core import PrometheusSection
 from trimaran.run import RunDirectory
 
 

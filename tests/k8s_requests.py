@@ -6,8 +6,7 @@ from typing import Any
 
 from trimaran.core import Plan, Recipe, Seconds, parse_recipe
 from trimaran.hardware import Cluster, parse_cluster
-from trimaran.launch.targets.kubernetes_files.k8s_site import KubernetesSite
-from trimaran.launch.targets.target import LaunchRequest
+from trimaran.launch import KubernetesSite, LaunchRequest
 from trimaran.models import spec_of
 from trimaran.planner import choose
 

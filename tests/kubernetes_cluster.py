@@ -11,7 +11,7 @@ import yaml
 
 from tests.pod_runner import BACKOFF_SECONDS, JobController, JobEnd, Pod, PodRunner
 from tests.unit.test_k8s_client import Server
-from trimaran.launch.targets.kubernetes_files.k8s_pod import CONTAINER, INSTANCE
+from trimaran.launch import CONTAINER, INSTANCE
 
 NAMESPACE = "llm"
 

@@ -15,7 +15,7 @@ import psutil
 from tests import forked
 from tests.environment import environment
 from tests.fault.harness import TINY, lines, wait_for
-from trimaran.app.commands.jobs import JOB_TARGETS
+from trimaran.app import JOB_TARGETS
 from trimaran.run import RunDirectory
 
 STEPS = 24

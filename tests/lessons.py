@@ -17,11 +17,9 @@ import trimaran.loop.loop  # noqa: F401, imported once before ranks are forked
 from tests.environment import CACHE, ROOT, environment
 from tests.guide_commands import BLOCK
 from tests.ranks import run_ranks
-from trimaran.app.main import main
-from trimaran.app.request.request import resolve
+from trimaran.app import main, resolve
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import read_rank_info, run_worker
 
 PAGES = ROOT / "docs" / "course"
 TOLERANCE = 0.01  # of a number: the page was written on another machine

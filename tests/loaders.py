@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.data import ByteTokenizer, Sequences, ShardWriter, TokenSample, TokenShards
-from trimaran.data.feed import DataShare
-from trimaran.data.loader import Loader as AnyLoader
-from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.data.quarantine import SampleReader
-from trimaran.data.token_feed import TokenFeed
+from trimaran.data import (
+    ByteTokenizer,
+    DataShare,
+    LoaderLimits,
+    SampleReader,
+    Sequences,
+    ShardWriter,
+    TokenFeed,
+    TokenSample,
+    TokenShards,
+)
+from trimaran.data import Loader as AnyLoader
 
 LARGE_LIMITS = LoaderLimits(cores=4, free_bytes=1 << 30)
 ALONE = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)

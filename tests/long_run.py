@@ -13,10 +13,8 @@ from typing import Any
 from tests.runs import PREDICTION
 from trimaran.core import PHASES, Mesh, Plan, StepMetrics, parse_recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.telemetry.step_index import StepIndexer
-from trimaran.train.metrics.meters import rank_measures, wait_phases
-from trimaran.train.metrics.rank_stats import MEASURES, summarise_ranks
-from trimaran.train.metrics.slow_details import SlowDetails
+from trimaran.telemetry import StepIndexer
+from trimaran.train import MEASURES, SlowDetails, rank_measures, summarise_ranks, wait_phases
 
 BEGIN, STEP_SECONDS, RESTART_SECONDS, READY_SECONDS = 1.75e9, 0.25, 20.0, 5.0
 WORLD_SIZE = 8

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from trimaran.core import Mesh, Plan, Recipe, StepMetrics, parse_recipe
 from trimaran.cost import predict
-from trimaran.hardware import parse_cluster
-from trimaran.hardware.fitted_rates import FittedRates, with_fitted
+from trimaran.hardware import FittedRates, parse_cluster, with_fitted
 from trimaran.models import outline_for, spec_of
-from trimaran.planner import Question
-from trimaran.planner.search import predicted
+from trimaran.planner import Question, predicted
 from trimaran.run import Journal, RunDirectory, create_run
 
 EPOCH = 1_790_000_000.0

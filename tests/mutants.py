@@ -196,7 +196,7 @@ def main() -> int:
         shutil.copytree(SRC, Path(name) / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         for mutant in choose(asked.number, asked.modules, asked.seed):
             by = is_killed(mutant, Path(name), asked.seconds)
-            killed.append(asdict(mutant) | {"killed_by": by})
+            killed.append({**asdict(mutant), "killed_by": by})
             change = f"{mutant.module}:{mutant.line}  {mutant.was}  ->  {mutant.now}"
             print(f"killed    {change}  by {by}" if by else f"SURVIVED  {change}", flush=True)
     share = sum(bool(each["killed_by"]) for each in killed) / len(killed)

@@ -9,7 +9,7 @@ import torch
 
 from tests.dist.test_fp8_gather import two_steps
 from tests.ranks import run_ranks
-from trimaran.launch.shared_gpu import SHARE_GPUS, shared_gpu_environment
+from trimaran.launch import SHARE_GPUS, shared_gpu_environment
 
 CASES = [("tensor", {"dp_shard": 2}), ("block", {"dp_shard": 2}), ("block", {"dp_replicate": 2, "dp_shard": 2})]
 

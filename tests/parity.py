@@ -15,8 +15,7 @@ from tests.environment import CACHE
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import read_rank_info, run_worker
 
 TOLERANCE = 1e-5
 CRASH = f"exit code {-signal.SIGSEGV}"

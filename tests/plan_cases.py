@@ -7,11 +7,9 @@ from random import Random
 from typing import Any
 
 from tests.unit.test_models_outline_hf import CAUSAL, LLAMA, MIXED, VISION, VLMS, WIDE_HEADS
-from trimaran.core import AXES, Mesh, Plan, Recipe, UserError
-from trimaran.core.plan import CONTEXTS
+from trimaran.core import AXES, CONTEXTS, Mesh, Plan, Recipe, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS, outline_if_known, spec_of
-from trimaran.models.hf_facts import HfFacts
+from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS, HfFacts, outline_if_known, spec_of
 from trimaran.planner import check_plan
 
 SEQ_LEN = 16

@@ -15,15 +15,10 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.data.feed import DataShare
-from trimaran.data.step_batch import StepBatch, text_batch
-from trimaran.nets import Network
-from trimaran.nets.adapters.lora_linear import adapter_parameters
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.data import DataShare, StepBatch, text_batch
+from trimaran.nets import Network, adapter_parameters, full_tensor
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 SEQ_LEN, GLOBAL_BATCH, STEPS = 24, 8, 2
 NUM_TOKENS = 6  # few, so that there is something to learn

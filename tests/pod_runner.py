@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import psutil
 
-from trimaran.launch.targets.kubernetes_files.k8s_workloads import find_workloads, name_of
+from trimaran.launch import find_workloads, name_of
 
 SUBNET = "10.79.0"
 ROOT = Path(__file__).parents[1]

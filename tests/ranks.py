@@ -25,6 +25,7 @@ class Rank:
 
     def result(self) -> Any:
         """Return the result of a rank whose pipe is readable; fail with its error."""
+        result = None
         try:
             result, error = pickle.load(self.pipe)  # not up to its end: children of the rank keep it open
         except EOFError:
@@ -82,10 +83,11 @@ def _start(
 def _collect(ranks: Sequence[Rank], timeout: float) -> list[Any]:
     answers: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
-    while left := {rank.pipe: number for number, rank in enumerate(ranks) if number not in answers}:
-        ready = wait(list(left), max(0.0, deadline - time.monotonic()))
+    while left := {rank.pipe.fileno(): number for number, rank in enumerate(ranks) if number not in answers}:
+        ready = wait([*left], max(0.0, deadline - time.monotonic()))
         assert ready, f"ranks {sorted(left.values())} are silent for {timeout} s"
         for pipe in ready:
+            assert isinstance(pipe, int)
             number = left[pipe]
             try:
                 answers[number] = ranks[number].result()

@@ -11,20 +11,28 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint.load_state import fill_shards, refuse_unused_tensors
-from trimaran.checkpoint.ownership import assign_rows
-from trimaran.checkpoint.rank_share import TORCH_DTYPES, build_share, copy_to_memory, copy_values, item_view, meta_of
-from trimaran.checkpoint.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
-from trimaran.checkpoint.tensor_shards import CheckpointState, TensorShard
+from trimaran.checkpoint import (
+    TORCH_DTYPES,
+    CheckpointState,
+    IndexEntry,
+    TensorIndex,
+    TensorMeta,
+    TensorRegion,
+    TensorShard,
+    assign_rows,
+    build_share,
+    copy_to_memory,
+    copy_values,
+    fill_shards,
+    item_view,
+    meta_of,
+    refuse_unused_tensors,
+)
 from trimaran.core import Plan, Recipe
-from trimaran.data.feed import DataShare
-from trimaran.data.step_batch import StepBatch, text_batch
-from trimaran.optim.schedule import learning_rate
+from trimaran.data import DataShare, StepBatch, text_batch
+from trimaran.optim import learning_rate
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.checkpointing.restore import MAY_BE_UNUSED
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import MAY_BE_UNUSED, StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 SEGMENT_STEPS = 2

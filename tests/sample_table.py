@@ -9,8 +9,7 @@ import numpy as np
 from benchmarks.mix import IMAGE_TOKEN
 from PIL import Image
 
-from trimaran.data.samples.sample_index import SampleRecord
-from trimaran.data.vision.grid_positions import ALONE
+from trimaran.data import ALONE, SampleRecord
 
 
 def png(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.launched import SECRETS, digest
 from trimaran.run import Section
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import SupervisorLink
 
 FREE_STEPS = 3
 released, pause = Path(sys.argv[1]) / "no-pause", float(os.environ["TRIMARAN_TEST_PAUSE"])

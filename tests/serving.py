@@ -17,21 +17,22 @@ from tests import forked
 from tests.runs import PREDICTION
 from tests.unit.test_checkpoint_export import save
 from tests.vlm_models import perturb
-from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.checkpoint.export_peft import AdapterFacts, peft_tensors, whole_modules, write_peft_folder
+from trimaran.checkpoint import AdapterFacts, whole_modules, write_hf_folder, write_peft_folder
+from trimaran.checkpoint.export_peft import peft_tensors
 from trimaran.core import AdapterSection, Mesh, Plan, Recipe
 from trimaran.data import ByteTokenizer
-from trimaran.infer.conversation import continuation
-from trimaran.infer.generate import load_trained, save_tokenizer
-from trimaran.infer.open_weights import open_trained
-from trimaran.infer.sampling import Sampling, TokenSampler
-from trimaran.infer.trained_model import section_of_folder
-from trimaran.infer.weights_location import TrainedWeights
+from trimaran.infer import (
+    Sampling,
+    TokenSampler,
+    TrainedWeights,
+    continuation,
+    load_trained,
+    open_trained,
+    save_tokenizer,
+    section_of_folder,
+)
 from trimaran.models import PRESETS, spec_of
-from trimaran.nets import initialise, network_of
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.adapters.lora_linear import LoraLinear
+from trimaran.nets import LoraLinear, attach_adapter, initialise, initialise_adapter, network_of
 from trimaran.run import RunDirectory, create_run
 
 TOKEN = "a-token-for-tests"

@@ -11,7 +11,7 @@ import torch
 
 from tests.random_weights import perturb
 from tests.serving_ranks import PAGE_SIZE
-from trimaran.checkpoint.export_hf import write_hf_folder
+from trimaran.checkpoint import write_hf_folder
 from trimaran.models import PRESETS, spec_from_hf
 from trimaran.nets import Network, initialise, network_of
 

@@ -8,13 +8,21 @@ from typing import Any
 import torch
 
 from trimaran.core import ModelSection, UserError
-from trimaran.infer.engine.batching_engine import BatchingEngine, EngineStats
-from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.infer.engine.model_runner import Runner
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.ranks.serving_rank import RankedRunner, RankPlace, ServedModel, open_ranked_runner, serve_rank
-from trimaran.infer.ranks.sharded_weights import PartSettings
-from trimaran.infer.sampling import Sampling
+from trimaran.infer import (
+    BatchingEngine,
+    EngineRequest,
+    EngineSettings,
+    EngineStats,
+    PartSettings,
+    RankedRunner,
+    RankPlace,
+    Runner,
+    Sampling,
+    ServedModel,
+    TokenOutput,
+    open_ranked_runner,
+    serve_rank,
+)
 
 PAGE_SIZE = 4
 SETTINGS = EngineSettings(max_running=4, max_step_tokens=16)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.runs import new_run, step_metrics
 from trimaran.run import RunDirectory, append_line
-from trimaran.telemetry.sinks.sink import Line, Sink
+from trimaran.telemetry import Line, Sink
 
 GIB = 1 << 30
 

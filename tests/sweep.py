@@ -40,15 +40,11 @@ from tests.parity import Trajectory, plan_for
 from tests.ranks import free_port
 from tests.sweep_models import tiny_config
 from trimaran.core import EXIT_DONE, EXIT_USER, Plan, Recipe
-from trimaran.data import TokenShards, prepare
-from trimaran.data.feed import DataShare
-from trimaran.data.sequences import split
-from trimaran.data.token_feed import TokenFeed
+from trimaran.data import DataShare, TokenFeed, TokenShards, prepare, split
 from trimaran.nets import hf_stages, hf_vlm
 from trimaran.run import RunDirectory, create_run
+from trimaran.train import read_rank_info, run_worker
 from trimaran.train.health import first_loss
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
 
 IMPORTED_ONCE = hf_stages, hf_vlm, first_loss  # which ranks import when they need them
 STEPS, BATCH, SEQ_LEN, LR, EPS, BETAS = 4, 4, 32, 1e-2, 1e-3, (0.9, 0.95)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trimaran.app.main import COMMANDS, main
-from trimaran.app.views.run_state import DETAILS
+from trimaran.app import COMMANDS, DETAILS, main
 from trimaran.core import PHASES, Plan, Recipe, StepMetrics, UserError, parse_recipe
-from trimaran.train.metrics.rank_stats import MEASURES
+from trimaran.train import MEASURES
 
 ROOT = Path(__file__).parents[1]
 CODES = ROOT / "docs" / "codes"

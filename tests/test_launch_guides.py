@@ -11,8 +11,8 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from tests.guide_commands import FOLDER, GUIDES, HERE, REAL, UNTRIED, guide_commands
-from trimaran.app.main import main
-from trimaran.launch.targets.target import TARGET_CLASSES, open_target
+from trimaran.app import main
+from trimaran.launch import TARGET_CLASSES, open_target
 
 ROOT = FOLDER.parents[1]
 GUIDE_OF_TARGET = {"local": "several-machines", "ssh": "several-machines", "k8s": "kubernetes", "sky": "skypilot"}

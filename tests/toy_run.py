@@ -16,17 +16,18 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runs import step_metrics
-from trimaran.checkpoint import file_parts, memory_budget
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot
-from trimaran.checkpoint.tensor_regions import TensorIndex
-from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint import (
+    CopyMetadata,
+    DurableDisk,
+    MemorySlot,
+    TensorIndex,
+    TensorShard,
+    file_parts,
+    memory_budget,
+)
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
 from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.train.agreement import LoopExit, StepDecision
-from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.process.rank_info import RankInfo, read_rank_info
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import Checkpointer, LoopExit, RankInfo, StepDecision, SupervisorLink, read_rank_info
 
 ROWS = 12
 DIED = "died without a result|onnection (closed|reset) by peer"  # from the dead rank or from its peer

@@ -20,9 +20,16 @@ from transformers import (
 )
 
 from tests.random_weights import perturb as perturb
-from trimaran.models import VLM_PRESETS, ProjectorSpec, VlmSpec
-from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm_spec import IMAGENET_MEAN, IMAGENET_STD, VisionBlock, VisionEnds
+from trimaran.models import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    VLM_PRESETS,
+    ProjectorSpec,
+    VisionBlock,
+    VisionEnds,
+    VlmSpec,
+    vlm_to_disk,
+)
 from trimaran.nets import Vlm, initialise
 
 IMAGE = 300

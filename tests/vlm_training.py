@@ -13,22 +13,11 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from trimaran.core import AdapterSection, Plan, TrainSection
-from trimaran.data.feed import DataShare
-from trimaran.data.step_batch import StepBatch
-from trimaran.models import PRESETS, VLM_PRESETS, VlmSpec
-from trimaran.models.spec import ExpertSpec
-from trimaran.models.stages import stage_ranges, stages_of_rank
-from trimaran.nets import Network, initialise
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.family import network_of
-from trimaran.nets.hf_weights import full_tensor
-from trimaran.parallel import RankMesh, apply_plan, build_mesh
-from trimaran.parallel.tower_plan import freeze_towers
-from trimaran.train.build import build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.steppers.stepper import Stepper
+from trimaran.data import DataShare, StepBatch
+from trimaran.models import PRESETS, VLM_PRESETS, ExpertSpec, VlmSpec, stage_ranges, stages_of_rank
+from trimaran.nets import Network, attach_adapter, full_tensor, initialise, initialise_adapter, network_of
+from trimaran.parallel import RankMesh, apply_plan, build_mesh, freeze_towers
+from trimaran.train import StepClock, Stepper, build_stepper, join_process_group, read_rank_info
 
 SEQ_LEN, GLOBAL_BATCH, STEPS, IGNORED = 32, 8, 3, -100
 GRIDS = ((2, 2), (2, 4), (4, 2), (4, 4))

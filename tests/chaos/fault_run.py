@@ -11,8 +11,7 @@ from tests.ranks import run_ranks
 from trimaran.core import EXIT_DONE
 from trimaran.data import cache_folder
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import read_rank_info, run_worker
 
 PLUGIN = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin"}
 PAUSE = 0.05

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from tests.chaos.fault_run import inject_fault
 from tests.fault.harness import Supervised, wait_for
 from trimaran.core import Cause
-from trimaran.drill.fault_kinds import KINDS as DRILLS
-from trimaran.drill.fault_kinds import DrillFault, FaultName
-from trimaran.drill.find_processes import find_processes
-from trimaran.drill.inject import inject
+from trimaran.drill import KINDS as DRILLS
+from trimaran.drill import DrillFault, FaultName, find_processes, inject
 
 Inject = Callable[[Supervised, int], AbstractContextManager[object]]
 SLOW_FACTOR = 4.0

@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,12 @@ from torch import Tensor
 
 from tests.fault import plugin
 from tests.fault.plugin import RUN
-from trimaran.checkpoint import export_hf
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.data.sequences import Sequences, TokenSample
-from trimaran.nets import Network
-from trimaran.nets.local_shards import local_part
+from trimaran.checkpoint import DurableDisk
+from trimaran.data import Sequences, TokenSample
+from trimaran.nets import Network, local_part
 from trimaran.run import Section
-from trimaran.train import build
+from trimaran.train import PlainStepper, SupervisorLink, build
 from trimaran.train.health import replica_check
-from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.steppers.stepper import PlainStepper
 
 SLOW_SECONDS = 5.0
 FREE_BYTES = 64 << 20
@@ -153,6 +150,7 @@ if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
     DurableDisk.sync = sync_slowly  # type: ignore[method-assign]
 
 if export_seconds := float(os.environ.get("TRIMARAN_TEST_EXPORT_SECONDS", "0")):  # for each tensor
+    export_hf = import_module("trimaran.checkpoint.export_hf")
     all_tensors = export_hf.all_tensors
 
     def yield_slowly(*args: Any) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +158,7 @@ if export_seconds := float(os.environ.get("TRIMARAN_TEST_EXPORT_SECONDS", "0")):
             time.sleep(export_seconds)
             yield each
 
-    export_hf.all_tensors = yield_slowly  # pyrefly: ignore[bad-assignment]
+    export_hf.all_tensors = yield_slowly  # type: ignore[attr-defined]
 
 if batch_seconds := float(os.environ.get("TRIMARAN_TEST_EVALUATION_SECONDS", "0")):  # for each batch
     evaluate = PlainStepper.evaluate

@@ -12,14 +12,20 @@ from tests.changes import request_after
 from tests.chaos.fault_run import remove_pause, start_run
 from tests.fault.harness import Supervised, lines, wait_for
 from tests.ranks import run_ranks
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import EXIT_DONE, Plan
 from trimaran.data import cache_folder
-from trimaran.run import RunDirectory, create_run, read_incidents
-from trimaran.run.change_phases import CHANGE_PHASES, ChangePhase, request_kill
-from trimaran.run.change_request import change_answers, write_change_request
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.run import (
+    CHANGE_PHASES,
+    ChangePhase,
+    RunDirectory,
+    change_answers,
+    create_run,
+    read_incidents,
+    request_kill,
+    write_change_request,
+)
+from trimaran.train import read_rank_info, run_worker
 
 pytestmark = pytest.mark.chaos
 

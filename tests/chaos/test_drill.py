@@ -17,9 +17,9 @@ from tests.chaos.nodes import TwoMachines, make_run
 from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.disks import mounted
 from tests.fault.harness import ROOT, TINY, Supervised, lines, wait_for
-from trimaran.app.main import main
-from trimaran.drill.fault_kinds import KINDS
-from trimaran.launch.collect_reports import process_state
+from trimaran.app import main
+from trimaran.drill import KINDS
+from trimaran.launch import process_state
 
 pytestmark = pytest.mark.chaos
 COMMAND = (sys.executable, "-m", "trimaran", "drill")

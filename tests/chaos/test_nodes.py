@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.nodes import Machine, TwoMachines, make_run
 from tests.fault.harness import lines, wait_for
-from trimaran.checkpoint.step_dirs import complete_steps
+from trimaran.checkpoint import complete_steps
 from trimaran.run import RunDirectory, read_incidents
 
 ROOT_NEEDED = pytest.mark.skipif(

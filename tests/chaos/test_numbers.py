@@ -16,10 +16,9 @@ from tests.chaos.fault_run import (
     start_run,
 )
 from tests.fault.harness import Supervised, lines, wait_for
-from trimaran.checkpoint.step_dirs import complete_steps
+from trimaran.checkpoint import complete_steps
 from trimaran.core import EXIT_DONE, Incident
-from trimaran.data import TokenShards, cache_folder, positions, prepare, split
-from trimaran.data.feed import DataShare
+from trimaran.data import DataShare, TokenShards, cache_folder, positions, prepare, split
 from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos

@@ -15,7 +15,7 @@ from tests.chaos.test_nodes import ROOT_NEEDED, attempts, losses
 from tests.chaos.wire import ADDRESSES
 from tests.elastic_runs import assert_as_one_size, remove_pause
 from tests.fault.harness import lines, wait_for
-from trimaran.checkpoint.step_dirs import complete_steps, step_path
+from trimaran.checkpoint import complete_steps, step_path
 from trimaran.run import RunDirectory
 
 pytestmark = [pytest.mark.chaos, ROOT_NEEDED]

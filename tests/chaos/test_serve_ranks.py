@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.serving import MODEL, TOKEN, RunningServer, running_server, save_adapter, save_tiny_model
-from trimaran.app.main import main
+from trimaran.app import main
 
 pytestmark = pytest.mark.chaos
 

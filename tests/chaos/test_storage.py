@@ -23,8 +23,7 @@ from tests.chaos.fault_run import (
 )
 from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
-from trimaran.checkpoint.step_dirs import complete_steps
-from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint import complete_steps, verify
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.run import RunDirectory
 

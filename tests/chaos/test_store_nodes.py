@@ -8,8 +8,7 @@ import pytest
 from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.chaos.test_own_disks import OwnDisks, assert_equal_to_one_machine, logs
 from tests.fault.harness import lines
-from trimaran.checkpoint.object_store import open_store
-from trimaran.checkpoint.step_dirs import complete_steps, step_path
+from trimaran.checkpoint import complete_steps, open_store, step_path
 
 pytestmark = [pytest.mark.chaos, ROOT_NEEDED]
 

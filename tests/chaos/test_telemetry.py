@@ -15,7 +15,7 @@ from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.fault.harness import Supervised, lines, wait_for
 from tests.goodput import check_goodput, on_page
 from trimaran.core import EXIT_DONE
-from trimaran.telemetry.ledger import read_ledger
+from trimaran.telemetry import read_ledger
 
 pytestmark = pytest.mark.chaos
 

@@ -15,17 +15,12 @@ from tests.parity import plan_for
 from tests.plan_training import SEQ_LEN, batch_of, recipe_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.cost import Job
-from trimaran.cost.memory_inputs import memory_inputs_of
-from trimaran.cost.rank_part import parts_of
-from trimaran.cost.states import states_of
-from trimaran.data.feed import DataShare
+from trimaran.cost import Job, memory_inputs_of, parts_of, states_of
+from trimaran.data import DataShare
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import outline_for
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 # Every dimension is even, so that shards are equal, and rows of 64 can be packed.
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "tied": False}

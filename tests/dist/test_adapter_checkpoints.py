@@ -17,23 +17,14 @@ from tests.cases import slow
 from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
-from trimaran.app.main import main
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.checkpoint.manifest import read_manifest
-from trimaran.checkpoint.step_dirs import step_path
+from trimaran.app import main
+from trimaran.checkpoint import DiskSource, read_manifest, step_path, write_hf_folder
 from trimaran.core import AdapterSection, ModelSection, Plan, Recipe, UserError
-from trimaran.infer.adapted_network import fill_from_peft, load_adapted
+from trimaran.infer import fill_from_peft, load_adapted
 from trimaran.models import spec_of
-from trimaran.nets import network_of
-from trimaran.nets.initialise import initialise
-from trimaran.nets.local_shards import local_part
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.replace_plan import replace_plan, replace_recipe
-from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.steppers.update import Updater
-from trimaran.train.worker import run_worker
+from trimaran.nets import initialise, local_part, network_of
+from trimaran.run import RunDirectory, create_run, replace_plan, replace_recipe
+from trimaran.train import TrainingState, Updater, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 STEPS, GLOBAL_BATCH = 4, 8

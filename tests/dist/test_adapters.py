@@ -30,11 +30,10 @@ from tests.plan_training import (
 )
 from tests.ranks import run_ranks
 from trimaran.core import AdapterSection, Plan, Recipe
-from trimaran.data.feed import DataShare
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.data import DataShare
+from trimaran.nets import full_tensor
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import build_networks, join_process_group, read_rank_info
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 64}
 ONE_PROCESS = Plan(micro_batch=GLOBAL_BATCH)

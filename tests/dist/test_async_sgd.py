@@ -17,14 +17,10 @@ from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, Plan, Recipe
-from trimaran.data.step_batch import StepBatch
+from trimaran.data import StepBatch
 from trimaran.nets import Network
 from trimaran.run import RunDirectory, create_run
-from trimaran.train import build
-from trimaran.train.async_sgd.async_stepper import AsyncStepper
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.steppers.stepper import PlainStepper
-from trimaran.train.worker import run_worker
+from trimaran.train import AsyncStepper, PlainStepper, build, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 STALENESS = 4
@@ -195,7 +191,8 @@ def one_gradient_is_not_finite(path: Path, cache: Path) -> int:
         next(networks[0].module.parameters()).register_hook(spoil)
         return networks
 
-    AsyncStepper.add_gradients, build.build_networks = noted, with_hook
+    AsyncStepper.add_gradients = noted
+    build.build_networks = with_hook  # pyrefly: ignore[bad-assignment]
     return plain_rank(path, cache)
 
 

@@ -20,13 +20,21 @@ from torch.utils._pytree import tree_iter
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.local_shards import local_part
-from trimaran.parallel import apply_plan, autocast, build_mesh, gradient_norm, vocab_parallel_cross_entropy
-from trimaran.parallel.axes.cp import AllGatherContext
-from trimaran.parallel.comm.tensor_collectives import gather_sequence, reduce_gradient, reduce_sum, reduce_to_sequence
-from trimaran.parallel.precision import kept_weight_casts
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.nets import Network, decoder_network, initialise, local_part
+from trimaran.parallel import (
+    AllGatherContext,
+    apply_plan,
+    autocast,
+    build_mesh,
+    gather_sequence,
+    gradient_norm,
+    kept_weight_casts,
+    reduce_gradient,
+    reduce_sum,
+    reduce_to_sequence,
+    vocab_parallel_cross_entropy,
+)
+from trimaran.train import join_process_group, read_rank_info
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
 

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from tests.chaos.wire import ADDRESSES
 from tests.ranks import free_port, run_ranks
-from trimaran.app.main import main
-from trimaran.hardware.comm_result import BUS_FACTORS
-from trimaran.probe.collective_calls import CommGroup, count_wrong
-from trimaran.probe.measure_comm import measure
+from trimaran.app import main
+from trimaran.hardware import BUS_FACTORS
+from trimaran.probe import CommGroup, count_wrong, measure
 
 ROOT = Path(__file__).parents[2]
 needs_network = pytest.mark.skipif(

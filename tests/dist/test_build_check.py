@@ -12,13 +12,17 @@ from transformers import BloomConfig
 
 from tests.plan_cases import planner_refusal, preset_sections, random_case, write_configs
 from trimaran.core import Mesh, Plan, Recipe, UserError
-from trimaran.models.hf_facts import HfFacts
-from trimaran.nets.network import WeightsNeededError
-from trimaran.train.build import build_networks, build_stepper, refuse_unsavable
-from trimaran.train.build_check import check_build
-from trimaran.train.fake_ranks import fake_rank
-from trimaran.train.find_hf_facts import find_hf_facts
-from trimaran.train.metrics.step_clock import StepClock
+from trimaran.models import HfFacts
+from trimaran.nets import WeightsNeededError
+from trimaran.train import (
+    StepClock,
+    build_networks,
+    build_stepper,
+    check_build,
+    fake_rank,
+    find_hf_facts,
+    refuse_unsavable,
+)
 
 CPU = torch.device("cpu")
 QUICK_HF = ("llama-0", "vision1-yolos-0")

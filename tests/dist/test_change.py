@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.changes import ChangedTraining, change_recipe, train_with_changes
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_trajectory, trajectory_of
-from trimaran.autopilot.proposal import settings_of, undo_of
+from trimaran.autopilot import settings_of, undo_of
 from trimaran.core import Plan
+from trimaran.parallel import RECOMPUTED_ATTRIBUTE
 from trimaran.parallel.axes import ddp, fsdp
-from trimaran.parallel.memory.recompute import RECOMPUTED_ATTRIBUTE
 from trimaran.train.change import apply_change, rebuild, staged_state
 
 STEPS = 12
@@ -55,6 +55,7 @@ def check_networks() -> None:
             super().__init__(*args, bucket_cap_mb=bucket_cap_mb, **options)
 
     def recorded(self: FSDPModule, modules: list[FSDPModule]) -> None:
+        assert isinstance(self, nn.Module)
         prefetched[self] = len(modules)
         set_modules(self, modules)
 

@@ -23,16 +23,10 @@ from tests.toy_run import (
     run_attempt,
     run_until_killed,
 )
-from trimaran.checkpoint.manifest import read_manifest
-from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.peer_copies import FIRST_INTERVAL_STEPS
-from trimaran.checkpoint.step_dirs import complete_steps, step_path
-from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint import FIRST_INTERVAL_STEPS, RankMemory, complete_steps, read_manifest, step_path, verify
 from trimaran.core import parse_recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.lease import take_lease
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.run import RunDirectory, create_run, take_lease
+from trimaran.train import read_rank_info, run_worker
 
 
 @pytest.fixture

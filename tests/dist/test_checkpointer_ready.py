@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.toy_run import DIED, RankLog, ToyAttempt, events, new_run, run_attempt
-from trimaran.checkpoint.copier import Copier
+from trimaran.checkpoint import Copier
 from trimaran.run import RunDirectory
 from trimaran.train.checkpointing import checkpoint_backend
 

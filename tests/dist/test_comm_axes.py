@@ -21,12 +21,10 @@ from tests.environment import CACHE
 from tests.parity import plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
+from trimaran.parallel import AXIS_WAITS, AxisWaits, await_rows, gather_dim, gather_sequence, start_exchange
 from trimaran.parallel.comm import tensor_collectives
-from trimaran.parallel.comm.axis_waits import AXIS_WAITS, AxisWaits
-from trimaran.parallel.comm.tensor_collectives import await_rows, gather_dim, gather_sequence, start_exchange
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64}
 LATE_SECONDS = 0.3
@@ -141,7 +139,8 @@ class LateCollectives:
 def _late_worker(path: Path, cache: Path) -> int:
     """Run a worker whose rank 1 starts some of its reduce-scatters late."""
     if os.environ["RANK"] == "1":
-        tensor_collectives.collective = LateCollectives(tensor_collectives.collective)
+        late = LateCollectives(tensor_collectives.collective)
+        tensor_collectives.collective = late  # pyrefly: ignore[bad-assignment]
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache)
 
 

@@ -11,12 +11,10 @@ from torch import nn
 
 from tests.cases import slow
 from tests.ranks import run_ranks
-from trimaran.core import Mesh, Plan
-from trimaran.core.compression_settings import KIND_FIELDS
+from trimaran.core import KIND_FIELDS, Mesh, Plan
 from trimaran.nets import Network
-from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.comm.compression import compressor_of
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.parallel import apply_plan, build_mesh, compressor_of
+from trimaran.train import join_process_group, read_rank_info
 
 KINDS = [kind for kind in KIND_FIELDS if kind != "none"]
 ROWS, COLUMNS = 96, 160  # no multiple of ranks x block

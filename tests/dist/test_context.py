@@ -14,9 +14,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from tests.cases import slow
 from tests.ranks import run_ranks
-from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
-from trimaran.parallel.axes.cp import CONTEXTS
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.nets import AttentionOptions, causal_window, masked_attention
+from trimaran.parallel import CONTEXTS
+from trimaran.train import join_process_group, read_rank_info
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 20 + [3] * 4 + [4] * 12, [0] * 48])
 SHORT = torch.arange(48).div(5, rounding_mode="floor").expand(2, 48).contiguous()

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from tests.parity import plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.rules.health.debug_on import debug_on
-from trimaran.launch.local import DEBUG_VARIABLES, worker_environment
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.doctor import Evidence, debug_on
+from trimaran.launch import DEBUG_VARIABLES, worker_environment
+from trimaran.train import join_process_group, read_rank_info
 
 SHAPE = {"layers": 2, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 260}
 

@@ -27,19 +27,23 @@ from tests.environment import CACHE
 from tests.parity import TOLERANCE, Trajectory, assert_same_trajectory, train_run, train_trajectory
 from tests.ranks import run_ranks
 from tests.resume import SEGMENT_STEPS
-from trimaran.checkpoint.rank_share import copy_values
+from trimaran.checkpoint import copy_values
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
-from trimaran.data.step_batch import text_batch
+from trimaran.data import text_batch
 from trimaran.nets import Network
 from trimaran.parallel import build_mesh
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.health.guard import Guard
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.steppers.deepspeed_state import regions_of_range
-from trimaran.train.steppers.deepspeed_stepper import load_deepspeed
-from trimaran.train.worker import run_worker
+from trimaran.train import (
+    Guard,
+    StepClock,
+    build_networks,
+    build_stepper,
+    join_process_group,
+    load_deepspeed,
+    read_rank_info,
+    regions_of_range,
+    run_worker,
+)
 
 # Wide enough that ZeRO-3 shards some matrices (from 10,000 elements) and leaves the others unsharded.
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192}

@@ -16,16 +16,9 @@ from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, ExpertSpec, ModelSpec
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.local_shards import local_part, local_slices
-from trimaran.nets.moe import MoeLayer
-from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.apply import sharding_steps
-from trimaran.parallel.axes.cp import apply_cp
-from trimaran.parallel.axes.ep import TokenDispatcher, apply_ep
-from trimaran.parallel.axes.tp import apply_tp
-from trimaran.train.metrics.router_stats import router_details, routing_counts
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.nets import MoeLayer, Network, decoder_network, initialise, local_part, local_slices
+from trimaran.parallel import RankMesh, TokenDispatcher, apply_cp, apply_ep, apply_tp, build_mesh, sharding_steps
+from trimaran.train import join_process_group, read_rank_info, router_details, routing_counts
 
 HIDDEN, LENGTH, SEQUENCES = 16, 16, 8
 SHARED = {"shared_ffn": 16, "shared_gate": True}

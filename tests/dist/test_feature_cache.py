@@ -14,13 +14,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.data.feature_cache import BF16, FeatureCache
-from trimaran.data.quarantine import BadSampleError
-from trimaran.nets.vision import VisionTower
+from trimaran.data import BF16, BadSampleError, FeatureCache
+from trimaran.nets import VisionTower
 from trimaran.run import RunDirectory, create_run
+from trimaran.train import read_rank_info, run_worker
 from trimaran.train.inputs.vision_features import refuse_trained_tower
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_DONE, EXIT_USER, Recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import read_rank_info, run_worker
 
 WIDE: dict[str, Any] = {"vocab_size": 320, "initializer_range": 0.2}
 

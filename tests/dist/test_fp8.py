@@ -13,10 +13,8 @@ from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
 from trimaran.nets import decoder_network, initialise
-from trimaran.parallel import apply_plan, autocast, build_mesh
-from trimaran.parallel.fp8 import convert_linears
-from trimaran.parallel.fp8_linear import Fp8Linear
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.parallel import Fp8Linear, apply_plan, autocast, build_mesh, convert_linears
+from trimaran.train import join_process_group, read_rank_info
 
 TINY = PRESETS["tiny"]
 SPEC = replace(TINY, layers=1, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn=512, tied=False,

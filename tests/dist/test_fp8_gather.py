@@ -12,11 +12,8 @@ from tests.dist.test_fp8 import SPEC, TOKENS
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.nets import decoder_network, initialise
-from trimaran.parallel import apply_plan, autocast, build_mesh
-from trimaran.parallel.axes.fsdp import parameter_groups
-from trimaran.parallel.fp8 import convert_linears
-from trimaran.parallel.fp8_gather import Fp8Parameter
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.parallel import Fp8Parameter, apply_plan, autocast, build_mesh, convert_linears, parameter_groups
+from trimaran.train import join_process_group, read_rank_info
 
 
 def two_steps(

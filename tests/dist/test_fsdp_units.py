@@ -10,12 +10,9 @@ import torch.distributed as dist
 from tests.cases import slow
 from tests.ranks import run_ranks
 from tests.resume import recipe_for, train_segment
-from trimaran.core import Plan
-from trimaran.core.fsdp_units import num_units, unit_sizes
-from trimaran.parallel import build_mesh
-from trimaran.parallel.axes.fsdp import parameter_groups
-from trimaran.train.build import build_networks
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.core import Plan, num_units, unit_sizes
+from trimaran.parallel import build_mesh, parameter_groups
+from trimaran.train import build_networks, join_process_group, read_rank_info
 
 # A layer has slightly more than 1 MiB of gradients.
 WIDE = {"layers": 5, "hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 512}

@@ -20,22 +20,21 @@ from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
-from trimaran.data import TokenShards, positions, prepare, split
-from trimaran.data.feed import DataShare
-from trimaran.data.step_batch import StepBatch
-from trimaran.nets import Network
-from trimaran.nets.local_shards import local_part
-from trimaran.optim.loss_scale import LossScale
+from trimaran.data import DataShare, StepBatch, TokenShards, positions, prepare, split
+from trimaran.nets import Network, local_part
+from trimaran.optim import LossScale
 from trimaran.run import RunDirectory, create_run
-from trimaran.train import build
-from trimaran.train.agreement import StepDecision
-from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train import (
+    Checkpointer,
+    PlainStepper,
+    ReplicaCheck,
+    StepDecision,
+    Updater,
+    build,
+    read_rank_info,
+    run_worker,
+)
 from trimaran.train.health import guard
-from trimaran.train.health.replica_check import ReplicaCheck
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.steppers.stepper import PlainStepper
-from trimaran.train.steppers.update import Updater
-from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 BAD = 4  # the step that goes wrong

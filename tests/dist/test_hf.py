@@ -22,10 +22,9 @@ from tests.hf_models import CONFIGS, SMALL, save_model
 from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
-from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import HfNetwork, hf_network, open_hf_model
 from trimaran.parallel import RankMesh, apply_plan, build_mesh
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(96).view(4, 24)

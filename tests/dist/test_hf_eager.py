@@ -20,12 +20,10 @@ from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import free_port, run_ranks
 from tests.unit.test_nets_hf_eager import CONFIGS, config_of
 from trimaran.core import EXIT_USER, ModelSection, Plan, Recipe
-from trimaran.nets.hf import hf_network
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import hf_network, open_hf_model
 from trimaran.parallel import apply_plan, build_mesh
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import join_process_group, read_rank_info, run_worker
 
 NAMES = ("gptj", "gpt_neo", "bloom", "mpt", "rwkv")
 TOLERANCE = 1e-5

@@ -14,10 +14,9 @@ from tests.dist.test_hf_eager import TOLERANCE, summed_loss
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, UserError
 from trimaran.models import outline_for, spec_of
-from trimaran.nets.hf import hf_network
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import hf_network, open_hf_model
 from trimaran.parallel import apply_plan, build_mesh
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,

@@ -27,11 +27,9 @@ from tests.parity import assert_same_trajectory, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from tests.sweep_models import tiny_config
 from trimaran.core import Plan, UserError
-from trimaran.nets import Context
-from trimaran.nets.hf import hf_network
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import Context, hf_network, open_hf_model
 from trimaran.parallel import apply_plan, build_mesh
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 TOKENS = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-5

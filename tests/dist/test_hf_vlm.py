@@ -17,16 +17,11 @@ from tests.parity import plan_for, train_trajectory
 from tests.ranks import run_ranks
 from tests.vlm_training import SEQ_LEN, SPEC, STEPS, TRAIN, TrainingTrace, assert_traces_match, batch_of, plan_of
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection
-from trimaran.data.feed import DataShare
+from trimaran.data import DataShare
 from trimaran.models import spec_of
-from trimaran.nets.hf_build import open_hf_model
-from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
-from trimaran.nets.hf_weights import full_tensor
-from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.tower_plan import freeze_towers
-from trimaran.train.build import build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.nets import HfVlmNetwork, full_tensor, network_of_hf, open_hf_model
+from trimaran.parallel import apply_plan, build_mesh, freeze_towers
+from trimaran.train import StepClock, build_stepper, join_process_group, read_rank_info
 
 CPU = torch.device("cpu")
 TEXT = vlm_models.TEXT | {"vocab_size": SPEC.vocab, "rope_scaling": vlm_models.GRID["rope_scaling"]}

@@ -6,13 +6,7 @@ import numpy as np
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.parallel.comm.json_exchange import (
-    all_gather_int64,
-    all_gather_json,
-    broadcast_json,
-    recv_json,
-    send_json,
-)
+from trimaran.parallel import all_gather_int64, all_gather_json, broadcast_json, recv_json, send_json
 
 VALUES: list[Any] = [None, {}, [1, 2.5, "tünnel", {"nested": [True, None]}], "x" * 100_000, 0, float("inf")]
 

@@ -17,12 +17,18 @@ from tests.cases import quick_or_slow
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe, UserError
-from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
-from trimaran.planner.legal import check_objective
+from trimaran.parallel import vocab_parallel_token_losses
+from trimaran.planner import check_objective
 from trimaran.run import RunDirectory
-from trimaran.train.loss.cross_entropy import IGNORED, row_losses, summed_loss, token_losses
-from trimaran.train.loss.head_loss import head_losses
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import (
+    IGNORED,
+    head_losses,
+    join_process_group,
+    read_rank_info,
+    row_losses,
+    summed_loss,
+    token_losses,
+)
 
 ROWS, WIDTH, VOCABULARY, SMOOTHING = 24, 16, 53, 0.15  # two ranks hold 27 and 26 columns
 # Chunks, and shards and parts of sequences, add the same sums up.

@@ -15,21 +15,21 @@ from tests.dist.test_guard import BAD, assert_skipped, events, lines, recipe_wit
 from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Recipe
-from trimaran.data import loader_waits
-from trimaran.data.feature_cache import FeatureCache
-from trimaran.data.feed import LoadedArrays
-from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.data.sample_feed import SampleFeed
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.sequences import Sequences, TokenSample
+from trimaran.data import (
+    FeatureCache,
+    LoadedArrays,
+    LoaderLimits,
+    SampleFeed,
+    SampleIndex,
+    Sequences,
+    TokenSample,
+    loader_waits,
+)
 from trimaran.run import RunDirectory
-from trimaran.train import build
+from trimaran.train import build, loader_wait, read_rank_info, run_worker
 from trimaran.train.inputs import rank_loader, vision_features
-from trimaran.train.metrics.step_recorder import loader_wait
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
 
 
 @pytest.fixture(scope="module")

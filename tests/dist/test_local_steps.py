@@ -20,17 +20,11 @@ from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.resume import SavedState, TrainedSegment, recipe_for, train_segment
-from trimaran.core import EXIT_USER, Mesh, Plan
-from trimaran.core.local_steps import LocalSteps, synchronisation_bytes
+from trimaran.core import EXIT_USER, LocalSteps, Mesh, Plan, synchronisation_bytes
 from trimaran.nets import Network
-from trimaran.parallel import build_mesh
-from trimaran.parallel.comm.outer_step import build_outer_step
+from trimaran.parallel import build_mesh, build_outer_step
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.agreement import StepDecision
-from trimaran.train.health.guard import RefusedStep
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.steppers.stepper import PlainStepper
-from trimaran.train.worker import run_worker
+from trimaran.train import PlainStepper, RefusedStep, StepDecision, join_process_group, read_rank_info, run_worker
 
 ROUNDS, NESTEROV = 3, {"optimizer": "nesterov"}
 Weights = list[np.ndarray]

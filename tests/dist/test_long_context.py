@@ -15,12 +15,10 @@ from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
-from trimaran.nets import decoder_network, initialise
-from trimaran.nets.hf_weights import full_tensor
-from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.axes.cp import CONTEXTS
-from trimaran.rehearse.tensor_peak import measured_tensors
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.nets import decoder_network, full_tensor, initialise
+from trimaran.parallel import CONTEXTS, apply_plan, build_mesh
+from trimaran.rehearse import measured_tensors
+from trimaran.train import join_process_group, read_rank_info
 
 NARROW = replace(PRESETS["tiny"], layers=1, hidden=16, heads=1, kv_heads=1, head_dim=16, ffn=32, max_seq_len=1 << 17)
 

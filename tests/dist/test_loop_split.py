@@ -14,7 +14,7 @@ import trimaran
 from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import UserError
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 STEPS, ROWS, LENGTH, VOCAB, WIDTH, HEADS = 3, 8, 6, 20, 16, 4
 TENSOR = {"*.qkv": "columns-gathered", "*.out": "rows-of-whole", "*.up": "columns", "*.down": "rows"}

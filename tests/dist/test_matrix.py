@@ -21,12 +21,10 @@ from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import ModelSpec, spec_of
-from trimaran.nets import Decoder, initialise
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets import Decoder, full_tensor, initialise
 from trimaran.parallel import build_mesh
 from trimaran.planner import check_plan
-from trimaran.train.build import build_networks
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import build_networks, join_process_group, read_rank_info
 
 EVERY = cases()
 QUICK = [case for case in EVERY if is_quick(case)]

@@ -24,13 +24,18 @@ from tests.cases import quick_or_slow, slow
 from tests.ranks import run_ranks
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, ModelSpec
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.local_shards import local_part
-from trimaran.parallel import RankMesh, apply_plan, autocast, build_mesh
-from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.memory.activation_offload import SynchronousCopies, apply_activation_offload
-from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.nets import Network, decoder_network, initialise, local_part
+from trimaran.parallel import (
+    RankMesh,
+    SynchronousCopies,
+    apply_activation_offload,
+    apply_ep,
+    apply_plan,
+    apply_recompute,
+    autocast,
+    build_mesh,
+)
+from trimaran.train import join_process_group, read_rank_info
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 DENSE = replace(PRESETS["tiny"], **SMALL)

@@ -11,8 +11,7 @@ from tests.parity import Trajectory, assert_same_trajectory, train_trajectory
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.hardware import parse_cluster
 from trimaran.models import ModelSpec, outline_of, spec_of
-from trimaran.planner import Question, check_plan
-from trimaran.planner.memory_ladder import Patch, all_changes, describe_change, plan_with
+from trimaran.planner import Patch, Question, all_changes, check_plan, describe_change, plan_with
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 PLAN = Plan.model_validate({"mesh": {"dp_replicate": 2}, "micro_batch": 4})

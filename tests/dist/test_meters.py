@@ -15,13 +15,11 @@ from tests.environment import CACHE
 from tests.parity import plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
-from trimaran.data.step_batch import Inputs
+from trimaran.data import Inputs
 from trimaran.nets import Network
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.loss.objective import LossSums, Objective
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train import LossSums, Objective, read_rank_info, run_worker
 from trimaran.train.steppers import stepper
-from trimaran.train.worker import run_worker
 
 SMALL = {"layers": 4, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 64}  # small enough that layers are not sampled
 LATE_SECONDS = 0.1

@@ -18,10 +18,8 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.nets import Network
 from trimaran.run import RunDirectory, create_run
-from trimaran.train import build
+from trimaran.train import build, read_rank_info, run_worker
 from trimaran.train.health import nonfinite_search
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
 
 BAD = 3
 

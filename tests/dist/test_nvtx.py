@@ -15,8 +15,7 @@ from tests.parity import plan_for, train_run, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
 from trimaran.nets import Network
-from trimaran.train.metrics.nvtx_ranges import StepRanges
-from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train import StepClock, StepRanges
 
 PHASES = ["data", "forward", "comm", "backward", "comm", "checkpoint", "optimizer", "data", "checkpoint", "data"]
 CPU = torch.device("cpu")

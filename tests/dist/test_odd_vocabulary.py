@@ -23,13 +23,10 @@ from tests.resume import recipe_for as segment_recipe
 from tests.vlm_training import SPEC, assert_traces_match, plan_of, train_all_ranks
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
-from trimaran.nets import decoder_network
-from trimaran.nets.hf_weights import full_tensor
-from trimaran.nets.local_shards import local_part, local_slices
-from trimaran.parallel import apply_plan, build_mesh
-from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
+from trimaran.nets import decoder_network, full_tensor, local_part, local_slices
+from trimaran.parallel import apply_plan, build_mesh, vocab_parallel_token_losses
 from trimaran.run import RunDirectory
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 VOCABULARY = 265  # enough for bytes; neither 2 nor 3 nor 4 divides it
 SHAPE = {"vocab": VOCABULARY, "layers": 2, "hidden": 48, "heads": 12, "kv_heads": 12, "head_dim": 4, "ffn": 96}

@@ -16,14 +16,10 @@ from tests.environment import CACHE
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
-from trimaran.data import TokenShards, prepare, split
-from trimaran.data.feed import DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.token_feed import TokenFeed
-from trimaran.infer.generate import load_trained
+from trimaran.data import DataShare, Loader, TokenFeed, TokenShards, prepare, split
+from trimaran.infer import load_trained
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import build_networks, join_process_group, read_rank_info
 
 PLANS = {
     "one-process": {},

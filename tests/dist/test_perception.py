@@ -8,12 +8,9 @@ import pytest
 from tests.cases import quick_or_slow, slow
 from tests.parity import Trajectory, assert_same_trajectory, differences, plan_for, train_trajectory
 from trimaran.core import ModelSection, Recipe
-from trimaran.data.recorded_scenes import write_scenes
-from trimaran.data.simulated_scenes import make_scene
-from trimaran.models import spec_of
-from trimaran.models.perception_spec import PerceptionSpec
-from trimaran.nets import initialise
-from trimaran.nets.perception import perception_network
+from trimaran.data import make_scene, write_scenes
+from trimaran.models import PerceptionSpec, spec_of
+from trimaran.nets import initialise, perception_network
 
 SHAPE = {
     "cameras": 3, "height": 8, "width": 16, "camera_widths": [8, 8], "lidar_layers": 1, "fusion_layers": 2,

@@ -15,8 +15,7 @@ from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Pipeline, Plan, Recipe
 from trimaran.parallel import build_mesh
 from trimaran.run import RunDirectory
-from trimaran.train.build import build_networks
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import build_networks, join_process_group, read_rank_info
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}

@@ -22,12 +22,9 @@ from tests.vlm_training import (
     train_all_ranks,
 )
 from trimaran.core import Plan, TrainSection
-from trimaran.cost import Job
-from trimaran.cost.rank_part import parts_of
-from trimaran.cost.states import num_owned_in
+from trimaran.cost import Job, num_owned_in, parts_of
 from trimaran.models import ImageLimits, vlm_outline
-from trimaran.nets.local_shards import local_part
-from trimaran.nets.tower_names import tower_of
+from trimaran.nets import local_part, tower_of
 
 VISION: dict[str, Any] = {"vision": {"tp": 1, "sharding": "parameters"}}
 BOTH = VISION | {"projector": {"tp": 1, "sharding": "parameters"}}

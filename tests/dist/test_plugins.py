@@ -17,18 +17,13 @@ from tests.launched import CommandLine, kill_processes
 from tests.parity import assert_same_trajectory, plan_for, trajectory_of
 from tests.plugin_packages import install_example
 from tests.ranks import run_ranks
-from trimaran.app.main import main
-from trimaran.app.request.request import read_question
-from trimaran.autopilot.controller import Controller
-from trimaran.autopilot.decision_loop import RunSettings
-from trimaran.autopilot.proposal import settings_of
+from trimaran.app import main, read_question
+from trimaran.autopilot import Controller, RunSettings, settings_of
 from trimaran.core import Mesh, Plan, Recipe, UserError, parse_recipe
 from trimaran.planner import search
 from trimaran.run import RunDirectory, create_run
-from trimaran.telemetry.run_tail import RunTail
-from trimaran.telemetry.sidecar import open_feeds
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.telemetry import RunTail, open_feeds
+from trimaran.train import read_rank_info, run_worker
 
 STEPS, WEIGHT = 40, 1e-3  # a policy needs as many
 

@@ -16,12 +16,9 @@ from tests.environment import CACHE
 from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.optim.loss_scale import INITIAL_SCALE
+from trimaran.optim import INITIAL_SCALE
 from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.train import build
-from trimaran.train.build import build_worker_parts
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import build, build_worker_parts, join_process_group, read_rank_info, run_worker
 
 PLANS = {
     "one-process": {},

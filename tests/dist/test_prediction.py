@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests.cases import quick_or_slow
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
 from tests.prediction_models import save_predicting
+from trimaran.checkpoint import DiskSource
 from trimaran.checkpoint.convert import export_hf
-from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.core import Recipe
 from trimaran.run import RunDirectory
 

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import free_port, run_ranks
-from trimaran.doctor.measure_machine import measure_devices
-from trimaran.doctor.probe_process import ProbeProcess
+from trimaran.doctor import ProbeProcess, measure_devices
 from trimaran.hardware import parse_cluster
-from trimaran.probe.probe_nodes import NodeRendezvous
-from trimaran.probe.probe_ranks import count_wrong_values, measure_all_reduce, measure_matmuls, run_forked
+from trimaran.probe import NodeRendezvous, count_wrong_values, measure_all_reduce, measure_matmuls, run_forked
 
 CPU = torch.device("cpu")
 

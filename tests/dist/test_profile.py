@@ -15,14 +15,10 @@ from tests.environment import CACHE
 from tests.parity import Trajectory, plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.profile_request import ProfileRequest, find_traces, request_file, write_request
-from trimaran.telemetry.merged_trace import merge
-from trimaran.telemetry.trace_summary import Trace, load_trace, summarise
+from trimaran.run import ProfileRequest, RunDirectory, create_run, find_traces, request_file, write_request
+from trimaran.telemetry import Trace, load_trace, merge, summarise
+from trimaran.train import PlainStepper, read_rank_info, run_worker
 from trimaran.train.metrics import profiler
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.steppers.stepper import PlainStepper
-from trimaran.train.worker import run_worker
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 32}
 

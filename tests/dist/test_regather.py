@@ -23,19 +23,13 @@ from tests.cases import quick_or_slow, slow
 from tests.parity import train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import AdapterSection, Mesh, Plan
-from trimaran.cost import STACKS, Job
-from trimaran.cost.activation_memory import layer_bytes
-from trimaran.cost.memory_inputs import memory_inputs_of
+from trimaran.cost import STACKS, Job, layer_bytes, memory_inputs_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, ModelSpec, OutlineLayer, outline_of
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.local_shards import local_part
-from trimaran.parallel import RankMesh, apply_plan, autocast, build_mesh
-from trimaran.parallel.fp8 import convert_linears
+from trimaran.nets import Network, attach_adapter, decoder_network, initialise, initialise_adapter, local_part
+from trimaran.parallel import RankMesh, apply_plan, autocast, build_mesh, convert_linears
 from trimaran.parallel.memory import regather
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}
 DENSE, EXPERTS = (replace(PRESETS[name], **SMALL) for name in ("tiny", "tiny-moe"))

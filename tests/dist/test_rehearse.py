@@ -13,10 +13,9 @@ from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, parse_recipe
 from trimaran.parallel import build_mesh
-from trimaran.rehearse.rank_task import MeasuredRank
-from trimaran.rehearse.rehearsed_rank import measure_rank, rehearse_rank
-from trimaran.simulate.pipeline_order import pipeline_order
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.rehearse import MeasuredRank, measure_rank, rehearse_rank
+from trimaran.simulate import pipeline_order
+from trimaran.train import join_process_group, read_rank_info
 
 CPU = torch.device("cpu")
 PLANS = {

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.train.health.replica_check import ReplicaCheck, ReplicaDifference, bit_checksum
+from trimaran.checkpoint import TensorShard
+from trimaran.train import ReplicaCheck, ReplicaDifference, bit_checksum
 
 
 def shards(rank: int, *, shared: torch.Tensor) -> list[TensorShard]:

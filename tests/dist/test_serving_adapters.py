@@ -16,26 +16,36 @@ from tests.ranks import run_ranks
 from tests.serving_models import DENSE, PROMPTS, SPECS, save_spec
 from tests.serving_ranks import answers, on_ranks, place_of, requests_for, served
 from trimaran.core import AdapterSection, ModelSection, UserError
-from trimaran.infer.engine.adapter_loading import load_peft_folder
-from trimaran.infer.engine.engine_request import EngineRequest
-from trimaran.infer.engine.model_runner import ModelRunner, output_head
-from trimaran.infer.engine.open_runner import traits_of
-from trimaran.infer.generate import load_trained
-from trimaran.infer.ranks.serving_rank import RankedRunner, ServedModel, join_ranks
-from trimaran.infer.ranks.sharded_weights import open_part
-from trimaran.infer.weight_quantisation import (
+from trimaran.infer import (
+    EngineRequest,
+    ModelRunner,
     Quantisation,
     QuantisedLinear,
+    RankedRunner,
+    ServedModel,
     is_supported,
+    join_ranks,
+    load_peft_folder,
+    load_trained,
+    open_part,
+    output_head,
     quantise_linear,
     restored_weight,
+    traits_of,
 )
-from trimaran.nets import Network
-from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.lora_linear import LoraLinear, adapter_parameters
-from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
-from trimaran.nets.paged_cache import PagedCache
+from trimaran.nets import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    AdapterBank,
+    LoraLinear,
+    Network,
+    PagedCache,
+    adapter_parameters,
+    attach_adapter,
+    hf_modules,
+    peft_config,
+    peft_tensors,
+)
 
 CPU = torch.device("cpu")
 TOKENS = 7

@@ -27,21 +27,27 @@ from tests.serving_ranks import (
 )
 from tests.unit.test_checkpoint_export import save
 from tests.unit.test_infer_engine_images import request_with_images
-from trimaran.checkpoint.step_dirs import step_path
+from trimaran.checkpoint import step_path
 from trimaran.core import ModelSection, UserError
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.model_runner import ModelRunner, Runner
-from trimaran.infer.engine.open_runner import bytes_of_page, traits_of
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.generate import load_trained
-from trimaran.infer.ranks.peer_watch import RANK_LOST_EXIT
-from trimaran.infer.ranks.serving_rank import RankedRunner, ServedModel, join_ranks, open_ranked_runner, serve_rank
-from trimaran.infer.ranks.sharded_weights import open_part
-from trimaran.infer.sampling import Sampling
-from trimaran.infer.trained_model import compute_in_bf16
-from trimaran.nets import Network
-from trimaran.nets.local_shards import local_part
-from trimaran.nets.paged_cache import PagedCache
+from trimaran.infer import (
+    RANK_LOST_EXIT,
+    BatchingEngine,
+    EngineSettings,
+    ModelRunner,
+    RankedRunner,
+    Runner,
+    Sampling,
+    ServedModel,
+    bytes_of_page,
+    compute_in_bf16,
+    join_ranks,
+    load_trained,
+    open_part,
+    open_ranked_runner,
+    serve_rank,
+    traits_of,
+)
+from trimaran.nets import Network, PagedCache, local_part
 
 ORDERS: list[list[int | None]] = [[None, 0, None], [None] * 3, [None, 0, None, 1, None]]  # images by number, and texts
 

@@ -16,12 +16,10 @@ from tests.dist.test_guard import recipe_with, watch_optimizer
 from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
-from trimaran.checkpoint.step_dirs import step_path
-from trimaran.nets.local_shards import local_part
+from trimaran.checkpoint import step_path
+from trimaran.nets import local_part
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.steppers.update import Updater
-from trimaran.train.worker import run_worker
+from trimaran.train import Updater, read_rank_info, run_worker
 
 STEPS, FLIPPED_AFTER = 7, 4
 

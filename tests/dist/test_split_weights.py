@@ -20,17 +20,12 @@ from tests.ranks import run_ranks
 from tests.resume import SEGMENT_STEPS, HeldShard, TrainedSegment, batch_of, bits, held, train_segment
 from tests.resume import recipe_for as recipe_of_segments
 from tests.vlm_training import SPEC, assert_traces_match, plan_of, train_all_ranks
-from trimaran.checkpoint.convert import read_full_tensor
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.step_dirs import newest_step
+from trimaran.checkpoint import DiskSource, newest_step, read_full_tensor
 from trimaran.core import Plan, Recipe
-from trimaran.nets.hf_weights import full_tensor
-from trimaran.optim.schedule import learning_rate
-from trimaran.optim.split_weights import split_weight_of
+from trimaran.nets import full_tensor
+from trimaran.optim import learning_rate, split_weight_of
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 
 def recipe_for(preset: str = "tiny", *, shape: dict[str, Any] | None = None, **train: Any) -> Recipe:

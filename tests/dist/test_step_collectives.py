@@ -14,9 +14,7 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.train.metrics.step_recorder import StepRecorder
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import StepRecorder, read_rank_info, run_worker
 
 STEPS, WARM_STEPS = 8, 3
 SMALL = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 64}

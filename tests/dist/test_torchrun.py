@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.ranks import free_port, run_ranks
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.run import Section
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import SupervisorLink
 
 SETTINGS = ["model.shape={layers: 1, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}", "data.seq_len=32", "train.steps=12",
             "train.global_batch=8", "train.sample.tokens=0", "train.evaluate.batches=0",

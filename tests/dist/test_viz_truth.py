@@ -18,24 +18,27 @@ from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from tests.resume import recipe_for
 from tests.unit.test_viz_texts import untranslated
-from trimaran.app.request.viz_request import read_subject
+from trimaran.app import read_subject
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_for
-from trimaran.models.outline import linears_of
+from trimaran.models import linears_of, outline_for
 from trimaran.parallel import build_mesh
 from trimaran.planner import Question
 from trimaran.run import RunDirectory, create_run
-from trimaran.telemetry.trace_summary import load_trace
-from trimaran.train.build import build_networks
-from trimaran.train.metrics.step_recorder import StepRecorder
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.worker import run_worker
-from trimaran.viz import SHORT_NAMES, Subject, build_view
-from trimaran.viz.collectives import OPERATIONS, collective_steps
-from trimaran.viz.figures import Table, Timeline
-from trimaran.viz.shard_timeline import gathered_blocks, gathered_bytes
-from trimaran.viz.tensor_split import layers_of
+from trimaran.telemetry import load_trace
+from trimaran.train import StepRecorder, build_networks, join_process_group, read_rank_info, run_worker
+from trimaran.viz import (
+    OPERATIONS,
+    SHORT_NAMES,
+    Subject,
+    Table,
+    Timeline,
+    build_view,
+    collective_steps,
+    gathered_blocks,
+    gathered_bytes,
+    layers_of,
+)
 
 GROUPED = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 512}
 # A layer has slightly more than 1 MiB of gradients, so that each is an FSDP unit of its own.

@@ -19,7 +19,7 @@ from tests.vlm_training import (
     row,
     train_all_ranks,
 )
-from trimaran.data.feed import DataShare
+from trimaran.data import DataShare
 
 REPLICATED = {"vision": {"tp": 1}}
 SHARDED = {"vision": {"tp": 1, "sharding": "parameters"}, "projector": {"tp": 1, "sharding": "parameters"}}

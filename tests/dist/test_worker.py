@@ -18,16 +18,12 @@ from tests.disks import mounted
 from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
-from trimaran.checkpoint.durable import DurableDisk
+from trimaran.checkpoint import DurableDisk
 from trimaran.core import Bytes, Plan, Recipe, UserError
 from trimaran.data import Sequences, TokenSample, position
 from trimaran.nets import initialise
 from trimaran.run import HeartbeatBoard, RunDirectory, Section, create_run, refuse_full_disk
-from trimaran.train import build
-from trimaran.train.evaluate import HoldoutEvaluator
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.worker import run_worker
+from trimaran.train import HoldoutEvaluator, SupervisorLink, build, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 

@@ -11,8 +11,7 @@ import pytest
 from tests import forked
 from tests.environment import environment
 from tests.parity import assert_same_trajectory, trajectory_of
-from trimaran.run import RunDirectory, read_incidents
-from trimaran.run.change_request import change_answers
+from trimaran.run import RunDirectory, change_answers, read_incidents
 
 SETTINGS = (
     "cluster=2xcpu",

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.e2e.test_train import lines, processes_of, start, wait_for
-from trimaran.checkpoint.step_dirs import step_path
+from trimaran.checkpoint import step_path
 from trimaran.core import EXIT_AGAIN
 
 FOREVER = ["--set", "train.steps=100000", "--set", "train.sample.tokens=4"]

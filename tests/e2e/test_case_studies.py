@@ -16,7 +16,7 @@ from tests.case_pages import (
     shown_commands,
     tidy_lines,
 )
-from trimaran.app.main import main
+from trimaran.app import main
 
 SHOWN = [each for page in CASE_PAGES for each in shown_commands(page)]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -15,16 +15,12 @@ from tests.checkpoints import UnsyncedDisk, save_checkpoint, tensors_of
 from tests.disks import mounted, remount
 from tests.unit.test_checkpoint_export import network_of, state_of
 from tests.unit.test_checkpoint_export import save as save_tensors
-from trimaran.app.main import main
-from trimaran.checkpoint import checkpoint_list
-from trimaran.checkpoint.convert import read_full_tensor
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
+from trimaran.app import main
+from trimaran.checkpoint import DiskSource, checkpoint_list, complete_steps, read_full_tensor, refuse, step_path
 from trimaran.core import Mesh, Plan, parse_recipe
 from trimaran.models import ModelSpec
 from trimaran.nets import decoder_network, load_hf_weights
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.lease import take_lease
+from trimaran.run import RunDirectory, create_run, take_lease
 
 SMALL = [
     "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 48}",

@@ -13,7 +13,7 @@ from tests import forked
 from tests.disks import mounted
 from tests.environment import environment
 from tests.runs import new_run
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.models import PRESETS, spec_to_hf
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests import forked
 from tests.cases import slow
 from tests.e2e.test_cli_start import complete
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Plan, Prediction
 from trimaran.models import PRESETS, spec_to_hf
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from trimaran.app.main import main
-from trimaran.app.request.machine_check import interface_to, refuse_unfit_machine
-from trimaran.app.request.request import resolve
+from trimaran.app import interface_to, main, refuse_unfit_machine, resolve
 
 TINY = ["--set", "cluster=2xcpu", "--set", "train.steps=2"]
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.hf_models import SMALL
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.app.session import dry_run
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"

@@ -25,9 +25,8 @@ from tests.pod_runner import can_run_pods
 from tests.ray_cluster import RayCluster
 from tests.slurm.cluster import NEEDS_SLURM, SlurmCluster
 from tests.ssh_machines import MISSING, SshMachines
-from trimaran.launch.targets.job_records import read_records
-from trimaran.run import RunDirectory, open_run
-from trimaran.run.attempts import read_attempts
+from trimaran.launch import read_records
+from trimaran.run import RunDirectory, open_run, read_attempts
 
 pytestmark = pytest.mark.slow
 RECIPE = {

@@ -8,7 +8,7 @@ import pytest
 
 from tests import forked
 from tests.environment import environment
-from trimaran.app.main import main
+from trimaran.app import main
 
 SIZES = {"data.seq_len": "64", "train.global_batch": "8", "train.save": "false"}
 SHAPE = "model.shape={layers: 2, hidden: 64, heads: 4, ffn: 128}"

@@ -7,7 +7,7 @@ import pytest
 
 from tests import forked
 from tests.environment import environment
-from trimaran.app.main import main
+from trimaran.app import main
 
 SMALL = [
     "train.steps=4",

@@ -15,7 +15,7 @@ pytest.importorskip("mcp")
 from mcp import Client, StdioServerParameters, stdio_client
 
 from tests import forked
-from trimaran.app.assistant.docs_search import DocsIndex, docs_folder
+from trimaran.app import DocsIndex, docs_folder
 
 RECIPE = """\
 model: {preset: tiny, shape: {layers: 1, hidden: 32}}

@@ -9,9 +9,8 @@ import pytest
 
 from tests.nvtx_tool import build_nvtx_tool
 from tests.runs import new_run
-from trimaran.app.main import main
-from trimaran.run import RunDirectory
-from trimaran.run.run_directory import MARKER
+from trimaran.app import main
+from trimaran.run import MARKER, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 TINY = ("train.global_batch=4", "data.seq_len=32", "checkpoint.every=10")

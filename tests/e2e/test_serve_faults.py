@@ -25,7 +25,7 @@ from tests.serving import (
     running_server,
     wait_for,
 )
-from trimaran.checkpoint.step_dirs import step_path
+from trimaran.checkpoint import step_path
 from trimaran.run import RunDirectory
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

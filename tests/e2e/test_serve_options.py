@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving import add_checkpoint, new_tiny_run
-from trimaran.app.main import main
+from trimaran.app import main
 
 
 @pytest.mark.parametrize(

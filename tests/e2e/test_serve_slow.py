@@ -17,14 +17,9 @@ from PIL import Image
 from tests import forked, vlm_models
 from tests.e2e.test_serve_faults import LONG, new_client, texts_of
 from tests.serving import RunningServer, greedy_text, running_server, save_tiny_model, wait_for
-from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.checkpoint.step_dirs import newest_step
+from trimaran.checkpoint import newest_step, write_hf_folder
 from trimaran.data import ByteTokenizer
-from trimaran.infer.conversation import Conversation
-from trimaran.infer.generate import save_tokenizer
-from trimaran.infer.open_weights import open_trained
-from trimaran.infer.sampling import Sampling, TokenSampler
-from trimaran.infer.weights_location import TrainedWeights
+from trimaran.infer import Conversation, Sampling, TokenSampler, TrainedWeights, open_trained, save_tokenizer
 from trimaran.nets import initialise, network_of
 
 pytestmark = pytest.mark.slow

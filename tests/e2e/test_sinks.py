@@ -20,14 +20,10 @@ from tests.goodput import on_page
 from tests.prometheus_server import Server, alerts, filled_in, free_port, panels, prometheus
 from tests.runs import new_run
 from tests.sink_lines import event_line, feed, incident_line, incidents, recorded, sample_line, step_line
-from trimaran.app.main import main
-from trimaran.core import TelemetrySection, UserError, fixed_field_changes, parse_recipe
-from trimaran.core.recipe import PrometheusSection
+from trimaran.app import main
+from trimaran.core import PrometheusSection, TelemetrySection, UserError, fixed_field_changes, parse_recipe
 from trimaran.run import RunDirectory, append_line
-from trimaran.telemetry.ledger import read_ledger
-from trimaran.telemetry.sinks.open_sinks import SINKS, open_sinks, refuse_missing_sinks
-from trimaran.telemetry.sinks.prometheus import PrometheusSink
-from trimaran.telemetry.sinks.sink import Line, Sink
+from trimaran.telemetry import SINKS, Line, PrometheusSink, Sink, open_sinks, read_ledger, refuse_missing_sinks
 
 LIFE = [
     ("event", event_line("start", 1000.0, world_size=2, version="0.1.0", device="cpu")),

@@ -16,19 +16,21 @@ from safetensors.torch import save_file
 from tests.checkpoints import save_checkpoint
 from tests.runs import finished_run
 from tests.special_files import KINDS, no_longer_than, put
-from trimaran.app.main import main
-from trimaran.checkpoint.dcp_read import DcpSource
-from trimaran.checkpoint.step_dirs import step_path
+from trimaran.app import main
+from trimaran.checkpoint import DcpSource, step_path
 from trimaran.core import DataSection, UserError
-from trimaran.data.prepare_text import prepare
-from trimaran.data.quarantine import BadSampleError, read_quarantine
-from trimaran.data.samples.image_files import ImageFiles
-from trimaran.data.samples.read_rows import json_rows, text_of
-from trimaran.data.samples.webdataset import read_tar
-from trimaran.data.token_shards import TokenShards
+from trimaran.data import (
+    BadSampleError,
+    ImageFiles,
+    TokenShards,
+    json_rows,
+    prepare,
+    read_quarantine,
+    read_tar,
+    text_of,
+)
 from trimaran.models import weight_files
-from trimaran.run import RunDirectory, append_line
-from trimaran.run.profile_request import read_request, request_file
+from trimaran.run import RunDirectory, append_line, read_request, request_file
 
 LIMIT_SECONDS = 30.0
 NOT_LINKS = [kind for kind in KINDS if kind != "link"]  # a person may name a link

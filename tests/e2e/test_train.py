@@ -16,7 +16,7 @@ from tests import forked
 from tests.cases import slow
 from tests.environment import environment
 from tests.prometheus_server import free_port
-from trimaran.app.main import main
+from trimaran.app import main
 
 TINY = [
     "--set", "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}",

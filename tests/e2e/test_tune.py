@@ -10,10 +10,9 @@ import pytest
 
 from tests import forked
 from tests.environment import environment
-from trimaran.app.main import main
-from trimaran.app.request.request import resolve
+from trimaran.app import main, resolve
 from trimaran.core import Plan
-from trimaran.planner.neighbours import keeps_pins
+from trimaran.planner import keeps_pins
 
 SIZES = {
     "model.shape": "{layers: 2, hidden: 64, heads: 4, ffn: 128}",

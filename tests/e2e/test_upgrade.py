@@ -19,10 +19,8 @@ from typer.main import get_command
 import trimaran
 from tests import forked
 from tests.sources import SRC
-from trimaran.app.main import build_app, main
-from trimaran.core import parse_recipe
-from trimaran.core.field_aliases import all_fields
-from trimaran.core.renamed import GONE_IN, RENAMED
+from trimaran.app import build_app, main
+from trimaran.core import GONE_IN, RENAMED, all_fields, parse_recipe
 from trimaran.run import RunDirectory
 
 FOLDER = Path(__file__).parents[1] / "v0_1"

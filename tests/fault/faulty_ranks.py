@@ -16,13 +16,18 @@ import torch.distributed as dist
 
 from tests.forked import Forked, call
 from tests.runs import new_run
-from trimaran.launch.attribution import Attribution, attribute_fault
-from trimaran.launch.collect_reports import ReportTarget, collect_reports, process_state
-from trimaran.launch.node import RankEnded
-from trimaran.launch.rank_report import RankReport, read_rank_reports
+from trimaran.launch import (
+    Attribution,
+    RankEnded,
+    RankReport,
+    ReportTarget,
+    attribute_fault,
+    collect_reports,
+    process_state,
+    read_rank_reports,
+)
 from trimaran.run import HeartbeatBoard, Journal, JsonlFollower, RunDirectory
-from trimaran.train.process.heartbeat_thread import HeartbeatThread
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import HeartbeatThread, SupervisorLink
 
 Scenario = Callable[[int, SupervisorLink], Any]
 QUIET_SECONDS, QUIET_TICKS = 0.3, 2

@@ -20,8 +20,7 @@ from tests.forked import Forked
 from trimaran.core import Incident, parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.hardware import parse_cluster
-from trimaran.launch.early_supervisor import WARM
-from trimaran.launch.warm_connection import ask_warm
+from trimaran.launch import WARM, ask_warm
 from trimaran.models import spec_of
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run, read_incidents

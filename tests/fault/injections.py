@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.saver import Saver
+from trimaran.checkpoint import Saver
 from trimaran.data import Sequences, TokenSample
-from trimaran.nets import Network
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets import DecoderLayer, Network
 from trimaran.train import build
 
 Hook = Callable[[torch.nn.Module, Any, Any], Any]

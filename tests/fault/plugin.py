@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trimaran.run import Section
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import SupervisorLink
 
 
 def _hang() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.chaos import plugin  # noqa: F401 - the pause of every step
 from tests.fault.plugin import RUN
 from tests.resume import share_of
-from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train import Checkpointer
 
 resume = Checkpointer.resume
 

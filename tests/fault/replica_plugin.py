@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.fault import plugin as _plugin  # noqa: F401 - the pause of each step
+from trimaran.train import ElasticLoop, ElasticOuter, Membership, PlainStepper, Trainer
 from trimaran.train.elastic import elastic_loop
-from trimaran.train.elastic.elastic_loop import ElasticLoop
-from trimaran.train.elastic.elastic_outer import ElasticOuter
-from trimaran.train.elastic.membership import Membership
-from trimaran.train.steppers.stepper import PlainStepper
-from trimaran.train.trainer import Trainer
 
 RANK, START = os.environ["RANK"], os.environ["TRIMARAN_REPLICA_START"]
 FAULTS = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_REPLICA_FAULTS", "").split(",") if each]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets import DecoderLayer
 from trimaran.train.process import measure_speed
 
 RUN = Path("/proc/self/fd/1").readlink().parents[1]  # a rank prints to RUN/logs/rank-RANK.log

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets import DecoderLayer
 
 seconds = float(os.environ["TRIMARAN_TEST_LAYER_SECONDS"])
 forward = DecoderLayer.forward

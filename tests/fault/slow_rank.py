@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trimaran.data import Sequences, TokenSample
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets import DecoderLayer
 
 forward_seconds, backward_seconds, row_seconds, sync_seconds = map(
     float, os.environ["TRIMARAN_TEST_SLOW_SECONDS"].split()

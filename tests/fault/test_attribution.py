@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fault.faulty_ranks import FaultyRanks, Scenario
-from trimaran.launch.attribution import Attribution
-from trimaran.launch.collect_reports import MAX_HEARTBEAT_AGE_SECONDS
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.launch import MAX_HEARTBEAT_AGE_SECONDS, Attribution
+from trimaran.train import SupervisorLink
 
 
 def attribution_of(tmp_path: Path, world_size: int, scenario: Scenario) -> Attribution:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from tests.fault.harness import Supervised, lines
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.run import create_run
-from trimaran.run.change_phases import request_kill
-from trimaran.run.change_request import change_answers, read_change_request, write_change_request
+from trimaran.run import change_answers, create_run, read_change_request, request_kill, write_change_request
 
 PATCH = {"plan.mesh": {"dp_shard": 2}}
 

@@ -8,8 +8,7 @@ import pytest
 from tests.diagnosed_runs import findings, in_slow_network, measured, recipe_of, train, with_patch
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE
-from trimaran.doctor.predicted_gain import patch_settings
-from trimaran.doctor.rules.speed.bucket import MAX_BUSY_CORES_FRACTION
+from trimaran.doctor import MAX_BUSY_CORES_FRACTION, patch_settings
 from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos

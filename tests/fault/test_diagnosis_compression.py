@@ -6,8 +6,7 @@ import pytest
 
 from tests.fault.harness import Supervised
 from trimaran.core import Finding
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import read_evidence
+from trimaran.doctor import diagnose, read_evidence
 
 pytestmark = pytest.mark.slow
 WARMUP, STEPS = 60, 90

@@ -13,7 +13,7 @@ import pytest
 from tests.diagnosed_runs import findings, in_container
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE
-from trimaran.doctor.predicted_gain import patch_settings
+from trimaran.doctor import patch_settings
 from trimaran.run import RunDirectory
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup v1 counts memory and swap separately

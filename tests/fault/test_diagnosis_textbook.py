@@ -11,9 +11,9 @@ import pytest
 from tests.diagnosed_runs import findings, in_slow_network, measured, recipe_of, train
 from tests.fault.harness import Supervised
 from tests.fault.injections import compute_slowly, load_slowly, save_slowly
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import EXIT_DONE, Recipe
-from trimaran.doctor.predicted_gain import patch_settings
+from trimaran.doctor import patch_settings
 from trimaran.models import outline_if_known
 from trimaran.run import RunDirectory
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.fault.harness import SECONDS, Supervised, lines, start_module, wait_for
-from trimaran.app.main import main
-from trimaran.launch.collect_reports import process_state
+from trimaran.app import main
+from trimaran.launch import process_state
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

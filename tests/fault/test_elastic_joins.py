@@ -15,7 +15,7 @@ from tests.fault.test_elastic_replicas import (
     start,
     trained,
 )
-from trimaran.checkpoint.step_dirs import complete_steps, step_path
+from trimaran.checkpoint import complete_steps, step_path
 
 pytestmark = pytest.mark.chaos
 

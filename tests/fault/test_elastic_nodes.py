@@ -12,10 +12,8 @@ from tests.chaos.nodes import Machine, make_run
 from tests.elastic_runs import assert_as_one_size, last_step, remove_pause, sizes
 from tests.fault.harness import lines, wait_for
 from tests.resume import SavedState
-from trimaran.checkpoint.step_dirs import step_path
-from trimaran.checkpoint.step_files import StepFiles
-from trimaran.run import RunDirectory, read_incidents
-from trimaran.run.lease import read_holder
+from trimaran.checkpoint import StepFiles, step_path
+from trimaran.run import RunDirectory, read_holder, read_incidents
 
 pytestmark = pytest.mark.chaos
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")

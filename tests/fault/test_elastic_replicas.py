@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fault.harness import SECONDS, Supervised, lines, wait_for
-from trimaran.data import TokenShards, cache_folder, prepare
-from trimaran.data.sample_order import positions
-from trimaran.data.sequences import split
+from trimaran.data import TokenShards, cache_folder, positions, prepare, split
 
 EVERY, BATCH = 5, 12
 LOCAL = f"{{steps: {EVERY}, elastic: true, outer: {{optimizer: nesterov}}}}"

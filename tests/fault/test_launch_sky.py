@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from tests.chaos.nodes import make_run
 from tests.fault.harness import ROOT, has_ended, lines, wait_for
 from trimaran.hardware import parse_cluster
-from trimaran.launch.targets.sky_target import BUCKET_PATH, SkySection, SkyTarget
-from trimaran.launch.targets.target import LaunchRequest
+from trimaran.launch import BUCKET_PATH, LaunchRequest, SkySection, SkyTarget
 
 pytestmark = pytest.mark.slow
 

@@ -10,13 +10,8 @@ import pytest
 from tests.fault.harness import wait_for
 from tests.fault.test_network import FakeNode, FollowerThread, node_group, present
 from trimaran.core import FaultsSection, Plan, Recipe
-from trimaran.launch.channel import Channel
-from trimaran.launch.left_out_watch import LeftOutWatch
-from trimaran.launch.local_node import LocalNode
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.lease import run_token, take_lease
-from trimaran.run.left_out_nodes import write_left_out
-from trimaran.run.node_speeds import read_node_speeds
+from trimaran.launch import Channel, LeftOutWatch, LocalNode
+from trimaran.run import RunDirectory, create_run, read_node_speeds, run_token, take_lease, write_left_out
 
 
 class FakeIdleNode(FakeNode):

@@ -16,17 +16,11 @@ from tests.disks import fill, mounted
 from tests.environment import environment
 from tests.fault.harness import SECONDS, TINY, Supervised, lines, wait_for
 from tests.runs import new_run
-from trimaran.app.session.session import run_and_show
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.summary import summarise
-from trimaran.checkpoint.step_dirs import complete_steps
-from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.app import RunState, run_and_show, summarise
+from trimaran.checkpoint import complete_steps, verify
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
-from trimaran.launch.local import start_local
-from trimaran.run import RunDirectory, create_run, read_incidents
-from trimaran.run.attempts import read_attempts
-from trimaran.run.held_directory import lock_directory
-from trimaran.run.lease import take_lease
+from trimaran.launch import start_local
+from trimaran.run import RunDirectory, create_run, lock_directory, read_attempts, read_incidents, take_lease
 
 ENDLESS = ("train.steps=100000", "checkpoint.every=10")
 

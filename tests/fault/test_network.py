@@ -22,20 +22,33 @@ import torch.distributed as dist
 from tests.fault.harness import start_module
 from tests.ranks import run_ranks
 from trimaran.core import Recipe, UserError
-from trimaran.launch.channel import Channel
-from trimaran.launch.follower import Follower, FollowerEnd
-from trimaran.launch.node import AttemptSpec, NodeEvent, NodeLost, RankEnded
-from trimaran.launch.node_agent import NodeAgent
-from trimaran.launch.node_options import NodeOptions
-from trimaran.launch.remote_node import RemoteNode
-from trimaran.launch.remote_node_group import FencedError, RemoteNodeGroup
-from trimaran.launch.signals import Signals
-from trimaran.run import Heartbeat, RunDirectory, read_incidents
-from trimaran.run.lease import LeaseWatch, claim_term, read_holder, run_token, take_lease
-from trimaran.run.wire import split_address
-from trimaran.train.process.rank_info import RankInfo, join_process_group
-from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.process.token_store import TokenStore
+from trimaran.launch import (
+    AttemptSpec,
+    Channel,
+    FencedError,
+    Follower,
+    FollowerEnd,
+    NodeAgent,
+    NodeEvent,
+    NodeLost,
+    NodeOptions,
+    RankEnded,
+    RemoteNode,
+    RemoteNodeGroup,
+    Signals,
+)
+from trimaran.run import (
+    Heartbeat,
+    LeaseWatch,
+    RunDirectory,
+    claim_term,
+    read_holder,
+    read_incidents,
+    run_token,
+    split_address,
+    take_lease,
+)
+from trimaran.train import RankInfo, SupervisorLink, TokenStore, join_process_group
 
 WAIT_SECONDS = 300.0
 

@@ -12,10 +12,8 @@ from tests.elastic_runs import assert_as_one_size, remove_pause
 from tests.fault.harness import ROOT, Supervised, lines, wait_for
 from tests.k8s_requests import launch_request
 from tests.pod_runner import JobController, JobEnd, PodRunner, can_run_pods
-from trimaran.launch.targets.k8s_target import KubernetesTarget
-from trimaran.launch.targets.target import LaunchRequest
-from trimaran.run import RunDirectory, create_run, read_incidents
-from trimaran.run.lease import read_holder
+from trimaran.launch import KubernetesTarget, LaunchRequest
+from trimaran.run import RunDirectory, create_run, read_holder, read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_run_pods(), reason="namespaces need root and iproute2")]
 STEPS = 16

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from trimaran.doctor.checks.node_pairs import first_round, second_round
-from trimaran.probe import probe_nodes
-from trimaran.probe.probe_nodes import PAIR_SECONDS, NodeRendezvous
+from trimaran.doctor import first_round, second_round
+from trimaran.probe import PAIR_SECONDS, NodeRendezvous, probe_nodes
 
 NODES, BAD = 64, 13
 LINK_SECONDS = 4.0  # a pair starts its ranks, meets, and all-reduces for 1 s

@@ -11,8 +11,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.fault.harness import ROOT, TINY, Supervised, wait_for
-from trimaran.run import RunDirectory, last_step
-from trimaran.run.profile_request import find_traces, request_file
+from trimaran.run import RunDirectory, find_traces, last_step, request_file
 
 pytestmark = pytest.mark.chaos
 

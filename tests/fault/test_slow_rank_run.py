@@ -9,14 +9,17 @@ from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.diagnosed_runs import findings
 from tests.elastic_runs import assert_as_one_size, sizes
 from tests.fault.harness import Supervised, lines, wait_for
-from trimaran.autopilot.propose_rows import rows_by_speed
+from trimaran.autopilot import rows_by_speed
 from trimaran.core import Decision
-from trimaran.doctor.evidence import read_evidence
-from trimaran.run import RunDirectory
-from trimaran.run.change_request import change_answers, write_change_request
-from trimaran.run.decision_records import read_decisions
-from trimaran.run.left_out_nodes import read_left_out
-from trimaran.run.node_speeds import read_node_speeds
+from trimaran.doctor import read_evidence
+from trimaran.run import (
+    RunDirectory,
+    change_answers,
+    read_decisions,
+    read_left_out,
+    read_node_speeds,
+    write_change_request,
+)
 
 SLEEPING = {"TRIMARAN_TEST_PLUGIN": "tests.fault.sleeping_layers", "TRIMARAN_TEST_ROW_SECONDS": "0.015"}
 SETTINGS = ("train.steps=130", "plan.micro_batch=4", "autopilot={mode: act, budget: 0.3}")

@@ -9,9 +9,8 @@ from safetensors.numpy import load_file
 
 from tests.fault.harness import Supervised, lines, wait_for
 from tests.s3_server import CREDENTIALS, NEEDS_S3, s3_server
-from trimaran.app.main import main
-from trimaran.checkpoint.object_store import ObjectStore, open_store
-from trimaran.checkpoint.step_dirs import complete_steps
+from trimaran.app import main
+from trimaran.checkpoint import ObjectStore, complete_steps, open_store
 from trimaran.run import RunDirectory
 
 pytestmark = pytest.mark.chaos

@@ -14,17 +14,14 @@ from tests.diagnosed_runs import findings
 from tests.fault.harness import SECONDS, Supervised, has_ended, lines, wait_for
 from tests.ranks import run_ranks
 from tests.runs import new_run
-from trimaran.checkpoint.step_dirs import complete_steps
-from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint import complete_steps, verify
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.data import cache_folder
-from trimaran.launch.local import start_local
-from trimaran.planner.memory_ladder import plan_with
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.lease import run_token
-from trimaran.telemetry.ledger import read_ledger
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.launch import start_local
+from trimaran.planner import plan_with
+from trimaran.run import RunDirectory, create_run, run_token
+from trimaran.telemetry import read_ledger
+from trimaran.train import read_rank_info, run_worker
 
 HANG_SECONDS = 10.0  # a rank of a busy machine may seem to hang for a shorter time
 

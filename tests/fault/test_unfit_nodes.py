@@ -14,12 +14,8 @@ from tests.chaos.nodes import Machine, make_run
 from tests.fault.harness import SECONDS, lines, start_module, wait_for
 from tests.fault.test_network import WAIT_SECONDS, FakeNode, FollowerThread, node_group, present
 from trimaran.core import UserError
-from trimaran.launch.channel import Channel
-from trimaran.launch.preflight_process import PreflightProcess
-from trimaran.launch.remote_node_group import RemoteNodeGroup
-from trimaran.run import RunDirectory
-from trimaran.run.lease import run_token, take_lease
-from trimaran.run.left_out_nodes import write_left_out
+from trimaran.launch import Channel, PreflightProcess, RemoteNodeGroup
+from trimaran.run import RunDirectory, run_token, take_lease, write_left_out
 
 BAD_INTERFACE = {"GLOO_SOCKET_IFNAME": "nosuch0"}
 ADDRESSES = ("127.0.0.1", "127.0.0.2")

@@ -19,12 +19,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trimaran.core import Plan, Recipe
-from trimaran.data.loader import Loader
-from trimaran.data.step_batch import StepBatch
+from trimaran.data import Loader, StepBatch
 from trimaran.run import Journal, create_run
-from trimaran.train.build import build_worker_parts
-from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import RankInfo, SupervisorLink, build_worker_parts, join_process_group, read_rank_info
 
 WARM_STEPS, PROFILED_STEPS = 12, 8  # after the warm-up the copy interval is fixed and everything is compiled
 MARK = "a step begins"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimaran.train.process.allocator_settings import set_expandable_segments
+from trimaran.train import set_expandable_segments
 
 pytestmark = pytest.mark.gpu
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trimaran.optim.split_bf16 import split_fp32
-from trimaran.parallel.batched.address_table import DeviceNumbers
-from trimaran.parallel.batched.tensor_checksums import TensorChecksums
-from trimaran.parallel.batched.tensor_squares import TensorSquares
-from trimaran.train.metrics.sampled_weights import SampledWeights
+from trimaran.optim import split_fp32
+from trimaran.parallel import DeviceNumbers, TensorChecksums, TensorSquares
+from trimaran.train import SampledWeights
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trimaran.hardware.comm_result import BUS_FACTORS
+from trimaran.hardware import BUS_FACTORS
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,8 @@ from trimaran.core import Recipe, parse_recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run, open_run
-from trimaran.run.change_request import change_answers
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.run import RunDirectory, change_answers, create_run, open_run
+from trimaran.train import read_rank_info, run_worker
 
 pytestmark = pytest.mark.gpu
 
@@ -48,8 +46,9 @@ CHANGES = {
 
 def _train(path: str, changes: Mapping[int, Any]) -> None:
     """Run the only rank of a run, which changes its plan after the given steps."""
+    os.environ.update(RANK="0", WORLD_SIZE="1")
     request_after(RunDirectory(Path(path)), dict(changes))
-    rank_info = read_rank_info(os.environ | {"RANK": "0", "WORLD_SIZE": "1"})
+    rank_info = read_rank_info(os.environ)
     sys.exit(run_worker(open_run(Path(path)), rank_info, cache=Path(path).parent / "cache"))
 
 

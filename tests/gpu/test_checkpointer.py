@@ -12,13 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trimaran.checkpoint.copier import Copier, DeviceCopier
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySource, RankMemory
-from trimaran.checkpoint.rank_share import RankShare, build_share, copy_to_memory
-from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
+from trimaran.checkpoint import (
+    Copier,
+    CopyMetadata,
+    DeviceCopier,
+    MemorySource,
+    RankMemory,
+    RankShare,
+    TensorLike,
+    TensorShard,
+    build_share,
+    copy_to_memory,
+)
 from trimaran.core import Plan, Recipe
-from trimaran.optim.split_bf16 import split_fp32
-from trimaran.optim.split_weights import SplitWeight
+from trimaran.optim import SplitWeight, split_fp32
 from trimaran.run import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.models import PRESETS, ModelSpec
-from trimaran.nets import Decoder, initialise
-from trimaran.nets.moe import MoeLayer
+from trimaran.nets import Decoder, MoeLayer, initialise
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,7 @@ import pytest
 
 from tests.environment import environment
 from trimaran.core import Recipe, parse_recipe
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.predicted_gain import apply_patch
-from trimaran.doctor.step_breakdown import steady_steps, step_breakdown
+from trimaran.doctor import apply_patch, diagnose, read_evidence, steady_steps, step_breakdown
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.environment import environment
-from trimaran.app.request.machine_check import refuse_unfit_machine
-from trimaran.app.request.request import resolve
-from trimaran.doctor.nvidia_smi import (
+from trimaran.app import refuse_unfit_machine, resolve
+from trimaran.doctor import (
     FULL_QUERY,
     PEER_MATRIX,
     SHORT_QUERY,
@@ -22,7 +21,7 @@ from trimaran.doctor.nvidia_smi import (
     parse_short_query,
     run_nvidia_smi,
 )
-from trimaran.hardware.gpu_topology import parse_topology
+from trimaran.hardware import parse_topology
 
 pytestmark = pytest.mark.gpu
 

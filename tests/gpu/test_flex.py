@@ -4,14 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.models import ModelSpec
-from trimaran.models.layer_variations import AttentionSpec
-from trimaran.models.spec import Block
-from trimaran.nets import Decoder, attention_context
-from trimaran.nets.attention_context import attend
-from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
-from trimaran.nets.flex_kernel import has_flex_kernel
-from trimaran.nets.varlen_attention import Segments, run_lengths
+from trimaran.models import AttentionSpec, Block, ModelSpec
+from trimaran.nets import (
+    AttentionOptions,
+    Decoder,
+    Segments,
+    attend,
+    attention_context,
+    causal_window,
+    has_flex_kernel,
+    masked_attention,
+    run_lengths,
+)
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (100, 300, 112)

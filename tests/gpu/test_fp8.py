@@ -14,10 +14,20 @@ from tests.environment import environment
 from trimaran.core import Plan, UserError
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel import autocast, fp8_linear
-from trimaran.parallel.fp8 import MIN_CAPABILITY, RECIPE_MAJOR, convert_linears, require_fp8_device
-from trimaran.parallel.fp8_blocks import cast_rows, cast_weight, in_row_blocks, in_square_blocks
-from trimaran.parallel.fp8_linear import LAYERS, Fp8Linear
+from trimaran.parallel import (
+    LAYERS,
+    MIN_CAPABILITY,
+    RECIPE_MAJOR,
+    Fp8Linear,
+    autocast,
+    cast_rows,
+    cast_weight,
+    convert_linears,
+    fp8_linear,
+    in_row_blocks,
+    in_square_blocks,
+    require_fp8_device,
+)
 
 pytestmark = [
     pytest.mark.gpu,

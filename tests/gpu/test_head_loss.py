@@ -15,11 +15,8 @@ from trimaran.core import Plan
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast
+from trimaran.train import IGNORED, LanguageObjective, build_loss_function, head_losses, row_losses, scale_to_dtype
 from trimaran.train.loss import head_loss
-from trimaran.train.loss.cross_entropy import IGNORED, row_losses, scale_to_dtype
-from trimaran.train.loss.head_loss import head_losses
-from trimaran.train.loss.objective import LanguageObjective
-from trimaran.train.steppers.stepper import build_loss_function
 
 pytestmark = pytest.mark.gpu
 

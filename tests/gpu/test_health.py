@@ -19,18 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import Finding, Recipe, parse_recipe
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import read_evidence
-from trimaran.doctor.predicted_gain import apply_patch
-from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
+from trimaran.doctor import StepBreakdown, apply_patch, diagnose, read_evidence, step_breakdown
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets import DecoderLayer
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run, open_run
-from trimaran.telemetry.sampler import Sampler
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.telemetry import Sampler
+from trimaran.train import read_rank_info, run_worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 

@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.hf_models import CONFIGS, SMALL, save_model
-from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import HfNetwork, hf_network, open_hf_model
 
 pytestmark = pytest.mark.gpu
 

@@ -19,9 +19,8 @@ from tests.vlm_models import (
     perturb,
     random_images,
 )
-from trimaran.models import VlmSpec
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
+from trimaran.models import VlmSpec, vlm_from_disk
+from trimaran.nets import HfVlmNetwork, network_of_hf
 
 pytestmark = pytest.mark.gpu
 

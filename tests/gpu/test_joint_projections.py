@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tests.unit.test_nets_joint_projections import joined
 from trimaran.models import PRESETS
-from trimaran.nets.attention import rotation_at
-from trimaran.nets.decoder import DecoderLayer
+from trimaran.nets import DecoderLayer, rotation_at
 
 KINDS = [torch.bfloat16, torch.float32]
 

@@ -11,13 +11,8 @@ from tests import vlm_models
 from tests.engine_models import LATENT, answers_of, requests_of, tokens_of
 from tests.gpu.test_serving import extension_of, random_tensor
 from trimaran.core import ModelSection
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.decode_graphs import GraphRunner
-from trimaran.infer.engine.model_runner import RunnerTraits
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.generate import load_trained
-from trimaran.nets.attention_options import AttentionOptions
-from trimaran.nets.paged_cache import PagedCache, PagedExtension, attend_gathered_pages
+from trimaran.infer import BatchingEngine, EngineSettings, GraphRunner, RunnerTraits, load_trained
+from trimaran.nets import AttentionOptions, PagedCache, PagedExtension, attend_gathered_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +41,7 @@ def check(
     extension: PagedExtension, shape: tuple[int, int, int], dtype: torch.dtype, options: AttentionOptions
 ) -> None:
     """Compare the kernel with fp64 over gathered pages. Pages are full of random numbers beyond each sequence."""
-    from trimaran.nets.kernels.latent_pages import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
+    from trimaran.nets import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
 
     (heads, rank, rope), tokens = shape, sum(extension.query_lengths)
     pages = random_tensor(extension.cache.num_pages + 1, 16, 1, rank + rope, seed=1, dtype=dtype)

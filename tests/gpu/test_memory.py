@@ -14,13 +14,7 @@ from torch import Tensor
 from trimaran.core import Plan
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel.memory.activation_offload import (
-    MIN_OFFLOAD_BYTES,
-    ActivationOffload,
-    StreamCopies,
-    offload_blocks,
-)
-from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.parallel import MIN_OFFLOAD_BYTES, ActivationOffload, StreamCopies, apply_recompute, offload_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.models import PRESETS, ExpertSpec
-from trimaran.nets import decoder_network, initialise
-from trimaran.nets.moe import MoeLayer
-from trimaran.parallel.axes.ep import TokenDispatcher
-from trimaran.train.metrics.router_stats import router_details, routing_counts
+from trimaran.nets import MoeLayer, decoder_network, initialise
+from trimaran.parallel import TokenDispatcher
+from trimaran.train import router_details, routing_counts
 
 pytestmark = pytest.mark.gpu
 

@@ -8,12 +8,10 @@ from torch import nn
 
 from tests.plan_training import batch_of
 from trimaran.core import Plan, Recipe
-from trimaran.data.feed import DataShare
-from trimaran.nets.adapters.nf4_linear import packed_parameters
+from trimaran.data import DataShare
+from trimaran.nets import packed_parameters
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 packing = pytest.importorskip("tests.unit.test_nf4_linear")

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from tests.unit.test_train_optimizer import ManyShapes, section, state_bytes, train
 from trimaran.core import Plan
-from trimaran.optim import adamw, build_optimizer
-from trimaran.optim.state_streaming import NUM_STAGING_BUFFERS
+from trimaran.optim import NUM_STAGING_BUFFERS, adamw, build_optimizer
 
 pytestmark = pytest.mark.gpu
 

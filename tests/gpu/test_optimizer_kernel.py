@@ -9,12 +9,22 @@ from torch import Tensor, nn
 from tests.unit.test_train_optimizer import FORMATS, ManyShapes, section
 from tests.unit.test_train_split_bf16 import split_matrices
 from trimaran.core import Plan
-from trimaran.optim import adamw, batched_update, build_optimizer
-from trimaran.optim.block_quantization import codebook, lower_bounds, num_blocks, quantize
-from trimaran.optim.moments import FORMATS as MOMENTS
-from trimaran.optim.moments import AdamWConstants, StateChunk, step_constants, update_chunk
-from trimaran.optim.split_bf16 import join_fp32
-from trimaran.optim.stochastic_rounding import hash_text
+from trimaran.optim import FORMATS as MOMENTS
+from trimaran.optim import (
+    AdamWConstants,
+    StateChunk,
+    adamw,
+    batched_update,
+    build_optimizer,
+    codebook,
+    hash_text,
+    join_fp32,
+    lower_bounds,
+    num_blocks,
+    quantize,
+    step_constants,
+    update_chunk,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.environment import environment
-from trimaran.launch.shared_gpu import SHARE_GPUS, shared_gpu_environment
+from trimaran.launch import SHARE_GPUS, shared_gpu_environment
 
 pytestmark = pytest.mark.gpu
 

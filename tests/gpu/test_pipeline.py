@@ -8,16 +8,12 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Mesh, Pipeline, Plan, TrainSection
-from trimaran.data.step_batch import StepBatch, text_batch
+from trimaran.data import StepBatch, text_batch
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import decoder_network, initialise
-from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.axes.stage_map import StageMap
-from trimaran.train.build import build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.parallel import RankMesh, StageMap, build_mesh
+from trimaran.train import StepClock, Stepper, build_stepper, join_process_group, read_rank_info
 from trimaran.train.steppers import pipeline_stepper
-from trimaran.train.steppers.stepper import Stepper
 
 pytestmark = pytest.mark.gpu
 

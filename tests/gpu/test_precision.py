@@ -16,13 +16,9 @@ from torch.nn import functional as F
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel import RankMesh, autocast, build_mesh, override_precision
-from trimaran.parallel.axes.stage_map import TrainedParameters
-from trimaran.parallel.fp8 import apply_fp8
+from trimaran.parallel import RankMesh, TrainedParameters, apply_fp8, autocast, build_mesh, override_precision
 from trimaran.run import create_run
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.steppers.update import Updater
+from trimaran.train import StepClock, Updater, join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.profile_request import ProfileRequest, find_traces, snapshot_file, write_request
-from trimaran.telemetry.merged_trace import device_phases, merge
-from trimaran.telemetry.trace_summary import load_trace, summarise
+from trimaran.run import ProfileRequest, RunDirectory, create_run, find_traces, snapshot_file, write_request
+from trimaran.telemetry import device_phases, load_trace, merge, summarise
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from tests.parity import plan_for
 from tests.resume import SEGMENT_STEPS, recipe_for, train_segment_here
 from trimaran.core import Mesh
 from trimaran.parallel import build_mesh
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,7 @@ import torch
 
 from tests.parity import plan_for
 from trimaran.core import Recipe
-from trimaran.data.feed import DataShare, LoadedArrays
-from trimaran.data.loader import Loader
-from trimaran.data.loader_tuner import LoaderLimits
+from trimaran.data import DataShare, LoadedArrays, Loader, LoaderLimits
 from trimaran.run import create_run
 
 pytestmark = pytest.mark.gpu

@@ -8,25 +8,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.decode_graphs import GraphRunner
-from trimaran.infer.engine.engine_batch import LAST, NOTHING, EngineBatch
-from trimaran.infer.engine.engine_request import EngineRequest
-from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.sampling import Sampling
-from trimaran.infer.trained_model import compute_in_bf16
-from trimaran.infer.weight_quantisation import (
+from trimaran.infer import (
+    LAST,
+    NOTHING,
+    BatchingEngine,
+    EngineBatch,
+    EngineRequest,
+    EngineSettings,
+    GraphRunner,
+    ModelRunner,
     Quantisation,
     QuantisedLinear,
+    Runner,
+    RunnerTraits,
+    Sampling,
+    compute_in_bf16,
     quantise,
     quantise_linear,
     restored_weight,
 )
 from trimaran.models import PRESETS
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.attention_options import AttentionOptions
-from trimaran.nets.paged_cache import PagedCache, PagedExtension, attend_gathered_pages
+from trimaran.nets import (
+    AttentionOptions,
+    Network,
+    PagedCache,
+    PagedExtension,
+    attend_gathered_pages,
+    decoder_network,
+    initialise,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +82,7 @@ def kernel_errors(
 
     The pages are full of random numbers: what lies beyond a sequence's length must not count.
     """
-    from trimaran.nets.kernels.paged_attention import store_and_attend  # noqa: PLC0415 - only a GPU has Triton
+    from trimaran.nets import store_and_attend  # noqa: PLC0415 - only a GPU has Triton
 
     tokens = sum(extension.query_lengths)
     shapes = [(1, each, tokens, width) for each in (heads[0], heads[1], heads[1])]
@@ -138,7 +148,7 @@ def test_windows_soft_caps_and_sinks(option: str) -> None:
 
 
 def test_padding_has_no_keys_and_its_output_is_zero() -> None:
-    from trimaran.nets.kernels.paged_attention import attend_one_query  # noqa: PLC0415
+    from trimaran.nets import attend_one_query  # noqa: PLC0415
 
     memory = tuple(random_tensor(4, PAGE, 2, 64, seed=each, dtype=torch.bfloat16) for each in (1, 2))
     for sequences in (2, 1024):  # with a split of the keys and without

@@ -20,19 +20,21 @@ from tests.environment import environment
 from tests.nccl_serving import GROUPS
 from tests.unit.test_infer_engine_images import hf_vlm, own_network, request_with_images
 from trimaran.core import ModelSection
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.decode_graphs import GraphRunner
-from trimaran.infer.engine.engine_batch import EngineBatch
-from trimaran.infer.engine.engine_request import EngineRequest
-from trimaran.infer.engine.model_runner import ModelRunner, StepLogits
-from trimaran.infer.engine.open_runner import CacheSettings, open_runner
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.generate import load_trained
-from trimaran.infer.sampling import Sampling
-from trimaran.infer.trained_model import compute_in_bf16
-from trimaran.nets import Network
-from trimaran.nets.moe import MoeLayer
-from trimaran.nets.paged_cache import PagedCache
+from trimaran.infer import (
+    BatchingEngine,
+    CacheSettings,
+    EngineBatch,
+    EngineRequest,
+    EngineSettings,
+    GraphRunner,
+    ModelRunner,
+    Sampling,
+    StepLogits,
+    compute_in_bf16,
+    load_trained,
+    open_runner,
+)
+from trimaran.nets import MoeLayer, Network, PagedCache
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import torch
 from tests.environment import environment
 from tests.fault.harness import lines
 from trimaran.run import RunDirectory
-from trimaran.telemetry.nvml import GpuSampler
+from trimaran.telemetry import GpuSampler
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("pynvml", reason="GPUs are sampled with the extra `metrics`")

@@ -11,18 +11,20 @@ import torch.distributed as dist
 
 from tests.parity import plan_for
 from tests.resume import SEGMENT_STEPS, batch_of, bits, recipe_for, train_segment_here
-from trimaran.checkpoint.copier import DeviceCopier
-from trimaran.checkpoint.load_state import fill_shards
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySource, RankMemory, encode_items
-from trimaran.checkpoint.rank_share import build_share
-from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.checkpoint import (
+    CopyMetadata,
+    DeviceCopier,
+    MemorySource,
+    RankMemory,
+    TensorShard,
+    build_share,
+    encode_items,
+    fill_shards,
+)
 from trimaran.core import Plan, Recipe
-from trimaran.optim.split_bf16 import split_fp32
-from trimaran.optim.split_weights import CHUNK_VALUES, SplitWeight
+from trimaran.optim import CHUNK_VALUES, SplitWeight, split_fp32
 from trimaran.parallel import build_mesh
-from trimaran.train.build import build_networks, build_stepper
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu
 

@@ -14,10 +14,15 @@ from transformers import Qwen3Config
 from tests.hf_models import SMALL
 from trimaran.core import Plan, Recipe
 from trimaran.run import Journal, create_run
-from trimaran.train.build import WorkerParts, build_worker_parts
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
-from trimaran.train.steppers.step_graphs import EAGER_STEPS, StepGraphs
-from trimaran.train.steppers.stepper import PlainStepper
+from trimaran.train import (
+    EAGER_STEPS,
+    PlainStepper,
+    StepGraphs,
+    WorkerParts,
+    build_worker_parts,
+    join_process_group,
+    read_rank_info,
+)
 
 pytestmark = pytest.mark.gpu
 STEPS = 12

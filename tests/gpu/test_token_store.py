@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimaran.launch.channel import Channel
-from trimaran.train.process.rank_info import TIMEOUT
-from trimaran.train.process.token_store import TokenStore
+from trimaran.launch import Channel
+from trimaran.train import TIMEOUT, TokenStore
 
 pytestmark = pytest.mark.gpu
 

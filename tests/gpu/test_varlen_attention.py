@@ -10,11 +10,20 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.core import Plan
-from trimaran.data.step_batch import text_batch
+from trimaran.data import text_batch
 from trimaran.models import PRESETS
-from trimaran.nets import Decoder, Network, decoder_network, initialise
-from trimaran.nets.varlen_attention import Segments, attention, document_mask, has_flash, segment_attention
-from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.nets import (
+    Decoder,
+    Network,
+    Segments,
+    decoder_network,
+    document_mask,
+    has_flash,
+    initialise,
+    segment_attention,
+)
+from trimaran.nets.varlen_attention import attention
+from trimaran.parallel import apply_recompute
 
 pytestmark = pytest.mark.gpu
 

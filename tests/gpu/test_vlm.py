@@ -12,14 +12,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trimaran.core import Mesh, Plan
-from trimaran.data.step_batch import StepBatch
+from trimaran.data import StepBatch
 from trimaran.models import VLM_PRESETS, VlmSpec
-from trimaran.nets import Network, Vlm, initialise, network_of
-from trimaran.nets.patch_layout import layout_patches
-from trimaran.parallel.memory.compile import apply_compile
-from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import freeze_towers
-from trimaran.train.loss.objective import LanguageObjective
+from trimaran.nets import Network, Vlm, initialise, layout_patches, network_of
+from trimaran.parallel import RankMesh, apply_compile, freeze_towers
+from trimaran.train import LanguageObjective
 
 pytestmark = pytest.mark.gpu
 

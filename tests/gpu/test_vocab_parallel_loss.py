@@ -12,7 +12,7 @@ IGNORED = -100
 
 def losses_of_parts(parts: list[Tensor], firsts: list[int], labels: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each row and the gradient of the logits, with sums over parts in place of collectives."""
-    from trimaran.parallel.kernels.vocab_rows import row_gradients, row_sums  # noqa: PLC0415  needs Triton
+    from trimaran.parallel import row_gradients, row_sums  # noqa: PLC0415  needs Triton
 
     valid = labels != IGNORED
     local = [torch.where(valid, labels - first, -1) for first in firsts]

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_context import attend
-from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
-from trimaran.nets.varlen_attention import Segments
+from trimaran.nets import AttentionOptions, Segments, attend, causal_window, masked_attention
 
 pytestmark = pytest.mark.gpu
 

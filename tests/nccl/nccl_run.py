@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from tests.chaos.fault_run import remove_pause
 from tests.fault.harness import ROOT, Supervised, lines
 from trimaran.core import EXIT_DONE
-from trimaran.launch.shared_gpu import SHARE_GPUS
+from trimaran.launch import SHARE_GPUS
 from trimaran.run import RunDirectory
 
 PAUSE = 0.05

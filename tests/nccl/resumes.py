@@ -22,7 +22,7 @@ from tests.nccl.nccl_run import (
     start_supervised,
     train_calm_run,
 )
-from trimaran.checkpoint.step_dirs import complete_steps
+from trimaran.checkpoint import complete_steps
 from trimaran.core import EXIT_DONE
 from trimaran.run import RunDirectory
 

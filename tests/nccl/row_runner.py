@@ -19,10 +19,9 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from tests.ranks import run_ranks
-from trimaran.launch.shared_gpu import SHARE_GPUS, shared_gpu_environment
+from trimaran.launch import SHARE_GPUS, shared_gpu_environment
 from trimaran.run import RunDirectory
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.train import read_rank_info, run_worker
 
 ROW_SECONDS = 240.0
 

@@ -11,10 +11,7 @@ from tests.slurm.cluster import SlurmCluster
 from trimaran.core import parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.hardware import parse_cluster
-from trimaran.launch.targets.job_records import new_record
-from trimaran.launch.targets.slurm_site import SlurmSite
-from trimaran.launch.targets.slurm_target import SlurmTarget
-from trimaran.launch.targets.target import JobRecord, JobState, LaunchRequest
+from trimaran.launch import JobRecord, JobState, LaunchRequest, SlurmSite, SlurmTarget, new_record
 from trimaran.models import spec_of
 from trimaran.planner import choose
 from trimaran.run import RunDirectory, create_run

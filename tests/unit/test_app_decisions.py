@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 
 from tests.runs import finished_run
-from trimaran.app.main import main
-from trimaran.app.report.report_facts import facts_of
-from trimaran.app.views.decisions_view import command_of_decision
-from trimaran.app.views.run_state import RunState, Status
-from trimaran.app.views.status_lines import status_lines
-from trimaran.autopilot.decision_ledger import DecisionLedger
+from trimaran.app import RunState, Status, command_of_decision, facts_of, main, status_lines
+from trimaran.autopilot import DecisionLedger
 from trimaran.core import Decision
-from trimaran.run import RunDirectory
-from trimaran.run.change_request import read_change_request
-from trimaran.run.lease import take_lease
+from trimaran.run import RunDirectory, read_change_request, take_lease
 
 KEPT = Decision(
     id=1,

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run
-from trimaran.app.commands.drill import Drills, complete_target
-from trimaran.app.views.clean_console import open_console
-from trimaran.drill.measure import DrillResult
+from trimaran.app import Drills, complete_target, open_console
+from trimaran.drill import DrillResult
 
 PASSED = DrillResult(
     fault="kill 1",

@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from tests.parity import plan_for, train_run
-from trimaran.app.main import main
-from trimaran.app.request.trained_weights import find_weights
-from trimaran.app.session.open_trained import open_trained
+from trimaran.app import find_weights, main, open_trained
 from trimaran.core import parse_recipe
-from trimaran.data.token_bytes import token_byte_lengths
-from trimaran.data.tokenizer import ByteTokenizer, load_tokenizer
-from trimaran.run import RunDirectory
-from trimaran.run.evaluation_records import read_evaluations
+from trimaran.data import ByteTokenizer, load_tokenizer, token_byte_lengths
+from trimaran.run import RunDirectory, read_evaluations
 
 RECIPE = """
 name: small
@@ -250,7 +246,7 @@ def test_lm_eval_gets_whole_texts_and_continuations(run: RunDirectory, capsys: A
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance  # noqa: PLC0415  # pyrefly: ignore[missing-import]
 
-    from trimaran.infer.harness_model import HarnessModel  # noqa: PLC0415
+    from trimaran.infer import HarnessModel  # noqa: PLC0415
 
     trained = open_trained(find_weights(str(run.path), None), "fp32")
     model = HarnessModel(trained)

@@ -16,18 +16,11 @@ from PIL import Image
 from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
 from tests.random_weights import perturb
 from tests.runs import new_run
-from trimaran.app.main import main
-from trimaran.app.views.generated_text import show_generation
-from trimaran.app.views.run_prompt import generate_command
-from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.step_dirs import draft_path, step_path
-from trimaran.checkpoint.write_checkpoint import commit, write_share
+from trimaran.app import generate_command, main, show_generation
+from trimaran.checkpoint import Manifest, commit, draft_path, step_path, write_hf_folder, write_share
 from trimaran.core import Recipe, dump_recipe, parse_recipe
 from trimaran.data import ByteTokenizer
-from trimaran.infer.generate import Generation, save_tokenizer
-from trimaran.infer.next_token import CachedLogits, NextTokenModel
-from trimaran.infer.sampling import Sampling, TokenSampler
+from trimaran.infer import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler, save_tokenizer
 from trimaran.models import spec_of
 from trimaran.nets import Network, initialise, network_of
 from trimaran.run import Journal, RunDirectory

@@ -14,15 +14,19 @@ from PIL import Image
 
 from tests import forked
 from tests.cases import quick_or_slow
-from trimaran.app.main import main
-from trimaran.app.new_recipe.choices import choose_values, learning_rate
-from trimaran.app.new_recipe.data_facts import DataFacts, look_at_data
-from trimaran.app.new_recipe.model_facts import ModelFacts, look_at_model
-from trimaran.app.session.prepare_data import check_all_data
+from trimaran.app import (
+    DataFacts,
+    ModelFacts,
+    check_all_data,
+    choose_values,
+    learning_rate,
+    look_at_data,
+    look_at_model,
+    main,
+)
 from trimaran.core import UserError, parse_recipe
 from trimaran.hardware import parse_cluster
-from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm_presets import VLM_PRESETS
+from trimaran.models import VLM_PRESETS, vlm_to_disk
 
 WORDS = "the quick brown fox jumps over the lazy dog "
 CLUSTER = ["--cluster", "1xH100"]  # planned, not used: a CPU would be measured

@@ -1,6 +1,6 @@
 """The sentence about what a fault of a run costs at most."""
 
-from trimaran.app.views.loss_bound import loss_bound_text
+from trimaran.app import loss_bound_text
 
 
 def test_the_bound_is_said_in_steps_and_in_time() -> None:

@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.main import COMMANDS, main
-from trimaran.app.session.schedule_change import learning_rate_change
-from trimaran.app.wrong_arguments import COMMAND_ALIASES
-from trimaran.core import TrainSection, UserError, parse_recipe
-from trimaran.core.field_aliases import FIELD_ALIASES, all_fields, field_for
-from trimaran.core.recipe import Schedule
+from trimaran.app import COMMAND_ALIASES, COMMANDS, learning_rate_change, main
+from trimaran.core import FIELD_ALIASES, Schedule, TrainSection, UserError, all_fields, field_for, parse_recipe
 
 
 def mistakes_of(text: str, *settings: str) -> tuple[UserError, ...]:

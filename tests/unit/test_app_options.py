@@ -8,8 +8,9 @@ import pytest
 from typer.main import get_command
 
 from tests.runs import new_run
-from trimaran.app.main import COMMANDS, build_app
-from trimaran.app.request.options import (
+from trimaran.app import (
+    COMMANDS,
+    build_app,
     complete_recipe,
     complete_run,
     complete_run_or_recipe,

@@ -11,26 +11,32 @@ import pytest
 from rich.console import Console
 
 from tests.runs import PREDICTION
-from trimaran.app.main import main
-from trimaran.app.request.emit_files import SlowerBy, search_for_tool, show_slower
-from trimaran.app.request.options import (
+from trimaran.app import (
+    CostTerms,
+    PlanReport,
+    PlanRequest,
+    SlowerBy,
+    as_dict,
     complete_cluster,
     complete_goal,
     complete_lines,
     complete_model_or_recipe,
     complete_tool,
+    main,
+    read_cost_terms,
+    read_plan_request,
+    run_cost_of,
+    search_for_tool,
+    show_report,
+    show_slower,
+    show_terms,
+    with_files,
+    with_goal,
+    with_top,
 )
-from trimaran.app.request.plan_answer import PlanReport, as_dict, with_files, with_goal, with_top
-from trimaran.app.request.plan_request import PlanRequest, read_plan_request
-from trimaran.app.request.run_cost import CostTerms, read_cost_terms, run_cost_of
-from trimaran.app.views.plan_answer_view import show_report
-from trimaran.app.views.plan_view import show_terms
-from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, UserError
-from trimaran.core.plan import TowerPlan
+from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, TowerPlan, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.planner import NearMiss, PlanAnswer
-from trimaran.planner.choose import no_fit_error
-from trimaran.planner.explain import MEANING, PHASE_MEANING
+from trimaran.planner import MEANING, PHASE_MEANING, NearMiss, PlanAnswer, no_fit_error
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 

@@ -11,14 +11,11 @@ import pytest
 from rich.console import Console
 
 from tests.runs import new_run
-from trimaran.app.commands.train import profile_settings
-from trimaran.app.main import main
-from trimaran.app.views.profile_view import show_profile
+from trimaran.app import main, profile_settings, show_profile
 from trimaran.core import UserError, dump_recipe, parse_recipe
-from trimaran.launch.show_ranks import describe_ranks
-from trimaran.launch.signals import HANDLED_SIGNALS, Signals
-from trimaran.run.profile_request import request_file
-from trimaran.telemetry.nsys_stats import read_nsys_stats
+from trimaran.launch import HANDLED_SIGNALS, Signals, describe_ranks
+from trimaran.run import request_file
+from trimaran.telemetry import read_nsys_stats
 
 GIB = 1 << 30
 

@@ -19,18 +19,10 @@ import pytest
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.main import main
-from trimaran.app.report.axis_scale import round_scale, tick_labels
-from trimaran.app.report.downsample import MAX_POINTS, curve, spread
-from trimaran.app.report.markup import Html, tag
-from trimaran.app.report.page import page_of
-from trimaran.app.report.report_facts import facts_of
+from trimaran.app import MAX_POINTS, Html, curve, facts_of, main, page_of, round_scale, spread, tag, tick_labels
 from trimaran.core import Recipe
-from trimaran.run import IncidentLog, Journal, RunDirectory, append_line, create_run
-from trimaran.run.attempts import AttemptLog
-from trimaran.run.run_directory import dump_plan
-from trimaran.train.process.rank_info import read_rank_info
-from trimaran.train.worker import run_worker
+from trimaran.run import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run, dump_plan
+from trimaran.train import read_rank_info, run_worker
 
 SECONDS = 6.0  # of a core: 2.8 were measured, and 4.3 with thirty other processes on two cores
 BROWSER = shutil.which("chromium")

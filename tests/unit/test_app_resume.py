@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run, step_metrics
-from trimaran.app.commands.resume import refuse_other_run
-from trimaran.app.main import main
-from trimaran.app.views.run_state import RunState
+from trimaran.app import RunState, main, refuse_other_run
 from trimaran.core import UserError, parse_recipe
-from trimaran.run import IncidentLog, Journal, RunDirectory
-from trimaran.run.attempts import AttemptLog
-from trimaran.run.lease import take_lease
+from trimaran.run import AttemptLog, IncidentLog, Journal, RunDirectory, take_lease
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.views.run_state import RunState
+from trimaran.app import RunState
 from trimaran.core import UserError
 from trimaran.run import Journal, RunDirectory
 

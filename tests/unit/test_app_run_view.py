@@ -10,15 +10,19 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.views.clean_console import CleanConsole
-from trimaran.app.views.live import follow
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.run_view import difference, draw, line
-from trimaran.app.views.summary import explain_failure, next_commands, summarise
+from trimaran.app import (
+    CleanConsole,
+    RunState,
+    difference,
+    draw,
+    explain_failure,
+    follow,
+    line,
+    next_commands,
+    summarise,
+)
 from trimaran.core import AdapterSection, UserError
-from trimaran.run import Journal, RunDirectory
-from trimaran.run.attempts import AttemptLog
-from trimaran.run.replace_plan import replace_recipe
+from trimaran.run import AttemptLog, Journal, RunDirectory, replace_recipe
 
 
 def state_of(run: RunDirectory) -> RunState:

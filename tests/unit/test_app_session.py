@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run, start_ranks, step_metrics
-from trimaran.app.main import main
-from trimaran.app.session.stop_signals import PAUSED_NOTICE_SECONDS, PausedSupervisorNotice, StopSignals
-from trimaran.launch.local import LocalRun
+from trimaran.app import PAUSED_NOTICE_SECONDS, PausedSupervisorNotice, StopSignals, main
+from trimaran.launch import LocalRun
 from trimaran.run import RunDirectory
 
 # Started as the interpreter of the supervisor would be: -m trimaran.launch RUN ... It imports nothing of ours.

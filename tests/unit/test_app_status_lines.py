@@ -13,18 +13,29 @@ from typing import Any
 import pytest
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.main import main
-from trimaran.app.report.detailed_steps import MAX_STEPS, detailed_steps
-from trimaran.app.views.clean_console import CleanConsole
-from trimaran.app.views.live import follow
-from trimaran.app.views.run_findings import FindingsPoller, RunDiagnosis, RunFinding
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.run_view import draw
-from trimaran.app.views.status_lines import status_lines
+from trimaran.app import (
+    MAX_STEPS,
+    CleanConsole,
+    FindingsPoller,
+    RunDiagnosis,
+    RunFinding,
+    RunState,
+    detailed_steps,
+    draw,
+    follow,
+    main,
+    status_lines,
+)
 from trimaran.core import Finding
-from trimaran.run import IncidentLog, Journal, RunDirectory, append_line
-from trimaran.run.attempts import AttemptLog
-from trimaran.run.measured_links import MeasuredLinks, write_measured_links
+from trimaran.run import (
+    AttemptLog,
+    IncidentLog,
+    Journal,
+    MeasuredLinks,
+    RunDirectory,
+    append_line,
+    write_measured_links,
+)
 
 GIB = 2**30
 RANKS = {

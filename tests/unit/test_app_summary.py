@@ -1,6 +1,6 @@
 """The samples in the summary of a run."""
 
-from trimaran.app.views.summary import readable_sample
+from trimaran.app import readable_sample
 
 
 def test_undecodable_bytes_of_a_sample_are_shown_as_one_character() -> None:

@@ -14,17 +14,32 @@ import pytest
 
 from tests.answering_run import main as answer_changes
 from tests.answering_run import metrics
-from trimaran.autopilot.controller import Controller, control, only_controller, read_answer, read_sample
-from trimaran.autopilot.decision_ledger import DecisionLedger
-from trimaran.autopilot.proposal import Proposal, undo_of
-from trimaran.autopilot.verdict import Baseline
+from trimaran.autopilot import (
+    Baseline,
+    Controller,
+    DecisionLedger,
+    Proposal,
+    control,
+    only_controller,
+    read_answer,
+    read_sample,
+    undo_of,
+)
 from trimaran.core import Decision, Plan, parse_recipe
-from trimaran.doctor.evidence import Evidence
-from trimaran.launch.autopilot_process import autopilot_process
-from trimaran.run import IncidentLog, Journal, RunDirectory, create_run
-from trimaran.run.change_request import read_change_request, write_change_request
-from trimaran.run.decision_records import DecisionReader, parse_decision, read_decisions
-from trimaran.run.replace_plan import replace_plan
+from trimaran.doctor import Evidence
+from trimaran.launch import autopilot_process
+from trimaran.run import (
+    DecisionReader,
+    IncidentLog,
+    Journal,
+    RunDirectory,
+    create_run,
+    parse_decision,
+    read_change_request,
+    read_decisions,
+    replace_plan,
+    write_change_request,
+)
 
 FAST = {"plan.micro_batch": 2, "plan.grad_accum": 4}
 SLOW = {"plan.comm.bucket_mb": 1}

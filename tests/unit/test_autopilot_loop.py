@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
-from trimaran.autopilot.proposal import Proposal, settings_of, undo_of
-from trimaran.autopilot.trial import TimedStep
+from trimaran.autopilot import (
+    ChangeAnswer,
+    DecisionLoop,
+    Output,
+    PendingRequest,
+    Proposal,
+    RunSettings,
+    TimedStep,
+    settings_of,
+    undo_of,
+)
 from trimaran.core import AutopilotSection, Decision, Plan, Recipe
 
 FAST = {"plan.micro_batch": 2, "plan.grad_accum": 4}

@@ -5,9 +5,18 @@ from typing import Any
 
 import pytest
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, advise, decide, why_not
-from trimaran.autopilot.proposal import Proposal, is_pinned, settings_of, undo_of
-from trimaran.autopilot.verdict import Baseline
+from trimaran.autopilot import (
+    Baseline,
+    MemoryTrend,
+    Proposal,
+    Situation,
+    advise,
+    decide,
+    is_pinned,
+    settings_of,
+    undo_of,
+    why_not,
+)
 from trimaran.core import Decision, Plan, Recipe, UserError, dump_recipe, parse_recipe
 
 SETTINGS = settings_of(Plan(micro_batch=2, grad_accum=8, recompute="full"), Recipe())

@@ -9,13 +9,10 @@ import pytest
 from tests.cases import slow
 from tests.unit.test_doctor_speed import predicted_run, recorded
 from tests.unit.test_planner_neighbours import question_for
-from trimaran.autopilot.proposal import Proposal, changes_course, describe, is_changeable
-from trimaran.autopilot.propose_changes import best_layout, proposals_of
+from trimaran.autopilot import Proposal, best_layout, changes_course, describe, is_changeable, proposals_of
 from trimaran.core import Comm, Mesh, Pipeline, Plan
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import Evidence
-from trimaran.planner.memory_ladder import plan_with
-from trimaran.planner.neighbours import neighbour_patches
+from trimaran.doctor import Evidence, diagnose
+from trimaran.planner import neighbour_patches, plan_with
 
 SLOW_1B = ("model.preset=llama-3.2-1b", "cluster=1xH100", "data.seq_len=2048", "train.global_batch=8",
            "plan={recompute: full, micro_batch: 1}")  # fmt: skip

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_autopilot_loop import ToyRun
-from trimaran.autopilot.decision_loop import MAX_SHIFTS
-from trimaran.autopilot.proposal import Proposal, undo_of
-from trimaran.autopilot.step_shift import find_shift
-from trimaran.autopilot.trial import TimedStep
-from trimaran.autopilot.verdict import Baseline
+from trimaran.autopilot import MAX_SHIFTS, Baseline, Proposal, TimedStep, find_shift, undo_of
 
 PIPELINE = {"plan.mesh.pp": 2, "plan.mesh.dp_replicate": 1}
 

@@ -7,16 +7,28 @@ from typing import Any
 import pytest
 
 from tests.unit.test_doctor_speed import predicted_run, recorded
-from trimaran.autopilot.proposal import settings_of
-from trimaran.autopilot.propose_nodes import SLOW_RANKS, SLOW_RATIO, with_recovered_node, without_slow_node
-from trimaran.autopilot.propose_rows import deal_by_speed, rows_by_speed
+from trimaran.autopilot import (
+    SLOW_RANKS,
+    SLOW_RATIO,
+    deal_by_speed,
+    rows_by_speed,
+    settings_of,
+    with_recovered_node,
+    without_slow_node,
+)
 from trimaran.core import Decision, FaultsSection, Plan, Recipe
-from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import predicted_gain, with_measured_links
-from trimaran.doctor.step_breakdown import step_breakdown
-from trimaran.run import create_run
-from trimaran.run.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
-from trimaran.run.node_speeds import MAX_KEPT, add_speed, has_recovered, read_node_speeds, write_node_speeds
+from trimaran.doctor import Evidence, predicted_gain, step_breakdown, with_measured_links
+from trimaran.run import (
+    LEFT_OUT_FIELD,
+    MAX_KEPT,
+    add_speed,
+    create_run,
+    has_recovered,
+    read_left_out,
+    read_node_speeds,
+    write_left_out,
+    write_node_speeds,
+)
 
 
 def settings(evidence: Evidence) -> dict[str, Any]:

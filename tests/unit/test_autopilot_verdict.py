@@ -7,8 +7,18 @@ from itertools import count
 
 import pytest
 
-from trimaran.autopilot.trial import AppliedChange, Move, TimedStep, TrialRecord, next_move
-from trimaran.autopilot.verdict import StepWindow, baseline_of, compare, smallest_gain_to_show, steps_to_show
+from trimaran.autopilot import (
+    AppliedChange,
+    Move,
+    StepWindow,
+    TimedStep,
+    TrialRecord,
+    baseline_of,
+    compare,
+    next_move,
+    smallest_gain_to_show,
+    steps_to_show,
+)
 
 SPREAD = 0.04
 Effect = Callable[[bool, int], float]  # of (is_after, steps since the change) on the logarithm of step time

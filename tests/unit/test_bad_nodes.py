@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import UserError
-from trimaran.launch.node import NodeLost
-from trimaran.launch.note_bad_nodes import note_lost_nodes, note_unfit_node
-from trimaran.run.bad_nodes import MIN_LOSSES, VARIABLE, add_observation, bad_nodes_file, observe, read_bad_nodes
+from trimaran.launch import NodeLost, note_lost_nodes, note_unfit_node
+from trimaran.run import MIN_LOSSES, VARIABLE, add_observation, bad_nodes_file, observe, read_bad_nodes
 
 
 class NamedNode:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import ModelSection, UserError
-from trimaran.models.base_digest import (
+from trimaran.models import (
     BaseDigest,
     base_difference,
     base_reference,
@@ -16,7 +16,7 @@ from trimaran.models.base_digest import (
     file_identity,
     initial_digest,
 )
-from trimaran.train.checkpointing.base_hashing import assigned_files, file_holders
+from trimaran.train import assigned_files, file_holders
 
 CONFIG = '{"model_type": "llama"}'
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.batched_copy import VALUES_PER_ROW, Piece, Run, find_run, gather_rows, split_into_pieces
-from trimaran.optim.split_bf16 import join_fp32, split_fp32
-from trimaran.optim.split_weights import SplitWeight
+from trimaran.checkpoint import VALUES_PER_ROW, Piece, Run, find_run, gather_rows, split_into_pieces
+from trimaran.optim import SplitWeight, join_fp32, split_fp32
 
 SPECIAL = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -3e38, 3.4e38])
 

@@ -6,19 +6,39 @@ from typing import Any
 
 import pytest
 
-from trimaran.app.main import main
-from trimaran.app.request.calibration_file import write_calibration
-from trimaran.app.request.comm_groups import axis_groups, default_groups, parse_collectives, parse_groups, parse_sizes
-from trimaran.app.request.comm_links import calibrated, find_outliers
-from trimaran.app.request.comm_request import CommOptions, find_places
-from trimaran.app.request.options import complete_collectives, complete_comm_groups
-from trimaran.app.session.comm_session import tree_of
+from trimaran.app import (
+    CommOptions,
+    axis_groups,
+    calibrated,
+    complete_collectives,
+    complete_comm_groups,
+    default_groups,
+    find_outliers,
+    find_places,
+    main,
+    parse_collectives,
+    parse_groups,
+    parse_sizes,
+    tree_of,
+    write_calibration,
+)
 from trimaran.core import Mesh, UserError
-from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.hardware import Calibration, Cluster, machine_name, parse_cluster
-from trimaran.hardware.calibration import Collectives
-from trimaran.hardware.comm_result import BUS_FACTORS, CommCurve, CommPair, CommPoint, CommResult, read_comm_result
-from trimaran.hardware.fitted_rates import FittedRates, LinkFactors
+from trimaran.cost import all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.hardware import (
+    BUS_FACTORS,
+    Calibration,
+    Cluster,
+    Collectives,
+    CommCurve,
+    CommPair,
+    CommPoint,
+    CommResult,
+    FittedRates,
+    LinkFactors,
+    machine_name,
+    parse_cluster,
+    read_comm_result,
+)
 
 SIZES = [1024 * 4**power for power in range(8)]
 

@@ -14,19 +14,32 @@ from rich.console import Console
 
 from tests.cpu_rates import RATES
 from tests.runs import PREDICTION, finished_run
-from trimaran.app.main import main
-from trimaran.app.request.calibrate_cpu import cluster_of_text
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.run_view import draw
+from trimaran.app import RunState, cluster_of_text, draw, main
 from trimaran.core import Plan, Prediction, Recipe
-from trimaran.cost import Job, predict
-from trimaran.cost.block_time import EAGER, BlockSplit, elementwise_bytes
-from trimaran.cost.offload_time import UPDATE_BYTES
-from trimaran.cost.roofline import CPU_LENGTH, TILE_DEPTH, matmul_seconds, rates_of
-from trimaran.cost.time_profiles import TIME_PROFILES
-from trimaran.hardware import DEVICES, Cluster, CpuRates, parse_cluster
-from trimaran.hardware.cpu_rates import cpu_rates_path, read_cpu_rates, write_cpu_rates
-from trimaran.hardware.detect import gpu_device, with_cpu_rates
+from trimaran.cost import (
+    CPU_LENGTH,
+    EAGER,
+    TILE_DEPTH,
+    TIME_PROFILES,
+    UPDATE_BYTES,
+    BlockSplit,
+    Job,
+    elementwise_bytes,
+    matmul_seconds,
+    predict,
+    rates_of,
+)
+from trimaran.hardware import (
+    DEVICES,
+    Cluster,
+    CpuRates,
+    cpu_rates_path,
+    gpu_device,
+    parse_cluster,
+    read_cpu_rates,
+    with_cpu_rates,
+    write_cpu_rates,
+)
 from trimaran.models import OutlineLayer, outline_for
 from trimaran.probe import measure_cpu
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.request.request import read_question
+from trimaran.app import read_question
 from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction
 from trimaran.cost import predict
 from trimaran.models import Outline
-from trimaran.planner import PlanAnswer, Question, search
-from trimaran.planner.hints import with_frozen_tower
+from trimaran.planner import PlanAnswer, Question, search, with_frozen_tower
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 

@@ -9,12 +9,18 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import Mesh, Plan, Recipe, UserError
-from trimaran.drill.fault_kinds import parse_kill_in_change
-from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.run.change_phases import reach_phase, request_kill
-from trimaran.run.change_request import change_answers, write_change_request
-from trimaran.run.replace_plan import replace_plan
-from trimaran.train.change.change_file import ChangeFile
+from trimaran.drill import parse_kill_in_change
+from trimaran.run import (
+    Journal,
+    RunDirectory,
+    change_answers,
+    create_run,
+    reach_phase,
+    replace_plan,
+    request_kill,
+    write_change_request,
+)
+from trimaran.train import ChangeFile
 
 
 def death(run: RunDirectory, rank: int, *phases: Any) -> int | None:

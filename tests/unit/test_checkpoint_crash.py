@@ -26,13 +26,21 @@ from tests.checkpoints import (
     tensors_of,
 )
 from tests.disks import mounted, remount
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.checkpoint.saver import Saver, SaveRequest, SaveResult
-from trimaran.checkpoint.step_dirs import complete_steps, newest_step, prune, remove_drafts, step_path
-from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.checkpoint.write_checkpoint import WriteReportParser
+from trimaran.checkpoint import (
+    DurableDisk,
+    Manifest,
+    RankLayout,
+    Saver,
+    SaveRequest,
+    SaveResult,
+    WriteReportParser,
+    complete_steps,
+    newest_step,
+    prune,
+    remove_drafts,
+    step_path,
+    verify,
+)
 from trimaran.core import CheckpointSection, UserError, show_bytes
 
 DISKS = [CrashingDisk, PowerCutDisk]

@@ -25,12 +25,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint.convert import read_full_tensor
-from trimaran.checkpoint.dcp_read import DcpSource
-from trimaran.checkpoint.dcp_write import dcp_key, write_dcp
-from trimaran.checkpoint.rank_share import DTYPE_NAMES, TORCH_DTYPES
-from trimaran.checkpoint.safe_pickle import PickledDict, read_pickle
-from trimaran.checkpoint.tensor_regions import TensorMeta
+from trimaran.checkpoint import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    DcpSource,
+    PickledDict,
+    TensorMeta,
+    dcp_key,
+    read_full_tensor,
+    read_pickle,
+    write_dcp,
+)
 from trimaran.core import UserError
 
 CANARY = "canary"

@@ -12,22 +12,28 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoints import UnsyncedDisk, loads, save_checkpoint, tensors_of
-from trimaran.checkpoint.compare_checkpoints import compare
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.manifest import FILE_END, ZERO_DIGEST, DamagedError, Manifest, read_manifest
-from trimaran.checkpoint.rank_share import DTYPE_NAMES
-from trimaran.checkpoint.shard_index import index_bytes, layout_of, parse_index
-from trimaran.checkpoint.step_dirs import (
+from trimaran.checkpoint import (
+    DTYPE_NAMES,
+    FILE_END,
+    ZERO_DIGEST,
+    DamagedError,
+    DiskSource,
+    Manifest,
+    compare,
     complete_steps,
+    index_bytes,
+    layout_of,
     newest_step,
+    parse_index,
     prune,
+    read_manifest,
     refuse,
     remove_drafts,
     step_path,
     steps_to_prune,
+    verify,
     without_manifest,
 )
-from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import UserError
 
 SHARDS = {f"rank-0000{rank}{part}.safetensors" for rank in (0, 1) for part in ("", ".frozen")}

@@ -19,16 +19,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
 from tests.hf_models import save_model
 from tests.ranks import run_ranks
-from trimaran.checkpoint.convert import export_dcp, export_hf, read_full_tensor
-from trimaran.checkpoint.dcp_read import DcpSource
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.checkpoint.import_dcp import find_imported_tensors, write_imported_tensors
-from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.step_dirs import draft_path, step_path
-from trimaran.checkpoint.tensor_shards import CheckpointSource
-from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.checkpoint.write_checkpoint import commit, write_share
+from trimaran.checkpoint import (
+    CheckpointSource,
+    DcpSource,
+    DiskSource,
+    Manifest,
+    commit,
+    draft_path,
+    export_dcp,
+    find_imported_tensors,
+    read_full_tensor,
+    step_path,
+    verify,
+    write_hf_folder,
+    write_imported_tensors,
+    write_share,
+)
+from trimaran.checkpoint.convert import export_hf
 from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
 from trimaran.models import ModelSpec, model_folder, spec_of
 from trimaran.nets import Network, decoder_network, initialise, load_hf_weights

@@ -9,21 +9,23 @@ import pytest
 import torch
 
 from tests.checkpoints import plain_tensor
-from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.load_state import fill_shards
-from trimaran.checkpoint.memory_budget import MemoryBudget, budget_options, first_fitting_budget
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource, RankMemory, encode_items
-from trimaran.checkpoint.rank_share import RankShare, build_share
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import CheckpointSection, Seconds
-from trimaran.train.checkpointing.save_interval import (
-    SaveCost,
-    SaveSchedule,
-    copy_every,
-    is_review,
-    max_repeated_steps,
-    save_interval,
+from trimaran.checkpoint import (
+    Copier,
+    CopyMetadata,
+    MemoryBudget,
+    MemorySlot,
+    MemorySource,
+    RankMemory,
+    RankShare,
+    TensorShard,
+    budget_options,
+    build_share,
+    encode_items,
+    fill_shards,
+    first_fitting_budget,
 )
+from trimaran.core import CheckpointSection, Seconds
+from trimaran.train import SaveCost, SaveSchedule, copy_every, is_review, max_repeated_steps, save_interval
 
 GIB = 1 << 30
 

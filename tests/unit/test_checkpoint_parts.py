@@ -15,19 +15,28 @@ from torch import Tensor
 from tests.checkpoints import Crash, CrashingDisk, UnsyncedDisk, copy_share, on_ranks, plain_tensor, rows_of
 from tests.disks import mounted
 from tests.unit.test_checkpoint_disk import forge
-from trimaran.checkpoint import file_parts
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.durable import CHUNK_BYTES, DurableDisk
-from trimaran.checkpoint.load_parts import PartLoader
-from trimaran.checkpoint.load_state import fill_matched, match_shards
-from trimaran.checkpoint.manifest import Manifest, read_manifest
-from trimaran.checkpoint.rank_share import RankShare, build_share
-from trimaran.checkpoint.step_dirs import complete_steps, draft_path, step_path
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.checkpoint.write_checkpoint import commit, write_share
+from trimaran.checkpoint import (
+    CHUNK_BYTES,
+    DiskSource,
+    DurableDisk,
+    Manifest,
+    PartLoader,
+    RankShare,
+    TensorShard,
+    build_share,
+    commit,
+    complete_steps,
+    draft_path,
+    file_parts,
+    fill_matched,
+    match_shards,
+    read_manifest,
+    step_path,
+    verify,
+    write_share,
+)
 from trimaran.core import UserError
-from trimaran.optim.split_weights import SplitWeight, split_fp32
+from trimaran.optim import SplitWeight, split_fp32
 
 PART_BYTES, TEST_CHUNK_BYTES = 24576, 12288
 

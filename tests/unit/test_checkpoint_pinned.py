@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.pinned_memory import BackgroundPinning, split_at_pin_chunks
+from trimaran.checkpoint import BackgroundPinning, RankMemory, split_at_pin_chunks
 
 SLOT_BYTES = 1 << 20
 

@@ -11,13 +11,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import MANIFEST, UnsyncedDisk, copy_share, on_ranks, plain_tensor, rows_of, tensors_of
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.load_state import fill_shards, refuse_unused_tensors
-from trimaran.checkpoint.ownership import assign_rows
-from trimaran.checkpoint.rank_share import DTYPE_NAMES, TORCH_DTYPES, build_share, copy_to_memory, item_view
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.checkpoint.write_checkpoint import commit, write_share
+from trimaran.checkpoint import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    VALUE_BYTES,
+    DiskSource,
+    TensorShard,
+    assign_rows,
+    build_share,
+    commit,
+    copy_to_memory,
+    fill_shards,
+    item_view,
+    refuse_unused_tensors,
+    write_share,
+)
 from trimaran.core import UserError
 
 

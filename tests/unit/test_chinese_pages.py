@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.messages.error_language import first_codes
+from trimaran.app import first_codes
 
 ROOT = Path(__file__).parents[2]
 CHINESE = ROOT / "docs" / "zh"

@@ -9,10 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimaran.checkpoint.compact_index import Column, CompactRegions, overlaps, runs_of
-from trimaran.checkpoint.manifest import COMPACT_FORMAT, FORMAT, FileRecord, Manifest, manifest_bytes, read_manifest
-from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, layout_of, parse_index
-from trimaran.checkpoint.tensor_regions import overlap
+from trimaran.checkpoint import (
+    COMPACT_FORMAT,
+    FORMAT,
+    Column,
+    CompactRegions,
+    FileRecord,
+    Manifest,
+    ShardLayout,
+    index_bytes,
+    layout_of,
+    manifest_bytes,
+    overlap,
+    overlaps,
+    parse_index,
+    read_manifest,
+    runs_of,
+)
 
 
 def layouts_of(shards: int, tp: int) -> tuple[tuple[ShardLayout, ...], dict[str, int]]:

@@ -14,10 +14,14 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trimaran.infer.server.access import AccessMiddleware
-from trimaran.infer.server.api_error import error_response
-from trimaran.infer.server.connection_guard import ConnectionGuard, ConnectionLimits, guarded_http
-from trimaran.infer.server.run_server import http_config
+from trimaran.infer import (
+    AccessMiddleware,
+    ConnectionGuard,
+    ConnectionLimits,
+    error_response,
+    guarded_http,
+    http_config,
+)
 
 SECONDS = 30.0  # until something that comes at once has failed
 HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"

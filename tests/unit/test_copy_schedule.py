@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trimaran.core import Seconds
-from trimaran.train.checkpointing.save_interval import MAX_BOUNDED_COPY_FRACTION, CopySchedule, max_repeated_steps
+from trimaran.train import MAX_BOUNDED_COPY_FRACTION, CopySchedule, max_repeated_steps
 
 
 @dataclass(kw_only=True)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import Plan
-from trimaran.core.comm_axes import comm_axes, data_axis, predicted_comm
+from trimaran.core import Plan, comm_axes, data_axis, predicted_comm
 from trimaran.cost import Job, find_stack, predict
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import Plan, UserError, dump_recipe, parse_recipe
-from trimaran.core.compression_settings import KIND_FIELDS, Compression, compressed_bytes
+from trimaran.core import KIND_FIELDS, Compression, Plan, UserError, compressed_bytes, dump_recipe, parse_recipe
 
 
 def plan(compression: Any) -> Plan:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimaran.core.deal_rows import RowSeconds, deal_rows
+from trimaran.core import RowSeconds, deal_rows
 
 
 def line(fixed: float, per_row: float) -> RowSeconds:

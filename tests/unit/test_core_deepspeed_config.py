@@ -2,8 +2,7 @@
 
 import pytest
 
-from trimaran.core import Mesh, Plan, TrainSection, UserError
-from trimaran.core.deepspeed_config import deepspeed_config
+from trimaran.core import Mesh, Plan, TrainSection, UserError, deepspeed_config
 
 TRAIN = TrainSection(lr=3e-4, clip_norm=0.5)
 SHARDED = Plan(mesh=Mesh(dp_shard=4), sharding="gradients", micro_batch=2, grad_accum=3, engine="deepspeed")

@@ -4,11 +4,14 @@ import math
 
 import pytest
 
-from trimaran.core import Plan, Recipe, dump_recipe, parse_recipe
-from trimaran.core.local_steps import (
+from trimaran.core import (
     LocalSteps,
+    Plan,
+    Recipe,
+    dump_recipe,
     exposed_outer_seconds,
     outer_bytes_per_step,
+    parse_recipe,
     synchronisation_bytes,
 )
 

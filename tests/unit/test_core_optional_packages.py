@@ -4,8 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from trimaran.core import Plan, UserError
-from trimaran.core.optional_packages import refuse_missing_packages
+from trimaran.core import Plan, UserError, refuse_missing_packages
 
 
 def test_a_missing_package_is_an_error_that_says_how_to_install_it() -> None:

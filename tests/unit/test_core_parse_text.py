@@ -2,9 +2,8 @@
 
 import pytest
 
-from trimaran.core import UserError, parse_recipe
-from trimaran.core.parse_text import TextError, load_json, load_yaml
-from trimaran.hardware.openmp_threads import openmp_threads
+from trimaran.core import TextError, UserError, load_json, load_yaml, parse_recipe
+from trimaran.hardware import openmp_threads
 
 BAD_YAML = [
     ("a: 1\nb: 2001-13-45", 2, "'2001-13-45' is not a valid date"),

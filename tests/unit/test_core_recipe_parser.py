@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
-from trimaran.core.field_aliases import all_fields
+from trimaran.core import Mesh, Plan, Recipe, UserError, all_fields, dump_recipe, parse_recipe
 
 
 def test_an_empty_recipe_is_the_default_recipe() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.special_files import KINDS, no_longer_than, put
-from trimaran.core import UserError
-from trimaran.core.regular_files import (
+from trimaran.core import (
     SpecialFileError,
+    UserError,
     append_regular_file,
     check_regular_file,
     open_regular_fd,

@@ -8,19 +8,24 @@ import torch
 
 from tests.saved_storages import saved_storages
 from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, Prediction
-from trimaran.cost import Job, predict
-from trimaran.cost.activation_memory import layer_bytes, saved_on_rank
-from trimaran.cost.memory_inputs import memory_inputs_of
-from trimaran.cost.peak_memory import peak_memory_of
-from trimaran.cost.rank_part import parts_of
-from trimaran.cost.roofline import rates_of
-from trimaran.cost.stage_time import stage_inputs_of, stage_times_of
-from trimaran.cost.states import States, states_of
+from trimaran.cost import (
+    Job,
+    States,
+    layer_bytes,
+    memory_inputs_of,
+    parts_of,
+    peak_memory_of,
+    predict,
+    rates_of,
+    saved_on_rank,
+    stage_inputs_of,
+    stage_times_of,
+    states_of,
+)
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, outline_for, outline_of, with_adapter
-from trimaran.nets.adapters.lora_linear import add_adapter
-from trimaran.nets.attention import rotation_at
-from trimaran.nets.decoder import DecoderLayer as RealLayer
+from trimaran.nets import DecoderLayer as RealLayer
+from trimaran.nets import add_adapter, rotation_at
 
 # A layer: attention 4 * (4 + 2 + 2 + 4) = 48, feed-forward 3 * 4 * 8 = 96, norms 8. Ends: 2 * 10 * 4, final norm 4.
 # Adapters of rank 3: inputs and outputs of q 8, k and v 6 each, o 8, gate, up and down 12 each are 64, times 3 is 192.

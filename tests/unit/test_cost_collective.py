@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trimaran.core import Seconds
-from trimaran.cost.collective import (
+from trimaran.cost import (
     NETWORK_EFFICIENCY,
     NETWORK_GATHER_EFFICIENCY,
     REDUCE_HOP_FACTOR,

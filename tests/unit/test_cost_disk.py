@@ -6,14 +6,10 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import Mesh, Plan
-from trimaran.cost.job import Job
-from trimaran.cost.step import predict_equal
-from trimaran.hardware import Calibration, Cluster, apply_calibration
-from trimaran.hardware.cluster import DiskRates
-from trimaran.hardware.device_catalogue import CPU, DEVICES
+from trimaran.cost import Job, predict_equal
+from trimaran.hardware import CPU, DEVICES, Calibration, Cluster, DiskRates, apply_calibration
 from trimaran.models import PRESETS, outline_of
-from trimaran.probe import calibrate_disk
-from trimaran.probe.calibrate_disk import measure_disk
+from trimaran.probe import calibrate_disk, measure_disk
 
 SPEC = PRESETS["llama-3.1-8b"]
 JOB = Job(outline=outline_of(SPEC), seq_len=4096)

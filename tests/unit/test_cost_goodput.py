@@ -5,7 +5,7 @@ import math
 import pytest
 
 from trimaran.core import Seconds
-from trimaran.cost.goodput import Faults, best_interval, bill_of, checkpoint_bytes, expected_goodput, write_seconds
+from trimaran.cost import Faults, best_interval, bill_of, checkpoint_bytes, expected_goodput, write_seconds
 
 NEVER = Faults(device_hours=math.inf, restart=Seconds(600))
 

@@ -6,12 +6,21 @@ from typing import Any
 import pytest
 
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, Seconds
-from trimaran.cost import HF_MODELS, STACKS, Job, Stack, predict
-from trimaran.cost.host_time import KERNEL_GAP_SECONDS, host_wait
-from trimaran.cost.time_profiles import TRIMARAN_HOST, TRIMARAN_LAUNCHES, HostOverhead
+from trimaran.cost import (
+    HF_MODELS,
+    KERNEL_GAP_SECONDS,
+    STACKS,
+    TRIMARAN_HOST,
+    TRIMARAN_LAUNCHES,
+    HostOverhead,
+    Job,
+    Stack,
+    host_wait,
+    predict,
+)
 from trimaran.hardware import Calibration, Cluster, apply_calibration, parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner.question import Question
+from trimaran.planner import Question
 
 SHAPE = {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 704, "vocab": 32_000}
 SMALL = outline_of(replace(PRESETS["tiny"], **SHAPE, tied=False))

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 
 from tests.unit.test_cost_peak_memory import PAGE, memory, plan_of
-from trimaran.cost import STATE_BYTES, Job, find_stack, predict
-from trimaran.cost.loss_kind import chunk_rows
-from trimaran.cost.step_time import step_time_of
-from trimaran.cost.time_profiles import TRIMARAN_LAUNCHES
+from trimaran.cost import STATE_BYTES, TRIMARAN_LAUNCHES, Job, chunk_rows, find_stack, predict, step_time_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.train.loss.head_loss import chunk_rows as trained_rows
+from trimaran.train import chunk_rows as trained_rows
 
 
 def test_a_fused_loss_holds_one_buffer_of_logits_and_the_gradients_of_the_head() -> None:

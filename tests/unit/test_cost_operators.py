@@ -6,15 +6,32 @@ from dataclasses import replace
 import pytest
 
 from trimaran.core import Mesh, Plan
-from trimaran.cost import Job, predict
-from trimaran.cost.block_time import EAGER, BlockKind, BlockSplit, context_copy_seconds, layer_passes, opaque_passes
-from trimaran.cost.roofline import rates_of
-from trimaran.cost.time_profiles import TIME_PROFILES
+from trimaran.cost import (
+    EAGER,
+    TIME_PROFILES,
+    BlockKind,
+    BlockSplit,
+    Job,
+    context_copy_seconds,
+    layer_passes,
+    opaque_passes,
+    predict,
+    rates_of,
+)
 from trimaran.hardware import DEVICES, parse_cluster
-from trimaran.models import PRESETS, OutlineLayer, outline_from_hf, outline_of
-from trimaran.models.layer_adapter import LayerAdapter
-from trimaran.models.outline import LayerOperators, Opaque, adapted, with_operators
-from trimaran.models.perception_spec import PERCEPTION_PRESETS, perception_outline
+from trimaran.models import (
+    PERCEPTION_PRESETS,
+    PRESETS,
+    LayerAdapter,
+    LayerOperators,
+    Opaque,
+    OutlineLayer,
+    adapted,
+    outline_from_hf,
+    outline_of,
+    perception_outline,
+    with_operators,
+)
 
 H200, PROFILE = rates_of(DEVICES["H200"], "bf16"), TIME_PROFILES["trimaran"]
 LAYER = OutlineLayer(hidden=1280, heads=16, kv_heads=16, head_dim=80, ffn=3424)

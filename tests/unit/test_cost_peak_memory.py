@@ -8,18 +8,30 @@ import torch
 
 from tests.saved_storages import saved_storages
 from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Plan
-from trimaran.cost import STATE_BYTES, Job, find_stack, without_sequence_parallelism
-from trimaran.cost.activation_memory import LayerBytes, layer_bytes, saved_layer_bytes, saved_on_rank
-from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
-from trimaran.cost.peak_memory import CONTEXT_BYTES, GRAPH_BYTES, PROCESS_BYTES, Memory, peak_memory_of
-from trimaran.cost.rank_part import parts_of
-from trimaran.cost.states import States, states_of
+from trimaran.cost import (
+    CONTEXT_BYTES,
+    GRAPH_BYTES,
+    PROCESS_BYTES,
+    STATE_BYTES,
+    Job,
+    LayerBytes,
+    Memory,
+    MemoryInputs,
+    States,
+    find_stack,
+    layer_bytes,
+    memory_inputs_of,
+    parts_of,
+    peak_memory_of,
+    saved_layer_bytes,
+    saved_on_rank,
+    states_of,
+    without_sequence_parallelism,
+)
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ExpertSpec, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
-from trimaran.nets.attention import rotation_at
-from trimaran.nets.decoder import DecoderLayer as RealLayer
-from trimaran.nets.joint_projections import joint_slices
-from trimaran.nets.moe import FeedForward
+from trimaran.nets import DecoderLayer as RealLayer
+from trimaran.nets import FeedForward, joint_slices, rotation_at
 
 # A layer: attention 4 * (4 + 2 + 2 + 4) = 48, feed-forward 3 * 4 * 8 = 96, norms 8. Ends: 2 * 10 * 4, final norm 4.
 PAGE = ModelSpec(name="page", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab=10, max_seq_len=64)

@@ -6,14 +6,23 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan
-from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.memory_inputs import memory_inputs_of
-from trimaran.cost.peak_memory import head_memory, peak_memory_of, stage_memory_of
-from trimaran.cost.rank_part import distinct_parts, nanotron_stages, parts_of
-from trimaran.cost.states import num_owned, num_owned_in
+from trimaran.cost import (
+    Job,
+    distinct_parts,
+    find_stack,
+    head_memory,
+    memory_inputs_of,
+    nanotron_stages,
+    num_owned,
+    num_owned_in,
+    parts_of,
+    peak_memory_of,
+    predict,
+    stage_memory_of,
+)
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
-from trimaran.simulate.pipeline_order import pipeline_order
+from trimaran.simulate import pipeline_order
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
 ENDS = TINY.vocab * TINY.hidden

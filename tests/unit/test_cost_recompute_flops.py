@@ -5,8 +5,7 @@ from typing import Any, cast
 import pytest
 
 from trimaran.core import Plan
-from trimaran.cost import Job, find_stack
-from trimaran.cost.recompute_flops import repeated_flops
+from trimaran.cost import Job, find_stack, repeated_flops
 from trimaran.models import PRESETS, OutlineLayer, outline_of
 
 JOB = Job(outline=outline_of(PRESETS["llama-3.2-1b"]), seq_len=2048)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import GIB, Plan, Recipe, UserError
-from trimaran.cost import find_stack, predict
-from trimaran.cost.peak_memory import peak_memory_of
+from trimaran.cost import find_stack, peak_memory_of, predict
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import Question, check_plan, search

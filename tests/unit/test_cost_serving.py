@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 
 from trimaran.core import GIB
-from trimaran.cost.serving import Layout, Traffic, serving_memory
-from trimaran.cost.serving_load import load_table, loads_to_show, max_running
-from trimaran.cost.serving_time import StepWork, serving_step
+from trimaran.cost import (
+    Layout,
+    StepWork,
+    Traffic,
+    load_table,
+    loads_to_show,
+    max_running,
+    serving_memory,
+    serving_step,
+)
 from trimaran.hardware import find_device, parse_cluster
 from trimaran.models import PRESETS, Outline, outline_of
 

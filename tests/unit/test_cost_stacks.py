@@ -6,12 +6,23 @@ from typing import Any
 import pytest
 
 from trimaran.core import Bytes, Plan
-from trimaran.cost import STACKS, Job, predict, with_16_bit_gradients, without_sequence_parallelism
-from trimaran.cost.roofline import GENERATIONS, MULTIPROCESSORS, SUSTAINED_FRACTION, attention_seconds, rates_of
-from trimaran.cost.step import RELATIVE_ERROR, error_of
+from trimaran.cost import (
+    GENERATIONS,
+    MULTIPROCESSORS,
+    RELATIVE_ERROR,
+    STACKS,
+    SUSTAINED_FRACTION,
+    Job,
+    attention_seconds,
+    error_of,
+    predict,
+    rates_of,
+    with_16_bit_gradients,
+    without_sequence_parallelism,
+)
 from trimaran.hardware import DEVICES, Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner.predict_bulk import predict_line
+from trimaran.planner import predict_line
 
 GPT_175B = {
     "layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "vocab": 51200, "seq_len": 2048, "gated": False,

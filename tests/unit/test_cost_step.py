@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 from benchmarks.accuracy.ask import question_of
 
-from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction, Seconds
-from trimaran.core.plan import TowerPlan
-from trimaran.cost import Job, find_stack, predict
-from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of, slow_start_seconds
-from trimaran.cost.peak_memory import Memory
-from trimaran.cost.roofline import attention_seconds, matmul_seconds, rates_of
-from trimaran.cost.stage_time import stage_inputs_of, stage_times_of
-from trimaran.cost.step import allocator_slowdown
-from trimaran.cost.step_time import step_time_of
+from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction, Seconds, TowerPlan
+from trimaran.cost import (
+    Job,
+    Memory,
+    all_gather_seconds,
+    all_reduce_seconds,
+    allocator_slowdown,
+    attention_seconds,
+    find_stack,
+    matmul_seconds,
+    predict,
+    rates_of,
+    ring_of,
+    slow_start_seconds,
+    stage_inputs_of,
+    stage_times_of,
+    step_time_of,
+)
 from trimaran.hardware import DEVICES, Calibration, Cluster, Link, apply_calibration, parse_cluster
 from trimaran.models import PRESETS, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 

@@ -9,10 +9,9 @@ import pytest
 from benchmarks.curves import MEAN_OVER, SETTINGS, SHAPES, Line, arguments_of, loss_at, measure, plot, table
 
 from tests.cases import slow
-from trimaran.core.optional_packages import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES
-from trimaran.core.recipe_parser import parse_recipe
+from trimaran.core import FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES, parse_recipe
 from trimaran.models import spec_of
-from trimaran.planner.legal import check_fp8
+from trimaran.planner import check_fp8
 
 
 def line(arm: str, seed: int, losses: list[float], held_out: float) -> Line:

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.serving import add_checkpoint, greedy_text, new_tiny_run
-from trimaran.app.main import main
-from trimaran.checkpoint.step_dirs import step_path
-from trimaran.infer.server.follow_run import damage_of, newest_weights
-from trimaran.infer.weights_location import TrainedWeights
+from trimaran.app import main
+from trimaran.checkpoint import step_path
+from trimaran.infer import TrainedWeights, damage_of, newest_weights
 
 
 def flip_a_bit(folder: Path) -> None:

@@ -9,9 +9,7 @@ import pytest
 from PIL import Image
 
 from trimaran.core import MixtureSource
-from trimaran.data import drawn_shapes
-from trimaran.data.samples.raw_sample import SourceFiles
-from trimaran.data.samples.readers import read_samples
+from trimaran.data import SourceFiles, drawn_shapes, read_samples
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from trimaran.app.main import main
+from trimaran.app import main
 
 
 @pytest.fixture

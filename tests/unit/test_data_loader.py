@@ -15,12 +15,18 @@ import torch
 
 from tests.loaders import ALONE, LARGE_LIMITS, Loader, Slow, like, small_shards
 from trimaran.core import UserError
-from trimaran.data import IGNORED, Sequences, TokenShards
-from trimaran.data.feed import BadSample, DataShare, LoadedArrays
-from trimaran.data.loader import Loader as AnyLoader
-from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.data.sample_order import positions
-from trimaran.data.token_feed import TokenFeed
+from trimaran.data import (
+    IGNORED,
+    BadSample,
+    DataShare,
+    LoadedArrays,
+    LoaderLimits,
+    Sequences,
+    TokenFeed,
+    TokenShards,
+    positions,
+)
+from trimaran.data import Loader as AnyLoader
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,7 @@ import pytest
 import torch
 
 from tests.loaders import ALONE, Crashing, Damaged, Hanging, Loader, Raising, Slow, like, small_shards, within
-from trimaran.data import IGNORED, Sequences, TokenShards
-from trimaran.data.feed import DataShare
-from trimaran.data.loader import LoaderFault
-from trimaran.data.quarantine import SampleReader
+from trimaran.data import IGNORED, DataShare, LoaderFault, SampleReader, Sequences, TokenShards
 
 
 @pytest.fixture(scope="module")

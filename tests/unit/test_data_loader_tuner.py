@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trimaran.data.loader_tuner import EXTRA_BATCHES_AHEAD, LoaderLimits, LoaderSetting, LoaderTuner, LoaderWindow
-from trimaran.train.inputs.rank_loader import rank_loader_limits
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.data import EXTRA_BATCHES_AHEAD, LoaderLimits, LoaderSetting, LoaderTuner, LoaderWindow
+from trimaran.train import RankInfo, rank_loader_limits
 
 LIMITS = LoaderLimits(cores=8, free_bytes=64 << 30, pin_memory=True)
 THREAD = LoaderSetting(workers=0, depth=EXTRA_BATCHES_AHEAD, pin=True)

@@ -11,11 +11,9 @@ import datasets
 import pytest
 import zstandard
 
-from trimaran.app.main import main
-from trimaran.app.views.data_notices import text_notices
+from trimaran.app import main, text_notices
 from trimaran.core import DataSection, UserError
-from trimaran.data import TokenShards, check, prepare
-from trimaran.data.samples import SampleIndex, prepare_samples
+from trimaran.data import SampleIndex, TokenShards, check, prepare, prepare_samples
 
 LINE = b"three hulls, one boat\n"
 

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trimaran.app.main import main
-from trimaran.app.request.plan_request import read_plan_request
+from trimaran.app import main, read_plan_request
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, UserError
-from trimaran.data.data_kind import data_kind_of
-from trimaran.data.samples import prepare_samples
-from trimaran.models import VLM_PRESETS, spec_of
-from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.data import data_kind_of, prepare_samples
+from trimaran.models import VLM_PRESETS, recipe_image_rules, spec_of
 from trimaran.run import create_run
 
 

@@ -12,12 +12,15 @@ from PIL import Image
 
 from tests.model_folders import MARKED, QWEN25, STYLES, hf_tokenizer, write_model_tokenizer
 from trimaran.core import DataSection, ImageRules, UserError
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples import SampleIndex, prepare_samples
-from trimaran.data.samples.parse_chat import ImageFinder
-from trimaran.data.samples.read_rows import sample_of
-from trimaran.data.samples.tokenize_chat import ChatTokenizer
-from trimaran.data.tokenizer import load_tokenizer
+from trimaran.data import (
+    BadSampleError,
+    ChatTokenizer,
+    ImageFinder,
+    SampleIndex,
+    load_tokenizer,
+    prepare_samples,
+    sample_of,
+)
 
 QUESTION, ANSWER = {"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "Nobody."}
 TALK = [QUESTION, ANSWER, {"role": "user", "content": "And? "}, {"role": "assistant", "content": " A thé dog.\n"}]

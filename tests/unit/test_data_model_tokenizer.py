@@ -10,13 +10,10 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.model_folders import STYLES, hf_tokenizer, write_model_tokenizer
-from trimaran.app.main import main
-from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
-from trimaran.app.session.torchrun_rank import as_recorded
-from trimaran.checkpoint.export_hf import copy_tokenizer_files
+from trimaran.app import as_recorded, main, with_model_tokenizer
+from trimaran.checkpoint import copy_tokenizer_files
 from trimaran.core import DataSection, Plan, Recipe, UserError
-from trimaran.data import ByteTokenizer, TokenShards, load_tokenizer, pack, prepare
-from trimaran.data.tokenizer import open_tokenizer
+from trimaran.data import ByteTokenizer, TokenShards, load_tokenizer, open_tokenizer, pack, prepare
 from trimaran.run import create_run
 
 TEXTS = ["Who is there? Nobody, but thé cat.", " Be  brief.\n\n三体船", "a<|im_end|>b </s> c"]

@@ -10,16 +10,19 @@ import pytest
 import torch
 from PIL import Image
 
-from trimaran.core import DataSection, UserError
-from trimaran.core.scene_rules import CAMERA_METRES, RIG_NUMBERS
-from trimaran.data.feed import DataShare
-from trimaran.data.open_scenes import open_scenes
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.recorded_scenes import INDEX, write_scenes
-from trimaran.data.scene_feed import scene_feeds, scenes_digest
-from trimaran.data.simulated_scenes import make_scene
-from trimaran.models.perception_spec import PERCEPTION_PRESETS
-from trimaran.nets.perception.model import camera_bias
+from trimaran.core import CAMERA_METRES, RIG_NUMBERS, DataSection, UserError
+from trimaran.data import (
+    INDEX,
+    BadSampleError,
+    DataShare,
+    make_scene,
+    open_scenes,
+    scene_feeds,
+    scenes_digest,
+    write_scenes,
+)
+from trimaran.models import PERCEPTION_PRESETS
+from trimaran.nets import camera_bias
 
 SPEC = replace(PERCEPTION_PRESETS["tiny"], cameras=3, height=8, width=16, cells=8)
 RULES = SPEC.scenes()

@@ -5,11 +5,17 @@ import pytest
 from benchmarks.mix import IMAGE_TOKEN, Mix
 
 from trimaran.core import ImageRules, RowCost
-from trimaran.data.feed import DataShare
-from trimaran.data.row_balance import NO_ROW, balance_rows, sequential_rows, slowest_rank_cost
-from trimaran.data.row_packing import PackingRules, pack_samples
-from trimaran.data.sample_costs import measure_samples
-from trimaran.data.sample_order import positions
+from trimaran.data import (
+    NO_ROW,
+    DataShare,
+    PackingRules,
+    balance_rows,
+    measure_samples,
+    pack_samples,
+    positions,
+    sequential_rows,
+    slowest_rank_cost,
+)
 
 RULES = ImageRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
 COSTS = {  # vision and language parameters: 0.7 B and 7 B, 6 B and 20 B, 0.7 B and 1.5 B

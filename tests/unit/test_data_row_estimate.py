@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trimaran.app.request.request import read_question
+from trimaran.app import read_question
 from trimaran.core import Recipe
-from trimaran.data.row_packing import PackingRules, pack_samples
-from trimaran.data.sample_costs import measure_samples
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.row_estimate import estimate_rows
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.data import PackingRules, SampleIndex, estimate_rows, measure_samples, pack_samples, prepare_samples
+from trimaran.models import recipe_image_rules
 
 SEQ_LEN = 512
 

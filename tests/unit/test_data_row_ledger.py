@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from trimaran.data.feed import DataShare
-from trimaran.data.row_ledger import Deal, RowLedger, spans_of
+from trimaran.data import DataShare, Deal, RowLedger, spans_of
 
 EVERY = 4
 

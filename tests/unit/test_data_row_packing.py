@@ -8,8 +8,15 @@ from benchmarks.mix import IMAGE_TOKEN, Mix
 
 from tests.sample_table import Table
 from trimaran.core import ImageRules, RowCost
-from trimaran.data.row_packing import Batching, PackingRules, RowPacking, open_row_packing, pack_samples, slots_per_row
-from trimaran.data.sample_costs import measure_samples
+from trimaran.data import (
+    Batching,
+    PackingRules,
+    RowPacking,
+    measure_samples,
+    open_row_packing,
+    pack_samples,
+    slots_per_row,
+)
 
 RULES = ImageRules(patch=14, merge=2, image_token=IMAGE_TOKEN, max_pixels=768 * 28 * 28)
 SMALL = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max_pixels=16 * 16)

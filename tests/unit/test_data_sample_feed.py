@@ -13,16 +13,25 @@ from benchmarks.mix import IMAGE_TOKEN
 
 from tests.sample_table import Table, png
 from trimaran.core import DataSection, ImageRules, RowCost, UserError
-from trimaran.data import sample_feed
-from trimaran.data.feed import DataShare, LoadedArrays
-from trimaran.data.loader import Loader
-from trimaran.data.row_packing import Batching, PackingRules, pack_samples
-from trimaran.data.sample_costs import SampleTable, measure_samples
-from trimaran.data.sample_feed import SampleFeed, SampleFeedOptions, SampleRows, sample_feeds
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.sequences import IGNORED
-from trimaran.data.vision.grid_positions import grid_positions
+from trimaran.data import (
+    IGNORED,
+    Batching,
+    DataShare,
+    LoadedArrays,
+    Loader,
+    PackingRules,
+    SampleFeed,
+    SampleFeedOptions,
+    SampleIndex,
+    SampleRows,
+    SampleTable,
+    grid_positions,
+    measure_samples,
+    pack_samples,
+    prepare_samples,
+    sample_feed,
+    sample_feeds,
+)
 
 RULES = ImageRules(patch=2, merge=2, image_token=IMAGE_TOKEN, min_pixels=16, max_pixels=12 * 12)
 ALONE = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=2)

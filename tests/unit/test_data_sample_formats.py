@@ -21,10 +21,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from trimaran.core import DataSection, ImageRules, UserError
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples import SampleIndex, prepare_samples
-from trimaran.data.samples.parse_chat import CAPTIONS, CONVERSATIONS, QUESTIONS, ImageFinder, read_row
-from trimaran.data.samples.parse_chat import IMAGES as IMAGE_FIELDS
+from trimaran.data import (
+    CAPTIONS,
+    CONVERSATIONS,
+    QUESTIONS,
+    BadSampleError,
+    ImageFinder,
+    SampleIndex,
+    prepare_samples,
+    read_row,
+)
+from trimaran.data import IMAGES as IMAGE_FIELDS
 
 RULES = ImageRules(patch=8, merge=2, image_token=257)
 IMAGE = 257

@@ -19,10 +19,7 @@ from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trimaran.core import DataSection, ImageRules, UserError
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples import SampleIndex, prepare_samples
-from trimaran.data.samples.chat_templates import TEMPLATES
-from trimaran.data.samples.sample_index import repeat_ids, repeats_per_epoch
+from trimaran.data import TEMPLATES, BadSampleError, SampleIndex, prepare_samples, repeat_ids, repeats_per_epoch
 
 RULES = ImageRules(patch=8, merge=2, image_token=257)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]

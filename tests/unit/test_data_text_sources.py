@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import DataSection, UserError
-from trimaran.data import check
-from trimaran.data.bad_lines import BadLines
-from trimaran.data.text_sources import find_files, read_chunks
+from trimaran.data import BadLines, check, find_files, read_chunks
 
 
 def section(source: str, path: Path | None = None, **fields: object) -> DataSection:

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from tests.model_folders import write_model_tokenizer
-from trimaran.app.views.data_notices import text_notices
+from trimaran.app import text_notices
 from trimaran.core import DataSection, UserError
-from trimaran.data import TokenShards, check, load_tokenizer, prepare
-from trimaran.data.token_files import count_tokens
+from trimaran.data import TokenShards, check, count_tokens, load_tokenizer, prepare
 
 DOCUMENTS = [[1, 2, 3], [300], [5, 6], [7, 8, 9, 10]]
 CODES = {"u1": 1, "i2": 3, "i4": 4, "i8": 5, "u2": 8}  # DType of megatron/core/datasets/indexed_dataset.py

@@ -9,8 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trimaran.core import UserError
-from trimaran.data import ByteTokenizer, load_tokenizer
-from trimaran.data.tokenizer import open_tokenizer
+from trimaran.data import ByteTokenizer, load_tokenizer, open_tokenizer
 
 
 def train_bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), truncate: bool = False) -> Path:

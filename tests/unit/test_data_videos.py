@@ -9,13 +9,17 @@ import pytest
 from PIL import Image
 
 from trimaran.core import DataSection, ImageRules, SamplesSection
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.parse_chat import ImageFinder, read_row
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.raw_sample import FrameChoice, ImageLocation
-from trimaran.data.samples.row_estimate import estimate_rows
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.samples.videos import choose_frames
+from trimaran.data import (
+    BadSampleError,
+    FrameChoice,
+    ImageFinder,
+    ImageLocation,
+    SampleIndex,
+    choose_frames,
+    estimate_rows,
+    prepare_samples,
+    read_row,
+)
 
 RULES = ImageRules(patch=4, merge=2, image_token=257, min_pixels=64, max_pixels=1024)
 QUESTION = [{"role": "user", "content": "what happens?"}, {"role": "assistant", "content": "nothing"}]

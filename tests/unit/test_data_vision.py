@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from trimaran.core import ImageRules
-from trimaran.data.vision import (
+from trimaran.data import (
+    MAX_PIXELS,
     BadImageError,
     cut_patches,
     fill_patches,
@@ -23,7 +24,6 @@ from trimaran.data.vision import (
     pixels_of,
     upright_size,
 )
-from trimaran.data.vision.decode import MAX_PIXELS
 
 QWEN = ImageRules(patch=14, merge=2, image_token=0, max_pixels=1280 * 28 * 28)
 INTERN = ImageRules(patch=14, merge=2, image_token=0, variant="tiled", tile=448, max_tiles=12)

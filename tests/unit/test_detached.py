@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fault.harness import wait_for
-from trimaran.launch.detached import DetachedProcess, read_secrets
+from trimaran.launch import DetachedProcess, read_secrets
 
 MODULE = [sys.executable, "-m", "trimaran.launch.detached"]
 

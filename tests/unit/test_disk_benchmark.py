@@ -8,7 +8,7 @@ import pytest
 from benchmarks.disk_offload import MODELS, equal_runs, plan_fields, predicted, table
 
 from trimaran.core import Plan
-from trimaran.planner.legal import check_disk
+from trimaran.planner import check_disk
 
 RESULTS = Path(benchmark.__file__).parent / "h200_disk.jsonl"
 LINES = [json.loads(text) for text in RESULTS.read_text().splitlines()]

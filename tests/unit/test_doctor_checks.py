@@ -7,6 +7,25 @@ from typing import Any
 import pytest
 
 from trimaran.core import GIB, Bytes, Seconds, UserError
+from trimaran.doctor import (
+    CHECKS,
+    DiskFacts,
+    Facts,
+    Gpu,
+    HostFacts,
+    Interconnect,
+    MachineMeasurements,
+    Nic,
+    NodeMeasurements,
+    ProcessLimits,
+    RunRequirements,
+    Versions,
+    known_bad,
+    parse_full_query,
+    refuse_failed_checks,
+    run_checks,
+    within,
+)
 from trimaran.doctor.checks import (
     all_reduce,
     all_reduce_speed,
@@ -27,22 +46,6 @@ from trimaran.doctor.checks import (
     topology,
     versions,
 )
-from trimaran.doctor.checks.versions import known_bad, within
-from trimaran.doctor.machine_facts import (
-    DiskFacts,
-    Facts,
-    Gpu,
-    HostFacts,
-    Interconnect,
-    MachineMeasurements,
-    Nic,
-    NodeMeasurements,
-    ProcessLimits,
-    RunRequirements,
-    Versions,
-)
-from trimaran.doctor.nvidia_smi import parse_full_query
-from trimaran.doctor.preflight import CHECKS, refuse_failed_checks, run_checks
 from trimaran.hardware import parse_cluster
 
 MACHINES = Path(__file__).parent / "machines"

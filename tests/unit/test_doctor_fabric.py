@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.main import main
-from trimaran.doctor.checks.environment import misspelt, wrong_algorithms
-from trimaran.doctor.checks.known_variables import known_names
-from trimaran.doctor.fabric_presets import FABRICS, FabricFacts, load_presets, preset_changes, read_fabric
+from trimaran.app import main
+from trimaran.doctor import (
+    FABRICS,
+    FabricFacts,
+    known_names,
+    load_presets,
+    misspelt,
+    preset_changes,
+    read_fabric,
+    wrong_algorithms,
+)
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("GLOO_", "FI_", "RDMAV_")  # variables of gloo, libfabric and rdma-core

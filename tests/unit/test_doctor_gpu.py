@@ -12,14 +12,12 @@ import pytest
 
 from tests.prometheus_server import alerts
 from tests.runs import finished_run
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.status_lines import status_lines
+from trimaran.app import RunState, status_lines
 from trimaran.core import Finding, Plan, parse_recipe
-from trimaran.doctor.device_memory import usable_bytes
-from trimaran.doctor.evidence import Evidence, read_planner_inputs
+from trimaran.doctor import Evidence, read_planner_inputs, usable_bytes
 from trimaran.doctor.rules.health import RULES
 from trimaran.run import append_line
-from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS, GpuSampler
+from trimaran.telemetry import HARDWARE_THROTTLE_REASONS, GpuSampler
 
 LINES = (Path(__file__).parent / "machines" / "h200-samples.jsonl").read_text().splitlines()
 SAMPLES: list[dict[str, Any]] = [json.loads(line) for line in LINES]

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import Comm, Finding, Plan, Recipe, parse_recipe
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import Evidence, read_planner_inputs
-from trimaran.doctor.predicted_gain import apply_patch
+from trimaran.doctor import Evidence, apply_patch, diagnose, read_planner_inputs
 from trimaran.doctor.rules.health import RULES
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of

@@ -10,13 +10,32 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import Bytes, UserError
-from trimaran.doctor.checks.node_pairs import check, culprits, first_round, second_round
-from trimaran.doctor.machine_facts import Ecc, Facts, Gpu, GpuClocks, HostFacts, NodeMeasurements, Pair, Versions
-from trimaran.doctor.measure_machine import RendezvousOptions
-from trimaran.doctor.nvidia_smi import parse_full_query, parse_gpu_nic_paths, parse_peers, parse_short_query
-from trimaran.doctor.read_machine import is_port_in_use, read_disk, read_facts, read_interconnect, read_nics, visible
-from trimaran.hardware.gpu_topology import parse_topology
-from trimaran.hardware.host_limits import cpu_quota
+from trimaran.doctor import (
+    Ecc,
+    Facts,
+    Gpu,
+    GpuClocks,
+    HostFacts,
+    NodeMeasurements,
+    Pair,
+    RendezvousOptions,
+    Versions,
+    check,
+    culprits,
+    first_round,
+    is_port_in_use,
+    parse_full_query,
+    parse_gpu_nic_paths,
+    parse_peers,
+    parse_short_query,
+    read_disk,
+    read_facts,
+    read_interconnect,
+    read_nics,
+    second_round,
+    visible,
+)
+from trimaran.hardware import cpu_quota, parse_topology
 
 MACHINES = Path(__file__).parent / "machines"
 

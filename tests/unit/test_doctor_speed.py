@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
-from trimaran.app.main import main
-from trimaran.app.views.diagnosis import command_of, diagnose_run
+from trimaran.app import command_of, diagnose_run, main
 from trimaran.core import Finding, Plan, Recipe, UserError, parse_recipe
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import Evidence, read_evidence, read_planner_inputs
-from trimaran.doctor.predicted_gain import apply_patch, forecast
+from trimaran.doctor import (
+    Evidence,
+    apply_patch,
+    diagnose,
+    forecast,
+    read_evidence,
+    read_planner_inputs,
+    step_breakdown,
+)
 from trimaran.doctor.rules import speed
-from trimaran.doctor.step_breakdown import step_breakdown
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose

@@ -3,8 +3,7 @@
 import pytest
 
 from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.rules.health.swap import swap
+from trimaran.doctor import Evidence, swap
 
 MIB = 2**20
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import Mesh, Plan, Recipe
-from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.targets import TargetCheck, check_targets
+from trimaran.doctor import Evidence, TargetCheck, check_targets
 
 
 def checks(*, ranks: int = 2, **known: Any) -> dict[str, TargetCheck]:

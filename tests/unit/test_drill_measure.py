@@ -8,11 +8,25 @@ import pytest
 from tests.disks import mounted
 from tests.runs import new_run
 from trimaran.core import Action, Bytes, Cause, Incident, UserError
-from trimaran.drill.disk_fill import MAX_FILL_BYTES, filled_disk, refuse_shared_disk
-from trimaran.drill.drill_run import RunObserver, drills_file, is_own, mark_as_own
-from trimaran.drill.fault_kinds import KINDS, DrillFault, FaultName, parse_slow
-from trimaran.drill.inject import INJECTIONS, damage_checkpoint
-from trimaran.drill.measure import DrillResult, Observed, is_complete, judge
+from trimaran.drill import (
+    INJECTIONS,
+    KINDS,
+    MAX_FILL_BYTES,
+    DrillFault,
+    DrillResult,
+    FaultName,
+    Observed,
+    RunObserver,
+    damage_checkpoint,
+    drills_file,
+    filled_disk,
+    is_complete,
+    is_own,
+    judge,
+    mark_as_own,
+    parse_slow,
+    refuse_shared_disk,
+)
 from trimaran.run import IncidentLog
 
 

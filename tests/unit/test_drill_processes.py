@@ -7,10 +7,8 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import UserError
-from trimaran.drill.find_processes import find_processes
-from trimaran.run import Journal, RunDirectory
-from trimaran.run.attempts import AttemptLog
-from trimaran.run.lease import take_lease
+from trimaran.drill import find_processes
+from trimaran.run import AttemptLog, Journal, RunDirectory, take_lease
 
 
 def recorded_run(path: Path, *, host: str) -> RunDirectory:

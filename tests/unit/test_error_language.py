@@ -7,14 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sources import FILES, nodes_of, text_of
-from trimaran.app.main import main
-from trimaran.app.messages.error_language import (
-    PLACE,
-    catalogue,
-    chosen_language,
-    first_codes,
-    shown_errors,
-)
+from trimaran.app import PLACE, catalogue, chosen_language, first_codes, main, shown_errors
 from trimaran.core import UserError
 
 FIRST = 60  # at least as many codes have Chinese texts

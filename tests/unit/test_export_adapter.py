@@ -16,18 +16,18 @@ from tests.hf_models import save_model
 from tests.unit.test_checkpoint_export import save
 from tests.unit.test_peft_format import TOKENS, logits, open_network, peft_model, section_of
 from tests.vlm_models import CONFIGS as VLM_CONFIGS
-from trimaran.checkpoint.convert import export_dcp, read_full_tensor
-from trimaran.checkpoint.convert_adapter import export_adapter, export_merged
-from trimaran.checkpoint.dcp_read import DcpSource
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.import_dcp import find_imported_tensors
+from trimaran.checkpoint import (
+    DcpSource,
+    DiskSource,
+    export_adapter,
+    export_dcp,
+    export_merged,
+    find_imported_tensors,
+    read_full_tensor,
+)
 from trimaran.core import ModelSection, Recipe, UserError
-from trimaran.infer.adapted_network import base_of_peft, fill_from_peft, load_adapted
-from trimaran.infer.generate import load_trained
-from trimaran.infer.trained_model import section_of_folder
-from trimaran.nets import Network
-from trimaran.nets.adapters.lora_linear import adapter_parameters
-from trimaran.nets.base_weights import open_base_weights
+from trimaran.infer import base_of_peft, fill_from_peft, load_adapted, load_trained, section_of_folder
+from trimaran.nets import Network, adapter_parameters, open_base_weights
 
 CPU = torch.device("cpu")
 

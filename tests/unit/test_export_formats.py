@@ -13,20 +13,24 @@ from tests.cases import quick_or_slow
 from tests.hf_models import save_model
 from tests.random_weights import perturb
 from tests.unit.test_checkpoint_export import network_of, save, state_of
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
-from trimaran.data.tokenizer import ByteTokenizer, load_tokenizer
-from trimaran.infer.exports.compare_logits import (
+from trimaran.data import ByteTokenizer, load_tokenizer
+from trimaran.infer import (
     BOUNDS,
     compare_logits,
+    graph_module,
     network_logits,
+    portable_module,
+    quantise_linears,
+    read_onnx,
+    read_program,
     refuse_difference,
     sample_tokens,
+    write_gguf,
+    write_onnx,
+    write_program,
 )
-from trimaran.infer.exports.gguf_export import write_gguf
-from trimaran.infer.exports.graph_exports import graph_module, read_onnx, read_program, write_onnx, write_program
-from trimaran.infer.exports.portable_network import portable_module
-from trimaran.infer.exports.torchao_weights import quantise_linears
 from trimaran.nets import Network
 from trimaran.run import RunDirectory, create_run
 
@@ -285,7 +289,7 @@ def test_a_model_card_says_where_the_weights_come_from(trained: RunDirectory, ca
 
 def test_the_tokenizer_goes_into_a_gguf_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    from trimaran.infer.exports.gguf_tokenizer import gguf_tokenizer  # noqa: PLC0415
+    from trimaran.infer import gguf_tokenizer  # noqa: PLC0415
 
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(

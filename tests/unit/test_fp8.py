@@ -15,10 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimaran.core import Plan, UserError
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import Network, decoder_network, initialise
-from trimaran.parallel import autocast, override_precision
-from trimaran.parallel.fp8 import convert_linears, require_fp8_device
-from trimaran.parallel.fp8_linear import Fp8Linear, linear
-from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.parallel import (
+    Fp8Linear,
+    apply_recompute,
+    autocast,
+    convert_linears,
+    linear,
+    override_precision,
+    require_fp8_device,
+)
 
 CPU = torch.device("cpu")
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, tied=False)

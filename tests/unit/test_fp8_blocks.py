@@ -6,10 +6,8 @@ from torch import Tensor
 
 from trimaran.core import Plan, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.parallel import fp8_blocks
-from trimaran.parallel.fp8_blocks import dequantized, in_mx_blocks, in_row_blocks, in_square_blocks, in_tiles
-from trimaran.parallel.fp8_linear import linear
-from trimaran.planner.legal import check_fp8_recipe
+from trimaran.parallel import dequantized, fp8_blocks, in_mx_blocks, in_row_blocks, in_square_blocks, in_tiles, linear
+from trimaran.planner import check_fp8_recipe
 
 # The relative error of a product of two e4m3 operands, see tests/unit/test_fp8.py. Powers of two scale less closely.
 ERROR = {"block": 0.042, "mx": 0.047}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import UserError
 from trimaran.hardware import (
     DEVICES,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import GIB
-from trimaran.hardware import DEVICES, detect
-from trimaran.hardware.detect import cpu_flops, gpu_device
+from trimaran.hardware import DEVICES, cpu_flops, detect, gpu_device
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.hardware import DEVICES, Cluster
-from trimaran.hardware.gpu_topology import gpu_links, parse_topology, read_network
+from trimaran.hardware import DEVICES, Cluster, gpu_links, parse_topology, read_network
 
 LEGEND = """
 Legend:

@@ -10,14 +10,19 @@ from torch.nn import functional as F
 
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.attention import RMSNorm
+from trimaran.nets import Network, RMSNorm, decoder_network, initialise
 from trimaran.parallel import autocast, override_precision
+from trimaran.train import (
+    IGNORED,
+    LanguageObjective,
+    LossHead,
+    build_loss_function,
+    chunk_rows,
+    compute_losses,
+    head_losses,
+    row_losses,
+)
 from trimaran.train.loss import head_loss
-from trimaran.train.loss.cross_entropy import IGNORED, row_losses
-from trimaran.train.loss.head_loss import LossHead, chunk_rows, head_losses
-from trimaran.train.loss.objective import LanguageObjective
-from trimaran.train.steppers.stepper import build_loss_function, compute_losses
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, VOCAB = 21, 8, 50

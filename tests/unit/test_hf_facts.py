@@ -12,24 +12,21 @@ import pytest
 from transformers import BertConfig, LlamaConfig, MixtralConfig
 
 from tests.hf_models import SMALL
-from trimaran.app.main import main
-from trimaran.app.request.ask_hf_facts import ask_hf_facts
-from trimaran.app.request.plan_request import read_plan_request
-from trimaran.app.request.trainer_plan import trainer_plan
+from trimaran.app import ask_hf_facts, main, read_plan_request, trainer_plan
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.launch.replan import resized
-from trimaran.models import outline_for, spec_of
-from trimaran.models.hf_facts import (
+from trimaran.launch import resized
+from trimaran.models import (
     HfFacts,
     cached_facts,
     facts_file,
     facts_from_dict,
     missing_package,
+    outline_for,
+    spec_of,
     write_facts,
 )
-from trimaran.planner import PlanAnswer, check_plan, choose
-from trimaran.planner.search import predicted
+from trimaran.planner import PlanAnswer, check_plan, choose, predicted
 
 REFUSED = UserError("M026", "it has no plan", where="plan.mesh.tp", fix="use dp_shard")
 FACTS = HfFacts(tp_sizes={"num_attention_heads": 4, "width": 48}, num_experts=4, max_seq_len=64)

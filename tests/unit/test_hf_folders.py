@@ -50,16 +50,19 @@ from transformers import (
 
 from tests.hf_models import CONFIGS, NARROW, SMALL
 from tests.model_folders import write_model_tokenizer
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import ModelSection, UserError
-from trimaran.models import ModelSpec, spec_of
-from trimaran.models.hf_facts import facts_file
-from trimaran.nets import decoder_network, load_hf_weights
-from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_attention import takes_scope
-from trimaran.nets.hf_build import open_hf_model
-from trimaran.nets.hf_stages import pipeline_layers
-from trimaran.nets.network import WeightsNeededError
+from trimaran.models import ModelSpec, facts_file, spec_of
+from trimaran.nets import (
+    HfNetwork,
+    WeightsNeededError,
+    decoder_network,
+    hf_network,
+    load_hf_weights,
+    open_hf_model,
+    pipeline_layers,
+    takes_scope,
+)
 
 CPU = torch.device("cpu")
 WINDOWS: dict[str, Any] = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}

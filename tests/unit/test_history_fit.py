@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from tests.measured_runs import PlannedRun, gpu_plan, write_run, write_runs
-from trimaran.app.main import main
-from trimaran.app.session.tune_session import refit_rates
+from trimaran.app import main, refit_rates
 from trimaran.core import Plan
-from trimaran.hardware import parse_cluster, read_calibration
-from trimaran.hardware.fitted_rates import FittedRates, LinkFactors, combined, with_fitted
-from trimaran.history.fit_rates import fit_rates
-from trimaran.history.rate_model import Observation, Parameter, StepModel, parameters_of
+from trimaran.hardware import FittedRates, LinkFactors, combined, parse_cluster, read_calibration, with_fitted
+from trimaran.history import Observation, Parameter, StepModel, fit_rates, parameters_of
 
 FLEET = (
     PlannedRun(cluster="8xH100", plan=gpu_plan(dp_replicate=8, accumulate=4)),

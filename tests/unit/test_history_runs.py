@@ -11,20 +11,25 @@ from typing import Any
 import pytest
 
 from tests.measured_runs import EPOCH, PlannedRun, gpu_plan, write_run, write_steps
-from trimaran.app.main import main
-from trimaran.app.request.measured_plans import runs_in
+from trimaran.app import main, runs_in
 from trimaran.core import Plan
-from trimaran.hardware.fitted_rates import FittedRates
-from trimaran.history.measured_plan import measured_plans, pins_of
-from trimaran.history.measured_run import RankStart, plans_in_force, read_measured_run
-from trimaran.history.run_index import find_runs, index_path, open_index, stamp_of
-from trimaran.history.steady_steps import steady_steps
-from trimaran.launch.targets.job_records import state_folder, write_record
-from trimaran.launch.targets.target import JobRecord
-from trimaran.planner.search import predicted
-from trimaran.run import RunDirectory
-from trimaran.run.replace_plan import replace_plan
-from trimaran.telemetry.step_lines import StepLine
+from trimaran.hardware import FittedRates
+from trimaran.history import (
+    RankStart,
+    find_runs,
+    index_path,
+    measured_plans,
+    open_index,
+    pins_of,
+    plans_in_force,
+    read_measured_run,
+    stamp_of,
+    steady_steps,
+)
+from trimaran.launch import JobRecord, state_folder, write_record
+from trimaran.planner import predicted
+from trimaran.run import RunDirectory, replace_plan
+from trimaran.telemetry import StepLine
 
 EIGHT = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_replicate=8))
 SHARDED = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_shard=8))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import UserError
-from trimaran.launch.targets.hostfile import parse_host, parse_hosts, read_hostfile
+from trimaran.launch import parse_host, parse_hosts, read_hostfile
 
 HOSTFILE = """\
 # a comment

@@ -13,9 +13,16 @@ import pytest
 
 from tests.hub_server import FakeRepo, HubState, hub_server
 from trimaran.core import UserError
-from trimaran.hub import hub_repo_of, is_hub_name, near_folder, repo_name
-from trimaran.hub.fetch_dataset import dataset_folder, split_of_folder
-from trimaran.hub.hub_errors import HubRepo, hub_error
+from trimaran.hub import (
+    HubRepo,
+    dataset_folder,
+    hub_error,
+    hub_repo_of,
+    is_hub_name,
+    near_folder,
+    repo_name,
+    split_of_folder,
+)
 
 WEIGHTS = bytes(range(256)) * 98_304  # 24 MiB: huggingface_hub writes 10 MiB at a time
 SHA, DATA_SHA = "0123456789abcdef0123456789abcdef01234567", "f" * 40

@@ -13,7 +13,7 @@ import yaml
 
 import trimaran
 from tests import wheel
-from trimaran.launch.targets.kubernetes_files.k8s_site import KubernetesSite
+from trimaran.launch import KubernetesSite
 
 ROOT = Path(__file__).parents[2]
 

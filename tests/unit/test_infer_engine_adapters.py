@@ -12,19 +12,29 @@ from tests.engine_models import CPU, answers_of, open_network, random_prompts, r
 from tests.random_weights import perturb
 from tests.serving_models import SPECS
 from trimaran.core import AdapterSection, UserError
-from trimaran.infer.engine.adapter_loading import load_adapter, load_peft_folder
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, output_head
-from trimaran.infer.engine.open_runner import CacheSettings, open_runner
-from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.infer import (
+    BatchingEngine,
+    CacheSettings,
+    EngineSettings,
+    ModelRunner,
+    RunnerTraits,
+    load_adapter,
+    load_peft_folder,
+    open_runner,
+    output_head,
+)
 from trimaran.models import PRESETS, ModelSpec
-from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.adapters.lora_linear import LoraLinear
-from trimaran.nets.adapters.merge import merge_in_place
-from trimaran.nets.latent_attention import LatentAttention
+from trimaran.nets import (
+    AdapterBank,
+    LatentAttention,
+    LoraLinear,
+    Network,
+    attach_adapter,
+    initialise,
+    initialise_adapter,
+    merge_in_place,
+    network_of,
+)
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, tied=False,
                block=PRESETS["qwen2.5-7b"].block)  # fmt: skip

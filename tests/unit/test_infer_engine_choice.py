@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.cases import slow
-from trimaran.infer.engine.token_choice import NOT_A_TOKEN, TokenChooser, choose_tokens, logprobs_of
-from trimaran.infer.sampling import Sampling, TokenSampler
+from trimaran.infer import NOT_A_TOKEN, Sampling, TokenChooser, TokenSampler, choose_tokens, logprobs_of
 
 RULES = [
     Sampling(temperature=0),

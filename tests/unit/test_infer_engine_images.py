@@ -9,14 +9,9 @@ import torch
 
 from tests.engine_models import CPU, GREEDY, answers_of, new_engine, tokens_of
 from trimaran.core import ModelSection
-from trimaran.infer.engine.engine_request import EngineRequest
-from trimaran.infer.generate import Generation
-from trimaran.infer.next_token import CachedLogits, NextTokenModel, PlacedImage
-from trimaran.infer.sampling import TokenSampler
+from trimaran.infer import CachedLogits, EngineRequest, Generation, NextTokenModel, PlacedImage, TokenSampler
 from trimaran.models import spec_of
-from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.hf import load_hf_model
-from trimaran.nets.hf_vlm import network_of_hf
+from trimaran.nets import Network, initialise, load_hf_model, network_of, network_of_hf
 
 
 def own_network(name: str) -> Network:

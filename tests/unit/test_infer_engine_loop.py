@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine_models import LateRunner, check_runner, expected_tokens, requests_of
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.engine_loop import EngineLoop, EngineSocket
-from trimaran.infer.engine.engine_messages import dump_message, output_from_json, request_to_json
-from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.weights_location import TrainedWeights
+from trimaran.infer import (
+    BatchingEngine,
+    EngineLoop,
+    EngineRequest,
+    EngineSettings,
+    EngineSocket,
+    TokenOutput,
+    TrainedWeights,
+    dump_message,
+    output_from_json,
+    request_to_json,
+)
 
 PATIENCE = 60.0  # seconds for one message
 

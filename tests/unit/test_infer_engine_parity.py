@@ -22,15 +22,20 @@ from tests.engine_models import (
     tokens_of,
 )
 from trimaran.core import UserError
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.model_runner import ModelRunner
-from trimaran.infer.engine.open_runner import CacheSettings, open_runner
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.engine.sequence_runner import SequenceRunner
-from trimaran.infer.generate import Generation
-from trimaran.infer.next_token import CachedLogits, NextTokenModel
-from trimaran.infer.sampling import Sampling, TokenSampler
-from trimaran.infer.trained_model import compute_in_bf16
+from trimaran.infer import (
+    BatchingEngine,
+    CachedLogits,
+    CacheSettings,
+    EngineSettings,
+    Generation,
+    ModelRunner,
+    NextTokenModel,
+    Sampling,
+    SequenceRunner,
+    TokenSampler,
+    compute_in_bf16,
+    open_runner,
+)
 from trimaran.nets import Decoder, Network
 
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2",

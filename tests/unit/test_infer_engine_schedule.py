@@ -20,11 +20,7 @@ from tests.engine_models import (
     tokens_of,
 )
 from trimaran.core import UserError
-from trimaran.infer.engine.batching_engine import BatchingEngine
-from trimaran.infer.engine.engine_request import EngineRequest
-from trimaran.infer.engine.model_runner import RunnerTraits
-from trimaran.infer.engine.scheduler import EngineSettings
-from trimaran.infer.next_token import PlacedImage
+from trimaran.infer import BatchingEngine, EngineRequest, EngineSettings, PlacedImage, RunnerTraits
 
 IMAGE = VOCABULARY - 1
 

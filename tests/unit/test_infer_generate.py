@@ -14,17 +14,30 @@ from torch import Tensor
 from tests import vlm_models
 from tests.unit.test_data_tokenizer import train_bpe
 from trimaran.core import ImageRules, UserError
-from trimaran.data import ByteTokenizer, load_tokenizer
-from trimaran.data.packed_sample import SamplePacker, token_positions
-from trimaran.data.samples.raw_sample import RawSample, Turn
-from trimaran.data.samples.tokenize_chat import ChatTokenizer
-from trimaran.data.tokenizer import Tokenizer
-from trimaran.data.vision import fill_patches
-from trimaran.infer.conversation import Conversation, PromptBuilder, continuation
-from trimaran.infer.generate import Generation
-from trimaran.infer.next_token import CachedLogits, NextTokenModel, whole_sequence_logits
-from trimaran.infer.sampling import Sampling, TokenSampler
-from trimaran.infer.trained_model import TrainedModel, stored_dtype
+from trimaran.data import (
+    ByteTokenizer,
+    ChatTokenizer,
+    RawSample,
+    SamplePacker,
+    Tokenizer,
+    Turn,
+    fill_patches,
+    load_tokenizer,
+    token_positions,
+)
+from trimaran.infer import (
+    CachedLogits,
+    Conversation,
+    Generation,
+    NextTokenModel,
+    PromptBuilder,
+    Sampling,
+    TokenSampler,
+    TrainedModel,
+    continuation,
+    stored_dtype,
+    whole_sequence_logits,
+)
 from trimaran.models import PRESETS, Spec
 from trimaran.nets import Network, initialise, network_of
 

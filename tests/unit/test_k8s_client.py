@@ -12,10 +12,7 @@ import yaml
 from tests.cases import slow
 from tests.k8s_requests import launch_request
 from trimaran.core import UserError
-from trimaran.launch.targets.job_records import new_record
-from trimaran.launch.targets.k8s_target import KubernetesTarget
-from trimaran.launch.targets.kubernetes_files.k8s_client import KINDS, describe, read_logs
-from trimaran.launch.targets.target import JobRecord, LaunchRequest
+from trimaran.launch import KINDS, JobRecord, KubernetesTarget, LaunchRequest, describe, new_record, read_logs
 
 kmock: Any = pytest.importorskip("kmock")
 pytest.importorskip("kubernetes")

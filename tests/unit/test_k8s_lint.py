@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from trimaran.core import UserError
-from trimaran.launch.targets.k8s_target import KubernetesTarget
-from trimaran.launch.targets.kubernetes_files.k8s_lint import lint_manifest
+from trimaran.launch import KubernetesTarget, lint_manifest
 
 FAULTY = Path(__file__).parents[1] / "manifests" / "faulty-job.yaml"
 POD = "Job/llm-training: spec.template.spec"

@@ -11,16 +11,20 @@ import yaml
 
 from tests.k8s_requests import launch_request
 from tests.pod_runner import expand
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import UserError, parse_recipe
-from trimaran.launch.targets.k8s_target import KubernetesTarget
-from trimaran.launch.targets.kubernetes_files.k8s_lint import lint_manifest
-from trimaran.launch.targets.kubernetes_files.k8s_pod import grace_seconds
-from trimaran.launch.targets.kubernetes_files.k8s_site import KubernetesSite
-from trimaran.launch.targets.kubernetes_files.k8s_workloads import find_workloads
-from trimaran.launch.targets.site_file import site_section
-from trimaran.launch.targets.target import LaunchRequest, Target, open_target
-from trimaran.run.run_directory import dump_plan
+from trimaran.launch import (
+    KubernetesSite,
+    KubernetesTarget,
+    LaunchRequest,
+    Target,
+    find_workloads,
+    grace_seconds,
+    lint_manifest,
+    open_target,
+    site_section,
+)
+from trimaran.run import dump_plan
 
 VERSION = "1.37"
 CORE = {"v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}

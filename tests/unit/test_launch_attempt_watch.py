@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
-from trimaran.launch.attempt_watch import AttemptWatch
-from trimaran.launch.node import AttemptSpec, NodeEvent, RankEnded, RankSilent
-from trimaran.run import Heartbeat, Journal, RunDirectory
-from trimaran.run.attempts import AttemptOutcome
+from trimaran.launch import AttemptSpec, AttemptWatch, NodeEvent, RankEnded, RankSilent
+from trimaran.run import AttemptOutcome, Heartbeat, Journal, RunDirectory
 
 
 class FakeNode:

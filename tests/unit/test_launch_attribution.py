@@ -11,17 +11,24 @@ import numpy as np
 import pytest
 
 from tests.runs import new_run
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Cause, Incident
-from trimaran.hardware.host_limits import count_oom_kills
-from trimaran.launch.attribution import attribute_fault
-from trimaran.launch.exit_cause import read_exit
-from trimaran.launch.find_stragglers import Straggler, find_stragglers, is_starved
-from trimaran.launch.incident_text import incident_text
-from trimaran.launch.node import RankEnded
-from trimaran.launch.rank_report import Operation, RankReport, ReportMoment, read_rank_reports
+from trimaran.hardware import count_oom_kills
+from trimaran.launch import (
+    Operation,
+    RankEnded,
+    RankReport,
+    ReportMoment,
+    Straggler,
+    attribute_fault,
+    find_stragglers,
+    incident_text,
+    is_starved,
+    read_exit,
+    read_rank_reports,
+)
 from trimaran.run import IncidentLog, RunDirectory
-from trimaran.train.health.replica_check import find_differing_ranks
+from trimaran.train import find_differing_ranks
 
 RECORDED = Path(__file__).parent / "rank_reports"
 

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from trimaran.core import UserError
-from trimaran.launch.channel import EXCHANGE_SECONDS, MAX_UNAUTHENTICATED, SILENT_SECONDS, Channel
-from trimaran.run.wire import (
+from trimaran.launch import EXCHANGE_SECONDS, MAX_UNAUTHENTICATED, SILENT_SECONDS, Channel
+from trimaran.run import (
     ChannelClient,
     FrameAuthenticator,
     FrameReader,
@@ -27,7 +27,7 @@ from trimaran.run.wire import (
     proof,
     split_address,
 )
-from trimaran.train.process.token_store import TokenStore
+from trimaran.train import TokenStore
 
 TOKEN = "a token of a test"
 

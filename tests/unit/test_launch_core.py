@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.plan import Mesh
+from trimaran.core import Mesh, Plan, Recipe, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.launch.targets.job_records import find_record, new_record, read_records, write_record
-from trimaran.launch.targets.node_command import node_command
-from trimaran.launch.targets.site_file import read_site_file, site_path, site_section
-from trimaran.launch.targets.target import TARGET_CLASSES, LaunchRequest, job_name, open_target
+from trimaran.launch import (
+    TARGET_CLASSES,
+    LaunchRequest,
+    find_record,
+    job_name,
+    new_record,
+    node_command,
+    open_target,
+    read_records,
+    read_site_file,
+    site_path,
+    site_section,
+    write_record,
+)
 
 HOSTILE = ("$(touch x)", "a b", "'; rm -rf / #", "a\nb", "日本語", "-oProxyCommand=x", "../../etc", "")
 

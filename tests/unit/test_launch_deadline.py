@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import FaultsSection
-from trimaran.launch.deadline import Deadlines
+from trimaran.launch import Deadlines
 from trimaran.run import Heartbeat
 
 

@@ -14,18 +14,20 @@ import pytest
 
 from tests import forked
 from tests.environment import environment
-from trimaran.launch.early_supervisor import (
+from trimaran.launch import (
     EarlySupervisor,
+    ask_warm,
     cancel_early,
+    connect_warm,
     early_processes,
     resume_early,
     start_early,
     take_early,
     wait_for_arguments,
 )
-from trimaran.launch.warm_connection import ask_warm, connect_warm
-from trimaran.probe.measure_cpu import stopped
-from trimaran.run.warm_protocol import difference, fingerprint, runtime_folder, take_lock
+from trimaran.probe import stopped
+from trimaran.run import difference, runtime_folder, take_lock
+from trimaran.run.warm_protocol import fingerprint
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:

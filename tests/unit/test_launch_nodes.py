@@ -8,13 +8,25 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import UserError
-from trimaran.launch.network_check import NUM_STEPS, is_below_plan
-from trimaran.launch.node import NodeEvent, NodeLost, RankEnded, RankSilent
-from trimaran.launch.node_options import NodeOptions, add_node_flags, parse_node_options, with_own_address
-from trimaran.launch.own_address import default_address, find_own_address, interface_addresses, source_towards
-from trimaran.launch.remote_node import event_of_record, record_of_event
-from trimaran.run import Heartbeat, RunDirectory
-from trimaran.run.lease import take_lease
+from trimaran.launch import (
+    NUM_STEPS,
+    NodeEvent,
+    NodeLost,
+    NodeOptions,
+    RankEnded,
+    RankSilent,
+    add_node_flags,
+    default_address,
+    event_of_record,
+    find_own_address,
+    interface_addresses,
+    is_below_plan,
+    parse_node_options,
+    record_of_event,
+    source_towards,
+    with_own_address,
+)
+from trimaran.run import Heartbeat, RunDirectory, take_lease
 
 
 def parse(*arguments: str) -> NodeOptions | None:

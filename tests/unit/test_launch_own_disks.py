@@ -14,22 +14,25 @@ from tests.fault.harness import lines
 from tests.runs import new_run, start_ranks
 from tests.unit.test_launch_nodes import parse
 from trimaran.core import UserError
-from trimaran.launch.channel import Channel
-from trimaran.launch.file_stream import FileReceiver, FileSender, read_received
-from trimaran.launch.head_client import (
+from trimaran.launch import (
     OPERATION,
+    Channel,
+    FileReceiver,
+    FileSender,
     HeadClient,
+    NodeOptions,
+    Signals,
     answer_nodes,
     answer_not_ready,
     create_as_head_has_it,
+    given_token,
+    keep_token,
+    needed_token,
+    read_received,
+    split_head,
     write_run_files,
 )
-from trimaran.launch.node_options import NodeOptions, split_head
-from trimaran.launch.run_token import given_token, keep_token, needed_token
-from trimaran.launch.signals import Signals
-from trimaran.run import RunDirectory
-from trimaran.run.lease import new_token, run_token, take_lease
-from trimaran.run.wire import WireError, pack
+from trimaran.run import RunDirectory, WireError, new_token, pack, run_token, take_lease
 
 
 @pytest.fixture

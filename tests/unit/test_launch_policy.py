@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, EXIT_USER, FaultsSection, Incident
-from trimaran.launch.recovery_policy import EXIT_FAULT, Cycle, PolicyDecision, RecoveryOptions, decide
+from trimaran.launch import EXIT_FAULT, Cycle, PolicyDecision, RecoveryOptions, decide
 
 OPTIONS = RecoveryOptions(world_size=4)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import Incident
-from trimaran.launch.rank_events import RankEventIncidents
+from trimaran.launch import RankEventIncidents
 from trimaran.run import IncidentLog, read_incidents
 
 BAD = {"reason": "the loss is nan", "loss": None, "ranks": [1], "sample_ids": [7, 9]}

@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from trimaran.app.session.launch_session import write_files
+from trimaran.app import write_files
 from trimaran.core import UserError, parse_recipe
 from trimaran.hardware import parse_cluster
+from trimaran.launch import LaunchRequest, RaySection, RayTarget, SkySection, SkyTarget, new_record, site_section
 from trimaran.launch.targets import ray_target as ray_module
 from trimaran.launch.targets import sky_target as sky_module
-from trimaran.launch.targets.job_records import new_record
-from trimaran.launch.targets.ray_target import RaySection, RayTarget
-from trimaran.launch.targets.site_file import site_section
-from trimaran.launch.targets.sky_target import SkySection, SkyTarget
-from trimaran.launch.targets.target import LaunchRequest
 from trimaran.models import spec_of
 from trimaran.planner import choose
 

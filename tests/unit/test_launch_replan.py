@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.launch.next_attempt import fit_plan, larger_size, read_resize_request
-from trimaran.launch.node import Node
-from trimaran.launch.replan import less_memory, resized, smaller_sizes, with_prediction
-from trimaran.planner.memory_ladder import next_rung
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.replace_plan import replace_plan
+from trimaran.launch import (
+    Node,
+    fit_plan,
+    larger_size,
+    less_memory,
+    read_resize_request,
+    resized,
+    smaller_sizes,
+    with_prediction,
+)
+from trimaran.planner import next_rung
+from trimaran.run import RunDirectory, create_run, replace_plan
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 

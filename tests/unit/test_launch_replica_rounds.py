@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trimaran.launch.replica_rounds import KEPT_ROUNDS, MAX_FAILED_ROUNDS, ReplicaRounds
-from trimaran.run.replica_records import Round, RoundResult, Statement, lost_key, result_key, round_key
+from trimaran.launch import KEPT_ROUNDS, MAX_FAILED_ROUNDS, ReplicaRounds
+from trimaran.run import Round, RoundResult, Statement, lost_key, result_key, round_key
 
 
 class Replicas:

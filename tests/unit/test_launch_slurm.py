@@ -14,16 +14,20 @@ import pytest
 from tests.runs import new_run
 from tests.slurm.runs import make_request
 from trimaran.core import UserError
-from trimaran.launch.targets.save_time import measured_stop_time
-from trimaran.launch.targets.slurm_end import find_end, record_end
-from trimaran.launch.targets.slurm_queries import parse_fields
-from trimaran.launch.targets.slurm_script import batch_options, script_lines
-from trimaran.launch.targets.slurm_site import SlurmSite, time_seconds
-from trimaran.launch.targets.slurm_target import SlurmTarget, stands_for_chain
-from trimaran.launch.targets.target import LaunchRequest
-from trimaran.run import Journal
-from trimaran.run.attempts import AttemptLog
-from trimaran.run.bad_nodes import add_observation, observe
+from trimaran.launch import (
+    LaunchRequest,
+    SlurmSite,
+    SlurmTarget,
+    batch_options,
+    find_end,
+    measured_stop_time,
+    parse_fields,
+    record_end,
+    script_lines,
+    stands_for_chain,
+    time_seconds,
+)
+from trimaran.run import AttemptLog, Journal, add_observation, observe
 
 HOSTILE = "a b'c\"d$(touch x)`touch y`;#&é%j"
 ECHO = 'echo "$(basename "$0")" "$@" >> "$CALLS"\n'

@@ -15,18 +15,9 @@ import pytest
 import torch.distributed as dist
 from benchmarks.control_plane_clients import Client, Loop, SimulatedRank
 
-from trimaran.launch.channel import Channel, Connection
-from trimaran.launch.store_relay import MAX_KEYS, MAX_SET_BYTES, StoreRelay
-from trimaran.run.wire import (
-    MAX_FRAME_BYTES,
-    ChannelClient,
-    FrameAuthenticator,
-    FrameReader,
-    Record,
-    WireError,
-    pack,
-)
-from trimaran.train.process.token_store import TokenStore
+from trimaran.launch import MAX_KEYS, MAX_SET_BYTES, Channel, Connection, StoreRelay
+from trimaran.run import MAX_FRAME_BYTES, ChannelClient, FrameAuthenticator, FrameReader, Record, WireError, pack
+from trimaran.train import TokenStore
 
 TOKEN = "a token of a test"
 ADDRESS = "0//cpu//0/3"  # a key that is written once

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.runs import new_run
-from trimaran.launch.stranger_check import StrangerCheck
+from trimaran.launch import StrangerCheck
 from trimaran.run import IncidentLog, read_incidents
 
 

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
-from trimaran.app.main import main
-from trimaran.app.session.launched_job import exit_code
-from trimaran.launch.targets.site_file import site_section
-from trimaran.launch.targets.slurm_site import SlurmSite
-from trimaran.launch.targets.target import JobRecord, JobState, State
-from trimaran.run import RunDirectory
-from trimaran.run.attempts import AttemptLog
+from trimaran.app import exit_code, main
+from trimaran.launch import JobRecord, JobState, SlurmSite, State, site_section
+from trimaran.run import AttemptLog, RunDirectory
 
 LAUNCH = ["launch", "--on", "slurm", "--no-check", "--set", "cluster=2x1xcpu", "--set", "train.steps=4"]
 

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from tests.goodput import check_goodput
 from tests.runs import new_run, step_metrics
-from trimaran.run import Journal, RunDirectory, append_line
-from trimaran.run.journal import forget_steps_after
-from trimaran.telemetry.ledger import CATEGORIES, Ledger, LedgerReader, read_ledger
-from trimaran.telemetry.step_blocks import STEP_CATEGORIES, split_step
-from trimaran.telemetry.step_lines import StepLine, read_step
+from trimaran.run import Journal, RunDirectory, append_line, forget_steps_after
+from trimaran.telemetry import (
+    CATEGORIES,
+    STEP_CATEGORIES,
+    Ledger,
+    LedgerReader,
+    StepLine,
+    read_ledger,
+    read_step,
+    split_step,
+)
 
 STEP = {"data": 0.05, "forward": 0.25, "backward": 0.5, "comm": 0.125, "optimizer": 0.05, "checkpoint": 0.025}
 STEP_SECONDS = sum(STEP.values())

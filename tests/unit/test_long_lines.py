@@ -11,19 +11,17 @@ import pytest
 from tests.cases import slow
 from tests.long_run import write_long_run
 from tests.runs import finished_run, new_run, step_metrics
-from trimaran.app.main import main
-from trimaran.app.report.page import page_of
-from trimaran.app.report.report_facts import facts_of
-from trimaran.app.report.run_feed import RunFeed
-from trimaran.app.views.run_state import RunState
-from trimaran.app.web.runs_root import RunsRoot
-from trimaran.run import LineFollower, RunDirectory, append_line, last_step
-from trimaran.run.journal import forget_steps_after
-from trimaran.run.lines_from_end import MAX_LINE_BYTES, lines_from_end
-from trimaran.telemetry.ledger import LedgerReader
-from trimaran.telemetry.step_blocks import StepBlock
-from trimaran.telemetry.step_index import StepIndexer
-from trimaran.telemetry.step_reader import ReadLimits
+from trimaran.app import RunFeed, RunsRoot, RunState, facts_of, main, page_of
+from trimaran.run import (
+    MAX_LINE_BYTES,
+    LineFollower,
+    RunDirectory,
+    append_line,
+    forget_steps_after,
+    last_step,
+    lines_from_end,
+)
+from trimaran.telemetry import LedgerReader, ReadLimits, StepBlock, StepIndexer
 
 HUGE = 160 << 20  # bytes of a line, in a file without data
 PEAK = 8 * MAX_LINE_BYTES  # well below the size of the line

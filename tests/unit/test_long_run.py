@@ -14,20 +14,29 @@ from benchmarks.long_run import measure
 from tests import forked
 from tests.long_run import CHECKPOINT_STEPS, write_long_run, write_steps
 from tests.runs import new_run, step_metrics
-from trimaran.app.main import main
-from trimaran.app.report.page import page_of
-from trimaran.app.report.report_facts import facts_of
-from trimaran.app.views.step_history import StepHistory
+from trimaran.app import StepHistory, facts_of, main, page_of
 from trimaran.core import SLOW_DETAILS
-from trimaran.run import Journal, RunDirectory, append_line, last_step
-from trimaran.run.journal import forget_steps_after
-from trimaran.run.lines_from_end import BLOCK_BYTES, last_lines, lines_from_end
-from trimaran.telemetry.ledger import LedgerReader
-from trimaran.telemetry.run_tail import RunTail
-from trimaran.telemetry.step_blocks import SCALARS, StepBlock
-from trimaran.telemetry.step_index import BLOCK_LINES, StepIndexer, read_index
-from trimaran.telemetry.step_lines import read_step
-from trimaran.train.metrics.slow_details import NUM_COMPLETE_STEPS, SlowDetails
+from trimaran.run import (
+    BLOCK_BYTES,
+    Journal,
+    RunDirectory,
+    append_line,
+    forget_steps_after,
+    last_lines,
+    last_step,
+    lines_from_end,
+)
+from trimaran.telemetry import (
+    BLOCK_LINES,
+    SCALARS,
+    LedgerReader,
+    RunTail,
+    StepBlock,
+    StepIndexer,
+    read_index,
+    read_step,
+)
+from trimaran.train import NUM_COMPLETE_STEPS, SlowDetails
 
 STEPS = 40_000  # more than are read without the index
 

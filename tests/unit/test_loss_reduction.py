@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimaran.core import UserError
-from trimaran.loop.loss_reduction import accumulation_divisor, check_divisor, check_reduction, reduction_of
+from trimaran.loop import accumulation_divisor, check_divisor, check_reduction, reduction_of
 
 LABELS, ZEROS = torch.arange(8) % 5, torch.zeros(8, 5)
 

@@ -12,7 +12,7 @@ from trimaran.core import Plan, Recipe
 from trimaran.cost import predict
 from trimaran.hardware import parse_cluster
 from trimaran.models import spec_of
-from trimaran.planner.legal import check_plan
+from trimaran.planner import check_plan
 
 ROWS = configurations() | configurations("held-out")
 

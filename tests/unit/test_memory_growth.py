@@ -13,9 +13,8 @@ import pytest
 
 from tests.fault.harness import wait_for
 from trimaran.core import Plan, Recipe
-from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.rules.health.memory_growth import memory_growth
-from trimaran.telemetry.host_sampler import HostSampler
+from trimaran.doctor import Evidence, memory_growth
+from trimaran.telemetry import HostSampler
 
 GIB, MIB = 1 << 30, 1 << 20
 LEAKING_RANK = """

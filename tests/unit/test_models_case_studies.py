@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.request.request import read_question
+from trimaran.app import read_question
 from trimaran.models import Outline
 from trimaran.planner import Question
 

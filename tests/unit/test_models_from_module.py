@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from trimaran.core import UserError
-from trimaran.models import Opaque, Outline, outline_from_hf
-from trimaran.models.from_module import outline_from_module
+from trimaran.models import Opaque, Outline, outline_from_hf, outline_from_module
 
 
 class Convolutions(nn.Module):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import ModelSection, UserError
-from trimaran.models import OutlineLayer, outline_from_hf, outline_if_known, spec_of
-from trimaran.models.spec import ExpertSpec
+from trimaran.models import ExpertSpec, OutlineLayer, outline_from_hf, outline_if_known, spec_of
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 96}
 QWEN = SIZES | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "rms_norm_eps": 1e-6,

@@ -9,10 +9,18 @@ import transformers
 from transformers import AutoConfig
 
 from trimaran.core import UserError
-from trimaran.models import PRESETS, ImageLimits, Outline, OutlineLayer, outline_from_hf, outline_of, spec_to_hf
-from trimaran.models.hf_language import FAMILY_TRAITS
-from trimaran.models.hf_vision import USUAL
-from trimaran.models.outline_hf import VISION_OUTLINES
+from trimaran.models import (
+    FAMILY_TRAITS,
+    PRESETS,
+    USUAL,
+    VISION_OUTLINES,
+    ImageLimits,
+    Outline,
+    OutlineLayer,
+    outline_from_hf,
+    outline_of,
+    spec_to_hf,
+)
 
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -3,9 +3,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.models import PRESETS, outline_of
-from trimaran.models.from_hf import spec_from_hf
-from trimaran.models.validate_spec import first_invalid_field
+from trimaran.models import PRESETS, first_invalid_field, outline_of, spec_from_hf
 
 PUBLISHED = {  # distinct weights; a tied head counts once
     "llama-2-7b": 6_738_415_616,

@@ -15,12 +15,12 @@ from trimaran.models import (
     Outline,
     OutlineLayer,
     Tower,
+    cheapest_split,
     split_by_cost,
     split_outline,
     stage_ranges,
     stages_of_rank,
 )
-from trimaran.models.stages import cheapest_split
 
 TINY = PRESETS["tiny"]
 # The cost of each action of a schedule, in thirds of a forward and backward.

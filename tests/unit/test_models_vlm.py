@@ -14,15 +14,16 @@ from trimaran.models import (
     VLM_PRESETS,
     ImageLimits,
     VlmSpec,
+    disk_form,
     module_names,
     outline_for,
     outline_from_hf,
     outline_named,
     spec_of,
+    vlm_from_disk,
     vlm_outline,
+    vlm_to_disk,
 )
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
 from trimaran.nets import network_of
 
 TINY = VLM_PRESETS["tiny"]

@@ -27,18 +27,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests.cpu_rates import give_cpu_rates
 from tests.forked import run
 from tests.mutations import PYTHON_VALUES, VALUES, mutate
-from trimaran.app.main import main
-from trimaran.app.request.options import find_run
-from trimaran.app.views.clean_console import open_console
-from trimaran.app.views.live import follow, show_log
-from trimaran.app.views.run_findings import FindingsPoller
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.run_view import draw
-from trimaran.app.views.status_lines import status_lines
-from trimaran.app.views.summary import explain_failure, summarise
+from trimaran.app import (
+    FindingsPoller,
+    RunState,
+    draw,
+    explain_failure,
+    find_run,
+    follow,
+    main,
+    open_console,
+    show_log,
+    status_lines,
+    summarise,
+)
 from trimaran.core import UserError
-from trimaran.run import RunDirectory
-from trimaran.run.incidents import IncidentLog
+from trimaran.run import IncidentLog, RunDirectory
 
 EVERY = 96  # `make test` runs one of so many inputs
 LIMIT_SECONDS = 60  # of one command: an input must not make it hang

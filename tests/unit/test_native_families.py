@@ -19,16 +19,24 @@ from trimaran.models import (
     Block,
     ModelSpec,
     Rope,
+    Yarn,
     outline_from_hf,
     outline_of,
     spec_from_hf,
     spec_to_hf,
 )
-from trimaran.models.rope import Yarn
-from trimaran.nets import Decoder, decoder_network, hf_tensors, initialise, load_hf_weights
-from trimaran.nets.attention import Attention, rotation_at
-from trimaran.nets.key_value_cache import KeyValueCache
-from trimaran.nets.paged_cache import PagedCache, PagedExtension
+from trimaran.nets import (
+    Attention,
+    Decoder,
+    KeyValueCache,
+    PagedCache,
+    PagedExtension,
+    decoder_network,
+    hf_tensors,
+    initialise,
+    load_hf_weights,
+    rotation_at,
+)
 
 GENERATOR = torch.Generator().manual_seed(1)
 TOKENS = torch.randint(0, 96, (2, 40), generator=GENERATOR)

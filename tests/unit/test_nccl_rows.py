@@ -11,8 +11,8 @@ from tests.environment import environment
 from tests.nccl.__main__ import chosen_rows, parse_flags
 from tests.nccl.page import add_result, read_results, render_page
 from tests.nccl.parity_rows import ParityRow, parity_rows
-from trimaran.launch.shared_gpu import shared_gpu_environment
-from trimaran.train.process.flight_recorder import read_operations
+from trimaran.launch import shared_gpu_environment
+from trimaran.train import read_operations
 
 
 def test_every_row_has_its_own_name_and_all_variants_are_there() -> None:

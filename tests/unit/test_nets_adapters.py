@@ -12,23 +12,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from trimaran.core import AdapterSection, ModelSection, Plan, UserError
-from trimaran.models import PRESETS, VLM_PRESETS
-from trimaran.models.adapter_rules import refuse_adapter
-from trimaran.models.module_names import linear_names, linear_sizes
-from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.adapters.lora_linear import (
+from trimaran.models import PRESETS, VLM_PRESETS, linear_names, linear_sizes, refuse_adapter
+from trimaran.nets import (
     LoraLinear,
+    Network,
     adapter_parameters,
     add_adapter,
+    attach_adapter,
+    initialise,
+    initialise_adapter,
     is_adapter_parameter,
     merged_weight,
+    network_of,
+    rotation_at,
 )
-from trimaran.nets.attention import rotation_at
-from trimaran.parallel import override_precision
-from trimaran.parallel.frozen_weights import store_frozen_weights
-from trimaran.parallel.memory.recompute import matrix_rank, selective_policy
+from trimaran.parallel import matrix_rank, override_precision, selective_policy, store_frozen_weights
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
 MIXTURE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.models import PRESETS, ModelSpec
-from trimaran.nets import Decoder, initialise
-from trimaran.nets.moe import MoeLayer
+from trimaran.nets import Decoder, MoeLayer, initialise
 
 DENSE = replace(PRESETS["tiny"], layers=2)
 QWEN_3 = replace(DENSE, block=replace(DENSE.block, qk_norm=True))

@@ -4,9 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_options import AttentionOptions, causal_window, masked_attention
-from trimaran.nets.flex_kernel import BLOCK, block_mask, flexible_attention
-from trimaran.nets.varlen_attention import Segments, document_mask
+from trimaran.nets import (
+    BLOCK,
+    AttentionOptions,
+    Segments,
+    block_mask,
+    causal_window,
+    document_mask,
+    flexible_attention,
+    masked_attention,
+)
 
 LENGTH = 4 * BLOCK
 

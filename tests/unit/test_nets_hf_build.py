@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Model, LlamaCon
 from tests.hf_models import CONFIGS, SMALL, save_model
 from tests.hf_pipeline_models import save_config
 from trimaran.core import UserError
-from trimaran.nets import Context
-from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import Context, HfNetwork, hf_network, open_hf_model
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))

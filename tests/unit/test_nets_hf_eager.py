@@ -12,9 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trimaran.core import UserError
 from trimaran.models import OutlineLayer, outline_from_hf
-from trimaran.nets.hf import hf_model, hf_network
-from trimaran.nets.hf_attention import uses_eager_attention
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets import hf_model, hf_network, open_hf_model, uses_eager_attention
 
 NONE: dict[str, Any] = {"attention_dropout": 0.0, "resid_dropout": 0.0, "embed_dropout": 0.0}
 GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "attn_pdrop": 0.0,

@@ -31,9 +31,8 @@ from transformers import (
 from tests.hf_models import CONFIGS, NARROW, SMALL, UNDROPPED
 from trimaran.core import Plan
 from trimaran.models import outline_from_hf
-from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_attention import takes_scope
-from trimaran.train.loss.head_loss import build_loss_head
+from trimaran.nets import HfNetwork, hf_network, takes_scope
+from trimaran.train import build_loss_head
 
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE: dict[str, Any] = SMALL | {"head_dim": 8} | ENDS

@@ -10,11 +10,16 @@ from torch import nn
 
 from tests.hf_pipeline_models import config_of, save_config
 from trimaran.core import UserError
-from trimaran.models.hf_facts import refuse_ep_degree
-from trimaran.nets.hf import HfNetwork, hf_network
-from trimaran.nets.hf_build import open_hf_model
-from trimaran.nets.hf_stages import cut_stage, pipeline_layers
-from trimaran.nets.stacked_experts import count_experts, spreadable_experts
+from trimaran.models import refuse_ep_degree
+from trimaran.nets import (
+    HfNetwork,
+    count_experts,
+    cut_stage,
+    hf_network,
+    open_hf_model,
+    pipeline_layers,
+    spreadable_experts,
+)
 
 TOKENS = torch.arange(16).view(2, 8)
 

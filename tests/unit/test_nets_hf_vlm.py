@@ -26,13 +26,10 @@ from tests.vlm_models import (
     random_images,
 )
 from trimaran.core import Plan, UserError
-from trimaran.data.vision.image_grid import grids_of
-from trimaran.data.vision.patches import fill_patches
-from trimaran.models import VlmSpec
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.nets.hf_vision_adapter import insert_rows
-from trimaran.nets.hf_vlm import HfVlmNetwork, network_of_hf
-from trimaran.planner.axis_rules import check_hf_model
+from trimaran.data import fill_patches, grids_of
+from trimaran.models import VlmSpec, vlm_from_disk
+from trimaran.nets import HfVlmNetwork, insert_rows, network_of_hf
+from trimaran.planner import check_hf_model
 
 ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # text, and images by their number
 TEXT = [[None, None, None, None], [None, None]]

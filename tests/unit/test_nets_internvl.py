@@ -18,14 +18,11 @@ from transformers import InternVLForConditionalGeneration
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from tests.vlm_models import CONFIGS, INTERN_VIT, SQUARES, TEXT, hf_inputs, inputs_of, perturb, random_images
-from trimaran.checkpoint.export_hf import write_hf_folder
+from trimaran.checkpoint import write_hf_folder
 from trimaran.core import ImageRules, ModelSection, UserError
-from trimaran.data.vision import fill_patches, grids_of
-from trimaran.models import VLM_PRESETS, VlmSpec, spec_of
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.nets import network_of
-from trimaran.nets.base_weights import open_base_weights
+from trimaran.data import fill_patches, grids_of
+from trimaran.models import VLM_PRESETS, VlmSpec, spec_of, vlm_from_disk, vlm_to_disk
+from trimaran.nets import network_of, open_base_weights
 
 TOKENS = {"<IMG_CONTEXT>": 300, "<img>": 301, "</img>": 302}
 VISION_NAMES = {

@@ -7,11 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import PRESETS, ModelSpec
-from trimaran.nets.attention import Attention, RMSNorm, rotation_at
-from trimaran.nets.attention_context import AttentionScope, Context
-from trimaran.nets.decoder import DecoderLayer
-from trimaran.nets.joint_projections import joint_slices, separate_modules
-from trimaran.nets.moe import FeedForward
+from trimaran.nets import (
+    Attention,
+    AttentionScope,
+    Context,
+    DecoderLayer,
+    FeedForward,
+    RMSNorm,
+    joint_slices,
+    rotation_at,
+    separate_modules,
+)
 
 
 def joined(module: DecoderLayer, dtype: torch.dtype, *, fused: bool = False) -> DecoderLayer:

@@ -12,11 +12,17 @@ from transformers import AutoModelForImageTextToText, MistralForCausalLM
 from tests import hf_models, vlm_models
 from trimaran.core import ModelSection
 from trimaran.models import PRESETS, spec_of
-from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.hf import hf_network, load_hf_model
-from trimaran.nets.hf_cache import HfCache, cache_difference
-from trimaran.nets.hf_vlm import network_of_hf
-from trimaran.nets.key_value_cache import MIN_CAPACITY
+from trimaran.nets import (
+    MIN_CAPACITY,
+    HfCache,
+    Network,
+    cache_difference,
+    hf_network,
+    initialise,
+    load_hf_model,
+    network_of,
+    network_of_hf,
+)
 
 TOLERANCE = 1e-5
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)

@@ -11,15 +11,11 @@ from tests.serving_models import LATENT, SPECS, random_network
 from tests.unit.test_infer_engine_adapters import attach
 from tests.unit.test_models_published import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from trimaran.core import ModelSection
-from trimaran.cost.serving import Layout, Traffic, captures_steps, serving_memory
+from trimaran.cost import Layout, Traffic, captures_steps, serving_memory
 from trimaran.hardware import find_device
-from trimaran.infer.engine.open_runner import CacheSettings, open_runner
-from trimaran.infer.trained_model import compute_in_bf16
-from trimaran.infer.weight_quantisation import quantise_linear
+from trimaran.infer import CacheSettings, compute_in_bf16, open_runner, quantise_linear
 from trimaran.models import outline_for, outline_of, spec_from_hf
-from trimaran.nets import Network
-from trimaran.nets.latent_attention import LatentAttention
-from trimaran.nets.paged_cache import HostLengthsNeededError, PagedCache, PagedExtension
+from trimaran.nets import HostLengthsNeededError, LatentAttention, Network, PagedCache, PagedExtension
 
 CPU = torch.device("cpu")
 DENSE = spec_from_hf(LATENT | {"kv_lora_rank": 128, "first_k_dense_replace": 3}, where="here")

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.mixture_models import MIXTURES, save_mixture
 from trimaran.core import UserError
 from trimaran.models import ModelSpec, outline_of, spec_from_hf, spec_to_hf
-from trimaran.nets import Decoder, hf_tensors, load_hf_weights
-from trimaran.nets.key_value_cache import KeyValueCache
+from trimaran.nets import Decoder, KeyValueCache, hf_tensors, load_hf_weights
 
 TOKENS = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(1))
 

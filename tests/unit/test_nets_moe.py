@@ -11,14 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trimaran.core import ModelSection, UserError
-from trimaran.models import ExpertSpec, ModelSpec, spec_from_hf, spec_of, spec_to_hf
-from trimaran.models.expert_variations import ExpertUnit, RouterSpec
-from trimaran.models.model_presets import PRESETS
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.attention_context import Context
-from trimaran.nets.moe import MoeLayer
-from trimaran.nets.moe_router import capacity_of, choose_experts, route
-from trimaran.train.metrics.router_stats import router_details, routing_counts
+from trimaran.models import PRESETS, ExpertSpec, ExpertUnit, ModelSpec, RouterSpec, spec_from_hf, spec_of, spec_to_hf
+from trimaran.nets import Context, MoeLayer, Network, capacity_of, choose_experts, decoder_network, initialise, route
+from trimaran.train import router_details, routing_counts
 
 EXPERTS = ExpertSpec(num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True)
 HIDDEN = 16

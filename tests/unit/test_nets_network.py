@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from tests.hf_models import CONFIGS, SMALL
 from trimaran.core import ModelSection, UserError
 from trimaran.models import PRESETS, spec_of
-from trimaran.nets import decoder_network, initialise
+from trimaran.nets import HfNetwork, decoder_network, hf_network, initialise, load_hf_model
 from trimaran.nets import hf as hf_module
-from trimaran.nets.hf import HfNetwork, hf_network, load_hf_model
 
 LLAMA = LlamaConfig(**SMALL)
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -11,14 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.prediction_models import IGNORED, PlainPrediction, save_predicting, write_predicting
-from trimaran.checkpoint.export_hf import write_hf_folder
+from trimaran.checkpoint import write_hf_folder
 from trimaran.core import ModelSection, Plan, Recipe, UserError
 from trimaran.models import ModelSpec, outline_for, spec_of, split_outline
-from trimaran.nets import Decoder, Network, network_of
-from trimaran.nets.later_tokens import labels_ahead, tokens_ahead
-from trimaran.planner.axis_rules import check_axes
-from trimaran.train.loss.objective import LanguageObjective
-from trimaran.train.steppers.stepper import build_loss_function
+from trimaran.nets import Decoder, Network, labels_ahead, network_of, tokens_ahead
+from trimaran.planner import check_axes
+from trimaran.train import LanguageObjective, build_loss_function
 
 WEIGHT = 0.3
 LENGTHS = (9, 1, 2, 12)  # of the documents in a row

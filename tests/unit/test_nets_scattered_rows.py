@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
+from trimaran.nets import gather_rows, scatter_rows, sorted_places
 
 
 @pytest.mark.parametrize("copies", [1, 3])

@@ -11,11 +11,20 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trimaran.core import Plan
-from trimaran.data.step_batch import StepBatch
+from trimaran.data import StepBatch
 from trimaran.models import PRESETS
-from trimaran.nets import Decoder, decoder_network, initialise, varlen_attention
-from trimaran.nets.varlen_attention import Segments, attention, document_mask, run_lengths, segment_attention
-from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.nets import (
+    Decoder,
+    Segments,
+    decoder_network,
+    document_mask,
+    initialise,
+    run_lengths,
+    segment_attention,
+    varlen_attention,
+)
+from trimaran.nets.varlen_attention import attention
+from trimaran.parallel import apply_recompute
 
 HERE = torch.device("cpu")
 LENGTHS = (5, 1, 10, 16, 3, 3, 3, 7)  # three rows of 16

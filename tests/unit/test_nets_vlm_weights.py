@@ -31,10 +31,8 @@ from tests.vlm_models import (
     write,
 )
 from trimaran.core import UserError
-from trimaran.models import VlmSpec
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.nets import Vlm, initialise, network_of
-from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
+from trimaran.models import VlmSpec, vlm_from_disk
+from trimaran.nets import Vlm, initialise, load_vlm_weights, network_of, vlm_tensors
 
 SPREAD = ("tiled", "deepstack", "untied")  # over two ranks
 OLD_NAMES = {

@@ -6,11 +6,12 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
 from trimaran.core import AdapterSection
-from trimaran.nets.adapters.lora_linear import add_adapter, merged_weight
-from trimaran.nets.adapters.nf4_linear import (
+from trimaran.nets import (
     Nf4Linear,
     Nf4LoraLinear,
+    add_adapter,
     loadable_weights,
+    merged_weight,
     pack_frozen_weights,
     packed_parameters,
     weight_to_fill,

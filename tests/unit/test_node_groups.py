@@ -10,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimaran.core import Seconds
-from trimaran.launch.measure_links import list_groups, tournament
-from trimaran.launch.node_groups import group_nodes
-from trimaran.launch.node_order import order_nodes
-from trimaran.run import RunDirectory
-from trimaran.run.measured_links import LinkSpeed, MeasuredLinks, read_measured_links, write_measured_links
+from trimaran.launch import group_nodes, list_groups, order_nodes, tournament
+from trimaran.run import LinkSpeed, MeasuredLinks, RunDirectory, read_measured_links, write_measured_links
 
 NOISE = 1.15  # a measurement is off by this factor at most
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from trimaran.hardware.numa import cores_near, numa_nodes, pci_device
-from trimaran.launch.node_order import order_nodes, read_switches
-from trimaran.train.process.bind_cores import bind_near
+from trimaran.hardware import cores_near, numa_nodes, pci_device
+from trimaran.launch import order_nodes, read_switches
+from trimaran.train import bind_near
 
 BUS = "0000:41:00.0"
 

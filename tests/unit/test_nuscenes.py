@@ -21,22 +21,22 @@ from tests.nuscenes_files import (
     write_nuscenes,
     write_radar,
 )
-from trimaran.core import DataSection, UserError
-from trimaran.core.recipe import ScenesSection
-from trimaran.core.scene_rules import GROUND, UNKNOWN_GROUND, SceneRules
-from trimaran.data.feed import DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.nuscenes.nuscenes_files import read_lidar, read_radar
-from trimaran.data.open_scenes import measure_points, open_scenes
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.scene_feed import scene_feeds, scenes_digest
-from trimaran.data.sensor_files import SceneOptions
-from trimaran.models.outline import Opaque
-from trimaran.models.perception_spec import PERCEPTION_PRESETS, perception_outline
-from trimaran.nets import initialise
-from trimaran.nets.perception import perception_network
-from trimaran.nets.perception.model import camera_bias
-from trimaran.train.loss.perception_objective import PerceptionObjective
+from trimaran.core import GROUND, UNKNOWN_GROUND, DataSection, SceneRules, ScenesSection, UserError
+from trimaran.data import (
+    BadSampleError,
+    DataShare,
+    Loader,
+    SceneOptions,
+    measure_points,
+    open_scenes,
+    read_lidar,
+    read_radar,
+    scene_feeds,
+    scenes_digest,
+)
+from trimaran.models import PERCEPTION_PRESETS, Opaque, perception_outline
+from trimaran.nets import camera_bias, initialise, perception_network
+from trimaran.train import PerceptionObjective
 
 SPEC = replace(
     PERCEPTION_PRESETS["tiny-radar"], cameras=6, height=16, width=32, camera_widths=(8, 8), lidar_layers=1,

@@ -18,13 +18,26 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoints import Crash, LocalStore, loads, save_checkpoint
 from tests.fault.harness import wait_for
-from trimaran.checkpoint.manifest import MANIFEST, DamagedError, FileRecord, Manifest, manifest_bytes, read_manifest
-from trimaran.checkpoint.object_store import NUM_TRANSFERS, ObjectStore, StoreError, open_store
-from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.checkpoint.step_dirs import complete_steps, step_path
-from trimaran.checkpoint.store_client import StoreClient
-from trimaran.checkpoint.store_process import StoreRequests
-from trimaran.checkpoint.store_uploads import StoreUploads, UploadResult, refuse_ordered
+from trimaran.checkpoint import (
+    MANIFEST,
+    NUM_TRANSFERS,
+    DamagedError,
+    FileRecord,
+    Manifest,
+    ObjectStore,
+    RankLayout,
+    StoreClient,
+    StoreError,
+    StoreRequests,
+    StoreUploads,
+    UploadResult,
+    complete_steps,
+    manifest_bytes,
+    open_store,
+    read_manifest,
+    refuse_ordered,
+    step_path,
+)
 from trimaran.core import CheckpointSection, UserError, parse_recipe
 
 OWNER = {"run": "0123456789abcdef", "host": "a", "path": "/runs/a", "time": 1.0}

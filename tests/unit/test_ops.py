@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from tests.prometheus_server import DASHBOARD, OPS, alerts, panels
-from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS, THROTTLE_REASONS
-from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE
+from trimaran.telemetry import CATALOGUE, HARDWARE_THROTTLE_REASONS, THROTTLE_REASONS
 
 
 def test_queries_use_metrics_of_the_catalogue_and_show_all_of_them() -> None:

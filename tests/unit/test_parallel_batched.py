@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimaran.parallel.batched.address_table import DeviceNumbers, ProgramMap, is_aligned
-from trimaran.parallel.batched.tensor_squares import TensorSquares
-from trimaran.parallel.gradient_norm import GradientSquares, gradient_norm
-from trimaran.train.metrics.sampled_weights import MAX_SAMPLED_VALUES, SampledWeights, sample_values
+from trimaran.parallel import DeviceNumbers, GradientSquares, ProgramMap, TensorSquares, gradient_norm, is_aligned
+from trimaran.train import MAX_SAMPLED_VALUES, SampledWeights, sample_values
 
 CPU = torch.device("cpu")
 

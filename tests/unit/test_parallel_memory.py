@@ -18,17 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimaran.core import Plan
-from trimaran.cost.activation_memory import layer_bytes
-from trimaran.cost.job import Job
-from trimaran.cost.memory_inputs import memory_inputs_of
-from trimaran.cost.stack_profiles import STACKS
+from trimaran.cost import STACKS, Job, layer_bytes, memory_inputs_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, ModelSpec, OutlineLayer, outline_of
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.hf import hf_network
-from trimaran.optim.split_weights import split_weights
-from trimaran.parallel.memory.activation_offload import ActivationOffload, SynchronousCopies, offload_blocks
-from trimaran.parallel.memory.recompute import apply_recompute
+from trimaran.nets import Network, decoder_network, hf_network, initialise
+from trimaran.optim import split_weights
+from trimaran.parallel import ActivationOffload, SynchronousCopies, apply_recompute, offload_blocks
 
 MODES = ("elementwise", "selective", "full", 2)
 DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)

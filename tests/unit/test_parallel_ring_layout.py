@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from trimaran.parallel.axes.ring_layout import TILE, Rectangle, RingChunks, RingLayout, ring_layout, tiles
+from trimaran.parallel import TILE, Rectangle, RingChunks, RingLayout, ring_layout, tiles
 
 
 def attended(layout: RingLayout, row: int, window: int | None) -> list[tuple[int, int]]:

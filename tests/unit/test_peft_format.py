@@ -13,15 +13,21 @@ from tests.cases import slow
 from tests.hf_models import save_model
 from tests.vlm_models import CONFIGS as VLM_CONFIGS
 from tests.vlm_models import SHAPES, VARIOUS, hf_inputs, hf_positions, inputs_of, random_images
-from trimaran.checkpoint.export_peft import AdapterFacts, whole_modules, write_peft_folder
+from trimaran.checkpoint import AdapterFacts, whole_modules, write_peft_folder
 from trimaran.core import AdapterSection, ModelSection
 from trimaran.models import VlmSpec, spec_of
-from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.adapters.lora_linear import adapter_parameters
-from trimaran.nets.adapters.peft_format import PEFT_CONFIG, peft_tensors, refuse_inexpressible
-from trimaran.nets.adapters.peft_read import load_peft_adapter
+from trimaran.nets import (
+    PEFT_CONFIG,
+    Network,
+    adapter_parameters,
+    attach_adapter,
+    initialise,
+    initialise_adapter,
+    load_peft_adapter,
+    network_of,
+    peft_tensors,
+    refuse_inexpressible,
+)
 
 TOKENS = torch.arange(24).view(2, 12)
 ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # the number of an image, or text
@@ -37,8 +43,7 @@ def open_network(section: ModelSection) -> Network:
     assert section.adapter is not None
     if section.family == "hf":
         assert section.path is not None
-        from trimaran.nets.hf import load_hf_model  # noqa: PLC0415
-        from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+        from trimaran.nets import load_hf_model, network_of_hf  # noqa: PLC0415  they import transformers
 
         module = load_hf_model(Path(section.path), trust_remote_code=False, seed=0)
         network = network_of_hf(module, spec_of(section))

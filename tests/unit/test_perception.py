@@ -11,19 +11,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimaran.core import DataSection, ModelSection, UserError
-from trimaran.core.scene_rules import OBJECTS, SceneRules
-from trimaran.data.feed import DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.scene_feed import scene_feeds
-from trimaran.data.simulated_scenes import GROUND_HIT, LIDAR_METRES, SensorRays, camera_rays, cast, make_scene
-from trimaran.data.step_batch import Inputs
-from trimaran.models import module_names, outline_for, spec_of
-from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec, perception_config
-from trimaran.nets import initialise
-from trimaran.nets.perception import PerceptionNetwork, perception_network
-from trimaran.nets.perception.model import camera_bias
-from trimaran.train.loss.perception_objective import PerceptionObjective, box_targets
+from trimaran.core import OBJECTS, DataSection, ModelSection, SceneRules, UserError
+from trimaran.data import (
+    GROUND_HIT,
+    LIDAR_METRES,
+    DataShare,
+    Inputs,
+    Loader,
+    SensorRays,
+    camera_rays,
+    cast,
+    make_scene,
+    scene_feeds,
+)
+from trimaran.models import PERCEPTION_PRESETS, PerceptionSpec, module_names, outline_for, perception_config, spec_of
+from trimaran.nets import PerceptionNetwork, camera_bias, initialise, perception_network
+from trimaran.train import PerceptionObjective, box_targets
 
 TINY = PERCEPTION_PRESETS["tiny"]
 RULES = TINY.scenes()

@@ -10,17 +10,20 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from tests.hf_models import save_model
-from trimaran.app.main import main
-from trimaran.app.request.plan_answer import PlanReport, as_dict, build_plan_report
-from trimaran.app.request.plan_request import PlanRequest, adapter_setting, read_plan_request
-from trimaran.app.request.run_cost import CostTerms
-from trimaran.app.views.plan_answer_view import show_report
+from trimaran.app import (
+    CostTerms,
+    PlanReport,
+    PlanRequest,
+    adapter_setting,
+    as_dict,
+    build_plan_report,
+    main,
+    read_plan_request,
+    show_report,
+)
 from trimaran.core import GIB, Plan, UserError
-from trimaran.planner import search
-from trimaran.planner.choose import no_fit_error
+from trimaran.planner import PEFT_FILE, no_fit_error, predicted, search
 from trimaran.planner.emit import emit
-from trimaran.planner.emit.peft import PEFT_FILE
-from trimaran.planner.search import predicted
 
 
 def request(what: str, cluster: str, *settings: str, adapter: str = "", batch: int = 32) -> PlanRequest:

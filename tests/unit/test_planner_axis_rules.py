@@ -7,10 +7,8 @@ import pytest
 
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS, ExpertSpec, ModelSpec
-from trimaran.models.hf_facts import HfFacts
-from trimaran.planner import check_plan
-from trimaran.planner.hf_rules import check_hf_facts
+from trimaran.models import PRESETS, ExpertSpec, HfFacts, ModelSpec
+from trimaran.planner import check_hf_facts, check_plan
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
 EIGHT = parse_cluster("8xH100")

@@ -7,7 +7,7 @@ import pytest
 
 from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ImageLimits, Outline, outline_of, vlm_outline
-from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
+from trimaran.planner import MeasuredStages, balanced_cut, present_cut
 
 SEQ_LEN = 128
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import Comm, Mesh, Plan, Recipe, UserError
-from trimaran.planner.change_plan import apply_patch, change_run, is_in_place, patch_between
-from trimaran.planner.memory_ladder import plan_with
+from trimaran.planner import apply_patch, change_run, is_in_place, patch_between, plan_with
 
 RECIPE = Recipe.model_validate({"train": {"global_batch": 16}, "cluster": "4xcpu"})
 REPLICAS = Plan(mesh=Mesh(dp_replicate=4), micro_batch=2, grad_accum=2)

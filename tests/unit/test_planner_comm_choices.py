@@ -6,14 +6,10 @@ from dataclasses import replace
 import pytest
 
 from trimaran.core import Plan, Seconds, parse_recipe
-from trimaran.cost.collective import ring_of
-from trimaran.cost.comm_overlap import GatheredUnit, exposed_gathers, exposed_reduction
+from trimaran.cost import GatheredUnit, exposed_gathers, exposed_reduction, ring_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import outline_if_known, spec_of
-from trimaran.planner import choose
-from trimaran.planner.comm_choices import choose_comm
-from trimaran.planner.question import Question
-from trimaran.planner.search import search
+from trimaran.planner import Question, choose, choose_comm, search
 
 MEBIBYTE = 1 << 20
 

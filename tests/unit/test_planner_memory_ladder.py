@@ -7,8 +7,8 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.cost import predict
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question
-from trimaran.planner.memory_ladder import (
+from trimaran.planner import (
+    Question,
     all_changes,
     cheapest_first,
     describe_change,

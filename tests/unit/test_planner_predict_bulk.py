@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimaran.core import UserError
-from trimaran.planner.example_lines import example_text
-from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line, predict_line
+from trimaran.planner import MAX_LINE_BYTES, answer_line, example_text, predict_line
 
 MODEL = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq_len": 4096}
 CLUSTER = {"gpu": "H100", "gpus": 16, "gpus_per_node": 8}

@@ -9,12 +9,10 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.emitted import expected
 from tests.unit.test_planner_emit_plans import plan_and_question
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Plan, UserError
-from trimaran.planner import Question
+from trimaran.planner import Question, ReadConfig, read_pins
 from trimaran.planner.emit import emit
-from trimaran.planner.read_config import ReadConfig
-from trimaran.planner.read_pins import read_pins
 
 # The example of accelerate's guide to FSDP, version 1 of which has strategies with names and numbers.
 FSDP1 = """

@@ -7,16 +7,18 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from trimaran.app.request.plan_answer import PlanReport, as_dict
-from trimaran.app.request.plan_request import PlanRequest, read_plan_request
-from trimaran.app.request.run_cost import CostTerms
-from trimaran.app.views.plan_answer_view import show_report
-from trimaran.planner import PlanAnswer, Question, search
-from trimaran.planner.branch_and_bound import TIE_RATIO, find_plans
-from trimaran.planner.evaluator import PlanEvaluator
-from trimaran.planner.risk import OFFLOAD_RATIO
-from trimaran.planner.search import best_plans
-from trimaran.planner.space import Space
+from trimaran.app import CostTerms, PlanReport, PlanRequest, as_dict, read_plan_request, show_report
+from trimaran.planner import (
+    OFFLOAD_RATIO,
+    TIE_RATIO,
+    PlanAnswer,
+    PlanEvaluator,
+    Question,
+    Space,
+    best_plans,
+    find_plans,
+    search,
+)
 
 
 def request(preset: str, cluster: str, *settings: str, seq_len: int = 4096, batch: int = 64) -> PlanRequest:

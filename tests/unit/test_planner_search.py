@@ -13,8 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimaran.core import GIB, Bytes, Comm, Flops, Mesh, Pipeline, Plan, Recipe, UserError, show_bytes
-from trimaran.core.plan import CONTEXTS
+from trimaran.core import CONTEXTS, GIB, Bytes, Comm, Flops, Mesh, Pipeline, Plan, Recipe, UserError, show_bytes
 from trimaran.cost import predict
 from trimaran.hardware import DEVICES, Cluster, parse_cluster
 from trimaran.models import (
@@ -29,11 +28,19 @@ from trimaran.models import (
     outline_of,
     split_outline,
 )
-from trimaran.planner import GOALS, Question, check_plan, search
-from trimaran.planner.branch_and_bound import TIE_RATIO, find_plans
-from trimaran.planner.evaluator import PlanEvaluator
-from trimaran.planner.least_memory import fits_on, resized_cluster, smallest_cluster
-from trimaran.planner.space import Space
+from trimaran.planner import (
+    GOALS,
+    TIE_RATIO,
+    PlanEvaluator,
+    Question,
+    Space,
+    check_plan,
+    find_plans,
+    fits_on,
+    resized_cluster,
+    search,
+    smallest_cluster,
+)
 
 
 def question_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object) -> Question:

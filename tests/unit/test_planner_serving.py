@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import UserError
-from trimaran.cost.serving import Traffic
+from trimaran.cost import Traffic
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner.serving_plans import ServingQuestion, plan_serving, tensor_degrees
+from trimaran.planner import ServingQuestion, plan_serving, tensor_degrees
 
 
 def question(name: str, cluster: str, **fields: Any) -> ServingQuestion:

@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 
-from trimaran.core import Mesh, Plan, Recipe, UserError, parse_recipe
-from trimaran.core.plan import show_rows
+from trimaran.core import Mesh, Plan, Recipe, UserError, parse_recipe, show_rows
 from trimaran.cost import predict
-from trimaran.hardware import Cluster, parse_cluster
-from trimaran.hardware.cluster import DeviceGroup
+from trimaran.hardware import Cluster, DeviceGroup, parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question, choose, search
+from trimaran.planner import Question, answer_line, check_micro_batches, choose, next_rung, search
 from trimaran.planner.emit import EMITTERS, emit
-from trimaran.planner.memory_ladder import next_rung
-from trimaran.planner.predict_bulk import answer_line
-from trimaran.planner.unequal_rules import check_micro_batches
 
 
 def question_for(preset: str, cluster: str, *, batch: int, seq_len: int, plan: Any = "auto") -> Question:

@@ -9,12 +9,20 @@ import pytest
 
 from tests.plugin_packages import make_distribution
 from tests.runs import finished_run
-from trimaran.app.main import main
-from trimaran.core import UserError, parse_recipe
-from trimaran.core.plugins import KINDS, find_plugin, installed_plugins, load_plugin, plugin_names
-from trimaran.core.recipe_plugins import plugin_records, used_plugins
-from trimaran.launch.targets.target import TARGET_CLASSES, open_target
-from trimaran.telemetry.sinks.open_sinks import SINKS, open_sinks
+from trimaran.app import main
+from trimaran.core import (
+    KINDS,
+    UserError,
+    find_plugin,
+    installed_plugins,
+    load_plugin,
+    parse_recipe,
+    plugin_names,
+    plugin_records,
+    used_plugins,
+)
+from trimaran.launch import TARGET_CLASSES, open_target
+from trimaran.telemetry import SINKS, open_sinks
 
 GOOD = """
 class Rule:

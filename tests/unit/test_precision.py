@@ -12,11 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.models import PRESETS, ModelSpec, module_names, refuse_unmatched
-from trimaran.nets import Network, decoder_network, initialise
-from trimaran.nets.attention import RMSNorm
-from trimaran.optim.loss_scale import MAX_SCALE, LossScale, build_loss_scale
-from trimaran.parallel import autocast, override_precision
-from trimaran.parallel.precision import fsdp_modules, kept_weight_casts
+from trimaran.nets import Network, RMSNorm, decoder_network, initialise
+from trimaran.optim import MAX_SCALE, LossScale, build_loss_scale
+from trimaran.parallel import autocast, fsdp_modules, kept_weight_casts, override_precision
 
 CPU = torch.device("cpu")
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, tied=False)

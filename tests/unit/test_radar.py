@@ -9,23 +9,35 @@ import numpy as np
 import pytest
 import torch
 
-from trimaran.core import DataSection, ModelSection, UserError
-from trimaran.core.recipe import ScenesSection
-from trimaran.core.scene_rules import RADAR_NUMBERS
-from trimaran.data.feed import DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.open_scenes import measure_points, open_scenes
-from trimaran.data.recorded_scenes import INDEX, write_scenes
-from trimaran.data.scene_feed import scene_feeds, scenes_digest
-from trimaran.data.sensor_files import SceneOptions, flat_pose, swept_points
-from trimaran.data.simulated_radar import SWEEP_SECONDS, SWEEPS
-from trimaran.data.simulated_scenes import make_scene
-from trimaran.data.step_batch import Inputs
-from trimaran.models import module_names, outline_for, spec_of
-from trimaran.models.perception_spec import PERCEPTION_PRESETS, PerceptionSpec, perception_config, perception_outline
-from trimaran.nets import initialise
-from trimaran.nets.perception import PerceptionNetwork, perception_network
-from trimaran.train.loss.perception_objective import PerceptionObjective
+from trimaran.core import RADAR_NUMBERS, DataSection, ModelSection, ScenesSection, UserError
+from trimaran.data import (
+    INDEX,
+    SWEEP_SECONDS,
+    SWEEPS,
+    DataShare,
+    Inputs,
+    Loader,
+    SceneOptions,
+    flat_pose,
+    make_scene,
+    measure_points,
+    open_scenes,
+    scene_feeds,
+    scenes_digest,
+    swept_points,
+    write_scenes,
+)
+from trimaran.models import (
+    PERCEPTION_PRESETS,
+    PerceptionSpec,
+    module_names,
+    outline_for,
+    perception_config,
+    perception_outline,
+    spec_of,
+)
+from trimaran.nets import PerceptionNetwork, initialise, perception_network
+from trimaran.train import PerceptionObjective
 
 SMALL = replace(
     PERCEPTION_PRESETS["tiny-radar"], cameras=3, height=8, width=16, camera_widths=(8, 8), lidar_layers=1,

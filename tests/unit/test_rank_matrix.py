@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import PREDICTION, new_run, start_ranks, step_metrics
-from trimaran.app.report.rank_matrix import LEVELS, grid_columns, level_of, rank_matrix
-from trimaran.app.report.run_feed import RunFeed
+from trimaran.app import LEVELS, RunFeed, grid_columns, level_of, rank_matrix
 from trimaran.core import Mesh, Plan, parse_recipe
 from trimaran.run import HeartbeatBoard, Journal, RunDirectory, append_line, create_run
-from trimaran.telemetry.rank_table import RankTableWriter, read_rank_table
-from trimaran.telemetry.sampler import add_heartbeats
+from trimaran.telemetry import RankTableWriter, add_heartbeats, read_rank_table
 
 NAMES = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes", "tokens")
 

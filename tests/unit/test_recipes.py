@@ -7,12 +7,10 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.model_folders import write_model_tokenizer
-from trimaran.app.main import main
+from trimaran.app import main
 from trimaran.core import Recipe, parse_recipe
 from trimaran.hardware import parse_cluster
-from trimaran.models import outline_for, spec_of
-from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.models.vlm_presets import VLM_PRESETS
+from trimaran.models import VLM_PRESETS, outline_for, spec_of, vlm_to_disk
 from trimaran.planner import choose
 
 RECIPES = Path(__file__).parents[2] / "recipes"

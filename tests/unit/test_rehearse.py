@@ -14,21 +14,28 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 from tests.ranks import run_ranks
-from trimaran.app.main import main
-from trimaran.app.request.rehearse_request import chosen_ranks, read_rehearse_request
+from trimaran.app import chosen_ranks, main, read_rehearse_request
 from trimaran.core import Mesh, Pipeline, Plan, Recipe, UserError
-from trimaran.cost import Job
-from trimaran.cost.peak_memory import peak_memory_of, rank_memory_of
-from trimaran.cost.step_time import rank_compute_of, step_time_of
+from trimaran.cost import Job, peak_memory_of, rank_compute_of, rank_memory_of, step_time_of
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.rehearse.fewer_layers import extrapolated, refuse_fewer_layers, with_layers
-from trimaran.rehearse.rank_process import run_rank
-from trimaran.rehearse.rank_task import MeasuredRank, RankAnswer, RankTask
-from trimaran.rehearse.rehearsal import RehearsalRequest, RehearsedRank, compose_step, predicted_rank
-from trimaran.rehearse.rehearsal_group import BACKEND, MESSAGE_BLOCK, register_backend
-from trimaran.simulate.step_costs import stage_compute_of, step_costs_of
-from trimaran.simulate.step_simulation import simulate_step
+from trimaran.rehearse import (
+    BACKEND,
+    MESSAGE_BLOCK,
+    MeasuredRank,
+    RankAnswer,
+    RankTask,
+    RehearsalRequest,
+    RehearsedRank,
+    compose_step,
+    extrapolated,
+    predicted_rank,
+    refuse_fewer_layers,
+    register_backend,
+    run_rank,
+    with_layers,
+)
+from trimaran.simulate import simulate_step, stage_compute_of, step_costs_of
 
 PIPELINE = Plan(mesh=Mesh(pp=4, tp=2), grad_accum=8, precision="bf16", pipeline=Pipeline(schedule="1f1b"))
 SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", grad_accum=2, precision="bf16", compile=True)

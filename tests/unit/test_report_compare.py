@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import PREDICTION, finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.main import main
-from trimaran.app.report.compare_facts import at_step, compare_runs, differences
-from trimaran.app.report.compare_sections import compare_page, curve_plots
-from trimaran.app.report.goodput_waterfall import GROUPS
-from trimaran.app.report.report_facts import facts_of
+from trimaran.app import GROUPS, at_step, compare_page, compare_runs, curve_plots, differences, facts_of, main
 from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.run.attempts import AttemptLog
-from trimaran.telemetry.ledger import CATEGORIES
+from trimaran.run import AttemptLog, Journal, RunDirectory, create_run
+from trimaran.telemetry import CATEGORIES
 
 
 def other_run(path: Path) -> RunDirectory:

@@ -18,15 +18,21 @@ import pytest
 from tests.cases import quick_or_slow
 from tests.runs import PREDICTION, finished_run, new_run, start_ranks, step_metrics
 from tests.unit.test_app_report import hostile_run, long_run
-from trimaran.app.report.axis_scale import Scale
-from trimaran.app.report.layout_picture import rank_layout
-from trimaran.app.report.page import page_of
-from trimaran.app.report.plot import LABEL_GAP, MAX_LABEL, Curve, Plot, end_labels, spread_apart
-from trimaran.app.report.report_facts import facts_of
-from trimaran.app.report.sections import split_verdict
+from trimaran.app import (
+    LABEL_GAP,
+    MAX_LABEL,
+    Curve,
+    Plot,
+    Scale,
+    end_labels,
+    facts_of,
+    page_of,
+    rank_layout,
+    split_verdict,
+    spread_apart,
+)
 from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.run import IncidentLog, Journal, RunDirectory, append_line, create_run
-from trimaran.run.attempts import AttemptLog
+from trimaran.run import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run
 
 BROWSER = shutil.which("chromium")
 WIDTHS = {"phone": 390, "laptop": 1366, "wide": 2560}

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimaran.data.feed import DataShare
-from trimaran.data.sample_order import positions
+from trimaran.data import DataShare, positions
 
 
 def divisors(number: int) -> list[int]:

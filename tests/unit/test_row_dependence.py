@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimaran.loop.row_dependence import mark_outputs, row_dependence
+from trimaran.loop import mark_outputs, row_dependence
 
 ROWS, FEATURES = 6, 7
 DRAW = torch.Generator().manual_seed(0)

@@ -10,8 +10,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import UserError
-from trimaran.run import Journal
-from trimaran.run.connection_lost import find_refusal, says_connection_lost
+from trimaran.run import Journal, find_refusal, says_connection_lost
 
 REFUSAL = UserError("M024", "transformers cannot load this model", where="x", fix="y")
 RANK = """

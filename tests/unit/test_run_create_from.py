@@ -8,9 +8,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import UserError, dump_recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.run.create_from import create_run_from
-from trimaran.run.run_directory import MARKER
+from trimaran.run import MARKER, RunDirectory, create_run, create_run_from
 
 FORK = multiprocessing.get_context("fork")
 

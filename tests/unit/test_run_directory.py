@@ -12,6 +12,7 @@ import pytest
 from tests.runs import new_run, step_metrics
 from trimaran.core import Mesh, Plan, Prediction, Recipe, UserError, parse_recipe
 from trimaran.run import (
+    AttemptLog,
     IncidentLog,
     Journal,
     JsonlFollower,
@@ -20,9 +21,9 @@ from trimaran.run import (
     free_run_path,
     last_step,
     open_run,
+    read_attempts,
     read_incidents,
 )
-from trimaran.run.attempts import AttemptLog, read_attempts
 
 PREDICTION = Prediction(
     fits=True,

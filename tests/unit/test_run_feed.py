@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app.report.details_feed import DetailsFeed
-from trimaran.app.report.machines import MachinesFeed
-from trimaran.app.report.report_facts import facts_of
-from trimaran.app.report.run_feed import PARTS, RunFeed, read_range
-from trimaran.app.report.step_pyramid import MAX_SINGLE_STEPS, StepPyramid
+from trimaran.app import MAX_SINGLE_STEPS, PARTS, DetailsFeed, MachinesFeed, RunFeed, StepPyramid, facts_of, read_range
 from trimaran.core import UserError
-from trimaran.run import IncidentLog, Journal, RunDirectory, append_line
-from trimaran.run.journal import forget_steps_after
-from trimaran.telemetry.step_index import BLOCK_LINES, StepIndexer
+from trimaran.run import IncidentLog, Journal, RunDirectory, append_line, forget_steps_after
+from trimaran.telemetry import BLOCK_LINES, StepIndexer
 
 STEPS = 12_000
 FAST_PARTS = ("about", "state", "curves", "phases", "details", "ranks", "machines", "checkpoints")

@@ -12,10 +12,20 @@ import pytest
 
 from tests.disks import fill, mounted
 from tests.runs import new_run, step_metrics
-from trimaran.run import IncidentLog, Journal, RunDirectory, read_incidents
-from trimaran.run.attempts import AttemptLog, read_attempts
-from trimaran.run.line_writer import LineWriter, append_line
-from trimaran.run.reserve import PIECE_BYTES, RESERVE_BYTES, fill_reserve, remove_reserve
+from trimaran.run import (
+    PIECE_BYTES,
+    RESERVE_BYTES,
+    AttemptLog,
+    IncidentLog,
+    Journal,
+    LineWriter,
+    RunDirectory,
+    append_line,
+    fill_reserve,
+    read_attempts,
+    read_incidents,
+    remove_reserve,
+)
 
 FORK = multiprocessing.get_context("fork")
 

@@ -6,8 +6,7 @@ import os
 import signal
 import time
 
-from trimaran.run import HeartbeatBoard
-from trimaran.run.heartbeat import HEADER_WORDS, STEP, VERSION
+from trimaran.run import HEADER_WORDS, STEP, VERSION, HeartbeatBoard
 
 NUM_READS = 20_000
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from trimaran.core import UserError
-from trimaran.run import RunDirectory
-from trimaran.run.lease import (
+from trimaran.run import (
     EXPIRY_SECONDS,
     FENCED_SECONDS,
     RENEW_SECONDS,
     LeaseHolder,
     LeaseWatch,
+    RunDirectory,
     claim_term,
     newest_term,
     read_holder,

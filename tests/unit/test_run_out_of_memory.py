@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from trimaran.launch.exit_cause import read_exit
-from trimaran.run.out_of_memory import memory_holes, says_out_of_memory
-from trimaran.train.metrics.memory_snapshot import is_out_of_memory
+from trimaran.launch import read_exit
+from trimaran.run import memory_holes, says_out_of_memory
+from trimaran.train import is_out_of_memory
 
 MESSAGES = {
     "cpu-x86": "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "

@@ -8,16 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app.report.compare_sections import AXES, PLOTS
-from trimaran.app.report.event_sections import OUTCOMES
-from trimaran.app.report.goodput_waterfall import GROUPS
-from trimaran.app.report.layout_picture import HELD, MEANINGS
-from trimaran.app.report.plots import MACHINE_TITLES, SPREAD_TITLES
-from trimaran.app.report.rank_matrix import STATES
-from trimaran.app.report.run_commands import ALWAYS, LIVE
-from trimaran.app.report.sections import NAMES
-from trimaran.app.report.time_sections import LEDGER_KINDS, WATERFALL
-from trimaran.app.report.words import say, speaking
+from trimaran.app import (
+    ALWAYS,
+    AXES,
+    GROUPS,
+    HELD,
+    LEDGER_KINDS,
+    LIVE,
+    MACHINE_TITLES,
+    MEANINGS,
+    NAMES,
+    OUTCOMES,
+    PLOTS,
+    SPREAD_TITLES,
+    STATES,
+    WATERFALL,
+    say,
+)
+from trimaran.app.report.words import speaking
 from trimaran.core import PHASES
 
 APP = Path(__file__).parents[2] / "src" / "trimaran" / "app"

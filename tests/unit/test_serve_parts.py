@@ -9,37 +9,40 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from trimaran.app.request.vllm_command import OPTIONS, VllmRequest, check_folder, config_text, vllm_options
+from trimaran.app import OPTIONS, VllmRequest, check_folder, config_text, vllm_options
 from trimaran.core import UserError
 from trimaran.data import ByteTokenizer
-from trimaran.infer.engine.engine_messages import (
-    EngineLimits,
-    dump_message,
-    output_from_json,
-    output_to_json,
-    request_from_json,
-    request_to_json,
-)
-from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.infer.next_token import PlacedImage
-from trimaran.infer.open_weights import ModelTexts
-from trimaran.infer.sampling import Sampling
-from trimaran.infer.server import answer_response
-from trimaran.infer.server.access import AccessMiddleware
-from trimaran.infer.server.answer_bodies import AnswerHead, CompletionFormat
-from trimaran.infer.server.answer_choice import AnswerChoice
-from trimaran.infer.server.answer_text import AnswerText
-from trimaran.infer.server.api_error import stopping
-from trimaran.infer.server.call_fields import (
+from trimaran.infer import (
+    NEXT_SECONDS,
+    AccessMiddleware,
+    AnswerChoice,
+    AnswerHead,
+    AnswerText,
     ChatCall,
     CompletionCall,
+    CompletionFormat,
+    EngineLimits,
+    EngineRequest,
+    ModelTexts,
+    PlacedImage,
+    PreparedPrompt,
+    PromptReader,
+    RequestQueue,
+    Sampling,
+    ServingMetrics,
+    TokenOutput,
+    TokenTimes,
+    dump_message,
     may_have_many_values,
+    output_from_json,
+    output_to_json,
     parse_call,
     refuse_many_values,
+    request_from_json,
+    request_to_json,
+    stopping,
 )
-from trimaran.infer.server.prompt_reader import PreparedPrompt, PromptReader
-from trimaran.infer.server.request_queue import RequestQueue
-from trimaran.infer.server.serving_metrics import NEXT_SECONDS, ServingMetrics, TokenTimes
+from trimaran.infer.server import answer_response
 
 GREEDY = Sampling(temperature=0)
 

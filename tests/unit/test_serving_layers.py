@@ -5,15 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trimaran.infer.serving_layers import join_projections, joined_linear
+from trimaran.infer import join_projections, joined_linear
 from trimaran.models import PRESETS
-from trimaran.nets import Decoder, decoder_network, initialise
-from trimaran.nets.paged_cache import (
+from trimaran.nets import (
     AttentionOptions,
+    Decoder,
     HostLengthsNeededError,
     PagedCache,
     PagedExtension,
+    decoder_network,
     has_paged_kernel,
+    initialise,
 )
 
 SPEC = replace(PRESETS["tiny"], layers=2)

@@ -21,14 +21,9 @@ from tests.disks import mounted, remount
 from tests.fault.harness import lines, wait_for
 from tests.runs import step_metrics
 from trimaran.core import Plan, parse_recipe
-from trimaran.launch.sidecar_process import SidecarProcess
-from trimaran.run import IncidentLog, Journal, JsonlFollower, RunDirectory, append_line, create_run
-from trimaran.run.line_writer import LineWriter
-from trimaran.telemetry.host_sampler import CounterRates, HostSampler
-from trimaran.telemetry.nvml import GpuSampler
-from trimaran.telemetry.run_tail import RunTail
-from trimaran.telemetry.sampler import Sampler
-from trimaran.telemetry.sink_feed import SinkFeed
+from trimaran.launch import SidecarProcess
+from trimaran.run import IncidentLog, Journal, JsonlFollower, LineWriter, RunDirectory, append_line, create_run
+from trimaran.telemetry import CounterRates, GpuSampler, HostSampler, RunTail, Sampler, SinkFeed
 
 # An idle rank with a busy loader process.
 RANK = """

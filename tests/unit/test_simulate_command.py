@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
-from trimaran.app.commands.simulate import complete_plan
-from trimaran.app.main import main
+from trimaran.app import complete_plan, main
 from trimaran.core import Plan, parse_recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question, search
-from trimaran.planner.reliability import reliability_of
+from trimaran.planner import Question, reliability_of, search
 
 SMALL = ["--days", "3", "--runs", "2", "--seq-len", "4096", "--global-batch", "64"]
 

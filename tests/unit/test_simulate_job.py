@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trimaran.cost.goodput import Faults, best_interval, expected_goodput
-from trimaran.simulate.failure_classes import LLAMA_DEVICES, LLAMA_FAILURES, FailureClass
-from trimaran.simulate.job_history import (
+from trimaran.cost import Faults, best_interval, expected_goodput
+from trimaran.simulate import (
+    LLAMA_DEVICES,
+    LLAMA_FAILURES,
+    FailureClass,
     Interruption,
     JobHistory,
     JobTerms,
@@ -17,10 +19,10 @@ from trimaran.simulate.job_history import (
     StepTimes,
     draw_interruptions,
     draw_slow_periods,
+    job_trace,
     simulate_job,
+    spares_needed,
 )
-from trimaran.simulate.simulation import spares_needed
-from trimaran.simulate.trace_file import job_trace
 
 CRASH = FailureClass(name="crash", count=1, loses_node=False, detect_seconds=0.0)
 HOUR = 3600.0

@@ -19,12 +19,25 @@ from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.cost import Job, predict
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.simulate.fabric import Demands, Fabric, demands_of, fair_share, with_slower_network
-from trimaran.simulate.pipeline_order import Order, Schedule, pipeline_order
-from trimaran.simulate.step_costs import SLOWEST_RANK, StageCost, StepCosts, step_costs_of
-from trimaran.simulate.step_sample import NodeSpeeds, node_speeds_of, sample_steps
-from trimaran.simulate.step_simulation import simulate_step
-from trimaran.telemetry.trace_summary import load_trace
+from trimaran.simulate import (
+    SLOWEST_RANK,
+    Demands,
+    Fabric,
+    NodeSpeeds,
+    Order,
+    Schedule,
+    StageCost,
+    StepCosts,
+    demands_of,
+    fair_share,
+    node_speeds_of,
+    pipeline_order,
+    sample_steps,
+    simulate_step,
+    step_costs_of,
+    with_slower_network,
+)
+from trimaran.telemetry import load_trace
 
 FREE = Demands(card=1.0, ring_card=0.0, ring_uplink=0.0, send_card=0.0, send_uplink=0.0, ranks_per_pod=1024)
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input_grad",

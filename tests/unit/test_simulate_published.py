@@ -12,13 +12,19 @@ from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.cost import STACKS, Job
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner.predict_request import job_of
-from trimaran.simulate.fabric import FULL_BANDWIDTH, Fabric
-from trimaran.simulate.job_history import StepTimes, simulate_job
-from trimaran.simulate.simulation import Scenario, job_terms_of
-from trimaran.simulate.step_costs import step_costs_of
-from trimaran.simulate.step_sample import node_speeds_of, sample_steps
-from trimaran.simulate.step_simulation import simulate_step
+from trimaran.planner import job_of
+from trimaran.simulate import (
+    FULL_BANDWIDTH,
+    Fabric,
+    Scenario,
+    StepTimes,
+    job_terms_of,
+    node_speeds_of,
+    sample_steps,
+    simulate_job,
+    simulate_step,
+    step_costs_of,
+)
 
 DAY = 86_400.0
 LLAMA_FABRIC = Fabric(pod_nodes=384, oversubscription=7.0, outermost="dp")  # section 3.3.1 of the paper

@@ -20,14 +20,19 @@ from tests.cases import slow
 from tests.fault.harness import wait_for
 from tests.unit.test_launch_core import request
 from trimaran.core import UserError
-from trimaran.launch.targets.hostfile import SshHost
-from trimaran.launch.targets.script_text import SHARED_FUNCTIONS
-from trimaran.launch.targets.site_file import site_section
-from trimaran.launch.targets.ssh_script import SshScript, detached_command
-from trimaran.launch.targets.ssh_session import connection_error
-from trimaran.launch.targets.ssh_target import SshSite, SshTarget, choose_code
-from trimaran.launch.targets.target import LaunchRequest
-from trimaran.run.bad_nodes import add_observation, observe
+from trimaran.launch import (
+    SHARED_FUNCTIONS,
+    LaunchRequest,
+    SshHost,
+    SshScript,
+    SshSite,
+    SshTarget,
+    choose_code,
+    connection_error,
+    detached_command,
+    site_section,
+)
+from trimaran.run import add_observation, observe
 
 HOSTILE = 'it\'s $(touch x) `touch x` "q" \\ ; touch x\n# a b é日'
 # As sshd does it: the last argument is a command for the login shell. The host is the argument before it.

@@ -11,12 +11,10 @@ pytest.importorskip("prometheus_client")
 
 from tests.runs import new_run
 from tests.sink_lines import GIB, event_line, feed, gpu_line, incident_line, recorded, sample_line, step_line
-from trimaran.autopilot.decision_ledger import DecisionLedger
-from trimaran.core import Decision
-from trimaran.core.recipe import PrometheusSection
+from trimaran.autopilot import DecisionLedger
+from trimaran.core import Decision, PrometheusSection
 from trimaran.run import RunDirectory
-from trimaran.telemetry.sinks.metric_catalogue import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC
-from trimaran.telemetry.sinks.prometheus import PrometheusSink
+from trimaran.telemetry import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC, PrometheusSink
 
 
 def free_port() -> int:

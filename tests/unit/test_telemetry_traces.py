@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.runs import new_run
 from trimaran.core import UserError
-from trimaran.run.profile_request import (
+from trimaran.run import (
     ProfileRequest,
     find_traces,
     read_request,
@@ -21,8 +21,19 @@ from trimaran.run.profile_request import (
     withdraw_request,
     write_request,
 )
-from trimaran.telemetry.merged_trace import clock_shifts, device_phases, merge, write_merged
-from trimaran.telemetry.trace_summary import Trace, load_trace, overlap, self_times, summarise, total, union
+from trimaran.telemetry import (
+    Trace,
+    clock_shifts,
+    device_phases,
+    load_trace,
+    merge,
+    overlap,
+    self_times,
+    summarise,
+    total,
+    union,
+    write_merged,
+)
 
 BASE = 1_790_857_026_000_000_000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

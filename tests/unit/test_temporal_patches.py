@@ -16,18 +16,22 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from tests.vlm_models import CONFIGS, patches_of, perturb
 from trimaran.core import DataSection, ModelSection, Recipe, SamplesSection, UserError
-from trimaran.data.packed_sample import PackedSample, token_positions
-from trimaran.data.samples.parse_chat import ImageFinder, read_row
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.raw_sample import FrameChoice
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.vision import fill_patches, upright_size
-from trimaran.data.vision.image_grid import grids_of
-from trimaran.data.vision.joined_frames import join_frames, split_frames
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.models.recipe_images import recipe_image_rules
-from trimaran.nets import network_of
-from trimaran.nets.vision import normalise_patches
+from trimaran.data import (
+    FrameChoice,
+    ImageFinder,
+    PackedSample,
+    SampleIndex,
+    fill_patches,
+    grids_of,
+    join_frames,
+    prepare_samples,
+    read_row,
+    split_frames,
+    token_positions,
+    upright_size,
+)
+from trimaran.models import recipe_image_rules, vlm_from_disk
+from trimaran.nets import network_of, normalise_patches
 
 VIDEO = 303
 QUESTION = [{"role": "user", "content": "what happens?"}, {"role": "assistant", "content": "nothing"}]

@@ -9,17 +9,11 @@ from torch import nn
 from tests.vlm_training import SPEC
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
-from trimaran.models.stages import split_by_cost
-from trimaran.nets.family import network_of
-from trimaran.nets.tower_names import tower_of
+from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of, split_by_cost
+from trimaran.nets import network_of, tower_of
 from trimaran.optim import LR_FACTOR, build_optimizer
-from trimaran.parallel.axes.image_split import assign_images
-from trimaran.parallel.memory.recompute import apply_recompute
-from trimaran.parallel.tower_plan import freeze_towers, tower_of_blocks
-from trimaran.planner import Question, check_plan, choose, search
-from trimaran.planner.axis_rules import check_tensor
-from trimaran.planner.tower_rules import check_towers
+from trimaran.parallel import apply_recompute, assign_images, freeze_towers, tower_of_blocks
+from trimaran.planner import Question, check_plan, check_tensor, check_towers, choose, search
 
 TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
 EIGHT = parse_cluster("8xH100")

@@ -1,6 +1,6 @@
 """A run ends when too many of its samples could not be used."""
 
-from trimaran.train.health.bad_sample_limit import BadSampleCount
+from trimaran.train import BadSampleCount
 
 
 def test_the_fraction_is_taken_of_at_least_a_thousand_samples() -> None:

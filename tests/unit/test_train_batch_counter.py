@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trimaran.train.async_sgd.batch_counter import Batch, BatchCounter, Pause
+from trimaran.train import Batch, BatchCounter, Pause
 
 
 class BlockedError(Exception):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tests.runs import new_run
 from trimaran.run import HeartbeatBoard, Journal, JsonlFollower
-from trimaran.train.health.compilations import WARMUP_STEPS, Compilations
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import WARMUP_STEPS, Compilations, SupervisorLink
 
 
 class Block(nn.Module):

@@ -8,11 +8,7 @@ import torch
 
 from tests.parity import plan_for
 from trimaran.core import Recipe, StepMetrics, UserError
-from trimaran.train.elastic.elastic_loop import merge_lines
-from trimaran.train.elastic.replica import Replica, check_replica
-from trimaran.train.elastic.replica_group import run_until
-from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train import RankInfo, Replica, SupervisorLink, check_replica, merge_lines, run_until
 
 
 def line(step: int, loss: float, tokens: int = 100) -> StepMetrics:

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from trimaran.data.step_batch import Inputs
-from trimaran.data.tokenizer import ByteTokenizer
-from trimaran.train.evaluate import MAX_ANSWER_TOKENS, SampleAnswer, decode_answers, generate_answers
-from trimaran.train.loss.cross_entropy import IGNORED
+from trimaran.data import ByteTokenizer, Inputs
+from trimaran.train import IGNORED, MAX_ANSWER_TOKENS, SampleAnswer, decode_answers, generate_answers
 
 IMAGE = 257
 

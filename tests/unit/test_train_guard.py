@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from trimaran.core import FaultsSection, Mesh, UserError
-from trimaran.data.quarantine import Quarantine, read_quarantine
-from trimaran.optim.adamw import LowMemoryAdamW
-from trimaran.optim.loss_scale import LossScale
-from trimaran.train.health.guard import MEAN_LOSS_STEPS, MIN_GOOD_STEPS, Guard, RefusedStep, StepNumbers
+from trimaran.data import Quarantine, read_quarantine
+from trimaran.optim import LossScale, LowMemoryAdamW
+from trimaran.train import MEAN_LOSS_STEPS, MIN_GOOD_STEPS, Guard, RefusedStep, StepNumbers
 
 MESH = Mesh(dp_replicate=2, tp=2)
 

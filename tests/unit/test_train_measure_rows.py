@@ -3,7 +3,7 @@
 import pytest
 
 from trimaran.core import UserError
-from trimaran.train.measure_rows import RoundTime, rows_by_speed, rows_in
+from trimaran.train import RoundTime, rows_by_speed, rows_in
 
 
 def test_rows_follow_all_measurements() -> None:

@@ -12,14 +12,24 @@ from torch import Tensor, nn
 from tests.runs import PREDICTION
 from tests.unit.test_train_optimizer import section
 from trimaran.core import Flops, Plan, Recipe
-from trimaran.hardware.host_limits import total_bytes
-from trimaran.optim import build_optimizer
-from trimaran.optim.split_bf16 import join_fp32, split_fp32
-from trimaran.train.metrics.group_norms import GroupMeter
-from trimaran.train.metrics.meters import MemoryMeter, Meters, allocator_memory, lr_factors, rank_measures, wait_phases
-from trimaran.train.metrics.parameter_groups import merge_layers, module_of
-from trimaran.train.metrics.rank_stats import MEASURES, RankStats, summarise_ranks
-from trimaran.train.metrics.sampled_weights import MIN_SAMPLED_VALUES, sample_values
+from trimaran.hardware import total_bytes
+from trimaran.optim import build_optimizer, join_fp32, split_fp32
+from trimaran.train import (
+    MEASURES,
+    MIN_SAMPLED_VALUES,
+    GroupMeter,
+    MemoryMeter,
+    Meters,
+    RankStats,
+    allocator_memory,
+    lr_factors,
+    merge_layers,
+    module_of,
+    rank_measures,
+    sample_values,
+    summarise_ranks,
+    wait_phases,
+)
 
 CPU = torch.device("cpu")
 PHASES = {"data": 0.1, "forward": 0.3, "backward": 0.4, "comm": 0.15, "optimizer": 0.04, "checkpoint": 0.01}

@@ -10,13 +10,22 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
-from trimaran.optim import build_optimizer
-from trimaran.optim.adamw import LowMemoryAdamW
-from trimaran.optim.block_quantization import codebook, dequantize, quantize
-from trimaran.optim.build_optimizer import ShardAdamW
-from trimaran.optim.moments import NOISE_OFFSET, AdamWConstants, step_constants
-from trimaran.optim.state_streaming import StateStream
-from trimaran.optim.stochastic_rounding import hash_int32, hash_text, index_runs, to_bf16
+from trimaran.optim import (
+    NOISE_OFFSET,
+    AdamWConstants,
+    LowMemoryAdamW,
+    ShardAdamW,
+    StateStream,
+    build_optimizer,
+    codebook,
+    dequantize,
+    hash_int32,
+    hash_text,
+    index_runs,
+    quantize,
+    step_constants,
+    to_bf16,
+)
 
 CPU = torch.device("cpu")
 FORMATS = ["fp32", "bf16", "8bit"]

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from trimaran.core import TrainSection
-from trimaran.optim.schedule import learning_rate
-from trimaran.train.agreement import StopRequest
-from trimaran.train.loss.cross_entropy import summed_loss
-from trimaran.train.metrics.step_clock import StepClock
+from trimaran.optim import learning_rate
+from trimaran.train import StepClock, StopRequest, summed_loss
 
 
 def rates(kind: str, **schedule: object) -> list[float]:

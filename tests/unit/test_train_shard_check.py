@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.optim.split_weights import SplitWeight
-from trimaran.train.health.shard_check import FIRST_STEPS, REVIEW_STEPS, SMALL_BYTES, ShardCheck
+from trimaran.checkpoint import TensorShard
+from trimaran.optim import SplitWeight
+from trimaran.train import FIRST_STEPS, REVIEW_STEPS, SMALL_BYTES, ShardCheck
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 
-from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train import StepClock
 
 MILLISECONDS = 1000
 

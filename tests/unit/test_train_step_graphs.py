@@ -5,10 +5,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.hf_models import SMALL
-from trimaran.data.step_batch import StepBatch
+from trimaran.data import StepBatch
 from trimaran.models import PRESETS
 from trimaran.nets import network_of
-from trimaran.train.steppers.step_graphs import has_known_code, host_random_states, signature_of
+from trimaran.train import has_known_code, host_random_states, signature_of
 
 TOKENS = torch.zeros(2, 4, 8, dtype=torch.int64)
 

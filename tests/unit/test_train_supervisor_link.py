@@ -3,7 +3,7 @@
 import pytest
 
 from trimaran.run import HeartbeatBoard
-from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
+from trimaran.train import NO_SUPERVISOR, SupervisorLink
 
 
 @pytest.fixture

@@ -16,12 +16,25 @@ from trimaran.core import Plan, Recipe
 from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import PlanAnswer, Question
-from trimaran.tune.choose_next import TrialCosts, best_of, costs_of, propose, why_not
-from trimaran.tune.run_trial import TrialLimits
-from trimaran.tune.step_time_model import ExpectedTime, StepTimeModel, expected_gain
-from trimaran.tune.trial_record import MeasuredTrial, TriedCandidate, TuneCandidate, combine
-from trimaran.tune.trial_store import TrialStore
-from trimaran.tune.tuner import Tuner, TuneResult, TuneTask
+from trimaran.tune import (
+    ExpectedTime,
+    MeasuredTrial,
+    StepTimeModel,
+    TrialCosts,
+    TrialLimits,
+    TrialStore,
+    TriedCandidate,
+    TuneCandidate,
+    Tuner,
+    TuneResult,
+    TuneTask,
+    best_of,
+    combine,
+    costs_of,
+    expected_gain,
+    propose,
+    why_not,
+)
 
 TrueSeconds = Callable[[Plan], float | str]
 """The seconds of a step, or the outcome of a plan that fails."""

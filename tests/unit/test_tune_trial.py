@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from trimaran.app.request.tuned_recipe import HEADER, refuse_other_file, tuned_recipe_text, write_tuned_recipe
-from trimaran.app.views.tune_view import describe
+from trimaran.app import HEADER, describe, refuse_other_file, tuned_recipe_text, write_tuned_recipe
 from trimaran.core import Plan, Recipe, UserError, parse_recipe
 from trimaran.run import RunDirectory
-from trimaran.tune.run_trial import MAX_STEADY_STEPS, TrialLimits, TrialWatch, trial_recipe
-from trimaran.tune.trial_record import TuneCandidate
-from trimaran.tune.trial_store import locked_folder
+from trimaran.tune import MAX_STEADY_STEPS, TrialLimits, TrialWatch, TuneCandidate, locked_folder, trial_recipe
 
 PLAN = {"mesh": {"dp_replicate": 2}, "micro_batch": 4, "precision": "fp32"}
 

@@ -16,21 +16,20 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from tests.vlm_models import CONFIGS, IMAGE, perturb
 from trimaran.core import DataSection, ModelSection, Recipe, RowCost, SamplesSection
-from trimaran.data.feed import DataShare
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.raw_sample import FrameChoice
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.samples.videos import block_positions
-from trimaran.data.vision.grid_positions import ALONE, grid_positions
-from trimaran.models import VLM_PRESETS
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.models.recipe_images import recipe_image_rules
-from trimaran.models.to_hf_vlm import vlm_to_disk
-from trimaran.nets import network_of
-from trimaran.nets.hf_vlm import network_of_hf
-from trimaran.nets.vision import normalise_patches
+from trimaran.data import (
+    ALONE,
+    BadSampleError,
+    DataShare,
+    FrameChoice,
+    SampleFeedOptions,
+    SampleIndex,
+    block_positions,
+    grid_positions,
+    prepare_samples,
+    sample_feeds,
+)
+from trimaran.models import VLM_PRESETS, recipe_image_rules, vlm_from_disk, vlm_to_disk
+from trimaran.nets import network_of, network_of_hf, normalise_patches
 
 VIDEO, START, END = 303, 301, 302
 # The number of frames, the frames of a second, and the size (rows, columns of tokens) of each video; an image has none.

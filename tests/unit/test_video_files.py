@@ -13,11 +13,7 @@ import pytest
 from PIL import Image
 
 from trimaran.core import DataSection, ImageRules, SamplesSection, UserError
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.parse_chat import ImageFinder, read_row
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.raw_sample import FrameChoice
-from trimaran.data.samples.sample_index import SampleIndex
+from trimaran.data import BadSampleError, FrameChoice, ImageFinder, SampleIndex, prepare_samples, read_row
 
 needs_av = pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="needs the extra video")
 QUESTION = [{"role": "user", "content": "what happens?"}, {"role": "assistant", "content": "nothing"}]

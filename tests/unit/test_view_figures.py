@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from trimaran.app.report.figure_axes import FigureAxis, axis_for, tick_label
-from trimaran.app.report.view_page import draw_figure
-from trimaran.viz.figures import (
+from trimaran.app import FigureAxis, axis_for, draw_figure, tick_label
+from trimaran.viz import (
     Bars,
     FileText,
     GraphArrow,

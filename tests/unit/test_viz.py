@@ -13,23 +13,43 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trimaran.app.main import main
-from trimaran.app.report.view_page import view_page
-from trimaran.app.request.viz_request import read_subject
+from trimaran.app import main, read_subject, view_page
 from trimaran.core import Mesh, Pipeline
-from trimaran.cost.collective import all_reduce_seconds, ring_of
+from trimaran.cost import all_reduce_seconds, ring_of
 from trimaran.parallel import build_mesh
 from trimaran.run import create_run
-from trimaran.simulate.pipeline_order import pipeline_order
-from trimaran.simulate.step_simulation import simulate_step
-from trimaran.viz import SHORT_NAMES, VIEWS, RunMedians, Subject, build_view, view_as_dict
-from trimaran.viz.collectives import OPERATIONS, collective_steps
-from trimaran.viz.ddp_buckets import backward_blocks, exposed_seconds, reduce_in_buckets, reduced_at, slowed
-from trimaran.viz.figures import Bars, Table, Timeline
-from trimaran.viz.pipeline import SCHEDULES, equal_stages, most_held, with_slow_rank
-from trimaran.viz.rank_grid import ORDER, groups_of
-from trimaran.viz.shard_timeline import gathered_blocks, gathered_bytes, shard_step, waited_seconds
-from trimaran.viz.zero_stages import bytes_of, least_ranks, sent_bytes
+from trimaran.simulate import pipeline_order, simulate_step
+from trimaran.viz import (
+    OPERATIONS,
+    ORDER,
+    SCHEDULES,
+    SHORT_NAMES,
+    VIEWS,
+    Bars,
+    RunMedians,
+    Subject,
+    Table,
+    Timeline,
+    backward_blocks,
+    build_view,
+    bytes_of,
+    collective_steps,
+    equal_stages,
+    exposed_seconds,
+    gathered_blocks,
+    gathered_bytes,
+    groups_of,
+    least_ranks,
+    most_held,
+    reduce_in_buckets,
+    reduced_at,
+    sent_bytes,
+    shard_step,
+    slowed,
+    view_as_dict,
+    waited_seconds,
+    with_slow_rank,
+)
 
 GB = 1e9
 

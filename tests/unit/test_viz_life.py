@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from tests.cases import slow
-from trimaran.app.main import main
-from trimaran.app.request.run_life_facts import life_of
-from trimaran.app.request.viz_request import read_subject
+from trimaran.app import life_of, main, read_subject
 from trimaran.core import Mesh, Plan, parse_recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.viz import build_view
-from trimaran.viz.figures import FileText, Timeline
+from trimaran.viz import FileText, Timeline, build_view
 
 START = 1_700_000_000.0
 

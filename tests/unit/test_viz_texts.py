@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 from tests.cases import slow
-from trimaran.app.request.plan_request import read_plan_request
-from trimaran.app.request.viz_request import read_subject
+from trimaran.app import read_plan_request, read_subject
 from trimaran.planner import search
-from trimaran.viz import SHORT_NAMES, Subject, build_view, translate_view, view_as_dict
-from trimaran.viz.planner_texts import TEMPLATES, planner_text
-from trimaran.viz.planner_texts import WORDS as PLANNER_WORDS
-from trimaran.viz.texts import as_is, say, texts_of, translate
+from trimaran.viz import (
+    SHORT_NAMES,
+    TEMPLATES,
+    Subject,
+    as_is,
+    build_view,
+    planner_text,
+    say,
+    texts_of,
+    translate,
+    translate_view,
+    view_as_dict,
+)
+from trimaran.viz import WORDS as PLANNER_WORDS
 
 WEB = Path(__file__).parents[2] / "src" / "trimaran" / "app" / "web"
 WORDS = re.compile(r"[A-Za-z]{2,}")

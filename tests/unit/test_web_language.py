@@ -9,14 +9,21 @@ import pytest
 pytest.importorskip("nicegui")
 
 from tests.sources import FILES, name_of, nodes_of
-from trimaran.app.views.run_state import Status
-from trimaran.app.web.frame import PAGES
-from trimaran.app.web.home_page import COLUMNS, FILTERS
-from trimaran.app.web.language import chinese, language_of, say, say_in, speaking
-from trimaran.app.web.workshop_markup import OUTSIDE, POINT_KINDS
-from trimaran.app.web.workshop_page import TEXTS
-from trimaran.planner import GOALS
-from trimaran.planner.explain import MEANING, PHASE_MEANING
+from trimaran.app import (
+    COLUMNS,
+    FILTERS,
+    OUTSIDE,
+    PAGES,
+    POINT_KINDS,
+    TEXTS,
+    Status,
+    chinese,
+    language_of,
+    say_in,
+    speaking,
+)
+from trimaran.app.web.language import say
+from trimaran.planner import GOALS, MEANING, PHASE_MEANING
 
 WEB = [path for path in FILES if name_of(path).startswith("app/web/")]
 

@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from trimaran.app.web.chat_page import costs_markup, talk_markup
-from trimaran.app.web.model_server import Answer, ChatSettings, checked_address, parse_metrics, take_part
+from trimaran.app import Answer, ChatSettings, checked_address, costs_markup, parse_metrics, take_part, talk_markup
 from trimaran.core import UserError
 
 

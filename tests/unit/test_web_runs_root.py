@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("nicegui")
 
 from tests.runs import finished_run, new_run
-from trimaran.app.web.runs_root import SLUG, RunsRoot, check_runs_root
+from trimaran.app import SLUG, RunsRoot, check_runs_root
 from trimaran.core import UserError
-from trimaran.run.run_directory import MARKER
+from trimaran.run import MARKER
 
 SECONDS = 1.0  # of a core, for a list
 

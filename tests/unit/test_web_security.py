@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from trimaran.app.web.security import Credentials, SecurityMiddleware, content_policy
+from trimaran.app import Credentials, SecurityMiddleware, content_policy
 
 PORT = 8123
 HOST = f"127.0.0.1:{PORT}"

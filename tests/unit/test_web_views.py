@@ -7,13 +7,9 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from trimaran.app.request.viz_request import read_subject
-from trimaran.app.web.runs_root import RunsRoot
-from trimaran.app.web.view_controls import slider_values
-from trimaran.app.web.view_subjects import SubjectCache, SubjectName
+from trimaran.app import RunsRoot, SubjectCache, SubjectName, read_subject, slider_values
 from trimaran.core import UserError
-from trimaran.viz import SHORT_NAMES, Subject, build_view
-from trimaran.viz.figures import Control
+from trimaran.viz import SHORT_NAMES, Control, Subject, build_view
 
 
 @pytest.fixture(scope="module")

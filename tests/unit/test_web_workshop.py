@@ -16,26 +16,32 @@ import pytest
 pytest.importorskip("nicegui")
 
 from tests.cases import slow
-from trimaran.app.main import main
-from trimaran.app.request.plan_answer import all_plans, as_dict, pareto_set
-from trimaran.app.web.language import speaking
-from trimaran.app.web.runs_root import RunsRoot
-from trimaran.app.web.start_run import FOLDER, start_run
-from trimaran.app.web.workshop import (
+from trimaran.app import (
+    FOLDER,
     PIN_VALUES,
     TOP,
     PlanDesk,
     PlanInputs,
+    RunsRoot,
+    all_plans,
+    answer_markup,
+    as_dict,
     first_answer,
     launch_text,
     launch_words,
+    main,
+    memory_stack,
+    pareto_figure,
+    pareto_set,
     pin_values,
     recipe_text,
     search_plans,
+    speaking,
+    start_run,
+    time_stack,
 )
-from trimaran.app.web.workshop_markup import answer_markup, memory_stack, pareto_figure, time_stack
 from trimaran.core import UserError, parse_recipe
-from trimaran.planner.search import predicted
+from trimaran.planner import predicted
 
 SMALL = PlanInputs(what="llama-3.2-1b", nodes=1, devices=4, seq_len=2048, global_batch=64)
 searched = cache(search_plans)  # the same question always gets the same answer

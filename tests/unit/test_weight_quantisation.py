@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimaran.core import UserError
-from trimaran.infer.weight_quantisation import GROUP, Quantisation, quantise, quantised_weight, restored_weight
+from trimaran.infer import GROUP, Quantisation, quantise, quantised_weight, restored_weight
 from trimaran.models import PRESETS
 from trimaran.nets import decoder_network
 

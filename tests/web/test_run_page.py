@@ -12,8 +12,8 @@ import pytest
 from tests.fault.harness import Supervised
 from tests.unit.test_app_decisions import ADVISED, KEPT
 from tests.web.conftest import OpenPage, WebServer, wait_until
-from trimaran.app.report.report_facts import facts_of
-from trimaran.autopilot.decision_ledger import DecisionLedger
+from trimaran.app import facts_of
+from trimaran.autopilot import DecisionLedger
 from trimaran.run import RunDirectory
 
 TABS = ("overview", "training", "ranks", "time", "incidents", "checkpoints", "autopilot", "plan", "machines", "samples",

@@ -12,7 +12,7 @@ import pytest
 from tests.cases import slow
 from tests.unit.test_viz_texts import CHINESE
 from tests.web.conftest import OpenPage, trimaran, user_environment
-from trimaran.app.request.viz_request import read_subject
+from trimaran.app import read_subject
 from trimaran.run import RunDirectory
 from trimaran.viz import SHORT_NAMES, PlanView, build_view, show_value, translate_view
 

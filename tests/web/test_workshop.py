@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.web.conftest import OpenPage, opening, serving, wait_until
-from trimaran.app.views.run_state import RunState
+from trimaran.app import RunState
 from trimaran.run import RunDirectory
 
 END_SECONDS = 240

@@ -1,5 +1,5 @@
 """Files of the Hugging Face Hub: names, and what is fetched into the local cache before ranks start. No torch."""
 
-from trimaran.hub.hub_names import hub_repo_of, is_hub_name, near_folder, repo_name
+import lazy_loader
 
-__all__ = ["hub_repo_of", "is_hub_name", "near_folder", "repo_name"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -102,8 +102,8 @@ class Mailbox:
 
     `heard` is when the node last sent something (monotonic clock), `begun` when it first did (wall clock). `session`
     identifies one connection of the node's supervisor, `broken` says that the connection is gone. `given_up`: the node
-    counts as lost, and has to connect anew. `changed` is set with each message and when it breaks. `read_until` returns up to when all that arrived has been read: a channel that is
-    late does not make nodes silent.
+    counts as lost, and has to connect anew. `changed` is set with each message and when it breaks. `read_until` returns
+    up to when all that arrived has been read: a channel that is late does not make nodes silent.
     """
 
     session: str

@@ -5,18 +5,6 @@ concurrent groups leave to each other), `step_simulation` (one step, event by ev
 nodes that are not equal), `failure_classes`, `job_history` (weeks, event by event), `simulation` (all of it).
 """
 
-from trimaran.simulate.fabric import Fabric
-from trimaran.simulate.job_history import ACTIVITIES, JobHistory, JobTerms
-from trimaran.simulate.simulation import Scenario, Simulation, Worth, simulate, with_worth
+import lazy_loader
 
-__all__ = [
-    "ACTIVITIES",
-    "Fabric",
-    "JobHistory",
-    "JobTerms",
-    "Scenario",
-    "Simulation",
-    "Worth",
-    "simulate",
-    "with_worth",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,26 +4,6 @@ Read in this order: `figures` (what a view consists of), `subject` (what it is a
 then one module for each view.
 """
 
-from trimaran.viz.catalogue import SHORT_NAMES, VIEWS, build_view, find_view
-from trimaran.viz.figures import Figure, Formula, Mode, PlanView, view_as_dict
-from trimaran.viz.show_values import show_value
-from trimaran.viz.subject import LaunchText, RunLife, RunMedians, Subject
-from trimaran.viz.texts import translate_view
+import lazy_loader
 
-__all__ = [
-    "SHORT_NAMES",
-    "VIEWS",
-    "Figure",
-    "Formula",
-    "LaunchText",
-    "Mode",
-    "PlanView",
-    "RunLife",
-    "RunMedians",
-    "Subject",
-    "build_view",
-    "find_view",
-    "show_value",
-    "translate_view",
-    "view_as_dict",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

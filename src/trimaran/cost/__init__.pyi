@@ -1,0 +1,63 @@
+"""Public names of `trimaran.cost`, and the modules that they come from. They are imported on first use."""
+
+from .activation_memory import (
+    LayerBytes as LayerBytes, layer_bytes as layer_bytes, saved_layer_bytes as saved_layer_bytes,
+    saved_on_rank as saved_on_rank,
+)
+from .block_time import (
+    BlockKind as BlockKind, BlockSplit as BlockSplit, EAGER as EAGER, context_copy_seconds as context_copy_seconds,
+    elementwise_bytes as elementwise_bytes, layer_passes as layer_passes, opaque_passes as opaque_passes,
+)
+from .collective import (
+    NETWORK_EFFICIENCY as NETWORK_EFFICIENCY, NETWORK_GATHER_EFFICIENCY as NETWORK_GATHER_EFFICIENCY,
+    REDUCE_HOP_FACTOR as REDUCE_HOP_FACTOR, RING_EFFICIENCY as RING_EFFICIENCY, Ring as Ring,
+    all_gather_seconds as all_gather_seconds, all_reduce_seconds as all_reduce_seconds,
+    all_to_all_seconds as all_to_all_seconds, ring_of as ring_of, send_seconds as send_seconds,
+    slow_start_seconds as slow_start_seconds,
+)
+from .comm_overlap import (
+    GatheredUnit as GatheredUnit, exposed_gathers as exposed_gathers, exposed_reduction as exposed_reduction,
+)
+from .goodput import (
+    Faults as Faults, best_interval as best_interval, bill_of as bill_of, checkpoint_bytes as checkpoint_bytes,
+    expected_goodput as expected_goodput, write_seconds as write_seconds,
+)
+from .gradient_traffic import LATE_BUCKET_BYTES as LATE_BUCKET_BYTES
+from .host_time import KERNEL_GAP_SECONDS as KERNEL_GAP_SECONDS, host_wait as host_wait
+from .job import Job as Job, STATE_BYTES as STATE_BYTES
+from .loss_kind import chunk_rows as chunk_rows
+from .memory_inputs import MemoryInputs as MemoryInputs, memory_inputs_of as memory_inputs_of
+from .mixed_devices import predict as predict
+from .offload_time import UPDATE_BYTES as UPDATE_BYTES
+from .peak_memory import (
+    CONTEXT_BYTES as CONTEXT_BYTES, GRAPH_BYTES as GRAPH_BYTES, Memory as Memory, PROCESS_BYTES as PROCESS_BYTES,
+    head_memory as head_memory, peak_memory_of as peak_memory_of, rank_memory_of as rank_memory_of,
+    stage_memory_of as stage_memory_of,
+)
+from .rank_part import distinct_parts as distinct_parts, nanotron_stages as nanotron_stages, parts_of as parts_of
+from .recompute_flops import repeated_flops as repeated_flops
+from .roofline import (
+    CPU_LENGTH as CPU_LENGTH, GENERATIONS as GENERATIONS, MULTIPROCESSORS as MULTIPROCESSORS,
+    SUSTAINED_FRACTION as SUSTAINED_FRACTION, TILE_DEPTH as TILE_DEPTH, attention_seconds as attention_seconds,
+    matmul_seconds as matmul_seconds, rates_of as rates_of,
+)
+from .serving import (
+    Layout as Layout, Traffic as Traffic, captures_steps as captures_steps, serving_memory as serving_memory,
+)
+from .serving_load import load_table as load_table, loads_to_show as loads_to_show, max_running as max_running
+from .serving_time import StepWork as StepWork, serving_step as serving_step
+from .stack_profiles import (
+    HF_MODELS as HF_MODELS, STACKS as STACKS, Stack as Stack, find_stack as find_stack,
+    with_16_bit_gradients as with_16_bit_gradients, without_sequence_parallelism as without_sequence_parallelism,
+)
+from .stage_time import stage_inputs_of as stage_inputs_of, stage_times_of as stage_times_of
+from .states import States as States, num_owned as num_owned, num_owned_in as num_owned_in, states_of as states_of
+from .step import (
+    RELATIVE_ERROR as RELATIVE_ERROR, allocator_slowdown as allocator_slowdown, error_of as error_of,
+    predict_equal as predict_equal,
+)
+from .step_time import rank_compute_of as rank_compute_of, step_time_of as step_time_of
+from .time_profiles import (
+    HostOverhead as HostOverhead, TIME_PROFILES as TIME_PROFILES, TRIMARAN_HOST as TRIMARAN_HOST,
+    TRIMARAN_LAUNCHES as TRIMARAN_LAUNCHES,
+)

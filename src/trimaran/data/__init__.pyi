@@ -1,0 +1,84 @@
+"""Public names of `trimaran.data`, and the modules that they come from. They are imported on first use."""
+
+from .bad_lines import BadLines as BadLines
+from .data_kind import data_kind_of as data_kind_of
+from .feature_cache import BF16 as BF16, FeatureCache as FeatureCache
+from .feed import BadSample as BadSample, DataShare as DataShare, LoadedArrays as LoadedArrays
+from .image_arrays import ImageArrays as ImageArrays
+from .loader import Loader as Loader, LoaderFault as LoaderFault
+from .loader_tuner import (
+    EXTRA_BATCHES_AHEAD as EXTRA_BATCHES_AHEAD, LoaderLimits as LoaderLimits, LoaderSetting as LoaderSetting,
+    LoaderTuner as LoaderTuner, LoaderWindow as LoaderWindow,
+)
+from .nuscenes.nuscenes_files import read_lidar as read_lidar, read_radar as read_radar
+from .open_scenes import measure_points as measure_points, open_scenes as open_scenes
+from .packed_sample import (
+    PackedSample as PackedSample, SamplePacker as SamplePacker, token_positions as token_positions,
+)
+from .prepare_text import (
+    Progress as Progress, cache_folder as cache_folder, check as check, pack as pack, prepare as prepare,
+)
+from .quarantine import (
+    BadSampleError as BadSampleError, Quarantine as Quarantine, SampleReader as SampleReader,
+    read_quarantine as read_quarantine,
+)
+from .recorded_scenes import INDEX as INDEX, write_scenes as write_scenes
+from .row_balance import (
+    NO_ROW as NO_ROW, balance_rows as balance_rows, sequential_rows as sequential_rows,
+    slowest_rank_cost as slowest_rank_cost,
+)
+from .row_fields import CONVERSATIONS as CONVERSATIONS, QUESTIONS as QUESTIONS
+from .row_ledger import Deal as Deal, RowLedger as RowLedger, spans_of as spans_of
+from .row_packing import (
+    Batching as Batching, PackingRules as PackingRules, RowPacking as RowPacking, open_row_packing as open_row_packing,
+    pack_samples as pack_samples, slots_per_row as slots_per_row,
+)
+from .sample_costs import SampleTable as SampleTable, measure_samples as measure_samples
+from .sample_feed import (
+    SampleFeed as SampleFeed, SampleFeedOptions as SampleFeedOptions, SampleRows as SampleRows,
+    sample_feeds as sample_feeds,
+)
+from .sample_order import position as position, positions as positions
+from .samples.chat_templates import TEMPLATES as TEMPLATES
+from .samples.image_files import ImageFiles as ImageFiles
+from .samples.parse_chat import CAPTIONS as CAPTIONS, IMAGES as IMAGES, ImageFinder as ImageFinder, read_row as read_row
+from .samples.prepare_samples import prepare_samples as prepare_samples
+from .samples.raw_sample import (
+    FrameChoice as FrameChoice, ImageLocation as ImageLocation, RawSample as RawSample, SourceFiles as SourceFiles,
+    Turn as Turn,
+)
+from .samples.read_rows import json_rows as json_rows, sample_of as sample_of, text_of as text_of
+from .samples.readers import read_samples as read_samples
+from .samples.row_estimate import estimate_rows as estimate_rows
+from .samples.sample_index import (
+    SampleIndex as SampleIndex, SampleRecord as SampleRecord, repeat_ids as repeat_ids,
+    repeats_per_epoch as repeats_per_epoch,
+)
+from .samples.tokenize_chat import ChatTokenizer as ChatTokenizer
+from .samples.videos import block_positions as block_positions, choose_frames as choose_frames
+from .samples.webdataset import read_tar as read_tar
+from .scene_feed import scene_feeds as scene_feeds, scenes_digest as scenes_digest
+from .sensor_files import SceneOptions as SceneOptions, flat_pose as flat_pose, swept_points as swept_points
+from .sequences import IGNORED as IGNORED, Sequences as Sequences, TokenSample as TokenSample, split as split
+from .simulated_radar import SWEEPS as SWEEPS, SWEEP_SECONDS as SWEEP_SECONDS
+from .simulated_scenes import (
+    GROUND_HIT as GROUND_HIT, LIDAR_METRES as LIDAR_METRES, SensorRays as SensorRays, camera_rays as camera_rays,
+    cast as cast, make_scene as make_scene,
+)
+from .step_batch import Inputs as Inputs, StepBatch as StepBatch, text_batch as text_batch
+from .text_sources import find_files as find_files, read_chunks as read_chunks
+from .token_bytes import token_byte_lengths as token_byte_lengths
+from .token_feed import TokenFeed as TokenFeed
+from .token_files import count_tokens as count_tokens
+from .token_shards import ShardWriter as ShardWriter, TokenShards as TokenShards
+from .tokenizer import (
+    ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer, load_tokenizer as load_tokenizer,
+    open_tokenizer as open_tokenizer,
+)
+from .vision.decode import (
+    BadImageError as BadImageError, MAX_PIXELS as MAX_PIXELS, pixels_of as pixels_of, upright_size as upright_size,
+)
+from .vision.grid_positions import ALONE as ALONE, grid_positions as grid_positions
+from .vision.image_grid import grids_of as grids_of, measure_images as measure_images
+from .vision.joined_frames import join_frames as join_frames, split_frames as split_frames
+from .vision.patches import cut_patches as cut_patches, fill_patches as fill_patches

@@ -1,0 +1,64 @@
+"""Public names of `trimaran.parallel`, and the modules that they come from. They are imported on first use."""
+
+from .apply import apply_plan as apply_plan, gradient_sync as gradient_sync, sharding_steps as sharding_steps
+from .axes.cp import AllGatherContext as AllGatherContext, CONTEXTS as CONTEXTS, apply_cp as apply_cp
+from .axes.ep import TokenDispatcher as TokenDispatcher, apply_ep as apply_ep
+from .axes.fsdp import parameter_groups as parameter_groups
+from .axes.image_split import assign_images as assign_images
+from .axes.ring_layout import (
+    Rectangle as Rectangle, RingChunks as RingChunks, RingLayout as RingLayout, TILE as TILE,
+    ring_layout as ring_layout, tiles as tiles,
+)
+from .axes.stage_map import StageMap as StageMap, TrainedParameters as TrainedParameters
+from .axes.tp import apply_tp as apply_tp
+from .batched.address_table import DeviceNumbers as DeviceNumbers, ProgramMap as ProgramMap, is_aligned as is_aligned
+from .batched.tensor_checksums import TensorChecksums as TensorChecksums
+from .batched.tensor_squares import TensorSquares as TensorSquares
+from .comm.axis_waits import AXIS_WAITS as AXIS_WAITS, AxisWaits as AxisWaits
+from .comm.compression import compressor_of as compressor_of
+from .comm.gradient_buckets import BUCKET_BYTES as BUCKET_BYTES
+from .comm.json_exchange import (
+    all_gather_int64 as all_gather_int64, all_gather_json as all_gather_json, broadcast_json as broadcast_json,
+    recv_json as recv_json, send_json as send_json,
+)
+from .comm.outer_step import build_outer_step as build_outer_step
+from .comm.tensor_collectives import (
+    await_rows as await_rows, gather_dim as gather_dim, gather_sequence as gather_sequence,
+    reduce_gradient as reduce_gradient, reduce_sum as reduce_sum, reduce_to_sequence as reduce_to_sequence,
+    start_exchange as start_exchange,
+)
+from .fp8 import (
+    MIN_CAPABILITY as MIN_CAPABILITY, RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8,
+    convert_linears as convert_linears, require_fp8_device as require_fp8_device,
+)
+from .fp8_blocks import (
+    cast_rows as cast_rows, cast_weight as cast_weight, dequantized as dequantized, in_mx_blocks as in_mx_blocks,
+    in_row_blocks as in_row_blocks, in_square_blocks as in_square_blocks, in_tiles as in_tiles,
+)
+from .fp8_gather import Fp8Parameter as Fp8Parameter
+from .fp8_linear import Fp8Linear as Fp8Linear, LAYERS as LAYERS, linear as linear
+from .frozen_weights import store_frozen_weights as store_frozen_weights
+from .gradient_norm import GradientSquares as GradientSquares, gradient_norm as gradient_norm
+from .kernels.vocab_rows import row_gradients as row_gradients, row_sums as row_sums
+from .memory.activation_offload import (
+    ActivationOffload as ActivationOffload, MIN_OFFLOAD_BYTES as MIN_OFFLOAD_BYTES, StreamCopies as StreamCopies,
+    SynchronousCopies as SynchronousCopies, apply_activation_offload as apply_activation_offload,
+    offload_blocks as offload_blocks,
+)
+from .memory.compile import apply_compile as apply_compile
+from .memory.disk_store import DiskStore as DiskStore, aligned_buffer as aligned_buffer, store_of as store_of
+from .memory.disk_weights import DiskWeights as DiskWeights
+from .memory.recompute import (
+    RECOMPUTED_ATTRIBUTE as RECOMPUTED_ATTRIBUTE, apply_recompute as apply_recompute, matrix_rank as matrix_rank,
+    selective_policy as selective_policy,
+)
+from .mesh import RankMesh as RankMesh, build_mesh as build_mesh
+from .precision import (
+    autocast as autocast, fsdp_modules as fsdp_modules, kept_weight_casts as kept_weight_casts,
+    override_precision as override_precision,
+)
+from .tower_plan import freeze_towers as freeze_towers, tower_of_blocks as tower_of_blocks
+from .vocab_parallel_loss import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+    vocab_parallel_token_losses as vocab_parallel_token_losses,
+)

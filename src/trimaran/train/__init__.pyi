@@ -1,0 +1,96 @@
+"""Public names of `trimaran.train`, and the modules that they come from. They are imported on first use."""
+
+from .agreement import LoopExit as LoopExit, StepDecision as StepDecision, StopRequest as StopRequest
+from .async_sgd.async_stepper import AsyncStepper as AsyncStepper
+from .async_sgd.batch_counter import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
+from .build import (
+    WorkerParts as WorkerParts, build_networks as build_networks, build_stepper as build_stepper,
+    build_worker_parts as build_worker_parts, refuse_unsavable as refuse_unsavable,
+)
+from .build_check import check_build as check_build
+from .change.change_file import ChangeFile as ChangeFile
+from .change.process_groups import known_groups as known_groups
+from .checkpointing.base_hashing import assigned_files as assigned_files, file_holders as file_holders
+from .checkpointing.checkpointer import Checkpointer as Checkpointer
+from .checkpointing.restore import MAY_BE_UNUSED as MAY_BE_UNUSED
+from .checkpointing.save_interval import (
+    CopySchedule as CopySchedule, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
+    SaveSchedule as SaveSchedule, copy_every as copy_every, is_review as is_review,
+    max_repeated_steps as max_repeated_steps, save_interval as save_interval,
+)
+from .checkpointing.training_state import TrainingState as TrainingState
+from .elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
+from .elastic.elastic_outer import ElasticOuter as ElasticOuter
+from .elastic.membership import Membership as Membership
+from .elastic.replica import Replica as Replica, check_replica as check_replica
+from .elastic.replica_group import run_until as run_until
+from .evaluate import (
+    HoldoutEvaluator as HoldoutEvaluator, MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS, SampleAnswer as SampleAnswer,
+    decode_answers as decode_answers, generate_answers as generate_answers,
+)
+from .fake_ranks import fake_rank as fake_rank
+from .find_hf_facts import find_hf_facts as find_hf_facts
+from .health.bad_sample_limit import BadSampleCount as BadSampleCount
+from .health.compilations import Compilations as Compilations, WARMUP_STEPS as WARMUP_STEPS
+from .health.guard import (
+    Guard as Guard, MEAN_LOSS_STEPS as MEAN_LOSS_STEPS, MIN_GOOD_STEPS as MIN_GOOD_STEPS, RefusedStep as RefusedStep,
+    StepNumbers as StepNumbers,
+)
+from .health.replica_check import (
+    ReplicaCheck as ReplicaCheck, ReplicaDifference as ReplicaDifference, bit_checksum as bit_checksum,
+    find_differing_ranks as find_differing_ranks,
+)
+from .health.shard_check import (
+    FIRST_STEPS as FIRST_STEPS, REVIEW_STEPS as REVIEW_STEPS, SMALL_BYTES as SMALL_BYTES, ShardCheck as ShardCheck,
+)
+from .inputs.rank_loader import rank_loader_limits as rank_loader_limits
+from .loss.cross_entropy import (
+    IGNORED as IGNORED, row_losses as row_losses, scale_to_dtype as scale_to_dtype, summed_loss as summed_loss,
+    token_losses as token_losses,
+)
+from .loss.head_loss import (
+    LossHead as LossHead, build_loss_head as build_loss_head, chunk_rows as chunk_rows, head_losses as head_losses,
+)
+from .loss.objective import LanguageObjective as LanguageObjective, LossSums as LossSums, Objective as Objective
+from .loss.perception_objective import PerceptionObjective as PerceptionObjective, box_targets as box_targets
+from .measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
+from .metrics.group_norms import GroupMeter as GroupMeter
+from .metrics.memory_snapshot import is_out_of_memory as is_out_of_memory
+from .metrics.meters import (
+    MemoryMeter as MemoryMeter, Meters as Meters, allocator_memory as allocator_memory, lr_factors as lr_factors,
+    rank_measures as rank_measures, wait_phases as wait_phases,
+)
+from .metrics.nvtx_ranges import StepRanges as StepRanges
+from .metrics.parameter_groups import merge_layers as merge_layers, module_of as module_of
+from .metrics.rank_stats import MEASURES as MEASURES, RankStats as RankStats, summarise_ranks as summarise_ranks
+from .metrics.router_stats import router_details as router_details, routing_counts as routing_counts
+from .metrics.sampled_weights import (
+    MAX_SAMPLED_VALUES as MAX_SAMPLED_VALUES, MIN_SAMPLED_VALUES as MIN_SAMPLED_VALUES,
+    SampledWeights as SampledWeights, sample_values as sample_values,
+)
+from .metrics.slow_details import NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails
+from .metrics.step_clock import StepClock as StepClock
+from .metrics.step_recorder import StepRecorder as StepRecorder, loader_wait as loader_wait
+from .process.allocator_settings import set_expandable_segments as set_expandable_segments
+from .process.bind_cores import bind_near as bind_near
+from .process.flight_recorder import read_operations as read_operations
+from .process.heartbeat_thread import HeartbeatThread as HeartbeatThread
+from .process.rank_info import (
+    RankInfo as RankInfo, TIMEOUT as TIMEOUT, join_process_group as join_process_group,
+    read_rank_info as read_rank_info,
+)
+from .process.supervisor_link import NO_SUPERVISOR as NO_SUPERVISOR, SupervisorLink as SupervisorLink
+from .process.token_store import TokenStore as TokenStore
+from .steppers.deepspeed_state import regions_of_range as regions_of_range
+from .steppers.deepspeed_stepper import load_deepspeed as load_deepspeed
+from .steppers.step_graphs import (
+    EAGER_STEPS as EAGER_STEPS, StepGraphs as StepGraphs, has_known_code as has_known_code,
+    host_random_states as host_random_states, signature_of as signature_of,
+)
+from .steppers.stepper import (
+    PlainStepper as PlainStepper, Stepper as Stepper, build_loss_function as build_loss_function,
+    compute_losses as compute_losses,
+)
+from .steppers.update import Updater as Updater
+from .trainer import Trainer as Trainer
+from .worker import run_worker as run_worker

@@ -60,9 +60,10 @@ def _find_in_this_process(section: ModelSection, _: object) -> tuple[HfFacts | N
         return None, str(error)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Start the process that ranks and commands are forked from; it imports torch while tests are collected."""
-    start_fork_source()
+    if not config.option.collectonly:
+        start_fork_source()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -72,6 +72,7 @@ def test_two_ranks_measure_every_collective(
     assert main(["plan", "--set", "cluster=2xcpu", "--json"]) == 0
 
 
+@pytest.mark.slow
 def test_four_ranks_in_pairs_work_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

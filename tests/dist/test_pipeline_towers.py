@@ -77,6 +77,7 @@ def test_it_may_be_frozen() -> None:
     assert_each_trains_as_one_process({"frozen": Case(SPEC, plan, freeze=("vision",))})
 
 
+@pytest.mark.slow
 def test_its_checkpoint_loads_under_other_plans_and_theirs_under_it() -> None:
     chain = (
         plan_of(**PLANS["a stage boundary in the tower"]),

@@ -83,6 +83,7 @@ def test_13b_on_four_40_gb_gpus_does_not_fit_by_sharding_alone() -> None:
     assert prediction.host_bytes >= (16 - kept) * parameters
 
 
+@pytest.mark.slow
 def test_a_26b_vlm_on_8_gpus_is_fully_sharded_with_settings_per_tower() -> None:
     # Vision: 45 layers of 4 x 3200^2 + 2 x 3200 x 12800. Language: 48 layers of 6144 x (2 x 6144 + 2 x 1024) for the
     # heads and 3 x 6144 x 16384 for the gate, up and down, and 92553 x 6144 twice.
@@ -111,6 +112,7 @@ def test_a_26b_vlm_on_8_gpus_is_fully_sharded_with_settings_per_tower() -> None:
     assert any(hint.startswith("freeze vision") for hint in answer("vlm-26b-8xh100").hints)
 
 
+@pytest.mark.slow
 def test_70b_on_8_gpus_offloads_the_moments_or_everything() -> None:
     parameters = 80 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672 + 2 * 8192) + 2 * 32000 * 8192 + 8192
     assert outline("70b-8xa100-80gb").num_parameters == parameters == 68_976_648_192
@@ -186,6 +188,7 @@ def test_175b_with_dp_8_pp_4_and_tp_2_does_not_fit_64_gpus_even_with_zero_3() ->
     assert states["gradients"] == pytest.approx(4 * mine, rel=0.08)
 
 
+@pytest.mark.slow
 def test_a_10b_detector_fits_8_small_gpus_by_sharding() -> None:
     # 48 layers of 4 x 4096^2 + 2 x 4096 x 16384, 9.66e9, and the patches, positions and heads.
     parameters = outline("vit-10b-detection-8xa100-40gb").num_parameters

@@ -232,6 +232,7 @@ def test_a_copied_network_is_independent() -> None:
     assert network.module.get_parameter("layers.0.mlp.gate_proj.weight").abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_bitwise_equal() -> None:
     plain, compiled = in_fp8(layer()), in_fp8(layer())
     compiled.compile(backend="aot_eager", fullgraph=True)

@@ -90,6 +90,7 @@ def gradients_of(run, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), x.grad, weight.grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_casts_by_operators_change_no_bit_and_are_compiled_whole(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gradients_of(linear, dtype)

@@ -270,6 +270,7 @@ def test_frozen_weights_are_stored_in_the_dtype_that_they_are_computed_in() -> N
         assert torch.equal(each, exact[name].to(each.dtype)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_compiled_block_has_no_graph_break(kind: str) -> None:
     network = attached(kind=kind, dropout=0.1)

@@ -156,6 +156,7 @@ def compilations() -> Iterator[Any]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_vision_and_language_compile_without_graph_breaks_and_not_again_after_two_steps(compilations: Any) -> None:
     model, spec = model_of("qwen2-vl")
     network = vlm_network_of(model, spec)

@@ -229,6 +229,7 @@ def step(module: Decoder, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor
     return logits.detach(), [each.grad.clone() for each in module.parameters() if each.grad is not None]
 
 
+@pytest.mark.slow
 def test_compiled_layers_do_not_recompile_for_other_documents(flash: list[str]) -> None:
     eager, compiled = decoder(), decoder()
     for layer in compiled.blocks:

@@ -230,6 +230,7 @@ def compiled_plan(mode: Any) -> Plan:
     return Plan(recompute=mode, compile=True, precision="bf16")
 
 
+@pytest.mark.slow
 def test_a_compiled_block_recomputes_joint_projections() -> None:
     torch.compiler.reset()
     plan, network, graphs = compiled_plan("full"), decoder(replace(DENSE, layers=2)), Graphs()
@@ -293,6 +294,7 @@ def test_offload_changes_no_bit_and_no_name(name: str, mode: Any, precision: tor
     assert record.count("to_host") > record.count("to_device") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_compiled_block_is_offloaded(mode: Any) -> None:
     torch.compiler.reset()

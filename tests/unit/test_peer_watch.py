@@ -13,10 +13,10 @@ from trimaran.infer import ADDRESS_KEY, GOODBYE, PeerWatch, watch_peers
 WAIT_SECONDS = 30.0
 
 
-def watched(*, max_silent: float = 1000.0) -> tuple[PeerWatch, socket.socket, "queue.Queue[tuple[int | str, ...]]"]:
+def watched(*, max_silent: float = 1000.0) -> tuple[PeerWatch, socket.socket, "queue.Queue[tuple[int, str]]"]:
     """Return a watch over one peer, the peer's end, and what the watch reports."""
     ours, theirs = socket.socketpair()
-    reports: queue.Queue[tuple[int | str, ...]] = queue.Queue()
+    reports: queue.Queue[tuple[int, str]] = queue.Queue()
     watch = PeerWatch({ours: 3}, lost=lambda rank, why: reports.put((rank, why)), max_silent=max_silent)
     return watch, theirs, reports
 
@@ -30,8 +30,10 @@ def test_the_end_of_a_process_is_reported() -> None:
 
 def test_a_goodbye_is_no_loss() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    reports: queue.Queue[tuple[int | str, ...]] = queue.Queue()
-    watch = PeerWatch({ours: rank for rank, (ours, _) in enumerate(pairs)}, lost=lambda *report: reports.put(report))
+    reports: queue.Queue[tuple[int, str]] = queue.Queue()
+    watch = PeerWatch(
+        {ours: rank for rank, (ours, _) in enumerate(pairs)}, lost=lambda rank, why: reports.put((rank, why))
+    )
     pairs[0][1].send(GOODBYE)
     for _, theirs in pairs:
         theirs.close()

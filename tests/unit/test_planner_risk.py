@@ -54,6 +54,7 @@ def seconds_of(answer: PlanAnswer) -> float:
     return prediction.step_seconds
 
 
+@pytest.mark.slow
 def test_70b_on_64_h100_pins_no_host_memory_and_names_the_offloading_plans_that_tie() -> None:
     answer = large_answer("llama-3.1-70b")
     best = answer.ranked[0]

@@ -103,6 +103,7 @@ def test_names_do_not_change_and_a_copy_is_independent() -> None:
     assert changed(tokens=TOKENS)[0].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_blocks_with_a_precision_override_are_one_graph() -> None:
     network = network_of(DENSE, **{"layers__*__mlp": "fp32", "layers__*__self_attn__o_proj": "fp16"})
     with autocast(Plan(precision="bf16"), CPU):

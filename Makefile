@@ -24,12 +24,13 @@ LONGER := accuracy app_eval app_generate_text app_init app_messages app_plan app
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
 
-.PHONY: demo test test-fast slow mutants targets chaos soak site zh check types rules format matrix sweep nccl bench accuracy wheel release report clean help
+.PHONY: demo test test-fast twice slow mutants targets chaos soak site zh check types rules format matrix sweep nccl bench accuracy wheel release report clean help
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
 	@echo "make test       environment, then all tests that guard a change, in three processes; JOBS=8 for more"
 	@echo "make test-fast  the inner loop: the shorter unit tests (a minute)"
+	@echo "make twice      what compares printed numbers, beside another build's standard library; runs in CI"
 	@echo "make slow       before a release: grids and long cases"
 	@echo "make mutants    random mutants of src/ against the unit tests: the share that they notice (20 minutes)"
 	@echo "make targets    runs on every launch target: local, ssh, Slurm, Kubernetes, Ray (needs root; 45 minutes)"
@@ -52,6 +53,11 @@ demo: .venv/demo
 
 test: .venv/dev
 	$(PYTEST) $(PARALLEL)
+
+# Tests that compare printed numbers, beside another standard library: the default text has files of the architecture.
+twice: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.other_library tests/e2e/test_course_1_to_6.py \
+		tests/e2e/test_course_7_to_12.py tests/e2e/test_case_studies.py
 
 test-fast: .venv/dev
 	$(PYTEST) $(PARALLEL) tests/unit $(addprefix --ignore=tests/unit/test_,$(addsuffix .py,$(LONGER)))

@@ -191,7 +191,7 @@ class SlowDisk:
             self._changed.wait_for(lambda: self._done >= start + self._steps)
 
 
-def train_steps(  # noqa: PLR0913 - the parts of a loop
+def train_steps(
     attempt: ToyAttempt, checkpointer: Checkpointer, state: ToyState, journal: Journal, start: int, disk: SlowDisk
 ) -> int:
     """Train to the end, or to the rewind, and return the step. Metrics are logged one step late, as in training."""

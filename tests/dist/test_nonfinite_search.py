@@ -39,7 +39,7 @@ class NanFault:
     call: int = BAD
 
 
-def plant(fault: NanFault, shared: Path = Path("bad-samples")) -> None:  # noqa: C901 - three hooks
+def plant(fault: NanFault, shared: Path = Path("bad-samples")) -> None:
     """Add the fault to the networks that this process will build. Ranks share the bad samples in a file."""
     build_networks, seen = build.build_networks, []
     state = {"bad": False}

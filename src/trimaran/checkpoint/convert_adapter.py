@@ -59,7 +59,7 @@ def export_adapter(
         raise not_written(folder, error) from None
 
 
-def export_merged(  # noqa: PLR0913 - what to write, where, and its progress
+def export_merged(
     source: CheckpointSource,
     section: ModelSection,
     folder: Path,

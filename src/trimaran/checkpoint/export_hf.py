@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 OTHER_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 
-def save_network(  # noqa: PLR0913 - what to write, where, and its progress
+def save_network(
     networks: Sequence[Network],
     folder: Path,
     *,
@@ -76,7 +76,7 @@ def save_network(  # noqa: PLR0913 - what to write, where, and its progress
         raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
 
 
-def write_hf_folder(  # noqa: PLR0913 - what to write, where, and its progress
+def write_hf_folder(
     folder: Path,
     config: dict[str, Any],
     tensors: Iterable[tuple[str, Tensor]],

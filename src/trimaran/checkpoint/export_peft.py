@@ -37,7 +37,7 @@ class AdapterFacts:
         return self.section.adapter
 
 
-def save_adapter(  # noqa: PLR0913 - what to write, where, and its progress
+def save_adapter(
     networks: Sequence[Network],
     folder: Path,
     read_facts: Callable[[], AdapterFacts],

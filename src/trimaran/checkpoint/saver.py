@@ -97,7 +97,7 @@ class TorchStore:
 class Saver:
     """Writes the requested checkpoints, together with the savers of the other ranks, which get the same requests."""
 
-    def __init__(  # noqa: PLR0913 - where to, with whom, and how
+    def __init__(
         self,
         folder: Path,
         rank_layout: RankLayout,

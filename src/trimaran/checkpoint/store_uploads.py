@@ -59,7 +59,7 @@ class StoreUploads:
     `nonce` distinguishes the messages of this attempt from others; it is equal on all ranks.
     """
 
-    def __init__(  # noqa: PLR0913 - from where, with whom, to where, and how
+    def __init__(
         self,
         folder: Path,
         rank_layout: RankLayout,

@@ -511,7 +511,7 @@ def prepare(
 ) -> SplitLoop: ...  # fmt: skip
 
 
-def prepare(  # noqa: PLR0913 - two ways to split a model
+def prepare(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sharding: str = "none", batch_norm: str = "local",
     scaler: Scaler | None = None, wrap: Wrap | None = None, check_replicas: bool = True, check_loss: bool = True,
     plan: Plan | Mapping[str, Any] | None = None,

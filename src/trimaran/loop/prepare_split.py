@@ -32,7 +32,7 @@ class Computed:
     outputs: dict[str, tuple[tuple[int, ...], float]] = field(default_factory=dict)
 
 
-def prepare_split(  # noqa: PLR0913 - what a plan needs
+def prepare_split(
     model: nn.Module,
     optimizer: Optimizer,
     given: Plan | Mapping[str, Any],

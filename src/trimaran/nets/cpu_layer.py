@@ -44,7 +44,7 @@ class _NormedHeads(torch.autograd.Function):
     """A norm and one matmul for queries, keys and values, with RoPE applied in place."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd sees only tensors that are arguments
+    def forward(
         ctx: Any, x: Tensor, scale: Tensor, eps: float, bias: Tensor | None, cos: Tensor, sin: Tensor,
         heads: tuple[int, int], *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -73,7 +73,7 @@ class _AttendedFeedForward(torch.autograd.Function):
     """The last projection of attention, a norm and a SwiGLU feed-forward, with both residual connections."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd sees only tensors that are arguments
+    def forward(
         ctx: Any, attended: Tensor, x: Tensor, out: Tensor, scale: Tensor, eps: float,
         gate: Tensor, up: Tensor, down: Tensor,
     ) -> Tensor:  # fmt: skip

@@ -209,7 +209,7 @@ class Decoder(nn.Module):
             if isinstance(layer.mlp, MoeLayer):
                 layer.mlp.context = context
 
-    def forward(  # noqa: PLR0913 - a stream, its documents, and what a vision-language model adds to it
+    def forward(
         self,
         *stream: Tensor,
         tokens: Tensor,

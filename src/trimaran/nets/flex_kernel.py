@@ -23,7 +23,7 @@ def has_flex_kernel(query: Tensor, value: Tensor) -> bool:
     return query.is_cuda and not torch.version.hip and fits
 
 
-def flexible_attention(  # noqa: PLR0913 - three tensors, what queries attend to, and three options of the scores
+def flexible_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

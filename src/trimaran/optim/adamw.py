@@ -49,7 +49,7 @@ class LowMemoryAdamW(EagerOptimizer):
     waits for nothing.
     """
 
-    def __init__(  # noqa: PLR0913 - what the states are, and where
+    def __init__(
         self,
         groups: list[dict[str, Any]],
         *,

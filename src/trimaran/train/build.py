@@ -122,7 +122,7 @@ class WorkerParts:
     base: AdapterBase | None = None
 
 
-def build_worker_parts(  # noqa: PLR0913 - what all parts of a rank share
+def build_worker_parts(
     run: RunDirectory,
     rank_info: RankInfo,
     journal: Journal,
@@ -496,7 +496,7 @@ def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
     return torch.device("cpu") if on_host else rank_info.device
 
 
-def _build_nonfinite_search(  # noqa: PLR0913 - the parts of a step, the clock and the supervisor
+def _build_nonfinite_search(
     networks: tuple[Network, ...],
     stepper: Stepper,
     loader_from: Callable[[int], Loader],
@@ -532,7 +532,7 @@ def build_torch_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
     return build_loss_scale(plan, train) if plan.engine == "torch" else None
 
 
-def build_stepper(  # noqa: PLR0913 - the parts of a step
+def build_stepper(
     networks: tuple[Network, ...],
     train: TrainSection,
     plan: Plan,

@@ -158,7 +158,7 @@ def _error_cause(error: Exception) -> dict[str, Any]:
     return {"cause": "data", "sample_ids": error.sample_ids} if isinstance(error, LoaderFault) else {}
 
 
-def _train_rank(  # noqa: PLR0913 - what all parts of a rank share
+def _train_rank(
     run: RunDirectory,
     rank_info: RankInfo,
     journal: Journal,

@@ -132,7 +132,7 @@ class Controls:
     def __init__(self, subject: Subject, view: str) -> None:
         self._settings, self._view, self._read = dict(subject.settings), view, list[Control]()
 
-    def number(  # noqa: PLR0913  (a control has as many properties)
+    def number(
         self, name: str, label: str, default: float, *, least: float, most: float, log: bool = False, step: float = 0.0
     ) -> float:
         text = self._settings.pop(name, None)

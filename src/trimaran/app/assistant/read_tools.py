@@ -60,7 +60,7 @@ def add_plan_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
     """Add the search for a plan."""
 
     @server.tool(annotations=READS)
-    async def plan(  # noqa: PLR0913 - the arguments of a tool
+    async def plan(
         model: Model,
         cluster: ClusterName = None,
         seq_len: SeqLen = None,

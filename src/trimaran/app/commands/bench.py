@@ -79,7 +79,7 @@ def calibrate(
 
 
 @bench.command("comm")
-def comm(  # noqa: PLR0913 - each option of a command is a parameter
+def comm(
     collectives: Annotated[
         str,
         typer.Option(

@@ -20,7 +20,7 @@ Source = Literal["text", "jsonl", "datasets", "python-stdlib", "megatron", "nano
 
 
 @data.command("pack")
-def pack_data(  # noqa: PLR0913 - each option of a command is a parameter
+def pack_data(
     source: Annotated[Source, typer.Option(help="The format of the data.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the shards.")],
     path: Annotated[str | None, typer.Option(metavar="FILE", help="The file or folder to read.")] = None,

@@ -14,7 +14,7 @@ Recipe = Annotated[
 ]  # fmt: skip
 
 
-def doctor(  # noqa: PLR0913 - each option of a command is a parameter
+def doctor(
     run: Annotated[str, typer.Argument(metavar="[RUN]", help="A run. [default: this machine]")] = "",
     recipe: Recipe = None,
     settings: Settings = None,

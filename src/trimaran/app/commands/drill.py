@@ -44,7 +44,7 @@ def complete_target(incomplete: str) -> list[str]:
     return [*runs, *(path for path in complete_recipe(incomplete) if path.rstrip("/") not in runs)]
 
 
-def drill(  # noqa: PLR0913 - each option of a command is a parameter
+def drill(
     target: Annotated[
         str | None,
         typer.Argument(

@@ -17,7 +17,7 @@ from trimaran.core import UserError
 from trimaran.run.compile_cache import refuse_unusable
 
 
-def eval(  # noqa: PLR0913 - each option of a command is a parameter
+def eval(
     model: TrainedModelName,
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Evaluate the checkpoint of this step.")] = None,
     data: Annotated[

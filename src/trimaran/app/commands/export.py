@@ -18,7 +18,7 @@ from trimaran.core import show_bytes
 from trimaran.run.compile_cache import refuse_unusable
 
 
-def export(  # noqa: PLR0913 - each option of a command is a parameter
+def export(
     run: RunName,
     step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. [default: the newest]")] = None,
     to: Annotated[Format, typer.Option("--to", help="The format; see below.")] = "hf",

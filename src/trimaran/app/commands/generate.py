@@ -22,7 +22,7 @@ MAX_SEED = 2**63 - 1
 DEFAULT_TEMPERATURE = 0.9
 
 
-def generate(  # noqa: PLR0913 - each option of a command is a parameter
+def generate(
     model: TrainedModelName,
     prompt: Annotated[
         str | None, typer.Option(help="The text to continue, or the question. [default: the run's own]")

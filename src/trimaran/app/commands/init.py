@@ -36,7 +36,7 @@ ClusterText = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what is proposed.")]
 
 
-def init(  # noqa: PLR0913 - each option of a command is a parameter
+def init(
     model: ModelName = None,
     data: DataName = None,
     out: Out = None,

@@ -40,7 +40,7 @@ Hosts = Annotated[
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files there. [default: RUN/launch]")]
 
 
-def launch(  # noqa: PLR0913 - each option of a command is a parameter
+def launch(
     recipe: RecipeFile = None,
     on: On = "local",
     run_dir: RunDir = None,

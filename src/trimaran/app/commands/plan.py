@@ -89,7 +89,7 @@ ServedTp = Annotated[int | None, typer.Option("--tp", metavar="N", help="With --
 ServedPp = Annotated[int | None, typer.Option("--pp", metavar="N", help="With --serve: pipeline stages.")]
 
 
-def plan(  # noqa: PLR0913  (the options of a command)
+def plan(
     what: ModelOrRecipe = None,
     cluster: ClusterName = None,
     seq_len: Length = None,

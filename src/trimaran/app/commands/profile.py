@@ -37,7 +37,7 @@ RunOrRecipe = Annotated[
 ]
 
 
-def profile(  # noqa: PLR0913 - each option of a command is a parameter
+def profile(
     run: RunOrRecipe,
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=MAX_STEPS, help="How many steps.")] = 3,
     ranks: Annotated[str, typer.Option(metavar="LIST", help="The ranks: all, or a list such as 0,3.")] = "0",

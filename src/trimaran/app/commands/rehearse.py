@@ -38,7 +38,7 @@ Layers = Annotated[
 NOT_MEASURED = 1  # the exit code if a rank ran out of memory or failed
 
 
-def rehearse(  # noqa: PLR0913  (the options of a command)
+def rehearse(
     what: RecipeOrModel = None,
     cluster: ClusterName = None,
     ranks: Ranks = None,

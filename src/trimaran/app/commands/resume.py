@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimaran.run import RunDirectory
 
 
-def resume(  # noqa: PLR0913 - each option of a command is a parameter
+def resume(
     run: Annotated[
         str,
         typer.Argument(

@@ -36,7 +36,7 @@ Engine = Annotated[Literal["own", "vllm"], typer.Option(help="Trimaran's engine,
 Quantise = Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="Weights in fewer bits, on a GPU.")]
 
 
-def serve(  # noqa: PLR0913 - each option of a command is a parameter
+def serve(
     model: TrainedModelName,
     step: Step = None,
     tp: Annotated[int, TensorDegree] = 1,

@@ -77,7 +77,7 @@ Out = Annotated[
 ]
 
 
-def simulate(  # noqa: PLR0913  (the options of a command)
+def simulate(
     what: PlanName = None,
     cluster: ClusterName = None,
     days: Days = 30.0,

@@ -55,7 +55,7 @@ Debug = Annotated[
 ]
 
 
-def train(  # noqa: PLR0913 - each option of a command is a parameter
+def train(
     recipe: RecipeFile = None,
     run_dir: NewFolder = None,
     settings: Settings = None,

@@ -33,7 +33,7 @@ Again = Annotated[bool, typer.Option("--again", help="Measure plans again that w
 NoCalibrate = Annotated[bool, typer.Option("--no-calibrate", help="Leave the planner's rates as they are.")]
 
 
-def tune(  # noqa: PLR0913 - each option of a command is a parameter
+def tune(
     recipe: RecipeFile = None,
     minutes: Minutes = 10.0,
     min_gain: MinGain = None,

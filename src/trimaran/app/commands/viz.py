@@ -49,7 +49,7 @@ HtmlFile = Annotated[
 ]
 
 
-def viz(  # noqa: PLR0913  (the options of a command)
+def viz(
     name: ViewName = None,
     what: What = None,
     plan: PlanFile = None,

@@ -34,7 +34,7 @@ def continue_text(
     return _shown(show_generation(generation, trained.tokenizer, shown), shown)
 
 
-def answer_once(  # noqa: PLR0913 - the options of a command
+def answer_once(
     trained: TrainedModel, sampling: Sampling, question: str, *, system: str, images: Sequence[Path],
     max_tokens: int, shown: TextIO | None
 ) -> GeneratedText:  # fmt: skip

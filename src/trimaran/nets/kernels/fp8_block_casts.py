@@ -44,7 +44,7 @@ def _scales(largest):
 
 
 @triton.jit
-def _row_blocks(  # noqa: PLR0913 - a kernel has no objects
+def _row_blocks(
     x, values, scales, turned_values, turned_scales, rows, width,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def _row_blocks(  # noqa: PLR0913 - a kernel has no objects
 
 
 @triton.jit
-def _square_blocks(  # noqa: PLR0913 - a kernel has no objects
+def _square_blocks(
     x, values, scales, rows, width, TURNED: tl.constexpr, TILE: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     tall, wide = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)

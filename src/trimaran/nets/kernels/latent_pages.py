@@ -49,7 +49,7 @@ def attend_latent_pages(
     return out.transpose(0, 1)
 
 
-def attend_one_latent_query(  # noqa: PLR0913
+def attend_one_latent_query(
     query: Tensor,
     pages: Tensor,
     tables: Tensor,
@@ -83,7 +83,7 @@ def attend_one_latent_query(  # noqa: PLR0913
             )  # fmt: skip
 
 
-def attend_several_latent_queries(  # noqa: PLR0913
+def attend_several_latent_queries(
     query: Tensor,
     pages: Tensor,
     tables: Tensor,
@@ -151,7 +151,7 @@ def _num_warps(rows: int) -> int:
 
 
 @triton.jit
-def _attended(  # noqa: PLR0913
+def _attended(
     rows, rotated, pages, table, first, last, own, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROPE: tl.constexpr,  # noqa: N803
     PADDED_ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,  # noqa: N803
@@ -186,7 +186,7 @@ def _attended(  # noqa: PLR0913
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _attend_one_latent_query(  # noqa: PLR0913
+def _attend_one_latent_query(
     query, pages, tables, lengths, starts, parts, sums, scale, table_stride, query_token, query_head,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROPE: tl.constexpr, PADDED_ROPE: tl.constexpr,  # noqa: N803
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
@@ -233,7 +233,7 @@ def _attend_one_latent_query(  # noqa: PLR0913
 
 
 @triton.jit(do_not_specialize=["num_sequences", "table_stride"])
-def _attend_several_latent_queries(  # noqa: PLR0913
+def _attend_several_latent_queries(
     query, pages, tables, lengths, starts, output, scale, num_sequences, table_stride, query_token, query_head,
     RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROPE: tl.constexpr, PADDED_ROPE: tl.constexpr,  # noqa: N803
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803

@@ -65,7 +65,7 @@ def store_keys_and_values(key: Tensor, value: Tensor, memory: tuple[Tensor, Tens
         )  # fmt: skip
 
 
-def attend_one_query(  # noqa: PLR0913
+def attend_one_query(
     query: Tensor,
     memory: tuple[Tensor, Tensor],
     tables: Tensor,
@@ -105,7 +105,7 @@ def attend_one_query(  # noqa: PLR0913
             )  # fmt: skip
 
 
-def attend_several_queries(  # noqa: PLR0913
+def attend_several_queries(
     query: Tensor,
     memory: tuple[Tensor, Tensor],
     tables: Tensor,
@@ -157,7 +157,7 @@ def _score_options(options: AttentionOptions) -> dict[str, bool | int | float]:
 
 
 @triton.jit
-def _store(  # noqa: PLR0913
+def _store(
     key, value, key_pages, value_pages, slots, key_token, key_head, value_token, value_head,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def _accumulated(scores, values, largest, total, out):
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _attend_one_query(  # noqa: PLR0913
+def _attend_one_query(
     query, key_pages, value_pages, tables, lengths, starts, parts, sums, sinks, scale, table_stride,
     query_token, query_head,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
@@ -252,7 +252,7 @@ def _attend_one_query(  # noqa: PLR0913
 
 
 @triton.jit
-def _merge(  # noqa: PLR0913
+def _merge(
     parts, sums, starts, out,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, ANY_COUNT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -295,7 +295,7 @@ def _sequence_of(block, starts, num_sequences, QUERIES: tl.constexpr):  # noqa: 
 
 
 @triton.jit(do_not_specialize=["num_sequences", "table_stride"])
-def _attend_several_queries(  # noqa: PLR0913
+def _attend_several_queries(
     query, key_pages, value_pages, tables, lengths, starts, output, sinks, scale, num_sequences, table_stride,
     query_token, query_head,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803

@@ -27,7 +27,7 @@ TILES = {"fp8": Tiles(128, 8, 4, 1), "int8": Tiles(64, 4, 4, 2), "int4": Tiles(6
 Kind = Literal["fp8", "int8", "int4"]
 
 
-def quantised_matmul(  # noqa: PLR0913
+def quantised_matmul(
     x: Tensor, weight: Tensor, scales: Tensor, *, kind: Kind, x_scales: Tensor | None, zeros: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -74,7 +74,7 @@ def dequantised(weight: Tensor, scales: Tensor, zeros: Tensor | None, *, kind: K
 
 
 @triton.jit
-def _partial_sums(  # noqa: PLR0913
+def _partial_sums(
     x, weight, scales, zeros, parts, tokens, outputs, inputs,
     IS_INT4: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _partial_sums(  # noqa: PLR0913
 
 
 @triton.jit
-def _reduce(  # noqa: PLR0913
+def _reduce(
     parts, scales, x_scales, bias, out, tokens, outputs,
     SCALED: tl.constexpr, X_SCALED: tl.constexpr, BIASED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _reduce(  # noqa: PLR0913
 
 
 @triton.jit
-def _dequantise(  # noqa: PLR0913
+def _dequantise(
     weight, scales, zeros, out, outputs, inputs, IS_INT4: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)

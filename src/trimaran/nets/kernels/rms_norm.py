@@ -55,7 +55,7 @@ def _warps(values: int) -> int:
 
 
 @triton.jit
-def _norm_forward(x, weight, out, rows, width, eps, PADDED: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803, PLR0913
+def _norm_forward(x, weight, out, rows, width, eps, PADDED: tl.constexpr, ROWS: tl.constexpr):  # noqa: N803
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (column < width) & (row < rows)
@@ -68,7 +68,7 @@ def _norm_forward(x, weight, out, rows, width, eps, PADDED: tl.constexpr, ROWS: 
 
 
 @triton.jit
-def _norm_backward(  # noqa: PLR0913
+def _norm_backward(
     x, weight, grad_residual, grad_normed, grad_x, weight_sums, rows, width, eps,
     PADDED: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,  # noqa: N803
 ):  # fmt: skip

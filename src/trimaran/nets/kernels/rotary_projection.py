@@ -52,7 +52,7 @@ def _rotation_stride(cos: Tensor) -> int:
 
 
 @triton.jit
-def _rotate_packed(  # noqa: PLR0913
+def _rotate_packed(
     packed, cos, sin, tokens, length, heads, width, rotation_stride,
     HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _rotate_packed(  # noqa: PLR0913
 
 
 @triton.jit
-def _rotate_backward(  # noqa: PLR0913
+def _rotate_backward(
     queries, keys, values, out, cos, sin, tokens, length, heads, kv_heads, rotation_stride,
     query_row, query_head, query_position, key_row, key_head, key_position, value_row, value_head, value_position,
     GROUPS: tl.constexpr, KV_GROUPS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
@@ -98,7 +98,7 @@ def _rotate_backward(  # noqa: PLR0913
 
 
 @triton.jit
-def _part_backward(  # noqa: PLR0913
+def _part_backward(
     part, out, cos, sin, tokens, length, count, rotation_stride, row_stride, head_stride, position_stride,
     group, first_head, out_width,
     HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROTATED: tl.constexpr,  # noqa: N803

@@ -62,7 +62,7 @@ def _scatter(x, places, out, width, COPIES: tl.constexpr, BLOCK: tl.constexpr): 
 
 
 @triton.jit
-def _gather(rows, places, weights, out, width, COPIES: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):  # noqa: N803, PLR0913
+def _gather(rows, places, weights, out, width, COPIES: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):  # noqa: N803
     number = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -77,7 +77,7 @@ def _gather(rows, places, weights, out, width, COPIES: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _gather_backward(  # noqa: PLR0913
+def _gather_backward(
     gradient, rows, places, weights, grad_rows, grad_weights, width, COPIES: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)

@@ -38,7 +38,7 @@ def update_chunk_on_gpu(chunk: StateChunk, states: States, refused: Tensor | Non
 
 
 @triton.jit
-def _update_values(  # noqa: PLR0913
+def _update_values(
     weight,
     low,
     gradient,
@@ -78,7 +78,7 @@ def _update_values(  # noqa: PLR0913
 
 
 @triton.jit
-def _update_blocks(  # noqa: PLR0913
+def _update_blocks(
     weight,
     low,
     gradient,
@@ -141,7 +141,7 @@ def scaled_gradient(gradient, factor, at, inside):
 
 
 @triton.jit
-def update_weight(weight, low, decay, size, correction, first, second, eps, at, inside):  # noqa: PLR0913
+def update_weight(weight, low, decay, size, correction, first, second, eps, at, inside):
     """Update weights, in fp32 or two halves (see `split_bf16`), with moments that have not been rounded yet."""
     if low is None:
         old = tl.load(weight + at, mask=inside, other=0.0)
@@ -181,7 +181,7 @@ def round_to_bf16(values, noise):
 
 
 @triton.jit
-def dequantize_blocks(codes, scales, book, at, inside, block, exists):  # noqa: PLR0913
+def dequantize_blocks(codes, scales, book, at, inside, block, exists):
     """Return the values of codes and scales, see `block_quantization.dequantize`."""
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     return tl.load(book + code) * tl.load(scales + block, mask=exists, other=0.0)[:, None]

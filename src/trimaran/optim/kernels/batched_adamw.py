@@ -50,7 +50,7 @@ def step_numbers(groups, row, corrections, tensor, count):
 
 
 @triton.jit
-def update_values(  # noqa: PLR0913
+def update_values(
     table,
     gradients,
     owners,
@@ -124,7 +124,7 @@ def noise_of(row, steps, tensor, at, inside, HAS_RUNS: tl.constexpr):  # noqa: N
 
 
 @triton.jit
-def update_blocks(  # noqa: PLR0913
+def update_blocks(
     table,
     gradients,
     owners,

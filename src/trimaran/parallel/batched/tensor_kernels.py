@@ -31,7 +31,7 @@ def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # noqa: N8
 
 
 @triton.jit(do_not_specialize=["offset"])
-def sum_squares(  # noqa: PLR0913
+def sum_squares(
     addresses,
     sizes,
     firsts,
@@ -73,7 +73,7 @@ def add_partials(partials, firsts, counts, factors, sums, BLOCK: tl.constexpr): 
 
 
 @triton.jit
-def sum_words(  # noqa: PLR0913
+def sum_words(
     addresses,
     sizes,
     firsts,

@@ -48,7 +48,7 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _row_sums(logits, labels, highest, totals, chosen, stride, columns, BLOCK: tl.constexpr):  # noqa: N803, PLR0913
+def _row_sums(logits, labels, highest, totals, chosen, stride, columns, BLOCK: tl.constexpr):  # noqa: N803
     row = tl.program_id(0).to(tl.int64)  # the offset of a row may exceed 2^31 logits
     at = logits + row * stride
     label = tl.load(labels + row)
@@ -68,7 +68,7 @@ def _row_sums(logits, labels, highest, totals, chosen, stride, columns, BLOCK: t
 
 
 @triton.jit
-def _row_gradients(logits, labels, log_sums, factors, gradient, stride, columns, BLOCK: tl.constexpr):  # noqa: N803, PLR0913
+def _row_gradients(logits, labels, log_sums, factors, gradient, stride, columns, BLOCK: tl.constexpr):  # noqa: N803
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -33,7 +33,7 @@ class AsyncStepper(PlainStepper):
     `counter` is on rank 0 only. `divisor` is what the summed loss of a batch is divided by before backward.
     """
 
-    def __init__(  # noqa: PLR0913 - a worker, and the server of its rank
+    def __init__(
         self,
         network: Network,
         plan: Plan,
@@ -83,7 +83,7 @@ class AsyncStepper(PlainStepper):
         return self._make_state()
 
 
-def build_async_stepper(  # noqa: PLR0913 - the parts of a step
+def build_async_stepper(
     network: Network,
     train: TrainSection,
     plan: Plan,

@@ -61,7 +61,7 @@ class ShardServer:
     own, from `start` to `close`. Gradients are sums over tokens, divided by `divisor`.
     """
 
-    def __init__(  # noqa: PLR0913 - what an update depends on
+    def __init__(
         self,
         rows: ServerRows,
         parameters: Sequence[nn.Parameter],

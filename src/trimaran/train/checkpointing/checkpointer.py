@@ -56,7 +56,7 @@ class UnwrittenCheckpointError(UserError):
 class Checkpointer:
     """Decides when to save the state, saves it, and restores it. Every rank must call all methods in the same order."""
 
-    def __init__(  # noqa: PLR0913 - what is saved, for whom, and what must be the same to restore it
+    def __init__(
         self,
         run: RunDirectory,
         rank_info: RankInfo,

@@ -92,7 +92,7 @@ def _lost_checkpoints(run: RunDirectory, newest: int) -> str:
 class Restorer:
     """Finds and loads the newest state of a run. Every rank has one, and all make the same calls together."""
 
-    def __init__(  # noqa: PLR0913 - what to restore, and what it is compared with
+    def __init__(
         self,
         state: CheckpointState,
         folder: Path,

@@ -48,7 +48,7 @@ class TrainingState:
     own. `compressor` keeps what compression has not sent yet.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of the state
+    def __init__(
         self,
         modules: Sequence[nn.Module],
         optimizer: Optimizer,

@@ -90,7 +90,7 @@ class VisionEncoder:
         return digest.hexdigest()
 
 
-def build_feature_cache(  # noqa: PLR0913 - a run, and its images
+def build_feature_cache(
     recipe: Recipe,
     plan: Plan,
     rank_info: RankInfo,

@@ -36,7 +36,7 @@ class Updater:
     by groups of modules.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of an update
+    def __init__(
         self,
         optimizer: Optimizer,
         ranks: RankMesh,

@@ -38,7 +38,7 @@ def row_losses(logits: Tensor, labels: Tensor, *, ignored: int, grad_scale: floa
 
 
 @triton.jit
-def _row(logits, labels, losses, stride, vocab, ignored, grad_scale, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):  # noqa: N803, PLR0913
+def _row(logits, labels, losses, stride, vocab, ignored, grad_scale, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):  # noqa: N803
     row = tl.program_id(0).to(tl.int64)  # the offset of a row may exceed 2^31 logits
     at = logits + row * stride
     label = tl.load(labels + row)

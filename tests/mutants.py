@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=45)
     parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of one mutant")
     parser.add_argument("--json", type=Path, help="where to write the mutants and what killed them")
-    parser.add_argument("--at-least", type=float, default=0.75, help="the share that must be killed")
+    parser.add_argument("--at-least", type=float, default=0.5, help="the share that must be killed")
     asked = parser.parse_args()
     killed: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="trimaran-mutants-") as name:

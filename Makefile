@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Tests start hundreds of interpreters, which must find compiled modules even where the shell forbids to write them: to
 # compile ours takes each `trimaran train` two seconds.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-PARALLEL := --numprocesses=$(or $(JOBS),3) --dist=worksteal  # a third of the time, a test waits
+PARALLEL := --numprocesses=$(or $(JOBS),2) --dist=worksteal
 # Unit tests of more than 1.5 seconds a file: left out of the inner loop.
 LONGER := accuracy app_eval app_generate_text app_init app_messages app_plan app_report app_run_view app_session \
 	app_status_lines autopilot_controller autopilot_propose_changes autopilot_simulated calibrate_cpu \
@@ -28,7 +28,7 @@ TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
-	@echo "make test       environment, then all tests that guard a change, in three processes; JOBS=8 for more"
+	@echo "make test       environment, then all tests that guard a change, in two processes; JOBS=4 for more"
 	@echo "make test-fast  the inner loop: the shorter unit tests (a minute)"
 	@echo "make twice      what compares printed numbers, beside another build's standard library; runs in CI"
 	@echo "make slow       before a release: grids and long cases"

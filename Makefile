@@ -29,7 +29,7 @@ TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
 	@echo "make test       environment, then all tests that guard a change, in two processes; JOBS=4 for more"
-	@echo "make test-fast  the inner loop: the shorter unit tests (a minute)"
+	@echo "make test-fast  the inner loop: the shorter unit tests (two minutes)"
 	@echo "make twice      what compares printed numbers, beside another build's standard library; runs in CI"
 	@echo "make slow       before a release: grids and long cases"
 	@echo "make mutants    random mutants of src/ against the unit tests: the share that they notice (20 minutes)"

@@ -95,13 +95,13 @@ class ForkSource:
         try:
             request = Request.receive(client)
             importlib.import_module(request.imports)
+            started = num_threads() - self._num_threads
+            assert not started, f"importing {request.imports} started {started} threads"
             gc.freeze()  # what was just imported, too: a collection in a fork neither visits nor copies it
         except Exception:
             client.sendall(json.dumps({"error": traceback.format_exc()}).encode() + b"\n")
             client.close()
             return None
-        started = num_threads() - self._num_threads
-        assert not started, f"importing {request.imports} started {started} threads"
         parent = os.getpid()
         if (pid := os.fork()) == 0:
             for each in (self._listener, client, *self._forked.values()):

@@ -20,6 +20,72 @@ VIEWS = "test_every_mode_of_a_run_shows_the_numbers_of_the_command"
 
 LEFT_OUT = (
     LeftOut(
+        "dist/test_adapters.py",
+        "the same with a decoder; adapters of Hugging Face models and towers, each against one process",
+        (
+            "test_an_adapter_trains_as_with_peft_and_plain_pytorch[hf]",
+            "test_an_adapter_of_a_vision_language_model_trains_as_in_one_process[both-{'mesh': {'tp': 2}}]",
+        ),
+    ),
+    LeftOut(
+        "dist/test_course.py",
+        "tests/dist/test_compression.py bounds the error of each kind",
+        ("test_a_short_run_with_compression_is_within_its_bound",),
+    ),
+    LeftOut(
+        "dist/test_hf_eager.py",
+        "the gradients of the same model against transformers",
+        ("test_an_eager_model_trains_the_same_trajectory[gptj-mesh0-True]",),
+    ),
+    LeftOut(
+        "dist/test_matrix.py",
+        "every pair of axes against one process; runs under the other axes",
+        ("test_a_run_under_an_axis_trains_as_one_process_does[cp2-gather-accumulate-2-mixture-untied]",),
+    ),
+    LeftOut(
+        "dist/test_unequal.py",
+        "the same with DDP, and measured rows with FSDP",
+        ("test_unequal_rows_train_the_same_trajectory_as_one_process[fsdp-2]",),
+    ),
+    LeftOut(
+        "e2e/test_serve_faults.py",
+        "a request that runs in two deaths of the engine; tests/chaos/test_serve_follow.py follows a run under load",
+        (
+            "test_answers_go_on_when_the_engine_is_killed_in_the_middle",
+            "test_new_checkpoints_answer_without_a_dropped_request",
+        ),
+    ),
+    LeftOut(
+        "e2e/test_sinks.py",
+        "the other sinks get the same lines",
+        ("test_wandb_logs_every_step_offline_and_nothing_about_the_machine",),
+    ),
+    LeftOut(
+        "unit/test_export_formats.py",
+        "an archive of torch.export, which ONNX files are made from",
+        ("test_onnx_runtime_computes_the_same_logits_for_any_batch_and_length[qwen3]",),
+    ),
+    LeftOut(
+        "unit/test_nets_decoder.py",
+        "tests/unit/test_parallel_memory.py compiles blocks",
+        ("test_compiled_blocks_compute_the_same[mixed-fp32]",),
+    ),
+    LeftOut(
+        "unit/test_nets_joint_projections.py",
+        "the same without a compiler",
+        ("test_a_joint_layer_equals_separate_projections[qwen2.5-0.5b-True]",),
+    ),
+    LeftOut(
+        "unit/test_nets_prediction.py",
+        "the same with DeepSeek-V3",
+        ("test_loss_and_gradients_equal_a_plain_implementation[glm-4.5-1-chunked]",),
+    ),
+    LeftOut(
+        "unit/test_parallel_memory.py",
+        "the same with elementwise recompute",
+        ("test_a_compiled_block_saves_what_the_mode_says_and_the_cost_model_predicts[selective-3]",),
+    ),
+    LeftOut(
         "dist/test_fp8_gather.py",
         "the same without replicas",
         (

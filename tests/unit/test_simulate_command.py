@@ -101,7 +101,7 @@ def test_plans_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_goal_goodput_keeps_spares_where_failures_are_frequent() -> None:
     recipe = parse_recipe("", name="test", overrides=["data.seq_len=2048", "train.global_batch=1152"])
     question = Question(recipe=recipe, spec=None, outline=outline_of(PRESETS["llama-3.2-1b"]), for_trainer=False,
-                        cluster=parse_cluster("9x8xH100"), goal="goodput", max_plans=2)  # fmt: skip
+                        cluster=parse_cluster("9x8xH100"), goal="goodput", max_plans=1)  # fmt: skip
     rare, often = (search(replace(question, mtbf_hours=hours)) for hours in (1e9, 500.0))
     assert rare.cluster.num_nodes == 9
     assert often.cluster.num_nodes == 8

@@ -244,7 +244,10 @@ def main() -> None:
     tqdm.monitor_interval = 0  # no thread of its own
     gc.enable()
     gc.freeze()  # a garbage collection in a fork would write to the shared pages, and so copy them
-    ForkSource(listener).serve().run()
+    request = ForkSource(listener).serve()
+    # torch replaces its thread pool in the fork at the first use, and two threads at once would find none.
+    torch.set_num_threads(1)
+    request.run()
 
 
 if __name__ == "__main__":

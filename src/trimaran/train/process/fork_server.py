@@ -244,8 +244,8 @@ def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
 
-    if threads := openmp_threads(os.environ.get("OMP_NUM_THREADS")):
-        torch.set_num_threads(threads)
+    # Always: torch replaces its thread pool at its first use in a fork, and two threads at once would find none.
+    torch.set_num_threads(openmp_threads(os.environ.get("OMP_NUM_THREADS")) or torch.get_num_threads())
     if plugin := os.environ.get(PLUGIN):
         import_module(plugin)
     rank_info, link = read_rank_info(os.environ), read_supervisor_link(os.environ)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import FILES, SRC, facts_of, name_of, statements, text_of, walk
+from tests.sources import FILES, SRC, facts_of, name_of, text_of, walk
 
 PLANNING = {"core", "hub", "hardware", "models", "cost", "simulate", "planner"}
 RUN = {"run", "telemetry"}
@@ -185,6 +185,26 @@ def test_commands_are_found_however_they_are_written(source: str, modules: set[s
     assert started(ast.parse(source)) == modules
 
 
+@pytest.mark.parametrize(
+    ("source", "imports"),
+    [
+        (
+            "import os, sys\nclass A:\n    from .core import Plan as P",
+            ["import os, sys", "from .core import Plan as P"],
+        ),
+        ("def f():\n    from run import (\n        a,\n        b,\n    )\n    return a", ["from run import a, b"]),
+        ("from run import (\n    a,  # (once)\n    b,\n)", ["from run import a, b"]),
+        ("from run import \\\n    a", ["from run import a"]),
+        ('"""Text.\n\nimport torch\n"""\nimport yaml', ["import yaml"]),
+        ('QUOTES = \'"""\'\nimport yaml\nTEXT = """text"""', ["import yaml"]),
+    ],
+)
+def test_imports_are_found_however_they_are_written(source: str, imports: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert [ast.unparse(node) for node in facts_of(path).imports] == imports
+
+
 def test_the_map_has_no_loops() -> None:
     order: list[str] = []
     while left := MAY_IMPORT.keys() - order:
@@ -228,7 +248,7 @@ def test_tests_import_packages_and_few_modules() -> None:
     """A module that tests import by its path cannot move without them; its public name belongs in a stub."""
     by_path = set[str]()
     for path in Path(__file__).parent.rglob("*.py"):
-        for node in statements(ast.parse(path.read_text()).body):
+        for node in facts_of(path).imports:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trimaran."):
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
                 modules = {name for name in names if SRC.joinpath(*name.split(".")[1:]).with_suffix(".py").is_file()}

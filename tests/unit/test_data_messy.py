@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import zstandard
 
@@ -80,6 +79,8 @@ def test_one_bad_line_of_a_thousand_is_left_out_counted_and_named(
 def test_rows_that_are_no_documents_are_named_for_what_they_are(
     tmp_path: Path, row: dict[str, Any], field: str, code: str
 ) -> None:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     datasets.Dataset.from_list([row] * 3).save_to_disk(tmp_path / "saved")
     for data in (section("jsonl", tmp_path / "a.jsonl", text_field=field),
@@ -93,6 +94,8 @@ def test_rows_that_are_no_documents_are_named_for_what_they_are(
 
 @pytest.mark.parametrize("kind", ["lines", "table", "saved"])
 def test_a_field_may_be_inside_another(tmp_path: Path, kind: str) -> None:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     rows = [{"id": 1, "data": {"text": "one boat", "lang": "en"}}, {"id": 2, "data": {"text": "two", "lang": "en"}}]
     path = tmp_path / ("a.jsonl" if kind == "lines" else "a.parquet")
     if kind == "lines":
@@ -225,6 +228,8 @@ def test_a_byte_order_mark_changes_the_fingerprint_and_nothing_else_does(tmp_pat
 def test_other_splits_and_rows_without_text_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     monkeypatch.setenv("TRIMARAN_CACHE", str(tmp_path / "cache"))
     train = datasets.Dataset.from_dict({"text": ["one boat"] * 200 + [None]})
     test = datasets.Dataset.from_dict({"text": ["held"] * 3})

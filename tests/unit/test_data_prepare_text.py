@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import datasets
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
@@ -50,11 +49,15 @@ def write_jsonl(folder: Path) -> DataSection:
 
 
 def write_saved(folder: Path) -> DataSection:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     datasets.Dataset.from_dict({"n": [1, 2], "text": ROWS}).save_to_disk(folder / "saved")
     return section("datasets", folder / "saved")
 
 
 def write_splits(folder: Path) -> DataSection:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     rows = datasets.Dataset.from_dict({"text": ROWS})
     test = rows.select([0])
     assert isinstance(test, datasets.Dataset)
@@ -63,6 +66,8 @@ def write_splits(folder: Path) -> DataSection:
 
 
 def write_tables(folder: Path) -> DataSection:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     datasets.Dataset.from_dict({"n": [1], "text": ROWS[:1]}).to_parquet(folder / "a.parquet")
     (folder / "b.json").write_text(json.dumps([{"text": ROWS[1]}]))
     (folder / "c.jsonl").touch()
@@ -165,6 +170,8 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_unreadable_datasets_are_user_errors(tmp_path: Path) -> None:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "notes.md").write_text("no table")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -136,6 +135,8 @@ def write_parquet(folder: Path) -> DataSection:
 
 
 def write_saved(folder: Path) -> DataSection:
+    import datasets  # noqa: PLC0415  it imports pandas and pyarrow
+
     features = datasets.Features(
         {
             "images": datasets.List(datasets.Image()),

@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
 from trimaran.core import AdapterSection
@@ -34,6 +33,8 @@ def packed(linear: nn.Linear) -> nn.Module:
 
 
 def test_a_packed_layer_computes_what_bitsandbytes_computes() -> None:
+    from bitsandbytes.nn import Linear4bit, Params4bit  # noqa: PLC0415  it imports torch's compiler
+
     linear = frozen_linear()
     theirs = Linear4bit(128, 96, compute_dtype=torch.float32, quant_type="nf4")
     weight = linear.weight.detach().clone()

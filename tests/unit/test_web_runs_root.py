@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("nicegui")
-
 from tests.runs import finished_run, new_run
 from trimaran.app import SLUG, RunsRoot, check_runs_root
 from trimaran.core import UserError

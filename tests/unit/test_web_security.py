@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("nicegui")
-
 from trimaran.app import Credentials, SecurityMiddleware, content_policy
 
 PORT = 8123

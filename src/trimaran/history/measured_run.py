@@ -15,7 +15,8 @@ from trimaran.core.plugin_fields import UNCHECKED
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.history.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS, SteadySteps, steady_steps
 from trimaran.run.journal import JsonlFollower
-from trimaran.run.run_directory import MAX_FILE_BYTES, RunDirectory, holds_run
+from trimaran.run.run_directory import RunDirectory, holds_run
+from trimaran.run.stored_settings import MAX_FILE_BYTES
 from trimaran.telemetry.ledger import LedgerReader
 from trimaran.telemetry.step_lines import StepLine
 

@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Mapping
 
+from trimaran.core import UserError
 from trimaran.core.regular_files import append_regular_file
 from trimaran.run import RunDirectory
 from trimaran.run.held_directory import descriptor_of
+from trimaran.telemetry.sinks.open_sinks import has_sinks
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +81,17 @@ class SidecarProcess:
 
     def _begin(self) -> None:
         self._due, self._delay = time.monotonic() + self._delay, min(2 * self._delay, MAX_RESTART_SECONDS)
+        try:
+            telemetry = self._run.read_recipe().telemetry
+        except UserError as error:
+            log.warning("the sidecar cannot be started: %s", error)
+            return
         name = f"sidecar-{self._node}.log" if self._node else "sidecar.log"
         path, descriptor = self._run.location.absolute(), descriptor_of(self._run)
         command = [sys.executable, "-m", "trimaran.telemetry.sidecar", str(path), str(self._node)]
-        command.append(f"--supervisor={os.getpid()}")
+        command += [f"--supervisor={os.getpid()}", f"--sample-seconds={telemetry.sample_seconds}"]
+        if self._node == 0 and has_sinks(telemetry):
+            command.append("--sinks")
         if descriptor is not None:
             command.append(f"--descriptor={descriptor}")
         if self._above is not None:

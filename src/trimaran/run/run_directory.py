@@ -8,31 +8,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from trimaran.core import (
-    Bytes,
-    Plan,
-    Prediction,
-    Recipe,
-    UserError,
-    did_you_mean,
-    dump_recipe,
-    parse_recipe,
-    show_bytes,
-)
-from trimaran.core.parse_text import TextError, load_json
-from trimaran.core.recipe_plugins import plugin_records
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import Bytes, UserError, did_you_mean, show_bytes
 from trimaran.run.reserve import DISK_FULL_ERRORS
 
+if TYPE_CHECKING:
+    from trimaran.core import Plan, Recipe
+
 MARKER = "trimaran-run.json"
-MAX_FILE_BYTES = 16 << 20  # of recipe and plan
 DESCRIPTORS = "/proc/self/fd/"
 
 
@@ -204,27 +190,20 @@ class RunDirectory:
         """The log of the supervisor and the fork server."""
         return self.path / "logs" / "agent.log"
 
-    def read_recipe(self) -> Recipe:
+    def read_recipe(self) -> "Recipe":
         """Return the run's recipe; raise UserError if its file is missing or damaged."""
-        return _parsed_recipe(_read_text(self.recipe), str(self.recipe))
+        from trimaran.run.stored_settings import read_stored_recipe  # noqa: PLC0415  it needs pydantic
 
-    def read_plan(self, file: Path | None = None) -> Plan:
+        return read_stored_recipe(self.recipe)
+
+    def read_plan(self, file: Path | None = None) -> "Plan":
         """Return the run's plan with its prediction; raise UserError if its file is missing or damaged.
 
         `file` is that of an earlier plan, see `earlier_plans`.
         """
-        path = file or self.plan
-        try:
-            tree = load_json(_read_text(path))
-            prediction = Prediction.model_validate(tree["prediction"]) if tree.get("prediction") else None
-            return Plan.model_validate(tree["plan"]).model_copy(update={"prediction": prediction})
-        except TextError as error:
-            raise _unreadable(path, error.what, line=error.line) from None
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise _unreadable(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        except (KeyError, TypeError, AttributeError):
-            raise _unreadable(path, "it has no plan") from None
+        from trimaran.run.stored_settings import read_stored_plan  # noqa: PLC0415  it needs pydantic
+
+        return read_stored_plan(file or self.plan)
 
     def earlier_plans(self) -> list[Path]:
         """Return the files of the plans that were replaced, the first plan first: `plan-0.json` and so on."""
@@ -232,12 +211,14 @@ class RunDirectory:
         return list(takewhile(Path.is_file, files))
 
 
-def create_run(path: Path, recipe: Recipe, plan: Plan) -> RunDirectory:
+def create_run(path: Path, recipe: "Recipe", plan: "Plan") -> RunDirectory:
     """Claim `path` for a new run and write its recipe and plan. If that fails, nothing is left behind.
 
     The folder must not exist or be empty: a new run never overwrites another run or other files. A new folder is only
     accessible to its owner; an existing one keeps its mode.
     """
+    from trimaran.core import dump_recipe, plugin_records  # noqa: PLC0415  they need pydantic
+
     refuse_occupied(path)
     run = RunDirectory(path)
     created = [parent for parent in (path, *path.parents) if not parent.exists()]
@@ -347,41 +328,11 @@ def refuse_full_disk(path: Path, needed: Bytes) -> None:
                         "or keep fewer checkpoints: --set checkpoint.keep=1")  # fmt: skip
 
 
-def dump_plan(plan: Plan) -> str:
+def dump_plan(plan: "Plan") -> str:
     """Return the text of `plan.json`: the plan and its predicted cost."""
     tree: dict[str, Any] = {"plan": plan.model_dump(mode="json")}
     tree["prediction"] = plan.prediction.model_dump(mode="json") if plan.prediction else None
     return json.dumps(tree, indent=2) + "\n"
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a file that the run cannot do without."""
-    try:
-        data = read_regular_bytes(path, limit_bytes=MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise _unreadable(path, f"it is larger than {show_bytes(MAX_FILE_BYTES)}")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _unreadable(path, "it is not UTF-8 text", line=data.count(b"\n", 0, error.start) + 1) from None
-
-
-@lru_cache(maxsize=4)
-def _parsed_recipe(text: str, name: str) -> Recipe:
-    """Return the recipe of the text. A process reads that of its run several times, and parsing takes 14 ms.
-
-    Its plug-ins need not be installed where it is read: only the ranks and the sinks load them.
-    """
-    return parse_recipe(text, name=name, any_plugin=True)
-
-
-def _unreadable(path: Path, why: str, *, line: int = 0) -> UserError:
-    return UserError("A008", f"{path.name} of this run cannot be read: {why}",
-                     where=f"{path}, line {line}" if line else str(path),
-                     fix="if the run is just starting, wait; otherwise restore the file, or start the run again"
-                     )  # fmt: skip
 
 
 def _occupied(path: Path) -> UserError:

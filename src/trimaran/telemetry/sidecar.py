@@ -2,12 +2,12 @@
 
 The supervisor starts one process per node (`launch/sidecar_process.py`), which dies with it. It only reads and writes
 files of the run directory, so that training continues whatever happens to it or to a sink. It exits with 0 on SIGTERM,
-or if there is nothing to do.
+or if there is nothing to do. The supervisor tells it what it would read from the recipe, as parsing needs pydantic,
+which takes longer to import than all the rest.
 """
 
 import argparse
 import contextlib
-import importlib
 import logging
 import os
 import select
@@ -15,14 +15,17 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trimaran.core.recipe import TelemetrySection
 from trimaran.run.heartbeat import HeartbeatBoard
 from trimaran.run.process_control import die_with_parent
 from trimaran.run.run_directory import DESCRIPTORS, RunDirectory, open_run
 from trimaran.telemetry.run_tail import RunTail
 from trimaran.telemetry.sampler import FIRST_SAMPLE_SECONDS, Sampler
 from trimaran.telemetry.sink_feed import SinkFeed
+
+if TYPE_CHECKING:
+    from trimaran.core import TelemetrySection
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class SampledRanks:
 
 
 class Sidecar:
-    """Samples one node and feeds the sinks until SIGTERM arrives."""
+    """Samples one node every `sample_seconds` and feeds the sinks, if it `has_sinks`, until SIGTERM arrives."""
 
     def __init__(
         self,
@@ -75,23 +78,24 @@ class Sidecar:
         *,
         supervisor: int,
         ranks: SampledRanks,
+        sample_seconds: float,
+        has_sinks: bool,
     ) -> None:
         self.run, self.node, self._termination, self._supervisor = run, node, termination, supervisor
         self._closing = False
-        self._telemetry = run.read_recipe().telemetry
-        self._feeds = open_feeds(self._telemetry, run) if node == 0 else []
+        self._sample_seconds = sample_seconds
+        self._feeds = open_feeds(run.read_recipe().telemetry, run) if has_sinks else []
         self._tail = RunTail(run) if self._feeds else None
-        is_sampled = self._telemetry.sample_seconds > 0
         ancestor = supervisor if ranks.above is None else ranks.above
         board = HeartbeatBoard(ranks.heartbeats) if ranks.heartbeats is not None else None
         self._sampler: Sampler | None = None
-        if is_sampled:
+        if sample_seconds > 0:
             self._sampler = Sampler(run, node, supervisor=ancestor, visible=ranks.visible, board=board)
         self._save_due = 0.0
 
     def run_until_terminated(self) -> None:
         """Sample and feed the sinks until SIGTERM arrives or the supervisor dies."""
-        interval = self._telemetry.sample_seconds
+        interval = self._sample_seconds
         now = time.monotonic()
         sample_due = now + min(FIRST_SAMPLE_SECONDS, interval) if self._sampler else float("inf")
         poll_due = now if self._tail else float("inf")
@@ -133,12 +137,12 @@ class Sidecar:
                 log.warning("sink %s did not close in time and is abandoned", feed.sink.name)
 
 
-def open_feeds(telemetry: TelemetrySection, run: RunDirectory) -> list[SinkFeed]:
+def open_feeds(telemetry: "TelemetrySection", run: RunDirectory) -> list[SinkFeed]:
     """Open the recipe's sinks and return their feeds; sinks that cannot be opened are logged."""
     try:
-        # Imported here, so that a sidecar without sinks starts faster.
-        sinks = importlib.import_module("trimaran.telemetry.sinks.open_sinks").open_sinks(telemetry, run)
-        return [SinkFeed(sink) for sink in sinks]
+        from trimaran.telemetry.sinks.open_sinks import open_sinks  # noqa: PLC0415  a sidecar without sinks is small
+
+        return [SinkFeed(sink) for sink in open_sinks(telemetry, run)]
     except Exception:  # the sampler must not fail because of a sink
         log.exception("cannot open the sinks")
         return []
@@ -147,7 +151,9 @@ def open_feeds(telemetry: TelemetrySection, run: RunDirectory) -> list[SinkFeed]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trimaran.telemetry.sidecar", description="Sample a node of a run.")
     parser.add_argument("run", type=Path, help="a run directory")
-    parser.add_argument("node", type=int, help="the number of this node; node 0 also feeds the sinks")
+    parser.add_argument("node", type=int, help="the number of this node")
+    parser.add_argument("--sample-seconds", type=float, required=True, help="interval of samples; 0: never")
+    parser.add_argument("--sinks", action="store_true", help="feed the sinks of the recipe")
     parser.add_argument("--visible", help="the GPUs of the run, as CUDA_VISIBLE_DEVICES; without it, all")
     parser.add_argument("--supervisor", type=int, default=os.getppid(), help="the process with which the sidecar ends")
     parser.add_argument("--descriptor", type=int, help="an inherited descriptor of the run directory, to open files in")
@@ -162,7 +168,9 @@ def main() -> int:
         os.nice(NICENESS)
     ranks = SampledRanks(above=flags.above, visible=flags.visible, heartbeats=flags.heartbeats)
     path = flags.run if flags.descriptor is None else Path(f"{DESCRIPTORS}{flags.descriptor}")
-    Sidecar(open_run(path), flags.node, termination, supervisor=flags.supervisor, ranks=ranks).run_until_terminated()
+    sidecar = Sidecar(open_run(path), flags.node, termination, supervisor=flags.supervisor, ranks=ranks,
+                      sample_seconds=flags.sample_seconds, has_sinks=flags.sinks)  # fmt: skip
+    sidecar.run_until_terminated()
     return 0
 
 

@@ -79,6 +79,11 @@ def refuse_missing_sinks(telemetry: TelemetrySection) -> None:
                             where=kind.field, fix=f"pip install 'trimaran[{kind.extra}]', or disable it")  # fmt: skip
 
 
+def has_sinks(telemetry: TelemetrySection) -> bool:
+    """Return whether any sink is enabled."""
+    return bool(telemetry.sinks) or any(kind.is_enabled(telemetry) for kind in SINKS.values())
+
+
 def open_sinks(telemetry: TelemetrySection, run: RunDirectory) -> list[Sink]:
     """Return the enabled sinks. A sink that cannot be opened is logged and skipped."""
     opened: list[Sink] = []

@@ -10,7 +10,8 @@ from trimaran.core import ImageRules, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.data.packed_sample import SamplePacker
 from trimaran.data.samples.parse_chat import MARKER
-from trimaran.data.vision import BadImageError, fill_patches, upright_size
+from trimaran.data.vision.decode import BadImageError, upright_size
+from trimaran.data.vision.patches import fill_patches
 from trimaran.infer.next_token import PlacedImage
 
 

@@ -113,13 +113,14 @@ def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
 
 def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
     from trimaran.app.views.clean_console import open_console
-    from trimaran.app.views.data_notices import sample_notices
     from trimaran.app.views.inspect_samples import describe, show
     from trimaran.app.views.progress_bar import progress_bar
     from trimaran.app.views.rendered_sample import first_sample
+    from trimaran.app.views.sample_notices import sample_notices
     from trimaran.data import cache_folder
-    from trimaran.data.samples import SampleIndex, prepare_samples
     from trimaran.data.samples.chat_templates import choose_template
+    from trimaran.data.samples.prepare_samples import prepare_samples
+    from trimaran.data.samples.sample_index import SampleIndex
     from trimaran.models.recipe_images import recipe_image_rules
 
     rules = recipe_image_rules(asked)

@@ -4,23 +4,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trimaran.app.request.recipe_tokenizer import model_vocabulary
-from trimaran.app.views.data_notices import bad_sample_notices, sample_notices, text_notices
+from trimaran.app.views.data_notices import text_notices
 from trimaran.core import Recipe, RowCost, show_bytes
 from trimaran.data import Progress, TokenShards, cache_folder, check, prepare
 from trimaran.data.data_kind import DataKind, data_kind_of
 from trimaran.data.feed import DataShare
-from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
-from trimaran.data.samples.prepare_samples import check_samples, prepare_samples
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.scene_feed import scene_feeds
 from trimaran.data.sequences import split
 from trimaran.data.token_feed import TokenFeed
 from trimaran.data.tokenizer import check_vocabulary, load_tokenizer
 from trimaran.models import spec_of
-from trimaran.models.perception_spec import PerceptionSpec
-from trimaran.models.recipe_images import recipe_image_rules
+
+if TYPE_CHECKING:
+    from trimaran.data.samples.sample_index import SampleIndex
 
 MAX_CHECKED_BYTES = 64 << 20  # of data that a dry run reads to its end: some seconds
 
@@ -38,6 +36,9 @@ def check_data(recipe: Recipe) -> None:
     if kind == "text":
         check(recipe.data)
     else:
+        from trimaran.data.samples.prepare_samples import check_samples
+        from trimaran.models.recipe_images import recipe_image_rules
+
         check_samples(recipe.data, recipe_image_rules(recipe))
 
 
@@ -106,6 +107,12 @@ def _text(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedDat
 
 
 def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
+    from trimaran.app.views.sample_notices import bad_sample_notices, sample_notices
+    from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
+    from trimaran.data.samples.prepare_samples import prepare_samples
+    from trimaran.data.samples.sample_index import SampleIndex
+    from trimaran.models.recipe_images import recipe_image_rules
+
     rules = recipe_image_rules(recipe)
     index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
     _refuse_unknown(recipe, index)
@@ -115,12 +122,15 @@ def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> Prepared
 
 
 def _scenes(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
+    from trimaran.data.scene_feed import scene_feeds
+    from trimaran.models.perception_spec import PerceptionSpec
+
     spec = spec_of(recipe.model)
     assert isinstance(spec, PerceptionSpec), "only a perception model trains on scenes"
     return PreparedData(scene_feeds(recipe.data, spec.scenes(), seed=0, share=_single_rank(recipe))[0].steps_in, [])
 
 
-def _refuse_unknown(recipe: Recipe, tokens: TokenShards | SampleIndex) -> None:
+def _refuse_unknown(recipe: Recipe, tokens: "TokenShards | SampleIndex") -> None:
     if (vocabulary := model_vocabulary(recipe)) is not None:
         tokens.check_vocabulary(vocabulary)
 

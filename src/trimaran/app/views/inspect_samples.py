@@ -12,7 +12,7 @@ from trimaran.app.views.text_chart import SKY
 from trimaran.core import DataSection, ImageRules, show_count
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, measure_samples
-from trimaran.data.samples import SampleIndex
+from trimaran.data.samples.sample_index import SampleIndex
 
 MAX_SHOWN_BAD = 5
 BAR_CELLS = 40

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trimaran.data import TokenShards
-from trimaran.data.samples import SampleIndex
+from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.tokenizer import Tokenizer
 
 MAX_TOKENS = 1500  # of a sample that is shown

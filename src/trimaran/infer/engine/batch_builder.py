@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimaran.data.vision import grid_positions
+from trimaran.data.vision.grid_positions import grid_positions
 from trimaran.infer.engine.engine_batch import ALL, EMBEDDING, LAST, NOTHING, EngineBatch, StepImages
 from trimaran.infer.engine.engine_sequence import EngineSequence
 from trimaran.infer.engine.model_runner import Runner

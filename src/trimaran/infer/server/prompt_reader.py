@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trimaran.core import UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import Role, Turn
-from trimaran.data.vision import BadImageError
+from trimaran.data.vision.decode import BadImageError
 from trimaran.infer.conversation import PromptBuilder
 from trimaran.infer.engine.engine_messages import EngineLimits
 from trimaran.infer.image_prompt import PromptImage, decode_image, place_images

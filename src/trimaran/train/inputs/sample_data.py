@@ -1,0 +1,52 @@
+"""Loads samples of different lengths, with or without images, as training data."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from trimaran.core import Recipe, RowCost
+from trimaran.data.feed import BatchFeed, DataShare
+from trimaran.data.prepare_text import Progress
+from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
+from trimaran.data.samples.prepare_samples import prepare_samples
+from trimaran.data.samples.sample_index import SampleIndex
+from trimaran.models import outline_if_known
+from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.models.row_cost import row_cost
+from trimaran.nets import Network
+from trimaran.train.inputs.training_data import CacheFeatures, TrainingData
+from trimaran.train.loss.choose_objective import choose_objective
+
+
+def load_samples(
+    recipe: Recipe,
+    network: Network,
+    share: DataShare,
+    cache: Path,
+    progress: Progress,
+    cache_features: CacheFeatures | None = None,
+) -> TrainingData:
+    """Return the samples of the recipe. `cache_features` returns cached features of a frozen tower."""
+    rules = recipe_image_rules(recipe)
+    index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
+    index.check_vocabulary(network.vocabulary)
+    outline = outline_if_known(recipe.model, recipe.data)
+    options = SampleFeedOptions(
+        rules=rules,
+        cost=row_cost(outline) if outline else RowCost(),
+        seed=recipe.train.seed,
+        vocabulary=network.vocabulary,
+    )
+    if cache_features is not None and rules is not None:
+        free = replace(options.cost, patch=0.0, patch_pair=0.0)  # the tower does not run in training
+        options = replace(options, features=cache_features(index, rules, cache), cost=free)
+
+    def feeds(quarantined: frozenset[int]) -> tuple[BatchFeed, BatchFeed | None]:
+        return sample_feeds(recipe.data, index, options, share=share, quarantined=quarantined)
+
+    return TrainingData(
+        training=lambda quarantined: feeds(quarantined)[0],
+        holdout=feeds(frozenset())[1],
+        objective=choose_objective(recipe, index.source_names, scored=True),
+        digest=index.digest,
+        tokenizer=index.tokenizer,
+    )

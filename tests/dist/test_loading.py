@@ -28,7 +28,7 @@ from trimaran.data import (
     loader_waits,
 )
 from trimaran.run import RunDirectory
-from trimaran.train import build, loader_wait, read_rank_info, run_worker
+from trimaran.train import loader_wait, read_rank_info, run_worker
 from trimaran.train.inputs import rank_loader, vision_features
 
 
@@ -148,7 +148,7 @@ def train_with_small_parts(path: Path) -> tuple[int, int]:
     """Train on cached features, in parts of one image. Also returns how often the rank reported progress on them."""
     reports: list[int] = []
     vision_features.FeatureCache = partial(FeatureCache, part_bytes=1)  # pyrefly: ignore[bad-assignment]
-    build.build_feature_cache = partial(_cache_and_count, build.build_feature_cache, reports)
+    vision_features.build_feature_cache = partial(_cache_and_count, vision_features.build_feature_cache, reports)
     cache = path.parents[1] / "cache"  # without the features of an earlier test
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=cache), len(reports)
 

@@ -2,18 +2,17 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
-from trimaran.core import Plan, Recipe, TrainSection, UserError
-from trimaran.data.data_kind import data_kind_of
-from trimaran.data.feed import BatchFeed, DataShare, share_of
+from trimaran.core import Plan, Recipe, TrainSection
+from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
 from trimaran.data.row_ledger import RowLedger
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
@@ -45,17 +44,11 @@ from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.telemetry.rank_table import RankTableWriter
 from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.agreement import RunRequests, StopRequest
-from trimaran.train.async_sgd.async_recorder import AsyncRecorder
-from trimaran.train.async_sgd.async_stepper import AsyncStepper, build_async_stepper
-from trimaran.train.async_sgd.async_trainer import AsyncTrainer
 from trimaran.train.build_family import open_family_network
 from trimaran.train.build_hf import open_hf_network, open_hf_stages
 from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.elastic.dealt_loader import dealt_data
-from trimaran.train.elastic.elastic_outer import build_elastic_outer
-from trimaran.train.elastic.replica import Replica
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
@@ -68,11 +61,9 @@ from trimaran.train.health.step_check import StepCheck
 from trimaran.train.health.unused_parameters import watch_unused_parameters
 from trimaran.train.inputs.rank_loader import build_loader
 from trimaran.train.inputs.training_data import TrainingData, load_training_data
-from trimaran.train.inputs.vision_features import build_feature_cache
 from trimaran.train.loss.objective import Objective
-from trimaran.train.measure_rows import RankParts, with_measured_rows
 from trimaran.train.metrics.lap_waits import measured_axes
-from trimaran.train.metrics.meters import MemoryMeter, build_meters
+from trimaran.train.metrics.meters import build_meters
 from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.profiler import build_profiler
 from trimaran.train.metrics.step_clock import StartupTimer, StepClock
@@ -81,10 +72,12 @@ from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.process.torch_modes import set_torch_modes
-from trimaran.train.steppers.deepspeed_stepper import build_deepspeed_stepper
 from trimaran.train.steppers.stepper import PlainStepper, Stepper, TorchStepper
 from trimaran.train.steppers.update import Updater
 from trimaran.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trimaran.train.elastic.replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +124,7 @@ def build_worker_parts(
     link: SupervisorLink = NO_SUPERVISOR,
     stop: StopRequest | None = None,
     change_requested: Callable[[int], bool] = lambda step: False,
-    replica: Replica | None = None,
+    replica: "Replica | None" = None,
 ) -> WorkerParts:
     """Return the parts of one rank of `run`. The process group must be initialised.
 
@@ -166,6 +159,8 @@ def build_worker_parts(
     timer.lap("network")
     training_data = load_data(context, ranks, networks)
     if replica is not None and ledger is not None:
+        from trimaran.train.elastic.dealt_loader import dealt_data  # noqa: PLC0415  only elastic runs use it
+
         ledger.share = share_of(plan, ranks.data_rank)
         training_data = dealt_data(training_data, ledger, replica.number)
     timer.lap("data")
@@ -187,15 +182,22 @@ def load_data(context: RankContext, ranks: RankMesh, networks: tuple[Network, ..
     """Return the data of this rank, prepared first if necessary."""
     recipe, plan, rank_info, cache = context.recipe, context.plan, context.rank_info, context.cache
     with context.link.section("prepare") as report_progress:
-        features = partial(build_feature_cache, recipe, plan, rank_info, report_progress=report_progress)
-        load = partial(load_training_data, recipe, networks[0], cache=cache, cache_features=features,
-                       report_progress=report_progress)  # fmt: skip
+        load = partial(load_training_data, recipe, networks[0], cache=cache, report_progress=report_progress)
+        if recipe.data.samples.cache_features:
+            from trimaran.train.inputs.vision_features import build_feature_cache  # noqa: PLC0415  it imports Pillow
+
+            features = partial(build_feature_cache, recipe, plan, rank_info, report_progress=report_progress)
+            load = partial(load, cache_features=features)
         training_data = load(share_of(plan, ranks.data_rank))
         if plan.micro_batches == "measured" and plan.mesh.dp > 1:
+            from trimaran.train.measure_rows import RankParts, with_measured_rows  # noqa: PLC0415  few plans measure
+
             measured = RankParts(network=networks[0], ranks=ranks, load=load, report_progress=report_progress)
             plan = with_measured_rows(plan, measured, context.journal)
             training_data = load(share_of(plan, ranks.data_rank))
         if plan.engine == "async":
+            from trimaran.train.async_sgd.async_parts import share_batches  # noqa: PLC0415  only this engine uses it
+
             training_data = share_batches(training_data, recipe, networks[0], share_of(plan, 0), cache=cache)
     return training_data
 
@@ -249,9 +251,11 @@ def build_trainer(
         replica_check=build_memory_checks(guard, state, recipe, rank_info.device) if plan.engine == "torch" else None,
     )
     trainer = connect_trainer(context, parts, before)
-    if not isinstance(stepper, AsyncStepper):
+    if plan.engine != "async":
         return trainer
-    return _without_steps(trainer, stepper, lambda: training_data.training(guard.quarantine.ids))
+    from trimaran.train.async_sgd.async_parts import without_steps  # noqa: PLC0415  only this engine uses it
+
+    return without_steps(trainer, lambda: training_data.training(guard.quarantine.ids))
 
 
 def connect_trainer(context: RankContext, parts: StepParts, before: Trainer | None = None) -> Trainer:
@@ -302,35 +306,6 @@ def _build_recorder(context: RankContext, parts: StepParts, before: StepRecorder
         indexer=StepIndexer(run.metrics, run.metrics_index) if writes else None,
         connections=ConnectionWatch(journal) if link.store else None,
     )
-
-
-def _without_steps(trainer: Trainer, stepper: AsyncStepper, feed_from: Callable[[], BatchFeed]) -> AsyncTrainer:
-    """Return the trainer of asynchronous workers, with the parts of the usual one."""
-    recorder = trainer.recorder
-    lines = AsyncRecorder(
-        plan=recorder.plan,
-        journal=recorder.journal,
-        memory=MemoryMeter(trainer.device),
-        indexer=recorder.indexer,
-        compilations=recorder.compilations,
-    )
-    parts = {each.name: getattr(trainer, each.name) for each in fields(trainer)}
-    return AsyncTrainer(**parts, workers=stepper, feed_from=feed_from, lines=lines, rank=recorder.journal.rank)
-
-
-def share_batches(
-    training_data: TrainingData, recipe: Recipe, network: Network, share: DataShare, *, cache: Path
-) -> TrainingData:
-    """Return the training data for `engine: async`: batch n is rows n*b to n*b + b - 1 of the order, whoever takes it.
-
-    b are the rows of one worker's part of a step, so that the rows of a step are the same as in synchronous training.
-    Held-out data are split as usual.
-    """
-    if (kind := data_kind_of(recipe)) != "text":
-        raise UserError("P095", f"engine async trains on text, not on {kind}: it does not limit bad samples",
-                        where="plan.engine", fix="set plan.engine to torch")  # fmt: skip
-    any_worker = load_training_data(recipe, network, replace(share, rank=0, dp=1), cache=cache)
-    return replace(training_data, training=any_worker.training)
 
 
 def refuse_unsavable(recipe: Recipe, networks: tuple[Network, ...]) -> None:
@@ -551,10 +526,14 @@ def build_stepper(
     """
     network, guard = networks[0], guard or Guard(loss_scale=build_torch_loss_scale(plan, train))
     if plan.engine == "deepspeed":
+        from trimaran.train.steppers.deepspeed_stepper import build_deepspeed_stepper  # noqa: PLC0415
+
         stepper = build_deepspeed_stepper(network, train, plan, ranks, clock, guard)
         stepper.objective = objective or stepper.objective
         return stepper
     if plan.engine == "async":
+        from trimaran.train.async_sgd.async_stepper import build_async_stepper  # noqa: PLC0415  only this engine uses it
+
         return build_async_stepper(network, train, plan, ranks, clock, guard, objective)
     low_halves = split_weights(networks, plan)
     optimizer = build_optimizer([each.module for each in networks], train, plan, network.towers, low_halves)
@@ -569,6 +548,8 @@ def build_stepper(
         meter=build_group_meter(networks, plan, ranks, trained, every=groups_every),
     )
     if ledger is not None:
+        from trimaran.train.elastic.elastic_outer import build_elastic_outer  # noqa: PLC0415  only elastic runs use it
+
         updater.outer_state = build_elastic_outer(plan, networks)
         updater.more_counters["rows"] = ledger
     else:
@@ -586,6 +567,10 @@ def import_for(plan: Plan) -> None:
         pass
     if plan.mesh.pp > 1:
         import_module("trimaran.train.steppers.pipeline_stepper")
+    if plan.engine == "async":
+        import_module("trimaran.train.async_sgd.async_parts")
+    if plan.is_elastic:
+        import_module("trimaran.train.elastic.elastic_loop")
 
 
 def connect_stepper(

@@ -36,7 +36,6 @@ from trimaran.train.build import WorkerParts, build_worker_parts
 from trimaran.train.change.apply_change import PlanChanger
 from trimaran.train.change.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer, UnwrittenCheckpointError
-from trimaran.train.elastic.elastic_loop import build_elastic_loop
 from trimaran.train.elastic.replica import Replica, check_replica, find_replica, join_replica
 from trimaran.train.health.bad_sample_limit import too_many_bad_samples
 from trimaran.train.metrics.step_clock import StartupTimer
@@ -187,7 +186,11 @@ def _train_rank(
     ask: dict[str, Any] = {"stop": stop, "change_requested": change_file.is_requested} if replica is None else {}
     parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, replica=replica, **ask)
     timer.lap("build")
-    elastic = build_elastic_loop(parts, replica, of_run.rank, stop, change_file) if replica is not None else None
+    elastic = None
+    if replica is not None:
+        from trimaran.train.elastic.elastic_loop import build_elastic_loop  # noqa: PLC0415  only elastic runs use it
+
+        elastic = build_elastic_loop(parts, replica, of_run.rank, stop, change_file)
     start = elastic.start() if elastic is not None else _resume(parts)
     timer.lap("keep")
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}

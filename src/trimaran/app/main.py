@@ -1,5 +1,6 @@
 """The command line: the list of commands, and how errors are shown. Only the requested command is imported."""
 
+import gc
 import io
 import json
 import os
@@ -56,6 +57,9 @@ COMMANDS = {
 
 COMMANDS_THAT_TRAIN = ("train", "resume")
 CLOSED_PIPE = 1
+# New objects before the garbage collector looks at them. By default it spends a seventh of the start on imported
+# modules, which are never garbage.
+OBJECTS_PER_COLLECTION = 50_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         requested = _requested_command(arguments, os.environ)
         if argv is None and requested in COMMANDS_THAT_TRAIN and "_TRIMARAN_COMPLETE" not in os.environ:
             _start_early(arguments)
+            gc.set_threshold(OBJECTS_PER_COLLECTION)
         code = build_app(requested)(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()
         return code or 0

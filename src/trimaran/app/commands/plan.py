@@ -130,8 +130,6 @@ def plan(
     from trimaran.app.request.plan_answer import build_plan_report, with_files, with_goal, with_top
     from trimaran.app.request.plan_request import adapter_setting, read_plan_request, say_reference
     from trimaran.app.request.run_cost import read_cost_terms
-    from trimaran.app.request.serving_request import refuse_serving_options
-    from trimaran.app.request.tool_pins import read_tool_file, with_pins
     from trimaran.core import UserError
 
     serving = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens, "--max-running": max_running,
@@ -142,15 +140,23 @@ def plan(
         asked = {"cluster": cluster, "goal": goal, "price": price}
         return _plan_serving(what, asked | {name[2:].replace("-", "_"): each for name, each in serving.items()},
                              unused, settings or [], as_json=as_json)  # fmt: skip
-    refuse_serving_options(serving)
+    if named := [name for name, value in serving.items() if value is not None]:
+        raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
+                        fix="add --serve, or leave it out")  # fmt: skip
     if output is not None and emit is None:
         raise UserError("A013", "--output is the folder for a tool's files, but no tool is named", where="--output",
                         fix="add --emit TOOL, or redirect --json to a file")  # fmt: skip
     terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
     settings = [*([adapter_setting(adapter)] if adapter else []), *(settings or [])]
-    tool_file = read_tool_file(from_file) if from_file else None
-    pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
+    if from_file is None:
+        tool_file = None
+        pinned = read_plan_request(what, shortcuts, settings)
+    else:
+        from trimaran.app.request.tool_pins import read_tool_file, with_pins
+
+        tool_file = read_tool_file(from_file)
+        pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
     request = with_top(with_goal(pinned, goal), top)
     say_reference(pinned)
     if tool_file and not as_json:

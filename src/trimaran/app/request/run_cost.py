@@ -5,7 +5,6 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimaran.app.views.run_state import finite
 from trimaran.core import Plan, Seconds, UserError, show_count, show_seconds
 from trimaran.cost.goodput import (
     Bill,
@@ -91,7 +90,8 @@ class RunCost:
         if good:
             assumed = {"restart_seconds": RESTART_SECONDS, "node_disk_bytes_per_second": NODE_DISK_BANDWIDTH}
             good = {"share": good.pop("fraction")} | good  # the key of `--json`
-            good |= {"interval": finite([good["interval"]]), "assumed": assumed}
+            interval = good["interval"] if math.isfinite(good["interval"]) else None  # JSON has no infinity
+            good |= {"interval": interval, "assumed": assumed}
         return {"goodput": good or None, "bill": bill or None}
 
 

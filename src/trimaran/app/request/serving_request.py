@@ -72,13 +72,6 @@ def refuse_training_options(given: Mapping[str, object]) -> None:
                         where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
 
 
-def refuse_serving_options(given: Mapping[str, object]) -> None:
-    """Raise if an option of `--serve` is given without it."""
-    if named := [name for name, value in given.items() if value is not None]:
-        raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
-                        fix="add --serve, or leave it out")  # fmt: skip
-
-
 def price_per_million(plan: ServingPlan, cluster_size: int, price: float) -> float:
     """Return the price of a million generated tokens if every replica is fully loaded, for a price of a GPU hour."""
     return cluster_size * price / SECONDS_PER_HOUR / plan.tokens_per_second * 1e6

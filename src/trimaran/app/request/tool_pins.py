@@ -45,7 +45,7 @@ def read_tool_file(path: Path) -> ToolFile:
 
 
 def with_pins(
-    tool_file: ToolFile | None,
+    tool_file: ToolFile,
     shortcuts: Mapping[str, object],
     settings: Sequence[str],
     read: Callable[[Mapping[str, object]], PlanRequest],
@@ -56,8 +56,6 @@ def with_pins(
     knows.
     """
     given = {name: value for name, value in shortcuts.items() if value is not None}
-    if tool_file is None:
-        return read(given)
     found = tool_file.found
     request = read(found.pins | given)
     num_devices = request.question.cluster.world_size

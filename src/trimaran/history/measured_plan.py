@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from trimaran.core import Plan, Prediction, Recipe, UserError
 from trimaran.core.plan import show_rows
-from trimaran.history.measured_run import MeasuredRun, PlanSteps
 from trimaran.models import Outline, outline_if_known
+
+if TYPE_CHECKING:  # who reads records needs no reader of runs
+    from trimaran.history.measured_run import MeasuredRun, PlanSteps
 
 SEARCHED_COMM = ("overlap", "regather")  # what a search chooses of `plan.comm`
 
@@ -87,7 +89,7 @@ class MeasuredPlan:
         return cls(**fields)
 
 
-def measured_plans(run: MeasuredRun) -> list[MeasuredPlan]:
+def measured_plans(run: "MeasuredRun") -> list[MeasuredPlan]:
     """Return a record for each plan that the run measured."""
     try:
         outline = outline_if_known(run.recipe.model, run.recipe.data)
@@ -114,7 +116,7 @@ def model_digest(recipe: Recipe, outline: Outline | None) -> str:
     return sha256(shape.encode()).hexdigest()[:16]
 
 
-def _record(run: MeasuredRun, found: PlanSteps, outline: Outline | None) -> MeasuredPlan:
+def _record(run: "MeasuredRun", found: "PlanSteps", outline: Outline | None) -> MeasuredPlan:
     steps, recipe, prediction = found.steps, run.recipe, found.plan.prediction
     path = recipe.model.path
     own_name = recipe.model.preset or (path.rstrip("/").rpartition("/")[2] if path else recipe.model.family)

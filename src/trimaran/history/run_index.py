@@ -15,7 +15,6 @@ from typing import Any
 from trimaran import __version__
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.history.measured_plan import MeasuredPlan, measured_plans
-from trimaran.history.measured_run import UnusableRunError, read_measured_run
 from trimaran.run.run_directory import MARKER
 
 FORMAT = 1
@@ -159,6 +158,9 @@ def _plan_of(tree: Mapping[str, Any]) -> MeasuredPlan | None:
 
 
 def _read(run: Path, stamp: Stamp) -> IndexedRun:
+    # Readers of a run's files import much, and `plan` rarely finds a run that has changed.
+    from trimaran.history.measured_run import UnusableRunError, read_measured_run  # noqa: PLC0415
+
     try:
         return IndexedRun(stamp=stamp, plans=tuple(each.as_dict() for each in measured_plans(read_measured_run(run))))
     except UnusableRunError as error:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from trimaran.core import UserError
 from trimaran.hub.hub_errors import HubRepo, hub_error
@@ -145,6 +144,8 @@ def load_hub(repo: HubRepo) -> Any:
 
 def can_reach(hub: Any) -> bool:
     """Return whether something answers at the Hub's address; huggingface_hub itself would retry for half a minute."""
+    from urllib.request import getproxies  # noqa: PLC0415  (imports http and ssl)
+
     address, proxies = urlsplit(hub.constants.ENDPOINT), getproxies()
     if hub.constants.HF_HUB_OFFLINE:
         return False

@@ -57,8 +57,9 @@ COMMANDS = {
 
 COMMANDS_THAT_TRAIN = ("train", "resume")
 CLOSED_PIPE = 1
-# New objects before the garbage collector looks at them. By default it spends a seventh of the start on imported
-# modules, which are never garbage.
+# New objects before the garbage collector looks at them. With Python's default of 700 it takes a seventh of the time, and
+# finds next to nothing among imported modules and the plans of a search.
+COMMANDS_WITH_LITTLE_GARBAGE = ("plan", "predict", *COMMANDS_THAT_TRAIN)
 OBJECTS_PER_COLLECTION = 50_000
 
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         requested = _requested_command(arguments, os.environ)
         if argv is None and requested in COMMANDS_THAT_TRAIN and "_TRIMARAN_COMPLETE" not in os.environ:
             _start_early(arguments)
+        if argv is None and requested in COMMANDS_WITH_LITTLE_GARBAGE:
             gc.set_threshold(OBJECTS_PER_COLLECTION)
         code = build_app(requested)(arguments, prog_name="trimaran", standalone_mode=False)
         sys.stdout.flush()

@@ -56,7 +56,9 @@ from .step import (
     RELATIVE_ERROR as RELATIVE_ERROR, allocator_slowdown as allocator_slowdown, error_of as error_of,
     predict_equal as predict_equal,
 )
-from .step_time import rank_compute_of as rank_compute_of, step_time_of as step_time_of
+from .step_time import (
+    rank_compute_of as rank_compute_of, step_time_of as step_time_of, step_times_of as step_times_of,
+)
 from .time_profiles import (
     HostOverhead as HostOverhead, TIME_PROFILES as TIME_PROFILES, TRIMARAN_HOST as TRIMARAN_HOST,
     TRIMARAN_LAUNCHES as TRIMARAN_LAUNCHES,

@@ -100,8 +100,6 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
     backward if weights are freed in between, else once per step. Sharded gradients are reduced in every backward,
     unsharded ones and those of a pipeline in the last. Nothing hides the first gather and the last reduction.
     """
-    if plan.mesh.data == 1 and not any(unit.splits_images for unit in stage.units):
-        return {}
     if plan.reduces_after_backward:
         return _late_reductions(path, stage) if path.replica_bytes else {}
     gathers = reductions = hidden = 0.0

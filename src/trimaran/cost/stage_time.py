@@ -161,9 +161,10 @@ def stage_times_of(inputs: StageInputs) -> StageTimes:
 def rank_times_of(inputs: StageInputs) -> list[StageTime]:
     """Return the time of each pipeline rank, first to last."""
     (tp, pp, cp, ep), (schedule, stages), job = inputs.degrees, inputs.pipeline, inputs.job
+    mesh = Mesh.model_construct(tp=tp, pp=pp, cp=cp, ep=ep)
     pipeline = Pipeline.model_construct(schedule=schedule, stages=stages)
     plan = DEFAULT_PLAN.model_copy(update={
-        "mesh": Mesh(tp=tp, pp=pp, cp=cp, ep=ep), "pipeline": pipeline, "micro_batch": inputs.micro_batch,
+        "mesh": mesh, "pipeline": pipeline, "micro_batch": inputs.micro_batch,
         "recompute": inputs.recompute, "towers": dict(inputs.towers),
     })  # fmt: skip
     by_key: dict[tuple, StageTime] = {}  # ranks with equal blocks share one entry

@@ -1,6 +1,7 @@
 """Time of one optimizer step by phase, and the communication that nothing hides."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,20 +49,37 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     With a pipeline, these are the seconds of the slowest rank, for which all others wait. `bubble` is its own wait
     while the pipeline fills and drains. `offload` is the time for copies to and from the host that nothing hides.
     """
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return step_time_with(job, cluster, plan, stage_times_of(stage_inputs_of(job, rates, _levels(cluster), plan)))
+    rates, levels = rates_of(cluster.device, plan.precision, job.stack.time.sustained), _levels(cluster)
+    return _step_time(job, cluster, plan, stage_times_of(stage_inputs_of(job, rates, levels, plan)), rates, levels)
+
+
+def step_times_of(job: Job, cluster: Cluster, plan: Plan, counts: Sequence[int]) -> list[StepTime]:
+    """Return the times of a step with so many micro-batches each: a micro-batch takes the same time in all of them."""
+    rates, levels = rates_of(cluster.device, plan.precision, job.stack.time.sustained), _levels(cluster)
+    times = stage_times_of(stage_inputs_of(job, rates, levels, plan))
+    plans = (plan.model_copy(update={"grad_accum": count}) for count in counts)
+    return [_step_time(job, cluster, each, times, rates, levels) for each in plans]
 
 
 def step_time_with(job: Job, cluster: Cluster, plan: Plan, times: StageTimes) -> StepTime:
     """Return the time of a step of which the times of the pipeline's ranks are known."""
-    device, levels, profile, count = cluster.device, _levels(cluster), job.stack.time, plan.grad_accum
-    rates = rates_of(device, plan.precision, profile.sustained)
+    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
+    return _step_time(job, cluster, plan, times, rates, _levels(cluster))
+
+
+def _step_time(
+    job: Job, cluster: Cluster, plan: Plan, times: StageTimes, rates: DeviceRates, levels: tuple[Link, ...]
+) -> StepTime:
+    device, profile, count = cluster.device, job.stack.time, plan.grad_accum
     slowest, heaviest, all_ranks = times
     if plan.sharding != "none":
-        slowest, heaviest = with_joined_units(job, plan, slowest), with_joined_units(job, plan, heaviest)
+        is_one = heaviest is slowest
+        slowest = with_joined_units(job, plan, slowest)
+        heaviest = slowest if is_one else with_joined_units(job, plan, heaviest)
     forward, backward = _pass_seconds(job, plan, slowest, rates)
-    path = traffic_path_of(levels, plan, rates, job)
-    exposed = {key: count * seconds for key, seconds in slowest.waits.items()} | exposed_traffic(path, plan, heaviest)
+    exposed = {key: count * seconds for key, seconds in slowest.waits.items()}
+    if plan.mesh.data > 1 or any(unit.splits_images for unit in heaviest.units):
+        exposed |= exposed_traffic(traffic_path_of(levels, plan, rates, job), plan, heaviest)
     exposed |= _replica_reductions(job, plan, heaviest, levels)
     if job.stack.name == "trimaran" and cluster.num_nodes > 1 and not plan.comm.local.is_on:
         ring = ring_of(levels, cluster.world_size, 1, profile.comm.hops)
@@ -86,6 +104,7 @@ def step_time_with(job: Job, cluster: Cluster, plan: Plan, times: StageTimes) ->
     if device.kind != "cpu":
         _add_host_waits(terms, _host_seconds(profile, plan, slowest, rates), has_waited=slowest.has_waited)
     if plan.comm.local.is_on:
+        path = traffic_path_of(levels, plan, rates, job)
         exchange = exposed_outer_seconds(plan.comm.local, outer_seconds(path, plan, heaviest), sum(terms.values()))
         exposed[f"weights of replicas on {path.dense.replicas.link}"] = exchange
         terms["comm"] += exchange

@@ -387,7 +387,7 @@ def _add_fastest(
         plan, memory = fitting
         is_nearly_full = evaluator.occupancy(memory) > NEARLY_FULL_FRACTION
         pinned = memory.host / evaluator.cluster.host_bytes
-        found = FoundPlan(evaluator.seconds(plan, memory), plan, is_nearly_full, pinned)
+        found = FoundPlan(evaluator.candidate_seconds(candidate, choice, memory), plan, is_nearly_full, pinned)
         if found_plans.is_useful(found):
             if not is_legal(space, plan):
                 continue

@@ -6,7 +6,7 @@ from trimaran.core import Plan
 from trimaran.cost.offload_time import least_offloads
 from trimaran.cost.peak_memory import Memory, peak_memory_of
 from trimaran.cost.step import MAX_PINNED_FRACTION, allocator_slowdown
-from trimaran.cost.step_time import step_time_of
+from trimaran.cost.step_time import step_time_of, step_times_of
 from trimaran.planner.space import Candidate, MeshSplit, MicrobatchSplit, RecomputeChoice, Space, StateSharding
 
 CANNOT_RUN = 1e9  # memory use of a plan that cannot run
@@ -27,6 +27,7 @@ class PlanEvaluator:
         self._lower_bounds: dict[MeshSplit, float] = {}
         self._activation_offload_bounds: dict[tuple[MeshSplit, RecomputeChoice], float] = {}
         self._fitting_plans: dict[tuple[Candidate, RecomputeChoice], tuple[Plan, Memory] | None] = {}
+        self._bare_seconds: dict[tuple[Candidate, RecomputeChoice], float] = {}
         self._exceeding_device: set[tuple[Candidate, RecomputeChoice]] = set()
         self._too_big: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self.num_evaluated = 0
@@ -51,8 +52,21 @@ class PlanEvaluator:
 
     def seconds(self, plan: Plan, memory: Memory) -> float:
         """Return the step time, as `predict` does."""
-        bare = sum(step_time_of(self.job, self.cluster, plan).terms.values())
-        return bare * (1 + self.slowdown(memory))
+        return self._seconds_of(plan) * (1 + self.slowdown(memory))
+
+    def _seconds_of(self, plan: Plan) -> float:
+        return sum(step_time_of(self.job, self.cluster, plan).terms.values())
+
+    def candidate_seconds(self, candidate: Candidate, choice: RecomputeChoice, memory: Memory) -> float:
+        """Return the step time of a candidate's plan, which needs this memory."""
+        return self.bare_seconds(candidate, choice) * (1 + self.slowdown(memory))
+
+    def bare_seconds(self, candidate: Candidate, choice: RecomputeChoice) -> float:
+        """Return the step time of a candidate's plan if its device had free memory."""
+        if (cached := self._bare_seconds.get((candidate, choice))) is None:
+            plan = self.space.plan(candidate.split, candidate.states, choice, candidate.offload)
+            cached = self._bare_seconds[candidate, choice] = self._seconds_of(plan)
+        return cached
 
     def micro_batch_seconds(self, microbatch: MicrobatchSplit, choice: RecomputeChoice, pp: int = 1) -> float:
         """Return the time that one more micro-batch takes for the whole model, on one rank of `pp` that share it.
@@ -64,11 +78,8 @@ class PlanEvaluator:
         captures = self.space.captures_replicas(microbatch, pp)
         if (cached := self._micro_batch_seconds.get((microbatch, choice, captures))) is None:
             dp, states = (2, CAPTURED_STATES) if captures else (_min_data_ranks(microbatch), self._cheapest_states)
-            split = MeshSplit(microbatch, 1, "1f1b", (), dp, 1)
-            one, two = (
-                sum(step_time_of(self.job, self.cluster, plan).terms.values())
-                for plan in (self.space.plan(split._replace(grad_accum=num), states, choice) for num in (1, 2))
-            )
+            plan = self.space.plan(MeshSplit(microbatch, 1, "1f1b", (), dp, 1), states, choice)
+            one, two = (sum(each.terms.values()) for each in step_times_of(self.job, self.cluster, plan, (1, 2)))
             # Two ranks of a pipeline are not captured: any `pp` above 1 is the time without.
             cached = min(two - one, self.micro_batch_seconds(microbatch, choice, pp=2)) if captures else two - one
             self._micro_batch_seconds[microbatch, choice, captures] = cached
@@ -107,10 +118,9 @@ class PlanEvaluator:
         cancel.
         """
         minimal = split._replace(dp=_min_data_ranks(split.microbatch))
-        once, twice = (
-            step_time_of(self.job, self.cluster, self.space.plan(each, self._cheapest_states, choice, offload)).terms
-            for each in (minimal, minimal._replace(grad_accum=2 * split.grad_accum))
-        )
+        plan = self.space.plan(minimal, self._cheapest_states, choice, offload)
+        times = step_times_of(self.job, self.cluster, plan, (split.grad_accum, 2 * split.grad_accum))
+        once, twice = (each.terms for each in times)
         bubble = once.get("bubble", 0.0)
         return sum(twice.values()) - twice.get("bubble", 0.0) - (sum(once.values()) - bubble) + bubble
 
@@ -125,8 +135,7 @@ class PlanEvaluator:
 
     def sharding_bound(self, split: MeshSplit, states: StateSharding) -> float:
         """Return a lower bound for plans of this split and sharding: the fastest recompute choice, with free memory."""
-        plan = self.space.plan(split, states, self.space.recompute_choices(split)[0])
-        return sum(step_time_of(self.job, self.cluster, plan).terms.values())
+        return self.bare_seconds(Candidate(split, states, "none"), self.space.recompute_choices(split)[0])
 
     def fitting_plan(self, candidate: Candidate, choice: RecomputeChoice) -> tuple[Plan, Memory] | None:
         """Return the plan and its memory if it fits, else None. Legality is checked later, for few plans."""

@@ -107,6 +107,7 @@ class Space:
         self._may_offload = True
         self._shardings: dict[tuple[int, int, bool, tuple[str, ...]], list[StateSharding]] = {}
         self._schedules: dict[int, tuple[tuple[str, tuple[int, ...]], ...]] = {}
+        self._recompute_choices: dict[tuple[MicrobatchSplit, int, bool], tuple[RecomputeChoice, ...]] = {}
         self._divisible: dict[tuple[int, int, int, str, tuple[str, ...]], bool] = {}
 
     @cached_property
@@ -228,10 +229,14 @@ class Space:
 
     def recompute_choices(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be recomputed. Where logits are large, each choice also comes with a chunked loss."""
-        microbatch, choices = split.microbatch, self._recomputes(split)
-        if not self.losses.can_chunk(microbatch.micro_batch, tp=microbatch.tp, pp=split.pp, cp=microbatch.cp):
-            return choices
-        return (*choices, *(choice._replace(loss=CHUNKED) for choice in choices))
+        microbatch = split.microbatch
+        key = microbatch, split.pp, split.schedule == "zero-bubble"
+        if (choices := self._recompute_choices.get(key)) is None:
+            choices = self._recomputes(split)
+            if self.losses.can_chunk(microbatch.micro_batch, tp=microbatch.tp, pp=split.pp, cp=microbatch.cp):
+                choices = *choices, *(choice._replace(loss=CHUNKED) for choice in choices)
+            self._recompute_choices[key] = choices
+        return choices
 
     def _recomputes(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be recomputed. A split backward (zero-bubble) allows nothing."""

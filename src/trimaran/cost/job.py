@@ -29,6 +29,10 @@ class Job:
     can_capture: bool = True
     isolates_documents: bool = False
 
+    def __hash__(self) -> int:
+        """Return the hash of a few fields: a search looks up thousands of results by job, and has few jobs."""
+        return hash((self.outline.name, self.seq_len, self.state_bytes))
+
     def positions(self, tower: Tower, plan: Plan) -> int:
         """Return how many positions of a micro-batch one rank processes in `tower`: its part of every sample.
 

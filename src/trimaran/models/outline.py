@@ -416,6 +416,10 @@ class Outline:
     max_seq_len: int = 0
     code: str = field(default="", compare=False)
 
+    def __hash__(self) -> int:
+        """Return the hash of a few fields: a search looks up thousands of results by outline, and has few outlines."""
+        return hash((self.name, self.max_seq_len))
+
     @property
     def num_parameters(self) -> int:
         return sum(tower.parameters for tower in self.towers)

@@ -50,13 +50,14 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     while the pipeline fills and drains. `offload` is the time for copies to and from the host that nothing hides.
     """
     rates, levels = rates_of(cluster.device, plan.precision, job.stack.time.sustained), _levels(cluster)
-    return _step_time(job, cluster, plan, stage_times_of(stage_inputs_of(job, rates, levels, plan)), rates, levels)
+    times = _joined_times(job, plan, stage_times_of(stage_inputs_of(job, rates, levels, plan)))
+    return _step_time(job, cluster, plan, times, rates, levels)
 
 
 def step_times_of(job: Job, cluster: Cluster, plan: Plan, counts: Sequence[int]) -> list[StepTime]:
     """Return the times of a step with so many micro-batches each: a micro-batch takes the same time in all of them."""
     rates, levels = rates_of(cluster.device, plan.precision, job.stack.time.sustained), _levels(cluster)
-    times = stage_times_of(stage_inputs_of(job, rates, levels, plan))
+    times = _joined_times(job, plan, stage_times_of(stage_inputs_of(job, rates, levels, plan)))
     plans = (plan.model_copy(update={"grad_accum": count}) for count in counts)
     return [_step_time(job, cluster, each, times, rates, levels) for each in plans]
 
@@ -64,7 +65,15 @@ def step_times_of(job: Job, cluster: Cluster, plan: Plan, counts: Sequence[int])
 def step_time_with(job: Job, cluster: Cluster, plan: Plan, times: StageTimes) -> StepTime:
     """Return the time of a step of which the times of the pipeline's ranks are known."""
     rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return _step_time(job, cluster, plan, times, rates, _levels(cluster))
+    return _step_time(job, cluster, plan, _joined_times(job, plan, times), rates, _levels(cluster))
+
+
+def _joined_times(job: Job, plan: Plan, times: StageTimes) -> StageTimes:
+    if plan.sharding == "none":
+        return times
+    slowest = with_joined_units(job, plan, times.slowest)
+    heaviest = slowest if times.heaviest is times.slowest else with_joined_units(job, plan, times.heaviest)
+    return StageTimes(slowest, heaviest, times.seconds)
 
 
 def _step_time(
@@ -72,10 +81,6 @@ def _step_time(
 ) -> StepTime:
     device, profile, count = cluster.device, job.stack.time, plan.grad_accum
     slowest, heaviest, all_ranks = times
-    if plan.sharding != "none":
-        is_one = heaviest is slowest
-        slowest = with_joined_units(job, plan, slowest)
-        heaviest = slowest if is_one else with_joined_units(job, plan, heaviest)
     forward, backward = _pass_seconds(job, plan, slowest, rates)
     exposed = {key: count * seconds for key, seconds in slowest.waits.items()}
     if plan.mesh.data > 1 or any(unit.splits_images for unit in heaviest.units):

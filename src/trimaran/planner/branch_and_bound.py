@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -297,14 +297,14 @@ def _try_offloads(
             cheaper = [choice for choice in cheaper if evaluator.offload_bound(candidate, choice) <= limit]
         if not cheaper or not _least_memory_fits(evaluator, candidate, cheaper):
             continue
-        fits = True
-        if candidate.offload == "activations":
-            cheaper = [
-                choice
-                for choice in cheaper
-                if evaluator.activation_offload_bound(split, choice) <= found_plans.best_seconds * TIE_RATIO
-            ]
-        choice = _add_fastest(space, evaluator, found_plans, candidate, cheaper)
+        fits, most = True, found_plans.best_seconds * TIE_RATIO
+        # The bound is expensive, and the first choices are often enough.
+        useful = (
+            choice
+            for choice in cheaper
+            if candidate.offload != "activations" or evaluator.activation_offload_bound(split, choice) <= most
+        )
+        choice = _add_fastest(space, evaluator, found_plans, candidate, useful)
         fitting = evaluator.fitting_plan(candidate, choice) if choice else None
         if (
             choice
@@ -375,7 +375,7 @@ def _add_fastest(
     evaluator: PlanEvaluator,
     found_plans: FoundPlans,
     candidate: Candidate,
-    choices: list[RecomputeChoice],
+    choices: Iterable[RecomputeChoice],
 ) -> RecomputeChoice | None:
     """Add the fastest recompute choice that fits and is legal, and return it. `choices` come by their lower bounds."""
     best_seconds, fastest = math.inf, None

@@ -57,8 +57,8 @@ COMMANDS = {
 
 COMMANDS_THAT_TRAIN = ("train", "resume")
 CLOSED_PIPE = 1
-# New objects before the garbage collector looks at them. With Python's default of 700 it takes a seventh of the time, and
-# finds next to nothing among imported modules and the plans of a search.
+# New objects before the garbage collector looks at them. With Python's default of 700 it takes a seventh of the time,
+# and finds next to nothing among imported modules and the plans of a search.
 COMMANDS_WITH_LITTLE_GARBAGE = ("plan", "predict", *COMMANDS_THAT_TRAIN)
 OBJECTS_PER_COLLECTION = 50_000
 

@@ -4,22 +4,22 @@ BIN := .venv/bin
 # Tests start hundreds of interpreters, which must find compiled modules even where the shell forbids to write them: to
 # compile ours takes each `trimaran train` two seconds.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-PARALLEL := --numprocesses=$(or $(JOBS),2) --dist=worksteal
+PARALLEL := --numprocesses=$(or $(JOBS),3) --dist=worksteal
 # Unit tests of more than 1.5 seconds a file: left out of the inner loop.
-LONGER := accuracy app_eval app_generate_text app_init app_messages app_plan app_report app_run_view app_session \
-	app_status_lines autopilot_controller autopilot_propose_changes autopilot_simulated calibrate_cpu \
-	case_studies checkpoint_crash checkpoint_dcp checkpoint_disk checkpoint_export checkpoint_parts \
-	checkpoint_pinned connection_guard data_loader data_loader_faults data_model_template data_samples \
-	data_vision detached doctor_health doctor_speed error_language export_formats fp8 fp8_blocks head_loss \
-	held_directory hf_facts hf_folders history_fit hub infer_engine_adapters infer_engine_parity k8s_client \
-	k8s_manifest launch_channel launch_ray_and_sky launch_store_relay long_lines long_run models_from_module \
-	models_outline_hf models_vlm mutated_inputs native_families nets_adapters nets_decoder nets_hf_build \
-	nets_hf_probe nets_hf_stages nets_hf_vlm nets_initialise nets_key_value_cache nets_mixtures nets_prediction \
-	nets_varlen_attention nets_vlm_model nets_vlm_weights nuscenes object_store parallel_memory peer_watch \
-	planner_adapter planner_captured_replicas planner_choose planner_emit_plans planner_loss_choices \
-	planner_memory_ladder planner_neighbours planner_predict_bulk planner_read_pins planner_risk planner_search \
-	precision radar recipes run_feed run_lease sidecar simulate_command simulate_job ssh_target start_imports \
-	towers train_optimizer tune_order viz viz_texts web_workshop
+LONGER := accuracy app_eval app_init app_plan app_report app_run_view app_session app_status_lines \
+	autopilot_controller autopilot_propose_changes autopilot_simulated calibrate_cpu case_studies checkpoint_crash \
+	checkpoint_dcp checkpoint_disk checkpoint_export checkpoint_parts checkpoint_pinned connection_guard \
+	core_parse_text data_loader data_loader_faults data_messy data_model_template data_model_tokenizer \
+	data_row_estimate data_sample_formats data_samples data_vision detached doctor_health doctor_speed error_language \
+	export_formats fp8 head_loss held_directory hf_facts hf_folders history_fit history_runs hub infer_engine_adapters \
+	infer_engine_choice infer_engine_images infer_engine_parity k8s_client k8s_manifest launch_channel \
+	launch_ray_and_sky launch_store_relay long_lines long_run models_from_module models_outline_hf models_vlm \
+	mutated_inputs native_families nets_hf_build nets_hf_probe nets_hf_stages nets_hf_vlm nets_initialise \
+	nets_key_value_cache nets_mixtures nets_prediction nets_vlm_model nets_vlm_weights nuscenes object_store \
+	parallel_memory peer_watch peft_format planner_adapter planner_captured_replicas planner_choose planner_emit_plans \
+	planner_loss_choices planner_memory_ladder planner_neighbours planner_predict_bulk planner_read_pins planner_risk \
+	planner_search radar recipes report_layout run_feed run_lease sidecar simulate_command simulate_job ssh_target \
+	start_imports towers train_optimizer tune_order viz viz_texts web_workshop
 # Runs through every launch target, on machines that are namespaces and loopback addresses of this one.
 TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray.py fault/test_launch_sky.py \
 	fault/test_preflight_nodes.py fault/test_elastic_nodes.py chaos/test_own_disks.py
@@ -28,7 +28,7 @@ TARGETS := e2e/test_launch_ssh.py slurm fault/test_pods.py fault/test_launch_ray
 
 help:
 	@echo "make demo       environment, then plan and train the default recipe on this machine"
-	@echo "make test       environment, then all tests that guard a change, in two processes; JOBS=4 for more"
+	@echo "make test       environment, then all tests that guard a change, in three processes; JOBS=4 for more"
 	@echo "make test-fast  the inner loop: the shorter unit tests (two minutes)"
 	@echo "make twice      what compares printed numbers, beside another build's standard library; runs in CI"
 	@echo "make slow       before a release: grids and long cases"

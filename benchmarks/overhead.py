@@ -35,10 +35,13 @@ from trimaran.parallel import autocast, build_mesh
 from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.planner import choose
 from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.train.build import build_networks, build_stepper, build_worker_parts
+from trimaran.train.build import build_worker_parts
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.rank_context import read_context
+from trimaran.train.rank_networks import build_networks
+from trimaran.train.steppers.engine import build_stepper
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.steppers.update import multiply_gradients
 
@@ -123,7 +126,7 @@ def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDi
         link = SupervisorLink(
             rank_memories=(os.memfd_create("rank-memory"),)
         )  # memory that a supervisor would own, so that memory copies are made
-        agent = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ), link=link)
+        agent = build_worker_parts(read_context(run, rank_info, journal, cache=cache_folder(os.environ), link=link))
         peer = BareLoop(recipe, run.read_plan(), rank_info)
         with agent.trainer.loader_from(0) as loader:
             turns = TakingTurns(loader, peer, turn)

@@ -32,7 +32,15 @@ from trimaran.core import Plan, Recipe
 from trimaran.data import DataShare, StepBatch, text_batch
 from trimaran.optim import learning_rate
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.train import MAY_BE_UNUSED, StepClock, build_networks, build_stepper, join_process_group, read_rank_info
+from trimaran.train import (
+    MAY_BE_UNUSED,
+    StepClock,
+    build_networks,
+    build_stepper,
+    features_of,
+    join_process_group,
+    read_rank_info,
+)
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 SEGMENT_STEPS = 2
@@ -163,7 +171,8 @@ def _train(
         join_process_group(rank_info)
     ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     networks = build_networks(recipe, plan, rank_info, ranks)
-    stepper = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
+    clock, features = StepClock(rank_info.device), features_of(plan, recipe)
+    stepper = build_stepper(networks, recipe.train, plan, ranks, clock, features=features)
     stepper.set_training(True)
     state = stepper.state(recipe.train)
     if after is not None:

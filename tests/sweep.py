@@ -44,7 +44,7 @@ from trimaran.data import DataShare, TokenFeed, TokenShards, prepare, split
 from trimaran.nets import hf_stages, hf_vlm
 from trimaran.run import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
-from trimaran.train.health import first_loss
+from trimaran.train.features import first_loss
 
 IMPORTED_ONCE = hf_stages, hf_vlm, first_loss  # which ranks import when they need them
 STEPS, BATCH, SEQ_LEN, LR, EPS, BETAS = 4, 4, 32, 1e-2, 1e-3, (0.9, 0.95)

@@ -161,6 +161,7 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
     from trimaran.train.checkpointing import checkpoint_backend  # noqa: PLC0415
     from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415
     from trimaran.train.process.supervisor_link import SupervisorLink  # noqa: PLC0415
+    from trimaran.train.rank_context import read_context  # noqa: PLC0415
 
     checkpoint_backend._refuse_small_disk = lambda *_, **_options: None
 
@@ -170,7 +171,8 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
         join_process_group(rank_info)
         link = SupervisorLink(rank_memories=(os.memfd_create("rank-memory"),) if copies else ())
         with Journal(run, 0) as journal:
-            trainer = build_worker_parts(run, rank_info, journal, cache=cache_folder(os.environ), link=link).trainer
+            context = read_context(run, rank_info, journal, cache=cache_folder(os.environ), link=link)
+            trainer = build_worker_parts(context).trainer
             if timer is not None:
                 loader_from = trainer.loader_from
                 trainer.loader_from = lambda start: TimedBatches(loader_from(start), timer, trainer.clock.restart)

@@ -19,7 +19,7 @@ from trimaran.autopilot import settings_of, undo_of
 from trimaran.core import Plan
 from trimaran.parallel import RECOMPUTED_ATTRIBUTE
 from trimaran.parallel.axes import ddp, fsdp
-from trimaran.train.change import apply_change, rebuild, staged_state
+from trimaran.train.features.live_change import apply_change, rebuild, staged_state
 
 STEPS = 12
 

@@ -18,7 +18,7 @@ from trimaran.data import BF16, BadSampleError, FeatureCache
 from trimaran.nets import VisionTower
 from trimaran.run import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
-from trimaran.train.inputs.vision_features import refuse_trained_tower
+from trimaran.train.features.vision_features import refuse_trained_tower
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,13 @@ from trimaran.train import (
     StepDecision,
     Updater,
     build,
+    instruments,
     read_rank_info,
     run_worker,
 )
+from trimaran.train.features.compressed_gradients import CompressedGradients
 from trimaran.train.health import guard
+from trimaran.train.steppers import torch_engine
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 BAD = 4  # the step that goes wrong
@@ -129,13 +132,13 @@ def plant(fault: Fault, grad_accum: int) -> None:
 
 def watch_optimizer() -> list[Optimizer]:
     """Return a list that gets the optimizer of this process once it is built."""
-    build_optimizer, built = build.build_optimizer, list[Optimizer]()
+    build_optimizer, built = torch_engine.build_optimizer, list[Optimizer]()
 
     def noted(*args: Any, **options: Any) -> Optimizer:
         built.append(build_optimizer(*args, **options))
         return built[-1]
 
-    build.build_optimizer = noted
+    torch_engine.build_optimizer = noted
     return built
 
 
@@ -147,8 +150,8 @@ def watch_updates() -> list[tuple[bool, bool]]:
         (optimizer,) = built
         weights = [local_part(each) for group in optimizer.param_groups for each in group["params"]]
         moments = [local_part(each) for state in optimizer.state.values() for each in state.values()]
-        feedback = updater.compressor.feedback() if updater.compressor else {}
-        unsent = [each for tensors in feedback.values() for each in tensors.accepted.values()]
+        feedback = (part.compressor.feedback() for part in updater.parts if isinstance(part, CompressedGradients))
+        unsent = [each for state in feedback for tensors in state.values() for each in tensors.accepted.values()]
         return [each.detach().clone() for each in (*weights, *moments, *unsent)]
 
     def watched(updater: Updater, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -174,7 +177,7 @@ def train_with(
     """Train with the fault; return the exit code and what `watch_updates` saw."""
     run, rank_info = RunDirectory(path), read_rank_info(os.environ)
     guard.MIN_GOOD_STEPS = min_good_steps  # pyrefly: ignore[bad-assignment]
-    build.build_loss_scale = steady_scale
+    instruments.build_loss_scale = steady_scale
     if fault is not None and fault.rank == rank_info.rank:
         plant(fault, run.read_plan().grad_accum)
     updates = watch_updates()
@@ -384,7 +387,7 @@ def train_with_a_flipped_bit(path: Path) -> int:
         return answer
 
     Updater.update = flipping  # pyrefly: ignore[bad-assignment]
-    build.ReplicaCheck = partial(ReplicaCheck, every=2)  # pyrefly: ignore[bad-assignment]
+    instruments.ReplicaCheck = partial(ReplicaCheck, every=2)  # pyrefly: ignore[bad-assignment]
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE)
 
 

@@ -29,7 +29,8 @@ from trimaran.data import (
 )
 from trimaran.run import RunDirectory
 from trimaran.train import loader_wait, read_rank_info, run_worker
-from trimaran.train.inputs import rank_loader, vision_features
+from trimaran.train.features import vision_features
+from trimaran.train.inputs import rank_loader
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from trimaran.nets import Network
 from trimaran.run import RunDirectory, create_run
 from trimaran.train import build, read_rank_info, run_worker
-from trimaran.train.health import nonfinite_search
+from trimaran.train.features import nonfinite_search
 
 BAD = 3
 

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.optim import INITIAL_SCALE
 from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.train import build, build_worker_parts, join_process_group, read_rank_info, run_worker
+from trimaran.train import WorkerParts, build_worker_parts, join_process_group, read_context, read_rank_info, run_worker
 
 PLANS = {
     "one-process": {},
@@ -90,7 +90,7 @@ def test_only_fp16_reports_a_loss_scale(workspace: Path) -> None:
     assert not any("loss_scale" in line for line in fp32(workspace, "tiny"))
 
 
-def full_weights(parts: build.WorkerParts) -> np.ndarray:
+def full_weights(parts: WorkerParts) -> np.ndarray:
     parameters = (each.detach() for each in parts.networks[0].module.parameters())
     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
     return torch.cat([each.flatten() for each in whole]).numpy()
@@ -106,7 +106,7 @@ def overflow_on_one_rank(run: RunDirectory, cache: Path) -> list[tuple[float, fl
         logits.register_hook(lambda gradient: gradient * (1e6 if overflows[0] else 1))
 
     with Journal(run, rank_info.rank) as journal:
-        parts = build_worker_parts(run, rank_info, journal, cache=cache)
+        parts = build_worker_parts(read_context(run, rank_info, journal, cache=cache))
         parts.networks[0].module.get_submodule("lm_head").register_forward_hook(blow_up)
         stepper = parts.trainer.stepper
         with parts.trainer.loader_from(0) as loader:

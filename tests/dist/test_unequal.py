@@ -17,7 +17,8 @@ from tests.parity import assert_same_trajectory, train_run, train_trajectory, tr
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
 from trimaran.run import RunDirectory, create_run
-from trimaran.train import measure_rows, read_rank_info, run_worker
+from trimaran.train import read_rank_info, run_worker
+from trimaran.train.features import measure_rows
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 PLANS: dict[str, dict[str, Any]] = {

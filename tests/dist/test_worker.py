@@ -23,7 +23,7 @@ from trimaran.core import Bytes, Plan, Recipe, UserError
 from trimaran.data import Sequences, TokenSample, position
 from trimaran.nets import initialise
 from trimaran.run import HeartbeatBoard, RunDirectory, Section, create_run, refuse_full_disk
-from trimaran.train import HoldoutEvaluator, SupervisorLink, build, read_rank_info, run_worker
+from trimaran.train import HoldoutEvaluator, SupervisorLink, rank_networks, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
@@ -251,7 +251,7 @@ def run_rank_with_nan_weight(path: Path, cache: Path) -> int:
         with torch.no_grad():
             next(module.parameters()).fill_(float("nan"))
 
-    build.initialise = initialise_with_nan
+    rank_networks.initialise = initialise_with_nan
     return run_rank(path, cache)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.fault import plugin  # noqa: F401 - the pause of every step
-from trimaran.train.change import apply_change, rebuild
+from trimaran.train.features.live_change import apply_change, rebuild
 
 build_empty_networks = rebuild.build_empty_networks
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.fault import plugin as _plugin  # noqa: F401 - the pause of each step
 from trimaran.train import ElasticLoop, ElasticOuter, Membership, PlainStepper, Trainer
-from trimaran.train.elastic import elastic_loop
+from trimaran.train.features.elastic import elastic_loop
 
 RANK, START = os.environ["RANK"], os.environ["TRIMARAN_REPLICA_START"]
 FAULTS = [each.split(":") for each in os.environ.get("TRIMARAN_TEST_REPLICA_FAULTS", "").split(",") if each]

@@ -21,7 +21,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trimaran.core import Plan, Recipe
 from trimaran.data import Loader, StepBatch
 from trimaran.run import Journal, create_run
-from trimaran.train import RankInfo, SupervisorLink, build_worker_parts, join_process_group, read_rank_info
+from trimaran.train import (
+    RankInfo,
+    SupervisorLink,
+    build_worker_parts,
+    join_process_group,
+    read_context,
+    read_rank_info,
+)
 
 WARM_STEPS, PROFILED_STEPS = 12, 8  # after the warm-up the copy interval is fixed and everything is compiled
 MARK = "a step begins"
@@ -115,9 +122,8 @@ def profile_plan(name: str, folder: Path, rank_info: RankInfo, cache: Path) -> d
     trace, rank_memory = run.path / "trace.json", os.memfd_create("rank-memory")
     with Journal(run, 0) as journal:
         # With a rank memory, as under a supervisor: a copy of the state goes to memory after every step.
-        parts = build_worker_parts(
-            run, rank_info, journal, cache=cache, link=SupervisorLink(rank_memories=(rank_memory,))
-        )
+        link = SupervisorLink(rank_memories=(rank_memory,))
+        parts = build_worker_parts(read_context(run, rank_info, journal, cache=cache, link=link))
         refused = ""
         with parts.trainer.loader_from(0) as loader:
             profiled_loader = ProfiledLoader(loader, trace)

@@ -18,7 +18,7 @@ from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import RankMesh, TrainedParameters, apply_fp8, autocast, build_mesh, override_precision
 from trimaran.run import create_run
-from trimaran.train import StepClock, Updater, join_process_group, read_rank_info
+from trimaran.train import Updater, join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu
 
@@ -123,9 +123,8 @@ def test_an_fp32_head_is_fp32_on_a_gpu() -> None:
 def test_a_bf16_update_never_synchronizes(ranks: RankMesh) -> None:
     network = network_on_gpu()
     parameters = list(network.module.parameters())
-    clock = StepClock(torch.device("cuda"))
     trained, optimizer = TrainedParameters({"language": parameters}), torch.optim.AdamW(parameters, fused=True)
-    updater = Updater(optimizer, ranks, clock, trained=trained, clip_norm=1.0)
+    updater = Updater(optimizer, ranks, trained=trained, clip_norm=1.0)
     loss = torch.ones((), device="cuda")
     for mode in ("default", "error"):  # the first step initializes NCCL and the optimizer
         gradients(network, PLANS["bf16"])

@@ -21,6 +21,7 @@ from trimaran.train import (
     WorkerParts,
     build_worker_parts,
     join_process_group,
+    read_context,
     read_rank_info,
 )
 
@@ -62,7 +63,7 @@ def train(folder: Path, plan: dict[str, Any], change: Any = None, **sections: An
     tree = {"train": {"steps": STEPS, "global_batch": 8, "save": False, "sample": {"tokens": 0}}, **sections}
     run = create_run(folder / f"run-{len(list(folder.iterdir()))}", Recipe.model_validate(tree), Plan(**plan))
     with Journal(run, 0) as journal:
-        parts = build_worker_parts(run, read_rank_info({}), journal, cache=folder.parent / "cache")
+        parts = build_worker_parts(read_context(run, read_rank_info({}), journal, cache=folder.parent / "cache"))
         if change is not None:
             change(parts)
         parts.trainer.train(parts.trainer.checkpointer.resume())

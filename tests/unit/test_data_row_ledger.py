@@ -8,6 +8,7 @@ import pytest
 from trimaran.data import DataShare, Deal, RowLedger, spans_of
 
 EVERY = 4
+ONE_RANK = DataShare(rank=0, dp=1, micro_batch=2, grad_accum=1)
 
 
 def ledger(*, micro_batch: int = 2, grad_accum: int = 1, dp: int = 1, replicas: int = 3) -> RowLedger:
@@ -17,9 +18,9 @@ def ledger(*, micro_batch: int = 2, grad_accum: int = 1, dp: int = 1, replicas: 
     return made
 
 
-def rows_of(each: RowLedger, member: int, steps: range) -> list[int]:
+def rows_of(each: RowLedger, member: int, steps: range, share: DataShare = ONE_RANK) -> list[int]:
     """Return the rows of all ranks of a replica, in these steps."""
-    return each.dealt_share(member).rows_of(steps, range(each.share.dp)).ravel().tolist()
+    return each.dealt_share(member, share).rows_of(steps, range(share.dp)).ravel().tolist()
 
 
 @pytest.mark.parametrize(("dp", "grad_accum"), [(1, 1), (2, 1), (1, 3), (2, 2)])
@@ -29,8 +30,9 @@ def test_a_healthy_run_has_the_rows_of_one_that_is_not_elastic(dp: int, grad_acc
         for member in range(3):
             for rank in range(dp):
                 plain = DataShare(rank=member * dp + rank, dp=3 * dp, micro_batch=2, grad_accum=grad_accum)
+                share = DataShare(rank=rank, dp=dp, micro_batch=2, grad_accum=grad_accum)
                 steps = range(step, step + EVERY)
-                ours = each.dealt_share(member).rows_of(steps, [rank])
+                ours = each.dealt_share(member, share).rows_of(steps, [rank])
                 assert ours.tolist() == plain.rows_of(steps, [plain.rank]).tolist()
         before = each.deal
         assert each.synchronise(step + EVERY, range(3), range(3)) == 0
@@ -63,11 +65,12 @@ def test_a_lost_replica_that_had_rows_of_a_lost_one_returns_them_again() -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_every_row_counts_once_whoever_is_lost_and_joins(seed: int) -> None:
     chance, each = random.Random(seed), ledger(micro_batch=3, grad_accum=2, dp=2)
+    two_ranks = DataShare(rank=0, dp=2, micro_batch=3, grad_accum=2)
     members, consumed = [0, 1, 2], list[int]()
     for step in range(0, 20 * EVERY, EVERY):
         survivors = [member for member in members if chance.random() > 0.3] or [chance.choice(members)]
         for member in survivors:
-            consumed += rows_of(each, member, range(step, step + EVERY))
+            consumed += rows_of(each, member, range(step, step + EVERY), two_ranks)
         members = sorted({*survivors, *(member for member in range(3) if chance.random() > 0.5)})
         each.synchronise(step + EVERY, survivors, members)
     waiting = [row for start, stop in each.returned for row in range(start, stop)]

@@ -68,11 +68,11 @@ class DealtShare(DataShare):
 class RowLedger:
     """Deals out rows from one synchronisation to the next; every rank has the same. `state` is saved in checkpoints.
 
-    `share` is the part of this rank in its replica's rows.
+    `share` is the part of any rank in the rows of its replica.
     """
 
     def __init__(self, share: DataShare, *, global_batch: int) -> None:
-        self.share, self._global_batch = share, global_batch
+        self._share, self._global_batch = share, global_batch
         self.next_row, self.returned = 0, Spans()
         self.deal: Deal | None = None
 
@@ -90,7 +90,7 @@ class RowLedger:
         places = np.arange((step - deal.first_step) * len(deal.members) * deal.rows_per_step)
         lost = [each for each in deal.members if each not in contributed]
         steps = range(deal.first_step, step)
-        again = [self._share(deal, each).rows_of(steps, range(self.share.dp)).ravel() for each in lost]
+        again = [_dealt(self._share, deal, each).rows_of(steps, range(self._share.dp)).ravel() for each in lost]
         num_left = max(0, sum(stop - start for start, stop in deal.returned) - len(places))
         left = deal.rows(np.arange(len(places), len(places) + num_left))
         self.next_row = deal.next_row + max(0, len(places) - sum(stop - start for start, stop in deal.returned))
@@ -98,9 +98,9 @@ class RowLedger:
         self._deal(step, members)
         return sum(len(each) for each in again)
 
-    def dealt_share(self, member: int) -> DealtShare:
-        """Return this rank's part of the rows of its replica."""
-        return self._share(self._current, member)
+    def dealt_share(self, member: int, share: DataShare) -> DealtShare:
+        """Return the part of the rank with this share in the rows of its replica, `member`."""
+        return _dealt(share, self._current, member)
 
     def continues(self, before: Deal) -> bool:
         """Return whether the deal is what `before` said about the same steps, as batches loaded ahead need it."""
@@ -131,21 +131,21 @@ class RowLedger:
         self.deal = Deal(
             first_step=step,
             members=tuple(sorted(members)),
-            rows_per_step=self.share.global_batch,
+            rows_per_step=self._share.global_batch,
             next_row=self.next_row,
             returned=self.returned,
         )
 
-    def _share(self, deal: Deal, member: int) -> DealtShare:
-        share = self.share
-        return DealtShare(
-            rank=share.rank,
-            dp=share.dp,
-            micro_batch=share.micro_batch,
-            grad_accum=share.grad_accum,
-            deal=deal,
-            member=member,
-        )
+
+def _dealt(share: DataShare, deal: Deal, member: int) -> DealtShare:
+    return DealtShare(
+        rank=share.rank,
+        dp=share.dp,
+        micro_batch=share.micro_batch,
+        grad_accum=share.grad_accum,
+        deal=deal,
+        member=member,
+    )
 
 
 def spans_of(rows: np.ndarray) -> Spans:

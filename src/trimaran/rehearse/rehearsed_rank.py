@@ -18,6 +18,7 @@ from trimaran.core import Plan, Recipe
 from trimaran.core.comm_axes import DATA_AXES
 from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
+from trimaran.optim.loss_scale import build_loss_scale
 from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import RankMesh
 from trimaran.rehearse.absent_ranks import without_other_ranks
@@ -25,17 +26,15 @@ from trimaran.rehearse.pass_recorder import PassRecorder, recorded_passes
 from trimaran.rehearse.rank_task import MeasuredRank
 from trimaran.rehearse.rehearsal_group import BACKEND, register_backend
 from trimaran.rehearse.tensor_peak import TensorPeak, measured_tensors
-from trimaran.train.build import (
-    build_loader,
-    build_networks,
-    build_stepper,
-    build_torch_loss_scale,
-)
 from trimaran.train.fake_ranks import fake_rank
+from trimaran.train.features.table import features_of
 from trimaran.train.health.guard import Guard
+from trimaran.train.inputs.rank_loader import build_loader
 from trimaran.train.inputs.training_data import load_training_data
 from trimaran.train.metrics.step_clock import ReadSeconds, StepClock
 from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.rank_networks import build_networks
+from trimaran.train.steppers.engine import build_stepper
 
 # Steps before the measured ones: the first creates compiled code and the optimizer's states. CUDA graphs are captured
 # in the fourth.
@@ -124,9 +123,10 @@ class _RankRun:
         recipe, plan, ranks = self._recipe, self._plan, self._ranks
         networks = build_networks(recipe, plan, self._info, ranks)
         data = load_training_data(recipe, networks[0], share_of(plan, ranks.data_rank), cache=cache)
-        guard = Guard(recipe.faults, loss_scale=build_torch_loss_scale(plan, recipe.train))
+        guard = Guard(recipe.faults, loss_scale=build_loss_scale(plan, recipe.train))
         self._stepper = build_stepper(networks, recipe.train, plan, ranks, self._clock, guard, data.objective,
-                                      groups_every=recipe.telemetry.details_every)  # fmt: skip
+                                      groups_every=recipe.telemetry.details_every,
+                                      features=features_of(plan, recipe))  # fmt: skip
         # In the first steps of a run checksums of all its state are computed, later of so much as takes 1 % of a step:
         # none are in a rehearsal, so that its steps are like later ones.
         self._stepper.set_training(True)

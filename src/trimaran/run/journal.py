@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -38,7 +38,7 @@ class Journal:
         self._events = LineWriter(run.events(rank), reserve=run.reserve)
         writes = rank == first_rank
         self._metrics = LineWriter(run.metrics, max_kept_bytes=METRICS_KEPT_BYTES) if writes else None
-        self.held: list[StepMetrics] | None = None  # lines that are not written yet, if lines are to be held
+        self._held: list[StepMetrics] | None = None  # lines that are not written yet, if lines are to be held
         if writes:
             with contextlib.suppress(OSError):  # a run has this file from its start; a full disk is reported later
                 append_regular_file(run.metrics).close()
@@ -53,10 +53,20 @@ class Journal:
     def step(self, metrics: StepMetrics) -> None:
         """Write one line of `metrics.jsonl`. Ranks other than 0 write nothing."""
         self._events.flush(at_once=False)
-        if self.held is not None:
-            self.held.append(metrics)
+        if self._held is not None:
+            self._held.append(metrics)
         elif self._metrics is not None:
             self.write_line(metrics)
+
+    def hold_lines(self) -> list[StepMetrics]:
+        """Write no lines from now on; return those that were held since the last call."""
+        held, self._held = self._held or [], []
+        return held
+
+    @property
+    def held(self) -> Sequence[StepMetrics]:
+        """The lines that are held."""
+        return self._held or ()
 
     def write_line(self, metrics: StepMetrics) -> None:
         """Write a line that was held. Only the replica whose turn it is does so."""

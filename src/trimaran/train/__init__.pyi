@@ -1,29 +1,25 @@
 """Public names of `trimaran.train`, and the modules that they come from. They are imported on first use."""
 
 from .agreement import LoopExit as LoopExit, StepDecision as StepDecision, StopRequest as StopRequest
-from .async_sgd.async_stepper import AsyncStepper as AsyncStepper
-from .async_sgd.batch_counter import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
-from .build import (
-    WorkerParts as WorkerParts, build_networks as build_networks, build_stepper as build_stepper,
-    build_worker_parts as build_worker_parts, refuse_unsavable as refuse_unsavable,
-)
+from .features.async_sgd.async_stepper import AsyncStepper as AsyncStepper
+from .features.async_sgd.batch_counter import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
+from .build import WorkerParts as WorkerParts, build_worker_parts as build_worker_parts
 from .build_check import check_build as check_build
-from .change.change_file import ChangeFile as ChangeFile
-from .change.process_groups import known_groups as known_groups
+from .change_file import ChangeFile as ChangeFile
+from .features.live_change.process_groups import known_groups as known_groups
 from .checkpointing.base_hashing import assigned_files as assigned_files, file_holders as file_holders
 from .checkpointing.checkpointer import Checkpointer as Checkpointer
-from .checkpointing.restore import MAY_BE_UNUSED as MAY_BE_UNUSED
 from .checkpointing.save_interval import (
     CopySchedule as CopySchedule, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
     SaveSchedule as SaveSchedule, copy_every as copy_every, is_review as is_review,
     max_repeated_steps as max_repeated_steps, save_interval as save_interval,
 )
-from .checkpointing.training_state import TrainingState as TrainingState
-from .elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
-from .elastic.elastic_outer import ElasticOuter as ElasticOuter
-from .elastic.membership import Membership as Membership
-from .elastic.replica import Replica as Replica, check_replica as check_replica
-from .elastic.replica_group import run_until as run_until
+from .checkpointing.training_state import MAY_BE_UNUSED as MAY_BE_UNUSED, TrainingState as TrainingState
+from .features.elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
+from .features.elastic.elastic_outer import ElasticOuter as ElasticOuter
+from .features.elastic.membership import Membership as Membership
+from .features.elastic.replica import Replica as Replica, check_replica as check_replica
+from .features.elastic.replica_group import run_until as run_until
 from .evaluate import (
     HoldoutEvaluator as HoldoutEvaluator, MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS, SampleAnswer as SampleAnswer,
     decode_answers as decode_answers, generate_answers as generate_answers,
@@ -53,7 +49,7 @@ from .loss.head_loss import (
 )
 from .loss.objective import LanguageObjective as LanguageObjective, LossSums as LossSums, Objective as Objective
 from .loss.perception_objective import PerceptionObjective as PerceptionObjective, box_targets as box_targets
-from .measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
+from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
 from .metrics.group_norms import GroupMeter as GroupMeter
 from .metrics.memory_snapshot import is_out_of_memory as is_out_of_memory
 from .metrics.meters import (
@@ -81,8 +77,12 @@ from .process.rank_info import (
 )
 from .process.supervisor_link import NO_SUPERVISOR as NO_SUPERVISOR, SupervisorLink as SupervisorLink
 from .process.token_store import TokenStore as TokenStore
-from .steppers.deepspeed_state import regions_of_range as regions_of_range
-from .steppers.deepspeed_stepper import load_deepspeed as load_deepspeed
+from .features.table import features_of as features_of
+from .features.deepspeed.deepspeed_state import regions_of_range as regions_of_range
+from .features.deepspeed.deepspeed_stepper import load_deepspeed as load_deepspeed
+from .rank_context import RankContext as RankContext, read_context as read_context
+from .rank_networks import build_networks as build_networks, refuse_unsavable as refuse_unsavable
+from .steppers.engine import build_stepper as build_stepper
 from .steppers.step_graphs import (
     EAGER_STEPS as EAGER_STEPS, StepGraphs as StepGraphs, has_known_code as has_known_code,
     host_random_states as host_random_states, signature_of as signature_of,

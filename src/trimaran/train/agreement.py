@@ -69,8 +69,8 @@ class LoopExit:
 
     `rewind`: restore the state of `step` or of an earlier step and train again; `refusal` says why. `numeric`: a loss
     or a gradient was bad and the run cannot continue. `data`: too many samples were bad. `change`: another plan was
-    requested, see `train/change`. `leave`: this elastic replica ends, and the others go on. `pause`: the steps that
-    `Trainer.train` was asked for are done, but not all steps.
+    requested, see `train/features/live_change`. `leave`: this elastic replica ends, and the others go on. `pause`: the
+    steps that `Trainer.train` was asked for are done, but not all steps.
     """
 
     reason: Literal["done", "stop", "rewind", "numeric", "data", "change", "leave", "pause"]
@@ -122,7 +122,7 @@ class StopRequest:
 class RunRequests:
     """What people and programs ask of a running run: to stop, and to change its plan.
 
-    `change` says after a step whether this rank asks for another plan, see `train/change`.
+    `change` says after a step whether this rank asks for another plan, see `train/features/live_change`.
     """
 
     stop: StopRequest

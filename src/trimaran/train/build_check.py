@@ -7,8 +7,8 @@ from trimaran.core import Plan, Recipe
 from trimaran.core.optional_packages import refuse_missing_packages
 from trimaran.nets.network import WeightsNeededError
 from trimaran.planner.question import isolates_documents
-from trimaran.train.build import refuse_unsavable
 from trimaran.train.fake_ranks import META, build_fake_rank, fake_rank
+from trimaran.train.rank_networks import refuse_unsavable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

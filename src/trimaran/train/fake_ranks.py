@@ -18,8 +18,8 @@ from trimaran.core import Plan, Recipe
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.mesh import forget_meshes
-from trimaran.train.build import build_networks
 from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.rank_networks import build_networks
 
 META = torch.device("meta")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trimaran.core import Recipe
+from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
 from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepDecision
@@ -22,14 +23,19 @@ from trimaran.train.steppers.stepper import Stepper
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Trains with parts that are already built; `_run_steps` is the training loop."""
+    """Trains with parts that are already built; `_run_steps` is the training loop.
+
+    `feed` returns the training data without quarantined samples. `after_step` saves the state, if it is due.
+    """
 
     recipe: Recipe
     device: torch.device
     loader_from: Callable[[int], AbstractContextManager[Loader]]
+    feed: Callable[[], BatchFeed]
     stepper: Stepper
     evaluator: HoldoutEvaluator
     checkpointer: Checkpointer
+    after_step: Callable[[int, StepDecision], None]
     recorder: StepRecorder
     check: StepCheck
     clock: StepClock
@@ -79,7 +85,7 @@ class Trainer:
                 self.clock.lap(
                     "data", then="checkpoint"
                 )  # the host's work since the update counts as data, saved or not
-                self.checkpointer.after_step(done, decision)
+                self.after_step(done, decision)
                 self.clock.lap("checkpoint", then="data")
             pending.append(PendingStep(step=done, lr=lr, read_numbers=read_numbers, host_time=self.clock.host_time(),
                                        read_seconds=self.clock.end_step(), read_details=self.stepper.details(),

@@ -9,42 +9,39 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from trimaran import __version__
-from trimaran.checkpoint.export_hf import save_network
-from trimaran.checkpoint.export_peft import AdapterFacts, save_adapter, whole_modules
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
 from trimaran.core.recipe_plugins import plugin_records
 from trimaran.data.loader import LoaderFault
-from trimaran.infer.generate import save_tokenizer
-from trimaran.models import model_folder
+from trimaran.parallel.apply import steps_of
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.connection_lost import GLOO_NOISE, find_refusal, says_connection_lost
 from trimaran.run.held_directory import HeldDirectory
 from trimaran.run.lease import take_lease
 from trimaran.run.reserve import fill_reserve, remove_reserve
-from trimaran.train.after_training import evaluate_and_sample, planned_parts
-from trimaran.train.agreement import LoopExit, StopRequest
-from trimaran.train.build import WorkerParts, build_worker_parts
-from trimaran.train.change.apply_change import PlanChanger
-from trimaran.train.change.change_file import ChangeFile
-from trimaran.train.checkpointing.checkpointer import Checkpointer, UnwrittenCheckpointError
-from trimaran.train.elastic.replica import Replica, check_replica, find_replica, join_replica
-from trimaran.train.health.bad_sample_limit import too_many_bad_samples
+from trimaran.train.agreement import StopRequest
+from trimaran.train.build import build_worker_parts
+from trimaran.train.change_file import ChangeFile
+from trimaran.train.checkpointing.checkpointer import UnwrittenCheckpointError
+from trimaran.train.end_run import end_run, end_without_saving, fail_numeric
+from trimaran.train.features.table import features_of
 from trimaran.train.metrics.step_clock import StartupTimer
+from trimaran.train.plain_rank import PlainRank
 from trimaran.train.process.agree_plugins import agree_on_plugins
 from trimaran.train.process.bind_cores import bind_cores
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
 from trimaran.train.process.rank_info import RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.process.torchrun_preflight import check_machines
+from trimaran.train.steppers.engine import ENGINES
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +61,14 @@ def run_worker(
     started = time.time()
     stop = StopRequest(run.stop_request if rank_info.rank == 0 else None)
     stop.listen()  # first of all: a stop may be requested while the parts are built
-    replica = find_replica(run, rank_info)
-    first_rank = replica.first_rank if replica else 0
+    rank = rank_of(run, rank_info, link)
     with (
-        Journal(run, rank_info.rank, attempt=link.attempt, first_rank=first_rank) as journal,
+        Journal(run, rank_info.rank, attempt=link.attempt, first_rank=rank.first_rank) as journal,
         HeartbeatThread(run, rank_info.rank, link),
     ):
         change_file = ChangeFile(run, journal, environment or {})
         try:
-            code, not_done = _train_rank(run, rank_info, journal, cache, link, stop, change_file, replica)
+            code, not_done = _train_rank(rank, journal, cache, stop, change_file)
         except UnwrittenCheckpointError as error:
             journal.event("error", cause="storage", **error.as_dict())
             return EXIT_AGAIN
@@ -157,209 +153,64 @@ def _error_cause(error: Exception) -> dict[str, Any]:
     return {"cause": "data", "sample_ids": error.sample_ids} if isinstance(error, LoaderFault) else {}
 
 
+def rank_of(run: RunDirectory, rank_info: RankInfo, link: SupervisorLink) -> PlainRank:
+    """Return the kind of rank that the plan asks for."""
+    try:
+        plan = run.read_plan()
+    except UserError:
+        return PlainRank(run, rank_info, link)  # whoever needs the plan says why it cannot be read
+    if not plan.is_elastic or plan.mesh.world_size != rank_info.world_size:
+        return PlainRank(run, rank_info, link)
+    from trimaran.train.features.elastic.elastic_rank import ElasticRank  # noqa: PLC0415  few runs are elastic
+    from trimaran.train.features.elastic.replica import replica_of  # noqa: PLC0415
+
+    return ElasticRank(run, rank_info, link, replica_of(plan, rank_info.rank))
+
+
+def import_for(run: RunDirectory) -> None:
+    """Import what the ranks of a run import when they apply its plan."""
+    plan, recipe = run.read_plan(), run.read_recipe()
+    for _ in steps_of(plan):
+        pass
+    features_of(plan, recipe)
+    import_module(ENGINES[plan.engine])
+    if plan.mesh.pp > 1:
+        import_module("trimaran.train.steppers.pipeline_stepper")
+    if plan.is_elastic:
+        import_module("trimaran.train.features.elastic.elastic_rank")
+
+
 def _train_rank(
-    run: RunDirectory,
-    rank_info: RankInfo,
-    journal: Journal,
-    cache: Path,
-    link: SupervisorLink,
-    stop: StopRequest,
-    change_file: ChangeFile,
-    replica: Replica | None = None,
+    rank: PlainRank, journal: Journal, cache: Path, stop: StopRequest, change_file: ChangeFile
 ) -> tuple[int, dict[str, str]]:
     """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
-    started, timer, of_run = time.monotonic(), StartupTimer(), rank_info
-    bound = bind_cores(rank_info.device) if rank_info.binds_cores else {}
-    if replica is not None:
-        check_replica(run.read_recipe(), link)
-        rank_info, link = replica.rank_info(of_run), replace(link, rank_memories=())
-        join_replica(replica, rank_info, link)
-    elif not dist.is_initialized():
-        join_process_group(rank_info, link)
+    started, timer, recipe = time.monotonic(), StartupTimer(), rank.run.read_recipe()
+    bound = bind_cores(rank.info.device) if rank.info.binds_cores else {}
+    rank.join()
     timer.lap("join")
-    here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank_info.device)}
-    here |= bound | ({"fork_server": link.note} if link.note else {})
-    recipe = run.read_recipe()
+    here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank.info.device)}
+    here |= bound | ({"fork_server": rank.link.note} if rank.link.note else {})
     here |= {"plugins": records} if (records := plugin_records(recipe)) else {}
-    journal.event("start", world_size=of_run.world_size, version=__version__, **here)
+    journal.event("start", world_size=rank.info.world_size, version=__version__, **here)
     agree_on_plugins(recipe)
-    ask: dict[str, Any] = {"stop": stop, "change_requested": change_file.is_requested} if replica is None else {}
-    parts = build_worker_parts(run, rank_info, journal, cache=cache, link=link, replica=replica, **ask)
+    parts = build_worker_parts(rank.context(journal, cache, stop, change_file))
     timer.lap("build")
-    elastic = None
-    if replica is not None:
-        from trimaran.train.elastic.elastic_loop import build_elastic_loop  # noqa: PLC0415  only elastic runs use it
-
-        elastic = build_elastic_loop(parts, replica, of_run.rank, stop, change_file)
-    start = elastic.start() if elastic is not None else _resume(parts)
+    training = rank.begin(parts, stop, change_file)
     timer.lap("keep")
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
     copies = parts.trainer.checkpointer.copy_memory
-    journal.event("ready", step=start, seconds=time.monotonic() - started, phases=phases, copies=copies)
-    if start == 0 and elastic is None and recipe.model.family == "hf" and recipe.train.check_first_loss:
-        _check_first_loss(parts)
-    change_file.step = start  # so that whoever asked can tell which of its requests failed
-    change_file.drop("the ranks were started again before this change was made")
-    changer = PlanChanger(parts, change_file)
+    journal.event("ready", step=training.start, seconds=time.monotonic() - started, phases=phases, copies=copies)
+    change_file.begin(training.start)
     del parts  # a change of the plan frees them
-    loop_exit = elastic.run(start) if elastic is not None else _run_loop(changer, change_file, start)
+    loop_exit = training.run()
     if loop_exit.reason == "leave":
-        return _end_without_saving(journal, loop_exit, started)
+        return end_without_saving(journal, loop_exit, started)
+    parts = training.owner.parts
     if loop_exit.reason == "rewind":
-        checkpointer = changer.parts.trainer.checkpointer
-        return _fail_numeric(journal, checkpointer, loop_exit, ", and there is no earlier state to restore"), {}
+        why = ", and there is no earlier state to restore"
+        return fail_numeric(journal, parts.trainer.checkpointer, loop_exit, why), {}
     change_file.drop("the run has ended", status="refused")
-    link.report_section("finish", loop_exit.step)
-    if elastic is not None and not elastic.saves_end():
-        return _end_without_saving(journal, loop_exit, started)
-    report_saved = elastic.membership.report_finished if elastic is not None else _report_nothing
-    return _end_run(changer.parts, loop_exit, started, report_saved)
-
-
-def _check_first_loss(parts: WorkerParts) -> None:
-    """Raise UserError if the first loss of a Hugging Face model is not that of transformers."""
-    from trimaran.train.health.first_loss import check_first_loss  # noqa: PLC0415  transformers takes seconds to import
-
-    context, trainer, data = parts.context, parts.trainer, parts.training_data
-    with context.link.section("load"):
-        check_first_loss(
-            context.recipe,
-            context.plan,
-            context.rank_info,
-            networks=parts.networks,
-            ranks=parts.ranks,
-            stepper=trainer.stepper,
-            objective=data.objective,
-            feed=data.training(trainer.check.guard.quarantine.ids),
-        )
-
-
-def _resume(parts: WorkerParts) -> int:
-    start = parts.trainer.checkpointer.resume()
-    parts.context.journal.resume(start)
-    return start
-
-
-def _report_nothing() -> None:
-    """Tell nobody: there are no other replicas that wait."""
-
-
-def _end_run(
-    parts: WorkerParts, loop_exit: LoopExit, started: float, report_saved: Callable[[], None]
-) -> tuple[int, dict[str, str]]:
-    """Save the end of training and do what follows it. `report_saved` is called once what must be saved is saved."""
-    run, rank_info = parts.context.run, parts.context.rank_info
-    journal, link = parts.context.journal, parts.context.link
-    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
-    not_saved = _save_last_checkpoint(parts, run, journal, rank_info, loop_exit) if loop_exit.weights_are_valid else ""
-    if loop_exit.reason != "done":
-        checkpointer.wait_until_uploaded(loop_exit.step)
-    if loop_exit.reason == "stop":
-        report_saved()
-        journal.event("stop", step=loop_exit.step, reason="asked to stop")
-        return EXIT_AGAIN, {}
-    if loop_exit.reason == "numeric":
-        return _fail_numeric(journal, checkpointer, loop_exit, not_saved), {}
-    if loop_exit.reason == "data":
-        raise too_many_bad_samples(trainer.check.guard.bad_samples, run, loop_exit.step)
-    if trainer.recipe.train.save:
-        _save_model(parts, run, journal, rank_info, loop_exit.step)
-    # From here on nothing fails the run, and the supervisor does not restart it.
-    journal.event("trained", step=loop_exit.step, next=planned_parts(parts))
-    link.report_saved()
-    report_saved()
-    not_done = evaluate_and_sample(parts, journal, loop_exit.step)
-    checkpointer.wait_until_uploaded(loop_exit.step)
-    facts: dict[str, Any] = {"seconds": time.monotonic() - started, "kept": checkpointer.totals()}
-    facts |= {"not_done": not_done} if not_done else {}
-    journal.event("done", step=loop_exit.step, steps=loop_exit.step, **facts)
-    return EXIT_DONE, not_done
-
-
-def _end_without_saving(journal: Journal, loop_exit: LoopExit, started: float) -> tuple[int, dict[str, str]]:
-    """End a rank of an elastic replica: another replica has saved the end of the run, or goes on."""
-    if loop_exit.reason in ("stop", "leave"):
-        reason = "asked to stop" if loop_exit.reason == "stop" else "this replica was asked to leave"
-        journal.event("stop", step=loop_exit.step, reason=reason)
-        return EXIT_AGAIN, {}
-    journal.event("done", step=loop_exit.step, steps=loop_exit.step, seconds=time.monotonic() - started)
-    return EXIT_DONE, {}
-
-
-def _run_loop(changer: PlanChanger, change_file: ChangeFile, start: int) -> LoopExit:
-    """Train from step `start` on, through rewinds and changes of the plan, and return the last exit.
-
-    It is that of a rewind only if there is no state to rewind to.
-    """
-    journal = changer.parts.context.journal
-    while True:
-        change_file.watch(changer.parts.trainer.checkpointer)
-        loop_exit = changer.parts.trainer.train(start)
-        if loop_exit.reason == "change":
-            loop_exit = changer.apply(loop_exit.step)
-        if loop_exit.reason not in ("rewind", "pause"):
-            return loop_exit
-        start = loop_exit.step
-        if loop_exit.reason == "rewind":
-            if (restored := changer.parts.trainer.checkpointer.rewind(loop_exit)) is None:
-                return loop_exit
-            start = restored
-            journal.event("rewind", step=loop_exit.step, to_step=start)
-            journal.resume(start)
-
-
-def _save_last_checkpoint(
-    parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, loop_exit: LoopExit
-) -> str:
-    """Save the last checkpoint. After a numeric failure, return why it could not be saved instead of raising.
-
-    The numeric failure is then the error to report.
-    """
-    try:
-        parts.trainer.checkpointer.finish(loop_exit.step)
-    except UserError as error:
-        if loop_exit.reason == "numeric":
-            return f"; {error.what}"
-        if loop_exit.reason == "done" and parts.trainer.recipe.train.save:
-            _try_save_model(parts, run, journal, rank_info, loop_exit.step)
-        raise
-    return ""
-
-
-def _fail_numeric(journal: Journal, checkpointer: Checkpointer, loop_exit: LoopExit, why: str = "") -> int:
-    """Write the `error` event of a numeric failure and return the exit code."""
-    assert loop_exit.refusal is not None
-    if not loop_exit.weights_are_valid:
-        checkpointer.refuse_later_checkpoints(loop_exit.refusal.good_step)
-    facts = loop_exit.refusal.as_dict() | {"step": loop_exit.step, "action": "stop"}
-    message = f"training failed: {loop_exit.refusal.reason}{why}"
-    journal.event("error", **facts, cause="numeric", type="Refused", message=message)
-    return EXIT_STUCK
-
-
-def _try_save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, step: int) -> None:
-    """Save the weights after the last checkpoint could not be written: they need less space than a checkpoint."""
-    try:
-        _save_model(parts, run, journal, rank_info, step)
-    except UserError as error:
-        log.warning("the weights could not be saved either: %s", error)
-
-
-def _save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, step: int) -> None:
-    """Save the trained weights; of a run with an adapter only the adapter, as a PEFT folder."""
-    started, section = time.monotonic(), parts.trainer.recipe.model
-    with parts.trainer.link.section("export", step) as report_progress:
-        where: dict[str, Any] = {"rank": rank_info.rank, "stages": parts.stages, "report_progress": report_progress}
-        add_files = partial(save_tokenizer, parts.training_data.tokenizer)
-        if (base := parts.base) is not None:
-
-            def facts() -> AdapterFacts:
-                modules = whole_modules(section, parts.networks[0])
-                return AdapterFacts(section=section, base=base.hashing.wait(report_progress), modules=modules)
-
-            save_adapter(parts.networks, run.model, facts, add_files=add_files, **where)
-        else:
-            origin = model_folder(section.path) if section.path else None
-            save_network(parts.networks, run.model, origin=origin, add_files=add_files, **where)
-    kind = {"adapter": section.adapter.kind} if section.adapter else {}
-    journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - started, **kind)
+    rank.link.report_section("finish", loop_exit.step)
+    if not training.saves_end():
+        return end_without_saving(journal, loop_exit, started)
+    return end_run(parts, loop_exit, started, training.report_saved)

@@ -109,7 +109,7 @@ class GradientCompressor:
     """Averages the gradients of replicas, bucket by bucket.
 
     The first collective of a bucket starts as soon as DDP has filled it. Others follow at the end of backward, in the
-    order of the buckets. `step` counts from 0; whoever trains sets it and the loss scale with `begin_step`.
+    order of the buckets. `step` counts from 0; whoever trains calls `begin_run`, and `begin_step` before each.
     """
 
     def __init__(
@@ -123,6 +123,10 @@ class GradientCompressor:
         self._open: list[tuple[Exchange, dist.Work]] = []
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._samples: list[tuple[Tensor, Gradients]] = []
+
+    def begin_run(self, seed: int) -> None:
+        """Say what random numbers depend on, besides the step."""
+        self.state.seed = seed
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
         """Say which step the next gradients are of, and what their loss was multiplied by."""

@@ -34,6 +34,10 @@ class ShardCompressor:
         self._squares: list[Tensor] = []  # of errors, and of exact sums
         self._calls: dict[str, int] = {}
 
+    def begin_run(self, seed: int) -> None:
+        """Say what random numbers depend on, besides the step."""
+        self.state.seed = seed
+
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
         """Say which step the next gradients are of. Nothing here depends on the loss scale."""
         self.state.step, self._squares, self._calls = step, [], {}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from trimaran.run import RunDirectory
 from trimaran.run.held_directory import descriptor_of
 from trimaran.run.lease import newest_term
 from trimaran.run.run_directory import MARKER
-from trimaran.train.checkpointing.base_hashing import BaseHashing
 from trimaran.train.checkpointing.save_interval import (
     CopySchedule,
     LossBound,
@@ -47,6 +46,9 @@ from trimaran.train.checkpointing.save_interval import (
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.process.token_store import supervisor_store
+
+if TYPE_CHECKING:
+    from trimaran.train.checkpointing.base_hashing import BaseHashing
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class BackendInputs:
     rank_memory: RankMemory
     recipe: Recipe
     plan: Plan
-    base: BaseHashing | None = None
+    base: "BaseHashing | None" = None
 
 
 def build_backend(

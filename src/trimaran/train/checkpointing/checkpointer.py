@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimaran.checkpoint.copier import Copier
 from trimaran.checkpoint.fetch_copies import open_node_copy
@@ -24,7 +24,6 @@ from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_jso
 from trimaran.run import Journal, RunDirectory, last_step
 from trimaran.run.reserve import DISK_REASONS
 from trimaran.train.agreement import LoopExit, StepDecision
-from trimaran.train.checkpointing.base_hashing import AdapterBase
 from trimaran.train.checkpointing.checkpoint_backend import (
     BackendInputs,
     bound_loss,
@@ -42,6 +41,9 @@ from trimaran.train.checkpointing.save_interval import (
 from trimaran.train.checkpointing.save_requests import event_fields, refuse_without_manifest, request_from_file
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
+
+if TYPE_CHECKING:
+    from trimaran.train.checkpointing.base_hashing import AdapterBase
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Checkpointer:
         state: CheckpointState,
         *,
         data: str = "",
-        base: AdapterBase | None = None,
+        base: "AdapterBase | None" = None,
         settings: tuple[Recipe, Plan] | None = None,
     ) -> None:
         """`data` is the digest of the training data, `base` is that of an adapter.
@@ -77,7 +79,7 @@ class Checkpointer:
         self._run, self._rank_info, self._journal, self._link, self._state = run, rank_info, journal, link, state
         self._recipe, self._plan = settings or (run.read_recipe(), run.read_plan())
         self._stride = self._plan.sync_every
-        self._has_begun = self.is_held = False  # held: an elastic replica saves after synchronisations, not steps
+        self._has_begun = False
         self.num_updates = 0  # how often `before_update` was called
         self._num_rewinds = 0
         self._wants_save = False
@@ -281,7 +283,7 @@ class Checkpointer:
 
     def after_step(self, step: int, decision: StepDecision) -> None:
         """Copy or save the state after `step` steps, if due. `decision` is what the ranks agreed on a step before."""
-        if not self._has_begun or self.is_held:
+        if not self._has_begun:
             return
         entered = time.perf_counter()
         self._step_seconds = (entered - self._returned_at) / self._stride

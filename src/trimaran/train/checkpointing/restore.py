@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.checkpoint.disk_source import DiskSource
@@ -33,15 +33,15 @@ from trimaran.core import Recipe, UserError, fixed_field_changes, parse_recipe
 from trimaran.models.base_digest import base_difference, changed_base
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.run import JsonlFollower, RunDirectory
-from trimaran.train.checkpointing.base_hashing import BaseHashing
-from trimaran.train.checkpointing.feedback_state import FEEDBACK_PREFIX
-from trimaran.train.checkpointing.replica_keys import OUTER_PREFIX, REPLICA_PREFIX
+from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED
+
+if TYPE_CHECKING:
+    from trimaran.train.checkpointing.base_hashing import BaseHashing
 
 log = logging.getLogger(__name__)
 
 Tier = Literal["memory", "disk", "store"]
 MAX_NAMED_CHECKPOINTS = 5
-MAY_BE_UNUSED = OUTER_PREFIX, REPLICA_PREFIX, FEEDBACK_PREFIX  # prefixes of states that another plan does not have
 Loading = tuple[CheckpointSource, Sequence[TensorShard]]
 
 
@@ -100,7 +100,7 @@ class Restorer:
         recipe: Recipe,
         *,
         data: str = "",
-        base: BaseHashing | None = None,
+        base: "BaseHashing | None" = None,
         own_disk: bool = False,
         open_store: Callable[[], StoreFetcher] | None = None,
     ) -> None:
@@ -357,7 +357,7 @@ def _refuse_other_recipe(manifest: Manifest, recipe: Recipe, path: Path) -> None
 
 
 def _refuse_other_base(
-    source: CheckpointSource, base: BaseHashing, where: str, report_progress: Callable[[], None]
+    source: CheckpointSource, base: "BaseHashing", where: str, report_progress: Callable[[], None]
 ) -> None:
     """Raise UserError if the adapter was trained on another base. Every rank must call it; rank 0 decides for all."""
     saved = broadcast_json(source.progress.get("base"))

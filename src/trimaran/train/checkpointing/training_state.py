@@ -1,7 +1,7 @@
 """The state of training that a checkpoint holds: parameters, buffers, optimizer states and counters, by name."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,13 +15,12 @@ from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.optim.split_weights import split_weight_of
-from trimaran.parallel.comm.compression import Compressor
-from trimaran.parallel.comm.outer_step import OuterState
 from trimaran.parallel.memory.disk_store import release_pages
-from trimaran.train.checkpointing.feedback_state import FeedbackState
-from trimaran.train.checkpointing.replica_keys import ReplicaKeys
 
 log = logging.getLogger(__name__)
+
+OUTER_PREFIX, REPLICA_PREFIX, FEEDBACK_PREFIX = "outer/", "replica-", "compression/"
+MAY_BE_UNUSED = OUTER_PREFIX, REPLICA_PREFIX, FEEDBACK_PREFIX  # prefixes of states that another plan does not have
 
 
 class TrainingCounter(Protocol):
@@ -30,6 +29,34 @@ class TrainingCounter(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class StatePart(Protocol):
+    """Tensors that a feature adds to the state; the methods are those of `CheckpointState`."""
+
+    def shards(self) -> Iterable[TensorShard]: ...
+
+    def shards_from(self, index: TensorIndex) -> Iterable[TensorShard]: ...
+
+    def restore(self) -> None:
+        """Complete the part once all shards of the state are filled."""
+        ...
+
+
+class ShardKeys:
+    """The keys under which a checkpoint holds the weights and optimizer states of this rank: their own names."""
+
+    def named(self, shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
+        """Return the shards with the keys to save them under."""
+        return shards
+
+    def index_seen(self, index: TensorIndex) -> TensorIndex:
+        """Return the index as this rank reads it."""
+        return index
+
+    def found(self, shards: Iterable[TensorShard], index: TensorIndex) -> Iterable[TensorShard]:
+        """Return the shards with the keys under which the checkpoint of this index has them."""
+        return shards
 
 
 def saved_settings(train: TrainSection) -> dict[str, Any]:
@@ -44,8 +71,7 @@ class TrainingState:
     Parameters with the same name, such as the copies of a tied embedding on two stages, are the same tensor. `settings`
     are saved with the state: the result depends on them, and no step changes them.
     `without_base`: frozen parameters, the base of an adapter, are not part of the state. They are read from where the
-    base is, and a digest of it is saved. `outer_step` synchronises replicas that train alone: each has moments of its
-    own. `compressor` keeps what compression has not sent yet.
+    base is, and a digest of it is saved. `keys` and `parts` come from the features of the plan.
     """
 
     def __init__(
@@ -56,11 +82,10 @@ class TrainingState:
         counters: Mapping[str, TrainingCounter],
         settings: Mapping[str, Any],
         without_base: bool = False,
-        outer_step: OuterState | None = None,
-        compressor: Compressor | None = None,
+        keys: ShardKeys | None = None,
+        parts: Sequence[StatePart] = (),
     ) -> None:
-        self._keys = ReplicaKeys(outer_step)
-        self._feedback = FeedbackState(compressor)
+        self._keys, self._parts = keys or ShardKeys(), parts
         self._modules, self._counters, self._settings = modules, counters, settings
         every = [pair for module in modules for pair in module.named_parameters()]
         self._parameters = [(name, each) for name, each in every if each.requires_grad or not without_base]
@@ -74,7 +99,7 @@ class TrainingState:
         """See `CheckpointState.shards`. The list is made again if a tensor has moved: FSDP does that at the start."""
         if not self._shards or self._addresses != [*self._data_pointers()]:
             own = self._keys.named([*self._module_shards(), *self._optimizer.shards()])
-            self._shards = [*own, *self._keys.outer_shards(), *self._feedback.shards()]
+            self._shards = [*own, *(shard for part in self._parts for shard in part.shards())]
             self._addresses = [*self._data_pointers()]
         return self._shards
 
@@ -90,7 +115,11 @@ class TrainingState:
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
         seen = self._keys.index_seen(index)
         own = self._keys.found([*self._module_shards(), *self._optimizer.shards_from(seen)], index)
-        return [*own, *self._keys.outer_shards_in(index), *self._feedback.shards_from(index)]
+        shards = [*own, *(shard for part in self._parts for shard in part.shards_from(index))]
+        used = {shard.key for shard in shards}
+        if unused := [key for key in index if key.startswith(FEEDBACK_PREFIX) and key not in used]:
+            log.warning("the error feedback of %d tensors of this checkpoint is not used", len(unused))
+        return shards
 
     def gather(self) -> None:
         self._optimizer.wait()
@@ -104,8 +133,8 @@ class TrainingState:
         for module in (each for root in self._modules for each in root.modules()):
             if is_fsdp_module(module):
                 module.reshard()  # an evaluation may have left gathered weights, which are now outdated
-        self._keys.restore()
-        self._feedback.restore()
+        for part in self._parts:
+            part.restore()
         restore_counters(progress, self._counters)
 
     def _module_shards(self) -> Iterator[TensorShard]:

@@ -103,6 +103,10 @@ class Guard:
         self._mean, self._good_steps, self._in_a_row = 0.0, 0, 0
         self._rewound: set[int] = set()  # not in the checkpoint state: a rewind must not undo it
 
+    def watch_memory(self, check: ShardCheck) -> None:
+        """Refuse steps before which this check finds that memory has changed outside of an update."""
+        self.shard_check = check
+
     @property
     def limit(self) -> float:
         """The largest mean loss that the next step may have."""

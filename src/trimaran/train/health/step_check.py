@@ -1,7 +1,7 @@
 """Decides what follows from a step: whether the guard refused it, whether replicas differ, what the ranks requested."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +9,27 @@ from trimaran.core import Plan
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal
 from trimaran.train.agreement import StepDecision
-from trimaran.train.health.guard import Guard, RefusedStep, Samples
+from trimaran.train.health.guard import Guard, RefusedStep, Samples, StepNumbers
 from trimaran.train.health.replica_check import MAX_REPORTED_KEYS, ReplicaCheck
-from trimaran.train.metrics.step_recorder import StepRecord
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The numbers of a step on the host, the same on every rank.
+
+    `stop`, `save`, `profile` and `change`: whether any rank requested it. `loss_scaled`: the step used a loss scale.
+    `rows`: the loader's counts, summed over all ranks.
+    """
+
+    numbers: StepNumbers
+    stop: bool
+    save: bool
+    profile: bool
+    change: bool
+    loss_scaled: bool
+    rows: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

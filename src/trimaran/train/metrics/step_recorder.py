@@ -15,6 +15,7 @@ from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.connection_watch import ConnectionWatch
 from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
+from trimaran.train.health.step_check import StepRecord
 from trimaran.train.metrics.meters import Meters
 from trimaran.train.metrics.profiler import Profiler
 from trimaran.train.metrics.slow_details import SlowDetails
@@ -35,23 +36,6 @@ class PendingStep:
     loader_stats: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0  # valid tokens that this rank has loaded
     host_time: HostTime = NO_HOST_TIME
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """The numbers of a step on the host, the same on every rank.
-
-    `stop`, `save`, `profile` and `change`: whether any rank requested it. `loss_scaled`: the step used a loss scale.
-    `rows`: the loader's counts, summed over all ranks.
-    """
-
-    numbers: StepNumbers
-    stop: bool
-    save: bool
-    profile: bool
-    change: bool
-    loss_scaled: bool
-    rows: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,11 +57,10 @@ from trimaran.data import cache_folder
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.run import RunDirectory, open_run
 from trimaran.run.run_directory import DESCRIPTORS
-from trimaran.train.build import import_for
 from trimaran.train.process.measure_speed import measure_speed
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
-from trimaran.train.worker import run_worker
+from trimaran.train.worker import import_for, run_worker
 
 MAX_DESCRIPTORS = 253  # of one message, the kernel's limit
 PLUGIN = "TRIMARAN_TEST_PLUGIN"  # for tests: a module that a rank imports first, to inject faults
@@ -156,7 +155,7 @@ class ForkServer:
         """Import what ranks need only for the plan of the run, so that not every rank has to."""
         gc.disable()
         with suppress(Exception):  # the ranks meet the error, too, and report it
-            import_for(open_run(self._run).read_plan())
+            import_for(open_run(self._run))
         freeze_imports()
 
     def _fork(self, rank: int, environment: Mapping[str, str]) -> None:

@@ -82,7 +82,7 @@ class PipelineStepper:
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. Time between the computations of a schedule counts as waiting for other stages."""
         self._clock.enter("comm")
-        totals = self.updater.begin_totals(batch, requests)
+        totals = self.updater.begin_step(batch, requests)
         self._scale = self.updater.scale * self._plan.mesh.data / totals.num_valid()
         self._loss_sum = torch.zeros((), device=self._device)
         self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks, self._networks)

@@ -152,11 +152,10 @@ class PlainStepper:
         remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
         self._clock.enter("forward")
-        totals = self.updater.begin_totals(batch, requests)  # overlaps the first forward
+        totals = self.updater.begin_step(batch, requests)  # the first sum overlaps the first forward
         total = torch.zeros((), device=self._device)
         parts = LossPartSums(self._objective, self._ranks, [self._network])
         graphs = self._graphs.micro_batches(batch) if self._graphs is not None else ()
-        self.updater.begin_step(batch.step)
         if self._buckets is not None:
             self._buckets.begin_step()
         for index in range(self._plan.grad_accum):

@@ -16,15 +16,12 @@ from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.image_split import sum_partial_gradients
 from trimaran.parallel.axes.stage_map import TrainedParameters
-from trimaran.parallel.comm.compression import Compressor
-from trimaran.parallel.comm.outer_step import OuterState, OuterStep
 from trimaran.parallel.gradient_norm import GradientSquares
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter
 from trimaran.train.metrics.host_copy import copy_to_host_async
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.replica_totals import ReplicaTotals
+from trimaran.train.steppers.feature import MakeTotals, UpdatePart
 from trimaran.train.steppers.step_totals import StepTotals
 
 
@@ -33,21 +30,23 @@ class Updater:
 
     `trained` are the parameters in the norm: all except copies that another stage counts. If the guard refuses a step,
     neither weights nor moments change, on any rank; the optimizer must support `found_inf`. `meter` measures the update
-    by groups of modules.
+    by groups of modules. `parts` come from the features of the plan. `unused` returns the metrics of parameters without
+    a gradient, see `watch_unused_parameters`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         ranks: RankMesh,
-        clock: StepClock,
         *,
         trained: TrainedParameters,
         clip_norm: float,
         guard: Guard | None = None,
         meter: GroupMeter | None = None,
+        parts: Sequence[UpdatePart] = (),
+        unused: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        self._optimizer, self._ranks, self._clock = optimizer, ranks, clock
+        self._optimizer, self._ranks = optimizer, ranks
         self._trained, self._clip_norm, self.guard = trained, clip_norm, guard or Guard()
         # The optimizer expects `found_inf` on the device of the weights, which may be offloaded. A rank whose stages
         # are frozen has no weights.
@@ -58,20 +57,18 @@ class Updater:
         self._meter = meter or GroupMeter({}, every=0, pp=1, device=self._weights_device)
         self._details: Callable[[], dict[str, Any]] = dict
         self._step = 0  # of the run, the current one included
-        self.outer_step: OuterStep | None = None  # synchronises replicas that train alone
-        self.outer_state: OuterState | None = None  # that of elastic replicas, which synchronise outside of updates
-        self.more_counters: dict[str, TrainingCounter] = {}
-        self.compressor: Compressor | None = None  # compresses what ranks send in place of gradients
-        self.unused: Callable[[], dict[str, Any]] = dict  # see `watch_unused_parameters`
+        self.parts, self._unused = parts, unused
+        self._make_totals: MakeTotals = StepTotals
+        for part in parts:
+            self._make_totals = part.wrap_totals(self._make_totals)
 
-    def begin_totals(self, batch: StepBatch, requests: Sequence[int]) -> StepTotals:
-        """Start the sums of a step over all ranks, or over those of this rank's replica if replicas train alone."""
+    def begin_step(self, batch: StepBatch, requests: Sequence[int]) -> StepTotals:
+        """Start a step: return its sums over all ranks, the first of which is on its way."""
         self._step = batch.step + 1
-        if self.outer_step is None:
-            return StepTotals(batch, self._ranks, self.guard, requests=requests)
-        return ReplicaTotals(
-            batch, self._ranks, self.guard, requests=requests, replica=self.outer_step.ranks_of_replica
-        )
+        totals = self._make_totals(batch, self._ranks, self.guard, requests=requests)
+        for part in self.parts:
+            part.begin_step(batch, self.scale)
+        return totals
 
     @property
     def scale(self) -> float:
@@ -101,9 +98,8 @@ class Updater:
         before = self._meter.begin(self._gradients)
         self._apply_update(lr, norm, 1 / scale)
         group_details = self._meter.end(before, scale)
-        outer_details = self._synchronise_replicas()
-        compression_details = self._settle_compression(refused)
-        self._details = lambda: norm_details() | group_details() | outer_details() | compression_details()
+        part_details = [part.after_update(self._step, refused) for part in self.parts]
+        self._details = lambda: merged(norm_details, group_details, *part_details)
         self._optimizer.zero_grad()
         self.record_shards()
         return norm, refused
@@ -113,37 +109,13 @@ class Updater:
         if self.guard.shard_check is not None:
             self.guard.shard_check.record(self._gradients.parameters)
 
-    def _synchronise_replicas(self) -> Callable[[], dict[str, Any]]:
-        """Take the outer step if one is due. It counts as communication; the update before it as the optimizer's."""
-        if self.outer_step is None:
-            return dict
-        self._clock.lap("optimizer", then="comm")
-        details = self.outer_step.after_update(self._step)
-        self._clock.lap("comm", "dp_replicate", then="optimizer")
-        return details
-
-    def begin_step(self, step: int) -> None:
-        """Say which step the next gradients are of, counted from 0."""
-        if self.compressor is not None:
-            self.compressor.begin_step(step, self.scale)
-
-    def _settle_compression(self, refused: Tensor) -> Callable[[], dict[str, Any]]:
-        """End the step for the error feedback, and return the measured error of the compressed sum, if there is one."""
-        if self.compressor is None:
-            return dict
-        self.compressor.settle(refused)
-        if self.compressor.error is None:
-            return dict
-        error = copy_to_host_async(self.compressor.error.reshape(1))
-        return lambda: {"compression_error": float(error()[0])}
-
     def clear_gradients(self) -> None:
         """Clear the gradients without an update."""
         self._optimizer.zero_grad()
 
     def details(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the metrics of the last update. Call it one step later."""
-        step_details, unused = self._details, self.unused()
+        step_details, unused = self._details, self._unused()
         return lambda: step_details() | unused
 
     def _norm_details(self, squares: Tensor, scale: float) -> Callable[[], dict[str, Any]]:
@@ -164,7 +136,9 @@ class Updater:
         counters: dict[str, TrainingCounter] = {"guard": self.guard}
         if self.guard.loss_scale is not None:
             counters["loss_scale"] = self.guard.loss_scale
-        return counters | self.more_counters
+        for part in self.parts:
+            counters |= part.counters
+        return counters
 
     def state(
         self, modules: Sequence[nn.Module], train: TrainSection, plan: Plan, *, without_base: bool
@@ -176,8 +150,8 @@ class Updater:
             counters=self.counters,
             settings=saved_settings(train),
             without_base=without_base,
-            outer_step=self.outer_state or self.outer_step,
-            compressor=self.compressor,
+            keys=next((part.keys for part in self.parts if part.keys is not None), None),
+            parts=[state for part in self.parts for state in part.state],
         )
 
     def _set_found_inf(self, refused: Tensor) -> None:
@@ -203,6 +177,11 @@ class Updater:
         for group in groups:
             group["lr"] = lr * group.get(LR_FACTOR, 1.0)
         self._optimizer.step()
+
+
+def merged(*readers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of all readers."""
+    return {name: value for read in readers for name, value in read().items()}
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

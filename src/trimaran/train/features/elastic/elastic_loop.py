@@ -1,0 +1,310 @@
+"""Trains an elastic replica: local steps as if it were alone, and a synchronisation with those who are alive."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from trimaran.core import Recipe, StepMetrics
+from trimaran.data.row_ledger import RowLedger
+from trimaran.run import Journal, RunDirectory
+from trimaran.run.replica_records import Round, RoundResult, group_prefix
+from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
+from trimaran.train.build import WorkerParts
+from trimaran.train.change_file import ChangeFile
+from trimaran.train.features.elastic.dealt_loader import DealtLoader
+from trimaran.train.features.elastic.elastic_feature import ElasticFeature, ElasticPart
+from trimaran.train.features.elastic.elastic_outer import ElasticOuter, Received
+from trimaran.train.features.elastic.membership import Membership
+from trimaran.train.features.elastic.replica import Replica
+from trimaran.train.features.elastic.replica_group import abandon, make_group, run_until
+from trimaran.train.features.elastic.send_state import receive_state, send_state
+from trimaran.train.health.bad_sample_limit import too_many_bad_samples
+from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.steppers.stepper import TorchStepper
+from trimaran.train.steppers.update import Updater
+from trimaran.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RoundState:
+    """What the last round left: the process group of its contributors, and who they were, with their starts.
+
+    `savers`: its replicas in the order in which they write what there is one of; the next one if the first is lost.
+    """
+
+    group: dist.ProcessGroup | None = None
+    group_of: tuple[tuple[int, int], ...] = ()
+    savers: tuple[int, ...] = ()
+    last: Round | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ElasticLoop:
+    """The training loop of one rank of an elastic replica. `recipe` is that of the run, `stop` what asks it to stop.
+
+    `store` is the supervisor's. All ranks of a replica make the same calls; what they do follows from the rounds.
+    """
+
+    run_directory: RunDirectory
+    recipe: Recipe
+    trainer: Trainer
+    updater: Updater
+    outer: ElasticOuter
+    ledger: RowLedger
+    loader: DealtLoader
+    membership: Membership
+    store: dist.Store
+    stop: StopRequest
+    change_file: ChangeFile
+    _now: RoundState = field(default_factory=RoundState)
+
+    @property
+    def journal(self) -> Journal:
+        return self.trainer.check.journal
+
+    @property
+    def _number(self) -> int:
+        return self.membership.replica.number
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes metrics, evaluations and checkpoints until the next synchronisation."""
+        return self._now.savers[:1] == (self._number,)
+
+    def start(self) -> int:
+        """Restore the newest state, or get that of a replica that trains already; return its step."""
+        checkpointer, has_begun = self.trainer.checkpointer, self.membership.has_begun()
+        step = 0
+        if not has_begun:
+            step = checkpointer.resume()
+        opened, result = self.membership.join(step)
+        receivers = [each for each in opened.joiners if each in result.members]
+        if self._number in receivers:
+            step, progress = self._receive(opened, receivers)
+            checkpointer.state.restore(progress)
+            self.outer.forget_error()
+        elif self._number == opened.source:
+            self._send(opened, receivers, step)
+        if has_begun:
+            checkpointer.resume(received=step)
+        self.ledger.begin(step, result.members)
+        self._follow(opened, (*opened.contributors, *receivers) if opened.contributors else result.members)
+        if self.leads:
+            self.journal.resume(step)
+        self.updater.record_shards()
+        self.journal.hold_lines()
+        return step
+
+    def run(self, start: int) -> LoopExit:
+        """Train from step `start` to the end of the run, or until it is asked to stop."""
+        step, every, steps = start, self.outer.local.steps, self.recipe.train.steps
+        try:
+            while step < steps:
+                loop_exit = self.trainer.train(step, pause_after=(step // every + 1) * every)
+                if loop_exit.reason not in ("pause", "done"):
+                    self._leave(loop_exit)
+                before, step = step, loop_exit.step
+                opened = self._synchronise(step)
+                if self._number in opened.leaving:
+                    return LoopExit(step=step, reason="leave")
+                self._after(opened, before)
+                if opened.stop and step < steps:
+                    return LoopExit(step=step, reason="stop")
+        finally:
+            self.loader.close()
+        return LoopExit(step=step, reason="done")
+
+    def saves_end(self) -> bool:
+        """Return whether this replica is to save the end of the run; wait until it is, or until another one has.
+
+        A replica says that it has saved the end before it exits, so if it is seen to be lost, what it said is seen too.
+        """
+        assert self._now.last is not None
+        waiting = [each for each in self._now.savers if each in self._now.last.starts]
+        for each in waiting[: waiting.index(self._number)]:
+            while not self.membership.is_finished():
+                if self.membership.is_lost(each, self._now.last):
+                    break
+            if self.membership.is_finished():
+                return False
+        return True
+
+    def _leave(self, loop_exit: LoopExit) -> None:
+        """End this replica, whose own steps went wrong: it is started again with the weights of the others."""
+        if loop_exit.reason == "data":
+            raise too_many_bad_samples(self.trainer.check.guard.bad_samples, self.run_directory,
+                                       loop_exit.step)  # fmt: skip
+        why = loop_exit.refusal.reason if loop_exit.refusal else loop_exit.reason
+        raise RuntimeError(f"this replica cannot go on by itself after step {loop_exit.step}: {why}")
+
+    def _synchronise(self, step: int) -> Round:
+        """Exchange weights with the replicas that are alive, until all of them have the result."""
+        began, members = time.perf_counter(), self.membership
+        lines = [[each.step, each.loss, each.tokens, each.samples] for each in self.journal.held]
+        while True:
+            # If the whole run is to stop, the supervisor creates the file before it sends signals.
+            is_asked, is_for_all = bool(self.stop), self.run_directory.stop_request.exists()
+            asked = {"stop": is_asked and is_for_all, "leave": is_asked and not is_for_all}
+            asked |= {"save": self.trainer.checkpointer.wants_save}
+            opened = members.next_round(step, **asked, lines=lines)
+            received = self._exchange(opened)
+            result = members.vote(opened, ok=received is not None)
+            if result.ok and received is not None:
+                break
+            self._drop_group()
+        self.outer.take(received)
+        self.updater.record_shards()
+        num_returned = self.ledger.synchronise(step, opened.contributors, result.members)
+        receivers = [each for each in opened.joiners if each in result.members]
+        self._write_lines(opened, time.perf_counter() - began)
+        self._note_change(opened, result, num_returned)
+        staying = [each for each in opened.contributors if each not in opened.leaving]
+        self._follow(opened, (*staying, *receivers))
+        if self._number == opened.source:
+            self._send(opened, receivers, step)
+        return opened
+
+    def _exchange(self, opened: Round) -> Received | None:
+        """Return what the contributors exchange; None if it failed, or if the round is over before."""
+        whose = tuple((each, opened.starts[each]) for each in opened.contributors)
+
+        def exchange() -> tuple[dist.ProcessGroup, Received]:
+            group = self._now.group if whose == self._now.group_of else None
+            if group is None:
+                group = make_group(self.store, opened.contributors, self._number, prefix=self._prefix(opened, "mean"))
+            return group, self.outer.exchange(group)
+
+        found = run_until(exchange, lambda: self.membership.is_over(opened))
+        if found is None:
+            return None
+        self._now.group, self._now.group_of = found[0], whose
+        return found[1]
+
+    def _prefix(self, opened: Round, what: str) -> str:
+        """Return the prefix of a group of the ranks with the same part of each replica."""
+        return f"{group_prefix(opened.number)}{what}/{dist.get_rank()}/"
+
+    def _drop_group(self) -> None:
+        if self._now.group is not None:
+            abandon(self._now.group)
+        self._now.group, self._now.group_of = None, ()
+
+    def _follow(self, opened: Round, savers: Sequence[int]) -> None:
+        self._now.last, self._now.savers = opened, tuple(savers)
+
+    def _send(self, opened: Round, receivers: Sequence[int], step: int) -> None:
+        """Send the state of this rank to those who join. If they are lost meanwhile, they join later."""
+        if not receivers:
+            return
+        state, prefix = self.trainer.checkpointer.state, self._prefix(opened, "state")
+
+        def send() -> None:
+            send_state(state, step, make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix))
+
+        run_until(send, lambda: any(self.membership.is_lost(each, opened) for each in receivers))
+
+    def _receive(self, opened: Round, receivers: Sequence[int]) -> tuple[int, dict[str, Any]]:
+        """Get the state of the source. Raises if it is lost meanwhile: this replica is then started again."""
+        state, prefix = self.trainer.checkpointer.state, self._prefix(opened, "state")
+
+        def receive() -> tuple[int, dict[str, Any]]:
+            group = make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix)
+            return receive_state(state, group)
+
+        received = run_until(receive, lambda: self.membership.is_lost(opened.source, opened))
+        if received is None:
+            raise RuntimeError(f"replica {opened.source} was lost while it sent its state")
+        return received
+
+    def _after(self, opened: Round, before: int) -> None:
+        """Save and evaluate after a synchronisation, if it is due and this replica leads."""
+        step, every, steps = opened.step, self.recipe.train.evaluate.every, self.recipe.train.steps
+        if not self.leads:
+            return
+        self.change_file.drop("elastic replicas keep their plan while they run", status="refused", step=step)
+        self.trainer.checkpointer.after_step(step, StepDecision(save=opened.save))
+        if every and step // every > before // every and step < steps:
+            self.trainer.evaluator.run(step=step)
+
+    def _note_change(self, opened: Round, result: RoundResult, num_returned: int) -> None:
+        """Write an event if replicas were lost, leave or have joined since the last synchronisation."""
+        joined = [each for each in opened.joiners if each in result.members]
+        if (joined or num_returned or opened.leaving) and self.journal.rank == 0:
+            left = {"left": list(opened.leaving)} if opened.leaving else {}
+            self.journal.event("replicas", step=opened.step, replicas=list(opened.contributors), joined=joined, **left,
+                               rows_again=num_returned, next_row=self.ledger.next_row)  # fmt: skip
+
+    def _write_lines(self, opened: Round, seconds: float) -> None:
+        """Write the metrics since the last synchronisation, of all replicas, if this one is the first of them."""
+        held = self.journal.hold_lines()
+        if opened.contributors[0] != self._number or self.journal.rank != 0:
+            return
+        num = len(opened.contributors)
+        outer = {"bytes": self.outer.exchanged_bytes(num), "seconds": seconds, "fragments": [0], "replicas": num}
+        for line in merge_lines(held, opened.lines, num_replicas=self.membership.replica.num):
+            if line.step == opened.step:
+                phases = line.phases | {"comm": line.phases.get("comm", 0.0) + seconds}
+                line = replace(line, phases=phases, step_seconds=line.step_seconds + seconds,
+                               details=line.details | {"outer": outer})  # fmt: skip
+            self.journal.write_line(line)
+
+
+def build_elastic_loop(
+    parts: WorkerParts,
+    feature: ElasticFeature,
+    ledger: RowLedger,
+    replica: Replica,
+    rank: int,
+    stop: StopRequest,
+    change_file: ChangeFile,
+) -> ElasticLoop:
+    """Return the loop of a rank of an elastic replica, with the parts of a worker. `rank` counts in the run."""
+    context, link, stepper = parts.context, parts.context.link, parts.trainer.stepper
+    assert isinstance(stepper, TorchStepper), "elastic replicas have no other engine"
+    updater, store = stepper.updater, supervisor_store(link)
+
+    def report_alive() -> None:
+        link.report_section("synchronise", link.heartbeat.step if link.heartbeat else 0)
+
+    membership = Membership(store, replica, rank, start=link.replica_start, report_alive=report_alive)
+    return ElasticLoop(
+        run_directory=context.run,
+        recipe=context.run.read_recipe(),
+        trainer=parts.trainer,
+        updater=updater,
+        outer=next(part.outer for part in updater.parts if isinstance(part, ElasticPart)),
+        ledger=ledger,
+        loader=feature.loader,
+        membership=membership,
+        store=store,
+        stop=stop,
+        change_file=change_file,
+    )
+
+
+def merge_lines(
+    held: Sequence[StepMetrics], lines: Mapping[int, Sequence[Sequence[float]]], *, num_replicas: int
+) -> list[StepMetrics]:
+    """Return this replica's metrics with the loss, the tokens and the samples of all replicas of a round.
+
+    `lines` has step, loss, tokens and samples for each replica. `num_replicas` are those of the plan: the predicted
+    operations of a step, and so the utilisation in `held`, are of all of them.
+    """
+    by_step: dict[int, list[Sequence[float]]] = {}
+    for row in (row for rows in lines.values() for row in rows):
+        by_step.setdefault(int(row[0]), []).append(row)
+    merged = []
+    for line in held:
+        rows = by_step[line.step]
+        tokens = sum(row[2] for row in rows)
+        loss = sum(row[1] * row[2] for row in rows) / tokens if tokens else math.nan
+        merged.append(replace(line, loss=loss, tokens=round(tokens), samples=round(sum(row[3] for row in rows)),
+                              mfu=line.mfu / num_replicas))  # fmt: skip
+    return merged

@@ -1,0 +1,214 @@
+"""Finds the first module that produced a NaN or Inf: on which rank, and in forward or backward.
+
+A refused step is computed again with hooks on every module. Steps that are not refused cost nothing extra.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trimaran.core import Mesh
+from trimaran.data.loader import Loader
+from trimaran.data.step_batch import StepBatch
+from trimaran.nets import Network
+from trimaran.nets.joint_projections import separate_modules
+from trimaran.nets.local_shards import local_part
+from trimaran.nets.moe import MoeLayer
+from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.parallel.gradient_norm import gradient_of
+from trimaran.train.agreement import FlagAllReduce
+from trimaran.train.features.reproduction import judge_reproduction, receive_neighbour_batch
+from trimaran.train.health.guard import RefusedStep
+from trimaran.train.steppers.stepper import PlainStepper, Stepper
+
+MAX_SEARCHES = 3  # per start of the process: later bad steps usually have the same origin
+MAX_NAME_CHARACTERS = 120
+What = Literal["weight", "input", "output", "gradient", "not again"]
+CAUSAL_ORDER = ("weight", "input", "output", "gradient")  # each can cause the next
+AFTER_ALL_CALLS = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonfiniteOrigin:
+    """The first NaN or Inf on this rank. `clean`: the module's inputs were finite. `order` counts module calls."""
+
+    module: str
+    what: What
+    order: int = 0
+    clean: bool = True
+
+
+class NonfiniteSearch:
+    """Computes a refused step again and finds where it first became NaN or Inf.
+
+    The same batch is loaded again and computed with the current weights. The refused step did not change them; a step
+    after it may have, a little.
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[Network],
+        stepper: Stepper,
+        loader_from: Callable[[int], Loader],
+        reseed: Callable[[int], None],
+        device: torch.device,
+        mesh: Mesh,
+    ) -> None:
+        self._networks, self._stepper, self._loader_from = networks, stepper, loader_from
+        self._reseed, self._device, self._mesh, self._left = reseed, device, mesh, MAX_SEARCHES
+
+    def find(self, refusal: RefusedStep) -> dict[str, Any]:
+        """Return the fields `born` and `reproduced` of a `skip` event, the same on every rank; empty without a search.
+
+        Every rank must call it. `born` is the origin, and `reproduced` is as in `judge_reproduction`. `what` is a
+        `weight`, an `input`, the `output` of a module, or the `gradient` of an output or a parameter. `not again`: this
+        time the same samples gave finite numbers everywhere. Gradients are not checked in a pipeline.
+        """
+        if not self._left:
+            return {}
+        self._left -= 1
+        batch = self._load(refusal.step - 1)
+        if FlagAllReduce(batch is None).wait() or batch is None:
+            return {}
+        with unchanged_buffers(self._networks), torch.compiler.set_stance("force_eager"):
+            first = self._find_in(batch)
+            in_loss = not math.isfinite(refusal.loss)
+            can_repeat = in_loss or isinstance(self._stepper, PlainStepper)
+            otherwise: What = "not again" if can_repeat else "gradient"
+            born = first or {"module": "", "what": otherwise, "rank": None, "ranks": []}
+            if not can_repeat or first.get("what") == "weight":  # bad weights make every batch bad
+                return {"born": born}
+            again = self._find_in(receive_neighbour_batch(batch, self._mesh)) if self._mesh.dp > 1 else {}
+        return {"born": born, "reproduced": judge_reproduction(first, again, refusal.ranks, self._mesh)}
+
+    def _find_in(self, host_batch: StepBatch) -> dict[str, Any]:
+        """Compute a batch and return the first NaN or Inf of all ranks; empty if there is none."""
+        batch = host_batch.to(self._device)
+        self._reseed(batch.step)
+        before = _in_weights(self._networks) or _in_inputs(batch)
+        after = self._recompute(batch)  # every rank must take part, also one that has found something already
+        return _first_over_ranks(before or after)
+
+    def _load(self, step: int) -> StepBatch | None:
+        try:
+            with self._loader_from(step) as loader:
+                return next(loader)
+        except Exception:  # may happen on one rank only; `find` then makes all ranks give up
+            return None
+
+    def _recompute(self, batch: StepBatch) -> NonfiniteOrigin | None:
+        """Compute the step again: forward and, if the stepper can do it without an update, backward."""
+        watch, modules = _ModuleWatch(), (each for _, each in _modules(self._networks))
+        with separate_modules(modules), watch.on(self._networks):
+            if not isinstance(self._stepper, PlainStepper):
+                with torch.no_grad():
+                    self._stepper.evaluate(batch)
+                return watch.first
+            for _ in self._stepper.recompute_gradients(batch):
+                watch.first = watch.first or _in_gradients(self._networks)
+        return watch.first
+
+
+class _ModuleWatch:
+    """Checks the outputs of every module and their gradients, until one is NaN or Inf."""
+
+    def __init__(self) -> None:
+        self.first: NonfiniteOrigin | None = None
+        self._calls = 0
+
+    @contextmanager
+    def on(self, networks: Sequence[Network]) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for name, module in _modules(networks):
+                hook = partial(self._check_output, name)
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            yield
+
+    def _check_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self._calls += 1
+        if self.first is None and not _is_finite(out):
+            is_clean = _is_finite((args, kwargs))
+            self.first = NonfiniteOrigin(module=name, what="output", order=self._calls, clean=is_clean)
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(partial(self._check_gradient, name))
+
+    def _check_gradient(self, name: str, gradient: Tensor) -> None:
+        if self.first is None and not _is_finite(gradient):
+            self.first = NonfiniteOrigin(module=name, what="gradient", order=self._calls)
+
+
+def _in_weights(networks: Sequence[Network]) -> NonfiniteOrigin | None:
+    bad = (name for name, each in _parameters(networks) if not _is_finite(each))
+    return next((NonfiniteOrigin(module=name, what="weight") for name in bad), None)
+
+
+def _in_inputs(batch: StepBatch) -> NonfiniteOrigin | None:
+    bad = (name for name, each in batch.arrays.items() if not _is_finite(each))
+    return next((NonfiniteOrigin(module=name, what="input") for name in bad), None)
+
+
+def _in_gradients(networks: Sequence[Network]) -> NonfiniteOrigin | None:
+    bad = (name for name, each in _parameters(networks) if not _is_finite(gradient_of(each)))
+    return next((NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS) for name in bad), None)
+
+
+def _modules(networks: Sequence[Network]) -> Iterator[tuple[str, nn.Module]]:
+    for network in networks:
+        for name, module in network.module.named_modules():
+            yield name or type(module).__name__, module
+
+
+def _parameters(networks: Sequence[Network]) -> Iterator[tuple[str, nn.Parameter]]:
+    for network in networks:
+        yield from network.module.named_parameters()
+
+
+def _is_finite(tree: Any) -> bool:
+    """Return whether all floating-point tensors in `tree` are finite, without allocating a tensor of their size."""
+    for each in tree_leaves(tree):
+        part = local_part(each.detach()) if isinstance(each, Tensor) and each.is_floating_point() else None
+        if part is not None and part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
+            return False
+    return True
+
+
+@contextmanager
+def unchanged_buffers(networks: Sequence[Network]) -> Iterator[None]:
+    """Restore the networks' buffers (such as running statistics) after the `with` block.
+
+    The choices that routers made in it are not counted. It must be between two steps.
+    """
+    saved = [(buffer, buffer.clone()) for network in networks for buffer in network.module.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, before in saved:
+            buffer.copy_(before)
+    for each in (module for network in networks for module in network.module.modules()):
+        if isinstance(each, MoeLayer):
+            each.take_routing_stats()
+
+
+def _first_over_ranks(mine: NonfiniteOrigin | None) -> dict[str, Any]:
+    """Return the earliest origin of all ranks, on every rank, with the ranks that found it in the same module.
+
+    A module whose inputs were bad already is not the origin: that is elsewhere, such as on the pipeline stage before.
+    """
+    short = asdict(mine) | {"module": mine.module[:MAX_NAME_CHARACTERS]} if mine else None
+    origins = {rank: each for rank, each in enumerate(all_gather_json(short)) if each}
+    if not origins:
+        return {}
+    rank = min(origins, key=lambda rank: _how_early(origins[rank]))
+    first = {name: origins[rank][name] for name in ("module", "what")}
+    return first | {"rank": rank, "ranks": [other for other, each in origins.items() if first.items() <= each.items()]}
+
+
+def _how_early(origin: Mapping[str, Any]) -> tuple[bool, int, int]:
+    return not origin["clean"], CAUSAL_ORDER.index(origin["what"]), origin["order"]

@@ -1,0 +1,172 @@
+"""Builds the networks of a rank, sharded by the plan and with their weights."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from trimaran.core import Plan, Recipe
+from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
+from trimaran.models.plugin_family import is_plugin_family
+from trimaran.models.stages import stage_ranges, stages_of_rank
+from trimaran.nets import Network, initialise, network_of
+from trimaran.nets.local_shards import is_on_meta, to_empty
+from trimaran.nets.shard_types import is_fsdp_module
+from trimaran.parallel import RankMesh, apply_plan, override_precision
+from trimaran.parallel.tower_plan import freeze_towers
+from trimaran.run.disk_folder import check_disk_folder
+from trimaran.train.attachment import attachment_of
+from trimaran.train.process.rank_info import RankInfo
+
+log = logging.getLogger(__name__)
+
+
+def refuse_unsavable(recipe: Recipe, networks: tuple[Network, ...]) -> None:
+    """Raise now, not after training, if the trained model cannot be saved."""
+    if recipe.train.save and recipe.model.adapter is None:
+        networks[0].disk_config()
+
+
+def build_networks(
+    recipe: Recipe,
+    plan: Plan,
+    rank_info: RankInfo,
+    ranks: RankMesh,
+    report_progress: Callable[[], None] = lambda: None,
+) -> tuple[Network, ...]:
+    """Return this rank's stages of the recipe's network, sharded by the plan. Without a pipeline there is one stage.
+
+    Every plan starts from the same weights. A network is built on the meta device, sharded, and then initialised shard
+    by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
+    """
+    if plan.offloads_to_disk and not ranks.without_device:
+        check_disk_folder(plan.disk.path, any_filesystem=plan.disk.any_filesystem)
+    stages = shard_networks(recipe, plan, ranks, report_progress)
+    for _, fill in stages:
+        fill(_init_device(plan, rank_info))
+    return tuple(network for network, _ in stages)
+
+
+def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
+    """Return the same as `build_networks`, with memory for the weights but without their values.
+
+    A frozen base in 4 bits gets its values: they are packed by shard, so another plan has other bytes.
+    """
+    device, networks = _init_device(plan, rank_info), []
+    for network, fill in shard_networks(recipe, plan, ranks):
+        if attachment_of(recipe).packs:
+            fill(device)
+        elif recipe.model.family == "hf":
+            from trimaran.nets.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
+
+            materialise(network.module, device)
+        else:
+            to_empty(network.module, device)
+        networks.append(network)
+    return tuple(networks)
+
+
+def shard_networks(
+    recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
+) -> list[tuple[Network, Callable[[torch.device], None]]]:
+    """Return this rank's stages, sharded and on the meta device, and for each a function that gives it its weights.
+
+    That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
+    """
+    attachment = attachment_of(recipe)
+    if recipe.model.family == "hf":
+        from trimaran.train.build_hf import open_hf_stages  # noqa: PLC0415  other families do not need it
+
+        networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
+
+        def fill_hf(network: Network, device: torch.device) -> None:
+            read_weights(network.module, device)
+            attachment.fill(network, whole)
+
+        for network in networks:
+            _shard_network(network, whole, recipe, plan, ranks)
+        return [(network, partial(fill_hf, network)) for network in networks]
+    if is_plugin_family(recipe.model.family):
+        from trimaran.train.build_family import open_family_network  # noqa: PLC0415  few runs have such a model
+
+        network = open_family_network(recipe)
+        _shard_network(network, None, recipe, plan, ranks)
+
+        def fill_family(device: torch.device) -> None:
+            to_empty(network.module, device)
+            fill_base(network, recipe, None, report_progress)
+
+        return [(network, fill_family)]
+    spec = spec_of(recipe.model)
+    assert spec is not None, "only a foreign Hugging Face architecture has no spec"
+    refuse_unmatched(recipe.train.precision, module_names(spec))
+    ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
+    with torch.device("meta"):
+        whole = network_of(spec) if attachment.needs_whole else None
+        here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
+        networks = tuple(network_of(spec, ranges[stage]) for stage in here)
+
+    def fill(network: Network, device: torch.device) -> None:
+        to_empty(network.module, device)
+        fill_base(network, recipe, spec, report_progress)
+        attachment.fill(network, whole)
+
+    for network in networks:
+        _shard_network(network, whole, recipe, plan, ranks)
+    return [(network, partial(fill, network)) for network in networks]
+
+
+def fill_base(network: Network, recipe: Recipe, spec: Spec | None, report_progress: Callable[[], None]) -> None:
+    """Give a stage of our own network its weights: those on disk, or random ones. An adapter is not filled."""
+    if recipe.model.path and weight_files(folder := model_folder(recipe.model.path)):
+        from trimaran.nets.hf_weights import absent_layers  # noqa: PLC0415  few runs start from weights
+
+        if (absent := absent_layers(network.module, folder)) and not is_on_meta(network.module):
+            log.warning("%s has no weights of %s, which start from random ones", folder, ", ".join(absent))
+            initialise(network.module, seed=recipe.train.seed, spec=spec, within=absent)
+        network.load(folder, report_progress)
+    elif not is_on_meta(network.module):
+        initialise(network.module, seed=recipe.train.seed, spec=spec)
+
+
+def _shard_network(network: Network, whole: Network | None, recipe: Recipe, plan: Plan, ranks: RankMesh) -> None:
+    """Freeze what is not trained, attach the adapter, set precisions and apply the plan, all in place.
+
+    The adapter of a pipeline stage needs the `whole` network, without weights.
+    """
+    attachment = attachment_of(recipe)
+    attachment.check(plan)
+    freeze_towers(network, recipe.model.freeze)
+    attachment.attach(network, whole)
+    override_precision(network, recipe.train.precision, ranks.device)
+    attachment.pack(network, plan)
+    apply_plan(network, plan, ranks)
+
+
+def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_info: RankInfo) -> None:
+    """Read the base of an adapter again, in place: a weight in memory may be wrong, and checkpoints have none of it."""
+    for module in (each for network in networks for each in network.module.modules()):
+        if is_fsdp_module(module):
+            module.reshard()
+    if recipe.model.family == "hf":
+        from trimaran.train.build_hf import open_hf_network  # noqa: PLC0415  other families do not need it
+
+        again, fill = open_hf_network(recipe.model, recipe.train.seed)
+        if not all(each.is_meta for each in again.module.parameters()):
+            raise RuntimeError("a frozen weight in memory is wrong, and this model cannot be read again in place")
+        for network in networks:
+            fill(network.module, _init_device(plan, rank_info))
+        return
+    spec = spec_of(recipe.model)
+    assert spec is not None, "only a foreign Hugging Face architecture has no spec"
+    for network in networks:
+        fill_base(network, recipe, spec, lambda: None)
+
+
+def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
+    """Return the device of the initial weights: the CPU if they are offloaded or if DeepSpeed takes them unsharded."""
+    if rank_info.device.type == "meta":
+        return rank_info.device
+    on_host = plan.engine == "deepspeed" or plan.offload == "parameters"
+    return torch.device("cpu") if on_host else rank_info.device

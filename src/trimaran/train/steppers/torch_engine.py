@@ -1,0 +1,54 @@
+"""The torch engine: our optimizer and update, with a stepper of one network or of the stages of a pipeline."""
+
+from collections.abc import Sequence
+
+from trimaran.core import Plan
+from trimaran.nets import Network
+from trimaran.optim import build_optimizer
+from trimaran.optim.split_weights import split_weights
+from trimaran.parallel import RankMesh
+from trimaran.parallel.axes.stage_map import trained_parameters
+from trimaran.train.health.unused_parameters import watch_unused_parameters
+from trimaran.train.loss.objective import Objective
+from trimaran.train.metrics.parameter_groups import build_group_meter
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.steppers.engine import StepperPlace
+from trimaran.train.steppers.feature import UpdatePlace
+from trimaran.train.steppers.stepper import PlainStepper, TorchStepper
+from trimaran.train.steppers.update import Updater
+
+
+def build_stepper(place: StepperPlace) -> TorchStepper:
+    """Return the stepper of a rank, with its optimizer."""
+    networks, train, plan, ranks = place.networks, place.train, place.plan, place.ranks
+    low_halves = split_weights(networks, plan)
+    optimizer = build_optimizer([each.module for each in networks], train, plan, networks[0].towers, low_halves)
+    trained = trained_parameters(networks, plan)
+    update = UpdatePlace(networks=networks, train=train, plan=plan, ranks=ranks, clock=place.clock)
+    updater = Updater(
+        optimizer,
+        ranks,
+        trained=trained,
+        clip_norm=train.clip_norm,
+        guard=place.guard,
+        meter=build_group_meter(networks, plan, ranks, trained, every=place.groups_every),
+        parts=[part for feature in place.features for part in feature.update_parts(update)],
+        unused=watch_unused_parameters(optimizer, networks),
+    )
+    return connect_stepper(networks, plan, ranks, updater, place.clock, place.objective)
+
+
+def connect_stepper(
+    networks: Sequence[Network],
+    plan: Plan,
+    ranks: RankMesh,
+    updater: Updater,
+    clock: StepClock,
+    objective: Objective,
+) -> TorchStepper:
+    """Return the stepper of a plan, for an optimizer that exists."""
+    if plan.mesh.pp > 1:
+        from trimaran.train.steppers.pipeline_stepper import PipelineStepper  # noqa: PLC0415  it imports schedules
+
+        return PipelineStepper(networks, plan, ranks, updater, clock, objective)
+    return PlainStepper(networks[0], plan, ranks, updater, clock, objective)

@@ -7,10 +7,10 @@ from typing import Any
 
 from trimaran.core import UserError
 from trimaran.models import read_json
-from trimaran.models.from_hf_internvl import CHAT
+from trimaran.models.vlm_spec import INTERNVL_CHAT
 
 MAX_CONFIG_BYTES = 10_000_000
-CODE_TYPES = (CHAT,)  # their classes are in the folder, and not in transformers
+CODE_TYPES = (INTERNVL_CHAT,)  # their classes are in the folder, and not in transformers
 
 
 def with_origin_fields(config: Mapping[str, Any], origin: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ from trimaran.checkpoint.manifest import Manifest, read_manifest
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.rank_share import RankShare, item_view
 from trimaran.checkpoint.step_dirs import draft_path, looks_complete, prune, refuse, remove_checkpoint, step_path
-from trimaran.checkpoint.store_uploads import StoreUploads
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import KeyValueStore, WriteReport, WriteReportParser, commit, write_share
 from trimaran.core import CheckpointSection, UserError
+
+if TYPE_CHECKING:
+    from trimaran.checkpoint.store_uploads import StoreUploads
 
 RANK_TIMEOUT_SECONDS = 3600.0
 """How long to wait for another rank to write its share."""
@@ -107,7 +109,7 @@ class Saver:
         disk: DurableDisk | None = None,
         *,
         own_disk: str = "",
-        uploads: StoreUploads | None = None,
+        uploads: "StoreUploads | None" = None,
     ) -> None:
         """`make_manifest` runs on rank 0; it raises UserError if the checkpoint must not be written.
 

@@ -19,7 +19,6 @@ from trimaran.infer.sampling import TokenSampler
 from trimaran.models import spec_of, weight_files
 from trimaran.models.plugin_family import is_plugin_family
 from trimaran.nets import Network
-from trimaran.nets.family import network_of_section
 from trimaran.nets.local_shards import to_empty
 
 TOKENIZER = "trimaran-tokenizer.json"
@@ -73,6 +72,8 @@ def unfilled_network(section: ModelSection, device: torch.device) -> Network:
         fill(network.module, device)
         return network
     with torch.device("meta"):
+        from trimaran.nets.family import network_of_section  # noqa: PLC0415
+
         network = network_of_section(section)
     to_empty(network.module, device)
     return network

@@ -38,10 +38,11 @@ from .perception_spec import (
 )
 from .recipe_images import recipe_image_rules as recipe_image_rules
 from .resolve import (
-    model_folder as model_folder, outline_for as outline_for, outline_if_known as outline_if_known,
-    outline_named as outline_named, refuse_freezing as refuse_freezing, spec_of as spec_of,
+    outline_for as outline_for, outline_if_known as outline_if_known, outline_named as outline_named,
+    refuse_freezing as refuse_freezing,
 )
 from .rope import Rope as Rope, Yarn as Yarn
+from .section_spec import model_folder as model_folder, spec_of as spec_of
 from .spec import Block as Block, ExpertSpec as ExpertSpec, LayerSpec as LayerSpec, ModelSpec as ModelSpec
 from .stages import (
     cheapest_split as cheapest_split, split_by_cost as split_by_cost, split_outline as split_outline,

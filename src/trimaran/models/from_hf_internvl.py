@@ -11,6 +11,7 @@ from trimaran.models.spec import ModelSpec
 from trimaran.models.vlm_spec import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    INTERNVL_CHAT,
     ProjectorSpec,
     VisionBlock,
     VisionEnds,
@@ -18,7 +19,7 @@ from trimaran.models.vlm_spec import (
     VlmSpec,
 )
 
-CHAT, OWN_LAYOUT = "internvl_chat", "internvl"
+CHAT, OWN_LAYOUT = INTERNVL_CHAT, "internvl"
 QK_NORM_EPS = 1e-6  # transformers' InternVL has no field for it
 MOST_TILES = 12
 # The fields in which we write the ids of the image tokens; the published folders have them in their tokenizer only.

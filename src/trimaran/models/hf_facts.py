@@ -17,7 +17,7 @@ from trimaran import __version__
 from trimaran.core import ModelSection, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
-from trimaran.models.resolve import MAX_CONFIG_BYTES, model_folder
+from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder
 
 FORMAT = 4  # of the files in the cache; a change of what they hold needs another number
 MAX_FACTS_BYTES = 1_000_000

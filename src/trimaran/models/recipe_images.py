@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from trimaran.core import ImageRules, Recipe, UserError
-from trimaran.models.resolve import spec_of
+from trimaran.models.section_spec import spec_of
 from trimaran.models.vlm_spec import VlmSpec
 
 TEMPORAL_PATCH = 2  # frames

@@ -10,6 +10,8 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CHANNELS = 3
 
+INTERNVL_CHAT = "internvl_chat"  # the model type of InternVL folders whose code is in the folder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionBlock:

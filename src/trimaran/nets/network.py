@@ -4,21 +4,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, Spec, spec_to_hf
-from trimaran.models.from_hf import packed_part
+from trimaran.models import ModelSpec, Spec
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
-from trimaran.nets.hf_weights import hf_tensors, load_hf_weights
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.tp_plan import tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
-from trimaran.nets.vlm_names import DiskTensor
+
+if TYPE_CHECKING:
+    from trimaran.nets.vlm_names import DiskTensor
 
 
 class WeightsNeededError(Exception):
@@ -182,14 +182,21 @@ class Network:
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item."""
+        from trimaran.nets.hf_weights import hf_tensors  # noqa: PLC0415  when a model is saved
+
         return hf_tensors(self.module, self._decoder_spec)
 
     def disk_config(self) -> dict[str, Any]:
         """Return the config.json for `disk_tensors`."""
+        from trimaran.models import spec_to_hf  # noqa: PLC0415  when a model is saved
+
         return spec_to_hf(self._decoder_spec)
 
-    def hf_parameter(self, name: str) -> DiskTensor:
+    def hf_parameter(self, name: str) -> "DiskTensor":
         """Return the parameter of transformers' model, once loaded, that holds our parameter `name`."""
+        from trimaran.models.from_hf import packed_part  # noqa: PLC0415  few runs start from weights
+        from trimaran.nets.vlm_names import DiskTensor  # noqa: PLC0415
+
         if name.startswith("lm_head."):
             return DiskTensor(name)
         packed = packed_part(name, self._decoder_spec)
@@ -197,6 +204,8 @@ class Network:
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`; each rank reads its own shards."""
+        from trimaran.nets.hf_weights import load_hf_weights  # noqa: PLC0415  few runs start from weights
+
         load_hf_weights(self.module, folder, report_progress)
 
     @property

@@ -10,7 +10,6 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel.axes.image_split import apply_image_split
-from trimaran.parallel.comm.compression import apply_compression
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import sharding_of_module
 
@@ -64,7 +63,10 @@ def steps_of(plan: Plan) -> Iterator[Apply]:
         yield apply_compile
     if plan.engine == "torch":  # DeepSpeed shards the module itself, later
         yield from sharding_steps(plan)
-    yield apply_compression
+    if plan.comm.compression_settings.kind != "none":
+        from trimaran.parallel.comm.compression import apply_compression  # noqa: PLC0415
+
+        yield apply_compression
 
 
 def sharding_steps(plan: Plan) -> Iterator[Apply]:

@@ -1,7 +1,6 @@
 """The parts of a checkpointer: slots in memory, the copier that fills them, and the saver that writes them to disk."""
 
 import logging
-import platform
 import secrets
 import shutil
 import time
@@ -25,17 +24,12 @@ from trimaran.checkpoint.rank_share import build_share
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.slot_pool import SlotPool
 from trimaran.checkpoint.step_dirs import newest_step, remove_drafts
-from trimaran.checkpoint.store_client import UPLOAD_NICENESS, StoreClient
-from trimaran.checkpoint.store_fetch import run_identity
-from trimaran.checkpoint.store_uploads import StoreUploads
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, Recipe, Seconds, UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.run import RunDirectory
-from trimaran.run.held_directory import descriptor_of
 from trimaran.run.lease import newest_term
-from trimaran.run.run_directory import MARKER
 from trimaran.train.checkpointing.save_interval import (
     CopySchedule,
     LossBound,
@@ -48,6 +42,7 @@ from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.process.token_store import supervisor_store
 
 if TYPE_CHECKING:
+    from trimaran.checkpoint.store_uploads import StoreUploads
     from trimaran.train.checkpointing.base_hashing import BaseHashing
 
 log = logging.getLogger(__name__)
@@ -171,7 +166,7 @@ def bound_loss(backend: CheckpointBackend, copies: CopySchedule, *, stride: int,
     return LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
 
 
-def _build_saver(inputs: BackendInputs, uploads: StoreUploads | None) -> Saver:
+def _build_saver(inputs: BackendInputs, uploads: "StoreUploads | None") -> Saver:
     run, link, rank_layout, base = inputs.run, inputs.link, inputs.rank_layout, inputs.base
     folder, disk = run.checkpoints, DurableDisk()
     recipe, plan = inputs.recipe, inputs.plan.model_dump(mode="json", exclude={"prediction"})
@@ -191,9 +186,9 @@ def _build_saver(inputs: BackendInputs, uploads: StoreUploads | None) -> Saver:
     nonce, last = broadcast_json([secrets.token_hex(4), newest_step(folder)])
     messages, is_first = TorchStore(store), uploads is None
     if is_first and recipe.checkpoint.store and rank_layout.rank == rank_layout.node:
-        client = StoreClient(recipe.checkpoint.store, descriptors=store_descriptors(run), niceness=UPLOAD_NICENESS)
-        same = {"own_disk": link.own_disk, "owner": store_owner(run), "nonce": nonce}
-        uploads = StoreUploads(folder, rank_layout, messages, client, recipe.checkpoint, **same)
+        from trimaran.train.checkpointing.run_store import open_uploads  # noqa: PLC0415  few runs have a store
+
+        uploads = open_uploads(run, recipe.checkpoint, rank_layout, messages, own_disk=link.own_disk, nonce=nonce)
     saver = Saver(
         folder,
         rank_layout,
@@ -212,18 +207,6 @@ def _build_saver(inputs: BackendInputs, uploads: StoreUploads | None) -> Saver:
     if uploads is not None and is_first and last is not None:
         uploads.start(last)  # if the last attempt ended before it was in the store
     return saver
-
-
-def store_owner(run: RunDirectory) -> dict[str, Any]:
-    """Return how this run identifies itself in its object store."""
-    identity = run_identity(run.path / MARKER)
-    return {"run": identity, "host": platform.node(), "path": str(run.location.absolute()), "time": time.time()}
-
-
-def store_descriptors(run: RunDirectory) -> list[int]:
-    """Return the descriptors that a process needs for the paths of `run`."""
-    descriptor = descriptor_of(run)
-    return [] if descriptor is None else [descriptor]
 
 
 def _refuse_small_disk(

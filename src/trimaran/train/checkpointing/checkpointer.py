@@ -15,9 +15,6 @@ from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySo
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, exchange_rank_layout
 from trimaran.checkpoint.saver import Saver, SaveRequest
 from trimaran.checkpoint.step_dirs import complete_steps, newest_step, refuse, step_path
-from trimaran.checkpoint.store_client import START_RETRY_SECONDS, StoreClient
-from trimaran.checkpoint.store_fetch import StoreFetcher
-from trimaran.checkpoint.store_uploads import UploadResult, wait_for_uploads
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, Recipe, Seconds, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
@@ -28,8 +25,6 @@ from trimaran.train.checkpointing.checkpoint_backend import (
     BackendInputs,
     bound_loss,
     build_backend,
-    store_descriptors,
-    store_owner,
 )
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
 from trimaran.train.checkpointing.save_interval import (
@@ -43,6 +38,8 @@ from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 if TYPE_CHECKING:
+    from trimaran.checkpoint.store_fetch import StoreFetcher
+    from trimaran.checkpoint.store_uploads import UploadResult
     from trimaran.train.checkpointing.base_hashing import AdapterBase
 
 log = logging.getLogger(__name__)
@@ -214,12 +211,11 @@ class Checkpointer:
         self._backend = replace(self._backend, save_schedule=schedule)
         return self._begin_copies(step)
 
-    def _open_store(self) -> StoreFetcher:
-        url, own_disk = self._recipe.checkpoint.store, bool(self._link.own_disk)
-        client = StoreClient(url, descriptors=store_descriptors(self._run), delays=START_RETRY_SECONDS)
-        return StoreFetcher(
-            client, self._run.checkpoints, self._memory_layout, store_owner(self._run), own_disk=own_disk
-        )
+    def _open_store(self) -> "StoreFetcher":
+        from trimaran.train.checkpointing.run_store import open_fetcher  # noqa: PLC0415  few runs have a store
+
+        own_disk = bool(self._link.own_disk)
+        return open_fetcher(self._run, self._recipe.checkpoint, self._memory_layout, own_disk=own_disk)
 
     def rewind(self, ending: LoopExit) -> int | None:
         """Restore the newest verified state of at most `ending.step` steps and return its step; None if there is none.
@@ -341,6 +337,8 @@ class Checkpointer:
         """Return when the object store has the last checkpoint, or the upload has failed. `finish` has started it."""
         if not self._recipe.checkpoint.store or self._recipe.checkpoint.is_off:
             return
+        from trimaran.checkpoint.store_uploads import wait_for_uploads  # noqa: PLC0415  few runs have a store
+
         backend, shown_at = self._backend, time.monotonic()
 
         def show(fraction: float) -> None:
@@ -408,6 +406,8 @@ class Checkpointer:
             fields = {"tier": restored.tier, "from_step": restored.step, "refused": refused}
             self._journal.event("resume", step=restored.step, seconds=time.monotonic() - began, **fields)
         if restored.store_failed and self._rank_layout.rank == 0:
+            from trimaran.checkpoint.store_uploads import UploadResult  # noqa: PLC0415  few runs have a store
+
             url = self._recipe.checkpoint.store
             self._log_upload(UploadResult(step=restored.step, url=url, failed=restored.store_failed))
 
@@ -602,7 +602,7 @@ class Checkpointer:
         for each in self._backend.saver.uploads.results() if self._backend.saver.uploads else ():
             self._log_upload(each)
 
-    def _log_upload(self, result: UploadResult) -> None:
+    def _log_upload(self, result: "UploadResult") -> None:
         if result.failed:
             log.warning("step %d is not in the store %s: %s", result.step, result.url, result.failed)
         self._journal.event("upload", step=result.step, **result.as_dict())

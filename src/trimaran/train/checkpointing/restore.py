@@ -26,16 +26,15 @@ from trimaran.checkpoint.manifest import INDEX, MANIFEST, DamagedError, FileReco
 from trimaran.checkpoint.node_files import MissingFilesError, missing_files_error, nodes_of
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
-from trimaran.checkpoint.store_fetch import StoreFetcher
 from trimaran.checkpoint.tensor_shards import CheckpointSource, CheckpointState, TensorShard
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import Recipe, UserError, fixed_field_changes, parse_recipe
-from trimaran.models.base_digest import base_difference, changed_base
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.run import JsonlFollower, RunDirectory
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED
 
 if TYPE_CHECKING:
+    from trimaran.checkpoint.store_fetch import StoreFetcher
     from trimaran.train.checkpointing.base_hashing import BaseHashing
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class Restorer:
         data: str = "",
         base: "BaseHashing | None" = None,
         own_disk: bool = False,
-        open_store: Callable[[], StoreFetcher] | None = None,
+        open_store: "Callable[[], StoreFetcher] | None" = None,
     ) -> None:
         """`data` is the digest of the training data, see `TokenShards.digest`, `base` that of an adapter's base.
 
@@ -360,6 +359,8 @@ def _refuse_other_base(
     source: CheckpointSource, base: "BaseHashing", where: str, report_progress: Callable[[], None]
 ) -> None:
     """Raise UserError if the adapter was trained on another base. Every rank must call it; rank 0 decides for all."""
+    from trimaran.models.base_digest import base_difference, changed_base  # noqa: PLC0415  few runs have a base
+
     saved = broadcast_json(source.progress.get("base"))
     now = base.wait_unchanged(report_progress)
     if saved and (difference := base_difference(saved, now)):

@@ -10,7 +10,6 @@ from trimaran.core import Plan
 from trimaran.core.comm_axes import WORLD, comm_axes
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.parallel.axes.sharded_modules import computes_with_shards
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
 from trimaran.train.metrics.step_clock import COMM, SpanTimer, StepClock
 
@@ -58,13 +57,15 @@ def measured_axes(plan: Plan, networks: Sequence[Network]) -> dict[str, bool]:
         missing += [axis for axis in measured if axis != WORLD]
     if plan.sharding != "none" and plan.mesh.shards > 1 and not plan.comm.local.is_on:
         missing.append("dp_replicate")
-    if any(_uses_dtensor(each) for network in networks for each in network.module.modules()):
+    if plan.mesh.tp > 1 and any(_uses_dtensor(each) for network in networks for each in network.module.modules()):
         missing.append("tp")
     return {axis: axis not in missing for axis in measured}
 
 
 def _uses_dtensor(module: nn.Module) -> bool:
     """Return whether a tensor-parallel layer leaves its communication to DTensor."""
+    from trimaran.parallel.axes.sharded_modules import computes_with_shards  # noqa: PLC0415  with tp it is imported
+
     if not isinstance(module, nn.Linear | nn.Embedding) or computes_with_shards(module):
         return False
     sharded = (each for each in module.parameters(recurse=False) if is_dtensor(each))

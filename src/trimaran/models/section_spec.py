@@ -1,0 +1,150 @@
+"""The spec of the network that a recipe's model section names. What few sections need is imported for them."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from trimaran.core import ModelSection, UserError, did_you_mean
+from trimaran.core.user_folders import expand_user
+from trimaran.models.any_spec import Spec
+from trimaran.models.json_file import read_json
+from trimaran.models.layer_variations import PredictionSpec
+from trimaran.models.model_presets import PRESETS
+from trimaran.models.plugin_family import is_plugin_family
+from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
+from trimaran.models.spec import Block, ModelSpec
+from trimaran.models.validate_spec import first_invalid_field
+
+MAX_CONFIG_BYTES = 10_000_000
+DEFAULT_PRESET = "tiny"
+
+
+def spec_of(section: ModelSection) -> Spec | None:
+    """Return the shape of the model in `section`; None for a Hugging Face model that no spec of ours describes.
+
+    None, too, for a plug-in's family: only its code knows the network.
+    """
+    _refuse_contradictions(section)
+    spec = None if is_plugin_family(section.family) else _spec_of(section)
+    return spec if section.multi_token_prediction is None else _predicting(spec, section)
+
+
+def _spec_of(section: ModelSection) -> Spec | None:
+    if section.family == "vlm":
+        from trimaran.models.vlm_section import vlm_of  # noqa: PLC0415
+
+        return vlm_of(section)
+    if section.family == "perception":
+        from trimaran.models.perception_spec import perception_spec  # noqa: PLC0415
+
+        return perception_spec(section)
+    if section.path is None:
+        return reshaped(preset_of(section.preset or DEFAULT_PRESET), section.shape)
+    folder = model_folder(section.path)
+    config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    from trimaran.hub import repo_name  # noqa: PLC0415
+    from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported  # noqa: PLC0415
+    from trimaran.models.from_hf_vlm import FOREIGN  # noqa: PLC0415
+
+    if section.family == "hf" and config.get("model_type") in FOREIGN:
+        from trimaran.models.vlm_section import foreign_vlm  # noqa: PLC0415
+
+        return foreign_vlm(config, folder)
+    if section.family == "hf" and (unsupported(config) or lacks_expert_field(config)):
+        return None
+    spec = spec_from_hf(config, where=str(folder / "config.json"))
+    return reshaped(replace(spec, name=repo_name(folder)), section.shape)
+
+
+def _predicting(spec: Spec | None, section: ModelSection) -> ModelSpec:
+    """Return the decoder with layers that predict later tokens, if its architecture has them."""
+    from trimaran.models.from_hf import has_prediction_layers  # noqa: PLC0415
+
+    wanted = section.multi_token_prediction
+    assert wanted is not None
+    reason = ""
+    if section.family != "decoder" or not isinstance(spec, ModelSpec):
+        reason = f"the family {section.family} has no layers that predict later tokens"
+    elif not has_prediction_layers(spec):
+        reason = f"{spec.family or spec.name} has no layers that predict later tokens"
+    elif section.adapter is not None:
+        reason = "an adapter trains no new layers"
+    if reason or not isinstance(spec, ModelSpec):
+        raise UserError("M085", f"multi-token prediction is not possible: {reason}",
+                        where="model.multi_token_prediction",
+                        fix="remove it, or train a folder of DeepSeek-V3, Kimi-K2 or GLM-4.5 in full with "
+                        "model.family decoder")  # fmt: skip
+    prediction = PredictionSpec(layers=wanted.layers, weight=wanted.weight)
+    return replace(spec, block=replace(spec.block, prediction=prediction))
+
+
+def model_folder(path: str) -> Path:
+    """Return the folder of the Hugging Face model that `path`, a folder or its config.json, names."""
+    named = expand_user(path)
+    folder = named.parent if named.name == "config.json" else named
+    if not folder.is_dir():
+        from trimaran.hub import near_folder  # noqa: PLC0415
+
+        near = near_folder(path)
+        raise UserError("M004", f"there is no such folder{f' (did you mean {near!r}?)' if near else ''}",
+                        where=f"model.path {path}",
+                        fix="name a local Hugging Face model folder, or a name on the Hub: OWNER/MODEL")  # fmt: skip
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise UserError("M004", "the folder holds an adapter without its base", where=f"model.path {path}",
+                        fix="set model.path to the base and model.adapter.path to this folder, or name whole weights: "
+                        "`trimaran export RUN --merge` writes some")  # fmt: skip
+    if not (folder / "config.json").is_file():
+        raise UserError("M004", "the folder holds no config.json", where=f"model.path {path}",
+                        fix="name a folder with a Hugging Face model: config.json and its weights")  # fmt: skip
+    return folder
+
+
+def _refuse_contradictions(section: ModelSection) -> None:
+    if section.preset is not None and section.path is not None:
+        raise UserError("M002", "a model has either a preset or a path", where="model",
+                        fix="remove model.preset to take the shape from the path")  # fmt: skip
+    if section.family == "hf" and section.path is None:
+        raise UserError("M002", "the hf family needs a model to load", where="model.path",
+                        fix="set model.path to a local Hugging Face model folder, or use family decoder")  # fmt: skip
+    if section.family == "hf" and section.shape:
+        raise UserError("M002", "an hf model keeps the shape of its config.json", where="model.shape",
+                        fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
+
+
+def preset_of(name: str) -> ModelSpec:
+    """Return the decoder of a preset."""
+    return preset_named(name, PRESETS)
+
+
+def preset_named(name: str, presets: Mapping[str, Any]) -> Any:
+    """Return a preset of a family. Raises UserError if it has none of this name."""
+    if name in presets:
+        return presets[name]
+    from trimaran.models.vlm_presets import VLM_PRESETS  # noqa: PLC0415
+
+    other = next((family for family, table in (("decoder", PRESETS), ("vlm", VLM_PRESETS)) if name in table), None)
+    if other:
+        raise UserError("M001", f"the preset '{name}' belongs to the family {other}", where="model.preset",
+                        fix=f"set model.family to {other}, or use another preset")  # fmt: skip
+    raise UserError("M001", f"there is no preset '{name}'{did_you_mean(name, presets)}", where="model.preset",
+                    fix=f"the presets are {', '.join(presets)}")  # fmt: skip
+
+
+def reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
+    """Return `spec` with the fields in `shape`; fields of its block are named without `block`."""
+    inner = {field.name for field in fields(Block) if field.name != "prediction"}  # model.multi_token_prediction
+    known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block", "family")] + sorted(inner)
+    refuse_unknown(shape, known, "model.shape")
+    inside = {key: shape[key] for key in shape if key in inner}
+    out_of_bounds = {key: shape[key] for key in shape if key not in inner}
+    block = changed(Block, spec.block, inside, "model.shape")
+    spec = replace(changed(ModelSpec, spec, out_of_bounds, "model.shape"), block=block)
+    if ("hidden" in shape or "heads" in shape) and "head_dim" not in shape:
+        if spec.heads < 1 or spec.hidden % spec.heads:
+            raise UserError("M009", f"{spec.heads} heads do not divide hidden {spec.hidden}", where="model.shape.heads",
+                            fix="choose heads that divide hidden, or set model.shape.head_dim")  # fmt: skip
+        spec = replace(spec, head_dim=spec.hidden // spec.heads)
+    if problem := first_invalid_field(spec):
+        raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")
+    return spec

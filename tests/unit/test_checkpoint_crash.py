@@ -149,8 +149,8 @@ def save_all(
     def work(rank: int, gather: Any) -> list[SaveResult]:
         rank_layout = RankLayout(rank=rank, local_rank=rank, nodes=(0,) * world_size)
         rules = CheckpointSection(keep=9)
-        saver = Saver(folder, rank_layout, shared, rules, lambda request: manifest_of(request, world_size), disks[rank])
-        saver.nonce = "beef"
+        saver = Saver(folder, rank_layout, shared, rules, lambda request: manifest_of(request, world_size), disks[rank],
+                      nonce="beef")  # fmt: skip
         for step in steps:
             share, memory = copy_share(rows_of(tensors_of(step), rank, world_size), rank, world_size, gather)
             saver.start(SaveRequest(step=step, share=share, memory=torch.from_numpy(np.asarray(memory))))

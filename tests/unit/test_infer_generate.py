@@ -94,8 +94,7 @@ def test_generation_ends_at_an_end_token_which_is_not_text() -> None:
 def test_generation_ends_after_its_tokens_or_when_it_is_stopped() -> None:
     generation = Generation(scripted(3, 4, 5), [1], TokenSampler(GREEDY), max_tokens=2)
     assert (list(generation), generation.finish_reason) == ([3, 4], "length")
-    generation = Generation(scripted(3, 4, 5), [1], TokenSampler(GREEDY), max_tokens=3)
-    generation.allows_next = lambda: False
+    generation = Generation(scripted(3, 4, 5), [1], TokenSampler(GREEDY), max_tokens=3, allows_next=lambda: False)
     assert (list(generation), generation.finish_reason) == ([3], "stopped")
 
 

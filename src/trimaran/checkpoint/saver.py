@@ -110,11 +110,12 @@ class Saver:
         *,
         own_disk: str = "",
         uploads: "StoreUploads | None" = None,
+        nonce: str = "",
     ) -> None:
         """`make_manifest` runs on rank 0; it raises UserError if the checkpoint must not be written.
 
         `own_disk` is the name of this node if every node has a disk of its own. `uploads` are those of this node, on
-        its first rank.
+        its first rank. `nonce` distinguishes the drafts of this attempt from others: hexadecimal, equal on all ranks.
         """
         self.uploads = uploads
         self._folder, self._rank_layout, self._store = folder, rank_layout, store
@@ -125,8 +126,7 @@ class Saver:
         self._disk = disk or DurableDisk()
         self._disk.num_threads = num_io_threads(rank_layout.local_size)
         self._disk.reads_back_all = section.read_back == "all"
-        self.nonce = ""
-        """Distinguishes the drafts of this attempt from others; hexadecimal, equal on all ranks."""
+        self._nonce = nonce
         self._previous: Path | None = None
         self._report_parser, self._layout_sent = WriteReportParser(), False
         self._requests: SimpleQueue[SaveRequest | None] = SimpleQueue()
@@ -168,7 +168,7 @@ class Saver:
 
     def share_end(self, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Tell the other ranks that rank 0 has nothing left to do; they call `wait` with whether it has."""
-        key = f"trimaran/save/{self.nonce}/end"
+        key = f"trimaran/save/{self._nonce}/end"
         if self._rank_layout.rank == 0:
             self._store.set(key, "")
         else:
@@ -194,7 +194,7 @@ class Saver:
     def _save(self, request: SaveRequest) -> SaveResult:
         began = time.monotonic()
         final = step_path(self._folder, request.step)
-        draft = draft_path(self._folder, request.step, f"{self.nonce}{self._count:04x}")
+        draft = draft_path(self._folder, request.step, f"{self._nonce}{self._count:04x}")
         written: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
         try:
             report = self._write(request, draft)
@@ -340,7 +340,7 @@ class Saver:
             prune(self._folder, **retention, verified=request.step, disk=self._disk, in_use=in_use)
 
     def _key(self, what: str, rank: int, count: int | None = None) -> str:
-        return f"trimaran/save/{self.nonce}/{self._count if count is None else count}/{what}/{rank}"
+        return f"trimaran/save/{self._nonce}/{self._count if count is None else count}/{what}/{rank}"
 
     def _publish(self, what: str, text: str) -> None:
         self._store.set(self._key(what, self._rank_layout.rank), text)

@@ -103,18 +103,26 @@ class Generation:
     after each token but the last, and says whether to generate another, the same on every rank.
     """
 
-    def __init__(self, model: NextTokenModel, prompt: Sequence[int], sampler: TokenSampler, *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: NextTokenModel,
+        prompt: Sequence[int],
+        sampler: TokenSampler,
+        *,
+        max_tokens: int,
+        allows_next: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._model, self._sampler, self._max_tokens = model, sampler, max_tokens
+        self._allows_next = allows_next
         self.ids = list(prompt)
         self.num_prompt_ids = len(self.ids)
         self.stop_ids: frozenset[int] = frozenset()
         self.slides = True  # text that is longer than the model's positions loses its beginning
-        self.allows_next: Callable[[], bool] = lambda: True
         self.finish_reason: FinishReason = "length"
 
     def __iter__(self) -> Iterator[int]:
         for number in range(self._max_tokens):
-            if number and not self.allows_next():
+            if number and not self._allows_next():
                 self.finish_reason = "stopped"
                 return
             if not self.slides and len(self.ids) > self._model.max_length:

@@ -71,8 +71,8 @@ class LoopCheckpointer:
             TorchStore(_get_default_store()),
             CheckpointSection(),
             lambda order: Manifest(step=order.step, progress=order.progress, time=time.time(), **about),
+            nonce=broadcast_json(secrets.token_hex(4)),
         )
-        self._saver.nonce = broadcast_json(secrets.token_hex(4))
 
     def save(self, step: int) -> Path:
         """Write a checkpoint and return its folder once it is complete and verified. All ranks raise, or none does."""

@@ -1,30 +1,35 @@
 """Public names of `trimaran.train`, and the modules that they come from. They are imported on first use."""
 
 from .agreement import LoopExit as LoopExit, StepDecision as StepDecision, StopRequest as StopRequest
-from .features.async_sgd.async_stepper import AsyncStepper as AsyncStepper
-from .features.async_sgd.batch_counter import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
 from .build import WorkerParts as WorkerParts, build_worker_parts as build_worker_parts
 from .build_check import check_build as check_build
 from .change_file import ChangeFile as ChangeFile
-from .features.live_change.process_groups import known_groups as known_groups
 from .checkpointing.base_hashing import assigned_files as assigned_files, file_holders as file_holders
 from .checkpointing.checkpointer import Checkpointer as Checkpointer
+from .checkpointing.copy_time import CopyTime as CopyTime, StartFacts as StartFacts, when_to_copy as when_to_copy
 from .checkpointing.save_interval import (
     CopySchedule as CopySchedule, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
     SaveSchedule as SaveSchedule, copy_every as copy_every, is_review as is_review,
     max_repeated_steps as max_repeated_steps, save_interval as save_interval,
 )
 from .checkpointing.training_state import MAY_BE_UNUSED as MAY_BE_UNUSED, TrainingState as TrainingState
-from .features.elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
-from .features.elastic.elastic_outer import ElasticOuter as ElasticOuter
-from .features.elastic.membership import Membership as Membership
-from .features.elastic.replica import Replica as Replica, check_replica as check_replica
-from .features.elastic.replica_group import run_until as run_until
 from .evaluate import (
     HoldoutEvaluator as HoldoutEvaluator, MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS, SampleAnswer as SampleAnswer,
     decode_answers as decode_answers, generate_answers as generate_answers,
 )
 from .fake_ranks import fake_rank as fake_rank
+from .features.async_sgd.async_stepper import AsyncStepper as AsyncStepper
+from .features.async_sgd.batch_counter import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
+from .features.deepspeed.deepspeed_state import regions_of_range as regions_of_range
+from .features.deepspeed.deepspeed_stepper import load_deepspeed as load_deepspeed
+from .features.elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
+from .features.elastic.elastic_outer import ElasticOuter as ElasticOuter
+from .features.elastic.membership import Membership as Membership
+from .features.elastic.replica import Replica as Replica, check_replica as check_replica
+from .features.elastic.replica_group import run_until as run_until
+from .features.live_change.process_groups import known_groups as known_groups
+from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
+from .features.table import features_of as features_of
 from .find_hf_facts import find_hf_facts as find_hf_facts
 from .health.bad_sample_limit import BadSampleCount as BadSampleCount
 from .health.compilations import Compilations as Compilations, WARMUP_STEPS as WARMUP_STEPS
@@ -49,7 +54,6 @@ from .loss.head_loss import (
 )
 from .loss.objective import LanguageObjective as LanguageObjective, LossSums as LossSums, Objective as Objective
 from .loss.perception_objective import PerceptionObjective as PerceptionObjective, box_targets as box_targets
-from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
 from .metrics.group_norms import GroupMeter as GroupMeter
 from .metrics.memory_snapshot import is_out_of_memory as is_out_of_memory
 from .metrics.meters import (
@@ -77,9 +81,6 @@ from .process.rank_info import (
 )
 from .process.supervisor_link import NO_SUPERVISOR as NO_SUPERVISOR, SupervisorLink as SupervisorLink
 from .process.token_store import TokenStore as TokenStore
-from .features.table import features_of as features_of
-from .features.deepspeed.deepspeed_state import regions_of_range as regions_of_range
-from .features.deepspeed.deepspeed_stepper import load_deepspeed as load_deepspeed
 from .rank_context import RankContext as RankContext, read_context as read_context
 from .rank_networks import build_networks as build_networks, refuse_unsavable as refuse_unsavable
 from .steppers.engine import build_stepper as build_stepper

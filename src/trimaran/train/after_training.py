@@ -119,8 +119,8 @@ def _write_text(parts: WorkerParts, tokenizer: Tokenizer, journal: Journal, limi
         prompt_ids(tokenizer, prompt),
         TokenSampler(Sampling(temperature=sample.temperature, seed=trainer.recipe.train.seed)),
         max_tokens=tokens,
+        allows_next=limit.allows_next,
     )
-    generation.allows_next = limit.allows_next
     for _ in generation:
         pass
     if journal.rank == 0:

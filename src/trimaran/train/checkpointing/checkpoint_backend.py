@@ -198,11 +198,11 @@ def _build_saver(inputs: BackendInputs, uploads: "StoreUploads | None") -> Saver
         disk,
         own_disk=link.own_disk,
         uploads=uploads,
+        nonce=nonce,
     )
     if rank_layout.rank == (rank_layout.node if link.own_disk else 0):
         with suppress(OSError):  # a read-only disk is reported when the first checkpoint is written
             remove_drafts(folder, disk)
-    saver.nonce = nonce
     saver.begin(last)
     if uploads is not None and is_first and last is not None:
         uploads.start(last)  # if the last attempt ended before it was in the store

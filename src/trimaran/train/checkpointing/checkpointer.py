@@ -26,6 +26,7 @@ from trimaran.train.checkpointing.checkpoint_backend import (
     bound_loss,
     build_backend,
 )
+from trimaran.train.checkpointing.copy_time import CopyTime, StartFacts, when_to_copy
 from trimaran.train.checkpointing.restore import RestoredState, Restorer, refuse_new_start
 from trimaran.train.checkpointing.save_interval import (
     CopySchedule,
@@ -101,9 +102,7 @@ class Checkpointer:
         # Without a supervisor, no other rank can read this one's memory, as if each rank were a node.
         alone = RankLayout(rank=self._rank_info.rank, local_rank=0, nodes=tuple(range(self._rank_layout.world_size)))
         self._memory_layout = self._rank_layout if self._link.rank_memories else alone
-        self._restorer = self._build_restorer()
         restored = RestoredState(step=received) if received is not None else self._restore_newest()
-        self._restorer.base = None  # the base of this process stays the same
         before_discard = partial(self._save_before_discard, restored)
         inputs, is_restart = self._backend_inputs(), restored.tier == "memory"
         self._backend = build_backend(inputs, self._state.shards(), before_discard, is_restart=is_restart)
@@ -113,21 +112,23 @@ class Checkpointer:
 
     def _restore_newest(self) -> RestoredState:
         began = time.monotonic()
+        restorer, newest = self._build_restorer(compares_base=True), self._recipe.train.steps
         with self._link.section("restore") as report_progress:
-            restored = self._restore(newest=self._recipe.train.steps, report_progress=report_progress)
+            restored = self._restore(restorer, newest=newest, report_progress=report_progress)
         self._log_resume(restored, began)
         if restored.tier is None:
             refuse_new_start(self._run, self._rank_layout, newest=self._recipe.train.steps)
         return restored
 
-    def _build_restorer(self) -> Restorer:
+    def _build_restorer(self, *, compares_base: bool) -> Restorer:
+        """Return what restores a state. The base of an adapter, which stays the same, is compared at the start only."""
         return Restorer(
             self._state,
             self._run.checkpoints,
             self._memory_layout,
             self._recipe,
             **self._data,
-            base=self._base.hashing if self._base else None,
+            base=self._base.hashing if self._base and compares_base else None,
             own_disk=bool(self._link.own_disk),
             open_store=self._open_store if self._recipe.checkpoint.store else None,
         )
@@ -157,7 +158,10 @@ class Checkpointer:
     def copy_before_change(self, step: int) -> None:
         """Copy the state to memory, if there is any for it: a crash during a change of the plan then loses no step."""
         pool = self._backend.slot_pool
-        if pool.budget.keeps_copies and self._has_slots() and not all_true(pool.slot_of(step) is not None):
+        if not pool.budget.keeps_copies:
+            return
+        has_memory, is_copied = self._ask_for_slots(), all_true(pool.slot_of(step) is not None)
+        if has_memory and not is_copied:
             self._copy(step)
 
     def open_copy(self, step: int) -> MemorySource | None:
@@ -183,8 +187,6 @@ class Checkpointer:
         self._rank_memories, self._num_rewinds = old._rank_memories, old._num_rewinds
         self._requested_step, self._durable_step = old._requested_step, old._durable_step
         self._totals, self._bound = old._totals, old._bound
-        self._restorer = self._build_restorer()
-        self._restorer.base = None
         shards = self._state.shards()
         self._backend = build_backend(self._backend_inputs(), shards, is_restart=True, replaced=old._backend)
         self._slots_decided = not self._backend.copier.allocates_in_background
@@ -231,7 +233,8 @@ class Checkpointer:
             self._rank_memories = [RankMemory(each.fd) for each in self._rank_memories]
             if self._base is not None and not ending.weights_are_valid:
                 self._base.reload()  # what was found wrong may be the base, which no checkpoint has
-            restored = self._restore(newest=ending.step, report_progress=report_progress)
+            restorer = self._build_restorer(compares_base=False)
+            restored = self._restore(restorer, newest=ending.step, report_progress=report_progress)
         if restored.tier is None:
             return None
         self.refuse_later_checkpoints(restored.step)
@@ -287,8 +290,10 @@ class Checkpointer:
         self._log_results()
         if decision.save:
             self._save(step)
-        elif self._copy_schedule.is_due(step) and self._has_slots():
-            self._copy(step)
+        elif self._copy_schedule.is_due(step):
+            has_memory = self._ask_for_slots()  # all ranks ask at the same steps
+            if has_memory:
+                self._copy(step)
         if self._rank_layout.rank == 0:
             self._wants_save = self._backend.save_schedule.wants(step, busy=self._backend.saver.busy)
             self._log_bound(step)
@@ -390,11 +395,11 @@ class Checkpointer:
         known = self._base.hashing.known() if self._base else None
         return {**self._state.progress(), **self._data, **({"base": known} if known else {})}
 
-    def _restore(self, *, newest: int, report_progress: Callable[[], None]) -> RestoredState:
+    def _restore(self, restorer: Restorer, *, newest: int, report_progress: Callable[[], None]) -> RestoredState:
         """Restore the newest verified state of at most `newest` steps."""
         reported = last_step(self._run) if self._rank_layout.rank == 0 else 0
         finder = CopyFinder(self._rank_memories, self._memory_layout)
-        restored = self._restorer.load(finder, newest=newest, reported=reported, report_progress=report_progress)
+        restored = restorer.load(finder, newest=newest, reported=reported, report_progress=report_progress)
         self._requested_step = self._durable_step = restored.step if restored.tier in ("disk", "store") else -1
         return restored
 
@@ -435,17 +440,18 @@ class Checkpointer:
         self._has_begun = True
         self._begin_copies(restored.step)
         self._backend.copier.prepare(slot_pool.own_slots, self._state.shards())
-        # Copy at once, so that a kill now loses nothing. All ranks copy or none does, so that their counts stay equal.
-        # After a change of the plan, training does not wait for memory that is still being allocated.
-        is_change = copied_step is not None
-        if (
-            slot_pool.budget.keeps_copies
-            and not (is_change and not self._slots_decided)
-            and not self._can_delay_copy(restored)
-            and not all_true(slot_pool.slot_of(restored.step) is not None)
-        ):
-            self._has_slots(wait=True)
-            if slot_pool.budget.keeps_copies:
+        facts = StartFacts(
+            keeps_copies=slot_pool.budget.keeps_copies,
+            has_memory=slot_pool.budget.num_slots > 0 if self._slots_decided else None,
+            is_copied=all_true(slot_pool.slot_of(restored.step) is not None),
+            tier=restored.tier,
+            is_change=copied_step is not None,
+            rewinds=self._recipe.faults.not_finite == "rewind",
+            every_step=self._recipe.checkpoint.memory in ("auto", 1),
+        )
+        if when_to_copy(facts) is CopyTime.NOW:
+            self._wait_for_slots()
+            if self._backend.slot_pool.budget.keeps_copies:
                 self._copy(restored.step)
         self._release_old_memories()
         save_schedule = self._backend.save_schedule
@@ -477,29 +483,31 @@ class Checkpointer:
         for fd in old:
             os.ftruncate(fd, 0)
 
-    def _can_delay_copy(self, restored: RestoredState) -> bool:
-        """Return whether this state can be restored again: then the first step need not wait for memory."""
-        if self._slots_decided or restored.tier == "memory" or self._recipe.faults.not_finite == "rewind":
-            return False
-        # The run also rewinds if replicas differ: to this copy, if copies are many steps apart.
-        return restored.tier == "disk" or self._recipe.checkpoint.memory in ("auto", 1)
-
-    def _has_slots(self, *, wait: bool = False) -> bool:
+    def _ask_for_slots(self) -> bool:
         """Return whether there is memory to copy to by now, the same on all ranks. All must ask at the same steps."""
-        if not self._slots_decided and (wait or self._all_have_slots()):
-            self._slots_decided, began = True, time.perf_counter()
-            if not all_true(self._backend.copier.wait_ready()):
-                self._release_slots()
-            self._totals["stall_seconds"] += time.perf_counter() - began
+        if not self._slots_decided:
+            all_know = self._all_have_slots()
+            if all_know:
+                self._wait_for_slots()
         return self._slots_decided and self._backend.slot_pool.budget.num_slots > 0
+
+    def _wait_for_slots(self) -> None:
+        """Wait until all ranks know whether there is memory to copy to. Without it on one, all give theirs up."""
+        if self._slots_decided:
+            return
+        self._slots_decided, began = True, time.perf_counter()
+        if not all_true(self._backend.copier.wait_ready()):
+            self._release_slots()
+        self._totals["stall_seconds"] += time.perf_counter() - began
 
     def _all_have_slots(self) -> bool:
         """Return whether every rank knows if it has memory. After some steps they ask each other only now and then."""
         self._num_asks += 1
         if self._rank_layout.world_size == 1:
             return self._backend.copier.is_ready
-        is_turn = self._num_asks <= ASK_EVERY_STEPS or self._num_asks % ASK_EVERY_STEPS == 0
-        return is_turn and all_true(self._backend.copier.is_ready)
+        if self._num_asks > ASK_EVERY_STEPS and self._num_asks % ASK_EVERY_STEPS:
+            return False
+        return all_true(self._backend.copier.is_ready)
 
     def _release_slots(self) -> None:
         """Continue without copies in memory: a node has less memory than it reported."""
@@ -544,7 +552,7 @@ class Checkpointer:
         with self._link.section("save", step) as report_progress:
             self._wait_for_saver(report_progress)  # one at a time; other ranks may be slightly behind rank 0
             self._log_results()
-            self._has_slots(wait=True)
+            self._wait_for_slots()
             has_slot = self._backend.slot_pool.budget.own_slots > 0
             request = self._request_from_slot(step) if has_slot else self._request_from_file(step, self._backend.copier)
             self._requested_step = step

@@ -112,7 +112,7 @@ class Restorer:
         self._fetcher: StoreFetcher | None = None
         self._node_files: list[str] | None = None  # those that this rank verifies, if not every node has all
         self._state, self._folder, self._rank_layout = state, folder, rank_layout
-        self._recipe, self._data, self.base = recipe, data, base
+        self._recipe, self._data, self._base = recipe, data, base
         self._num_threads, self._is_partly_filled = num_io_threads(rank_layout.local_size), False
 
     def load(
@@ -210,7 +210,7 @@ class Restorer:
         fetcher = CopyFetcher(finder, copies, self._rank_layout)
         shards = self._state.shards_from(fetcher.index)
         source = fetcher.fetch(shards)
-        if self.base is not None and not broadcast_json(source.progress.get("base")):
+        if self._base is not None and not broadcast_json(source.progress.get("base")):
             return "the base of the adapter had not been hashed when this copy was made"
         return source, shards
 
@@ -309,8 +309,8 @@ class Restorer:
     ) -> str:
         """Fill the state, and return why it cannot be used; an empty text if it is complete."""
         _refuse_other_data(source.progress.get("data"), self._data, self._folder)
-        if self.base is not None:
-            _refuse_other_base(source, self.base, f"model.path ({self._recipe.model.path})", report_progress)
+        if self._base is not None:
+            _refuse_other_base(source, self._base, f"model.path ({self._recipe.model.path})", report_progress)
         if why := self._fill(source, shards, report_progress):
             return why
         refuse_unused_tensors(shards, source, gather=all_gather_int64, allowed=MAY_BE_UNUSED)

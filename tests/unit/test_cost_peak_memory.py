@@ -30,8 +30,8 @@ from trimaran.cost import (
 )
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import PRESETS, ExpertSpec, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
+from trimaran.nets import Attention, FeedForward, rotation_at
 from trimaran.nets import DecoderLayer as RealLayer
-from trimaran.nets import FeedForward, joint_slices, rotation_at
 
 # A layer: attention 4 * (4 + 2 + 2 + 4) = 48, feed-forward 3 * 4 * 8 = 96, norms 8. Ends: 2 * 10 * 4, final norm 4.
 PAGE = ModelSpec(name="page", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab=10, max_seq_len=64)
@@ -380,11 +380,10 @@ def join(real: RealLayer) -> None:
     """Convert the layer as on a single device: 16-bit weights with joint projections."""
     for linear in (each for each in real.modules() if isinstance(each, torch.nn.Linear)):
         linear.weight.data = linear.weight.data.bfloat16()
+    assert isinstance(real.self_attn, Attention)
     assert isinstance(real.mlp, FeedForward)
     for part in (real.self_attn, real.mlp):
-        for weight, home in joint_slices(part.projections, torch.bfloat16):
-            weight.data = home.copy_(weight.data)
-        part.joint = True
+        part.join_projections()
     real.joint = True
 
 

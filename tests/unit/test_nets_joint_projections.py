@@ -14,7 +14,6 @@ from trimaran.nets import (
     DecoderLayer,
     FeedForward,
     RMSNorm,
-    joint_slices,
     rotation_at,
     separate_modules,
 )
@@ -22,16 +21,14 @@ from trimaran.nets import (
 
 def joined(module: DecoderLayer, dtype: torch.dtype, *, fused: bool = False) -> DecoderLayer:
     """Return the module with its joint projections as slices of one tensor, all matrices in `dtype`."""
+    for weight in module.parameters():
+        if weight.ndim > 1:
+            weight.data = weight.data.to(dtype)
     for each in module.modules():
         if isinstance(each, Attention | FeedForward) and each.projections:
-            for weight, memory in joint_slices(each.projections, dtype):
-                weight.data = memory.copy_(weight.data)
-            each.joint = True
+            each.join_projections()
         if isinstance(each, DecoderLayer):
             each.joint, each.fused = True, fused
-    for weight in module.parameters():
-        if weight.ndim > 1 and weight.dtype != dtype:
-            weight.data = weight.data.to(dtype)
     return module
 
 

@@ -23,7 +23,13 @@ from trimaran.hardware import parse_cluster
 from trimaran.models import PRESETS, ModelSpec, OutlineLayer, outline_of
 from trimaran.nets import Network, decoder_network, hf_network, initialise
 from trimaran.optim import split_weights
-from trimaran.parallel import ActivationOffload, SynchronousCopies, apply_recompute, offload_blocks
+from trimaran.parallel import (
+    ActivationOffload,
+    SynchronousCopies,
+    apply_joint_projections,
+    apply_recompute,
+    offload_blocks,
+)
 
 MODES = ("elementwise", "selective", "full", 2)
 DENSE = replace(PRESETS["tiny"], layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64)
@@ -235,6 +241,7 @@ def test_a_compiled_block_recomputes_joint_projections() -> None:
     torch.compiler.reset()
     plan, network, graphs = compiled_plan("full"), decoder(replace(DENSE, layers=2)), Graphs()
     split_weights([network], plan)
+    apply_joint_projections([network], plan)
     apply_recompute(network, plan, None)
     for block in network.blocks:
         block.compile(backend=graphs.backend)

@@ -27,7 +27,7 @@ from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
 from trimaran.nets import DecoderLayer, FeedForward, Network, full_tensor, initialise, network_of
 from trimaran.optim import SplitWeight, split_fp32, split_weight_of, split_weights
-from trimaran.parallel import autocast, override_precision
+from trimaran.parallel import apply_joint_projections, autocast, override_precision
 
 split_weights_module = import_module("trimaran.optim.split_weights")  # the package has its function
 
@@ -213,13 +213,8 @@ def gradients(network: Network, plan: Plan, micro_batches: int) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradients_equal_those_of_fp32_weights_under_autocast(
-    micro_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Joint matmuls sum in another order; the tests of `nets.joint_projections` cover that.
-    monkeypatch.setattr(split_weights_module, "join_projections", lambda *_: {})
-    # With selective recompute every projection is a separate matmul: a joint one rounds its sums once, not three times.
-    plan = Plan(precision="bf16", grad_accum=micro_batches, recompute="selective")
+def test_gradients_equal_those_of_fp32_weights_under_autocast(micro_batches: int) -> None:
+    plan = Plan(precision="bf16", grad_accum=micro_batches)
     plain, network = filled(), filled()
     for each in (each for pair in (plain, network) for each in pair.module.parameters()):
         # No value is exactly half way between two bf16: a cast rounds it to even, `split_fp32` away from zero.
@@ -236,7 +231,7 @@ def test_gradients_equal_those_of_fp32_weights_under_autocast(
 
 def test_fp32_projections_on_a_cpu_are_slices_of_one_tensor() -> None:
     plain, network = filled(), filled()
-    assert split_weights((network,), Plan()) == {}
+    apply_joint_projections((network,), Plan())
     assert list(dict(network.module.named_parameters())) == list(dict(plain.module.named_parameters()))
     layer = network.blocks[0]
     assert isinstance(layer, DecoderLayer)
@@ -255,7 +250,7 @@ def test_a_module_with_a_hook_is_still_called() -> None:
     network, called = filled(), []
     hooked = network.module.get_submodule("layers.1.mlp.down_proj")
     hooked.register_forward_hook(lambda *_: called.append(1))
-    split_weights((network,), Plan())
+    apply_joint_projections((network,), Plan())
     gradients(network, Plan(), 1)
     assert called
     first, second = (each for each in network.blocks if isinstance(each, DecoderLayer))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trimaran.nets import Network
 from trimaran.nets.attention import Attention, RMSNorm
 from trimaran.nets.decoder import Decoder, DecoderLayer
-from trimaran.nets.joint_projections import Rotation, joint_slices
+from trimaran.nets.joint_projections import Rotation
 from trimaran.nets.moe import FeedForward
 
 
@@ -30,10 +30,7 @@ def join_projections(network: Network) -> None:
             norms = layer.plain_norms
             layer.joint = bool(norms) and _are_plain(norms)
             for part in _joinable_parts(layer):
-                parameters = [each.weight for each in part.projections]
-                for parameter, piece in joint_slices(part.projections, parameters[0].dtype):
-                    parameter.data = piece.copy_(parameter)
-                part.joint = True
+                part.join_projections()
 
 
 def replace_projections(layer: DecoderLayer) -> None:

@@ -39,7 +39,7 @@ from .hf_vision_adapter import insert_rows as insert_rows
 from .hf_vlm import HfVlmNetwork as HfVlmNetwork, network_of_hf as network_of_hf
 from .hf_weights import full_tensor as full_tensor, hf_tensors as hf_tensors, load_hf_weights as load_hf_weights
 from .initialise import initialise as initialise
-from .joint_projections import joint_slices as joint_slices, separate_modules as separate_modules
+from .joint_projections import join_weights as join_weights, separate_modules as separate_modules
 from .kernels.latent_pages import attend_latent_pages as attend_latent_pages
 from .kernels.paged_attention import attend_one_query as attend_one_query, store_and_attend as store_and_attend
 from .key_value_cache import KeyValueCache as KeyValueCache, MIN_CAPACITY as MIN_CAPACITY

@@ -11,7 +11,7 @@ from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
 from trimaran.models.rope import PLAIN_ROPE
 from trimaran.nets.attention_context import AttentionScope, Context
 from trimaran.nets.attention_options import AttentionOptions
-from trimaran.nets.joint_projections import Rotation, fused_norm, rotary_projection
+from trimaran.nets.joint_projections import Rotation, fused_norm, join_weights, rotary_projection
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.rotary_frequencies import frequencies, rotation_scale
 
@@ -137,9 +137,14 @@ class Attention(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """The projections that may be one matmul; they are if `joint` is set (see `nets/joint_projections.py`)."""
+        """The projections that may be one matmul, see `join_projections`."""
         plain = isinstance(self.q_norm, nn.Identity) and self.rope is not None and self.rope.is_plain
         return (self.q_proj, self.k_proj, self.v_proj) if plain else ()
+
+    def join_projections(self) -> None:
+        """Compute `projections` as one matmul from now on. Their parameters become rows of one tensor."""
+        join_weights(self.projections)
+        self.joint = True
 
     @property
     def num_heads(self) -> tuple[int, int]:

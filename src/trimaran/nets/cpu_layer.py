@@ -1,7 +1,8 @@
 """A decoder layer in fp32 on a CPU, as two autograd functions: what comes before its attention, and what comes after.
 
 In a small layer the bookkeeping of autograd takes as long as all that is between the matmuls. The weights of
-projections of the same input are `joint_slices`. What is computed is the same as in separate modules, up to rounding.
+projections of the same input are joined (`join_weights`). What is computed is the same as in separate modules, up to
+rounding.
 """
 
 from collections.abc import Sequence

@@ -19,11 +19,12 @@ from trimaran.nets.joint_operators import cast_if_needed
 Rotation = tuple[Tensor, Tensor]
 
 
-def joint_slices(parts: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each layer's weight with new memory for it: consecutive rows of one new tensor."""
-    rows = [len(each.weight) for each in parts]
-    joint = torch.empty(sum(rows), parts[0].in_features, dtype=dtype, device=parts[0].weight.device)
-    yield from zip((each.weight for each in parts), joint.split(rows), strict=True)
+@torch.no_grad()
+def join_weights(parts: Sequence[nn.Linear]) -> None:
+    """Make the layers' weights consecutive rows of one new tensor. Their values do not change."""
+    weights = [each.weight for each in parts]
+    for each, rows in zip(weights, torch.cat(weights).split([len(each) for each in weights]), strict=True):
+        each.data = rows
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def separate_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def joint_swiglu(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Tensor:
-    """Return the SwiGLU feed-forward of `x`. The weights of `gate` and `up` are `joint_slices`."""
+    """Return the SwiGLU feed-forward of `x`; `join_weights` has joined `gate` and `up`."""
     rows = x.flatten(0, -2).to(gate.weight.dtype)
     return _JointSwiGLU.apply(rows, gate.weight, up.weight, down.weight).unflatten(0, x.shape[:-1])
 
@@ -50,8 +51,8 @@ def rotary_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys with RoPE applied, and values, each [B, heads, T, head_dim], of `x` [B, T, hidden].
 
-    `parts` are the three projections, whose weights are `joint_slices`; `heads` are the numbers of query heads and of
-    key heads. The three results are views of one tensor.
+    `parts` are the three projections, joined by `join_weights`; `heads` are the numbers of query heads and of key
+    heads. The three results are views of one tensor.
     """
     weights = [each.weight for each in parts]
     biases: list[Tensor] = [each.bias for each in parts if each.bias is not None]

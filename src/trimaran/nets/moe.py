@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trimaran.models import ExpertSpec
 from trimaran.models.expert_variations import PLAIN_UNIT, ExpertUnit
 from trimaran.nets.attention_context import Context
-from trimaran.nets.joint_projections import joint_swiglu
+from trimaran.nets.joint_projections import join_weights, joint_swiglu
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.moe_router import NUM_EXTRA_STATS, Routing, route
 from trimaran.nets.scattered_rows import gather_rows, scatter_rows, sorted_places
@@ -32,8 +32,13 @@ class FeedForward(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """The projections that may be one matmul; they are if `joint` is set (see `nets/joint_projections.py`)."""
+        """The projections that may be one matmul, see `join_projections`."""
         return (self.gate_proj, self.up_proj) if self.activation == "silu" else ()
+
+    def join_projections(self) -> None:
+        """Compute `projections` as one matmul from now on. Their parameters become rows of one tensor."""
+        join_weights(self.projections)
+        self.joint = True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.joint:

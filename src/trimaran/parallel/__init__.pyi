@@ -39,6 +39,7 @@ from .fp8_gather import Fp8Parameter as Fp8Parameter
 from .fp8_linear import Fp8Linear as Fp8Linear, LAYERS as LAYERS, linear as linear
 from .frozen_weights import store_frozen_weights as store_frozen_weights
 from .gradient_norm import GradientSquares as GradientSquares, gradient_norm as gradient_norm
+from .joint_layers import apply_joint_projections as apply_joint_projections
 from .kernels.vocab_rows import row_gradients as row_gradients, row_sums as row_sums
 from .memory.activation_offload import (
     ActivationOffload as ActivationOffload, MIN_OFFLOAD_BYTES as MIN_OFFLOAD_BYTES, StreamCopies as StreamCopies,

@@ -6,7 +6,7 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.optim import build_optimizer
 from trimaran.optim.split_weights import split_weights
-from trimaran.parallel import RankMesh
+from trimaran.parallel import RankMesh, apply_joint_projections
 from trimaran.parallel.axes.stage_map import trained_parameters
 from trimaran.train.health.unused_parameters import watch_unused_parameters
 from trimaran.train.loss.objective import Objective
@@ -22,6 +22,7 @@ def build_stepper(place: StepperPlace) -> TorchStepper:
     """Return the stepper of a rank, with its optimizer."""
     networks, train, plan, ranks = place.networks, place.train, place.plan, place.ranks
     low_halves = split_weights(networks, plan)
+    apply_joint_projections(networks, plan)
     optimizer = build_optimizer([each.module for each in networks], train, plan, networks[0].towers, low_halves)
     trained = trained_parameters(networks, plan)
     update = UpdatePlace(networks=networks, train=train, plan=plan, ranks=ranks, clock=place.clock)

@@ -1,0 +1,66 @@
+"""Lets the layers of a network compute projections of the same input as one matmul, if the plan says so.
+
+The module owns a joint projection, not the optimizer: the optimizer updates each parameter by itself, and only the
+module's forward needs them side by side.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from trimaran.core import Plan
+from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
+from trimaran.nets import Network
+from trimaran.nets.attention import Attention, RMSNorm
+from trimaran.nets.decoder import Decoder, DecoderLayer
+from trimaran.nets.module_dtype import own_dtype
+from trimaran.nets.moe import FeedForward
+from trimaran.parallel.matmul_weights import matmul_weights
+from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
+
+
+def apply_joint_projections(networks: Sequence[Network], plan: Plan) -> None:
+    """Join projections of the same input whose weights only matmuls read.
+
+    Call it once the weights have their values and their dtype. Towers with recompute by operator are left as they are.
+    """
+    matrices = {each for network in networks for each in matmul_weights(network)}
+    on_cpu = all(each.device.type == "cpu" for each in matrices)
+    if not (plan.joins_projections_on_cpu if on_cpu else plan.joins_projections):
+        return
+    for decoder in (each for network in networks for each in network.module.modules() if isinstance(each, Decoder)):
+        if type(decoder.norm) is RMSNorm:
+            decoder.norm.fused = own_dtype(decoder.norm) is None and not has_hooks([decoder.norm])
+    for layer in _decoder_layers(networks, plan):
+        norms = layer.plain_norms
+        layer.joint = bool(norms) and all(own_dtype(each) is None for each in layer.modules()) and not has_hooks(norms)
+        for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):
+            if layer.joint and part.projections and _may_be_joined(part, matrices):
+                part.join_projections()
+        layer.fused = on_cpu and layer.is_fusible and all_joint(layer) and layer.self_attn.o_proj.weight in matrices
+
+
+def all_joint(layer: DecoderLayer) -> bool:
+    """Return whether the whole layer may be fused: its projections and norms are joint, and no module has hooks."""
+    is_joint = layer.joint and layer.self_attn.joint and isinstance(layer.mlp, FeedForward) and layer.mlp.joint
+    return is_joint and not has_hooks(each for each in layer.modules() if each is not layer)
+
+
+def _decoder_layers(networks: Sequence[Network], plan: Plan) -> Iterator[DecoderLayer]:
+    for network in networks:
+        for tower, block in tower_of_blocks(network):
+            if isinstance(block, DecoderLayer) and recompute_of(tower, plan) not in RECOMPUTED_BY_OPERATOR:
+                yield block
+
+
+def _may_be_joined(part: Attention | FeedForward, matrices: Collection[Tensor]) -> bool:
+    down = [part.down_proj] if isinstance(part, FeedForward) else []
+    linears = (*part.projections, *down)
+    weights = (getattr(each, "weight", None) for each in linears)  # 4-bit layers have none
+    return all(each in matrices for each in weights) and not has_hooks(linears)
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules has hooks, which run only if the module itself is called."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(each, kind) for each in modules for kind in kinds)

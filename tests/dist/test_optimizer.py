@@ -162,7 +162,7 @@ def test_replicas_stay_bitwise_equal(states: str) -> None:
 
 
 def norms_of_bf16() -> tuple[float, float, float]:
-    """Return the norm of bf16 gradients, of bf16 and fp32 ones together, and of `main_grad`."""
+    """Return the norm of bf16 gradients, of bf16 and fp32 ones together, and of fp32 ones of bf16 weights."""
     dist.init_process_group("gloo")
     generator = torch.Generator().manual_seed(0)
     narrow = [nn.Parameter(torch.zeros(300, 400, dtype=torch.bfloat16)) for _ in range(3)]
@@ -172,7 +172,8 @@ def norms_of_bf16() -> tuple[float, float, float]:
     wide.grad = torch.randn(1000, generator=generator)
     norms = [gradient_norm(narrow), gradient_norm([*narrow, wide])]
     for each in narrow:
-        each.main_grad = torch.ones(each.shape)  # pyrefly: ignore[missing-attribute]
+        each.grad_dtype = None
+        each.grad = torch.ones(each.shape)
     return float(norms[0]), float(norms[1]), float(gradient_norm(narrow))
 
 

@@ -140,15 +140,15 @@ class OddShapes(ManyShapes):
         self.shifted = nn.Parameter(torch.randn(16 * 300 + 1, generator=generator)[1:].view(16, 300))
 
     def fill_gradients(self, step: int, *, in_fp32: bool) -> None:
-        """Some steps lack a gradient, and some gradients are not contiguous, not aligned, or in `main_grad`."""
+        """Some steps lack a gradient, and some gradients are not contiguous, not aligned, or fp32."""
         generator = torch.Generator().manual_seed(step)
         for name, each in self.named_parameters():
             gradient = (torch.randn(each.shape, generator=generator) + 0.3).to(each.device, each.dtype)
             if in_fp32 and each.dtype == torch.bfloat16:
-                each.main_grad = gradient.float()  # pyrefly: ignore[missing-attribute]
+                each.grad_dtype, gradient = None, gradient.float()
             each.grad = gradient
             if step % 3 == 1 and name in ("table", "vector"):
-                each.grad = each.main_grad = None  # pyrefly: ignore[missing-attribute]
+                each.grad = None
             if step % 3 == 2 and name == "stack":
                 each.grad = gradient.transpose(0, 1).contiguous().transpose(0, 1)
             if step >= 3 and name == "blocks":
@@ -196,7 +196,7 @@ def is_same(one: Tensor, other: Tensor, states: str) -> bool:
 
 @pytest.mark.parametrize("states", FORMATS)
 @pytest.mark.parametrize("halves", [False, True], ids=["fp32", "split"])
-@pytest.mark.parametrize("in_fp32", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["as-weight", "fp32-gradient"])
 def test_one_launch_for_all_parameters_gives_the_bits_of_one_for_each(states: str, halves: bool, in_fp32: bool) -> None:
     """States on the host are updated by a launch for each chunk of a parameter."""
     options = {"halves": halves, "in_fp32": in_fp32}

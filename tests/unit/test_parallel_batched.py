@@ -44,12 +44,6 @@ def test_a_nan_of_one_group_does_not_reach_another() -> None:
     assert float(gradient_norm(parameters[1:])) == pytest.approx(4.0)
 
 
-def test_main_grad_is_measured_instead_of_grad() -> None:
-    parameter = nn.Parameter(torch.zeros(4))
-    parameter.grad, parameter.main_grad = torch.zeros(4), torch.ones(4)  # pyrefly: ignore[missing-attribute]
-    assert float(gradient_norm([parameter])) == 2.0
-
-
 def test_samples_follow_weights_that_change_or_move() -> None:
     parameters = [
         nn.Parameter(torch.zeros(40, 300)),

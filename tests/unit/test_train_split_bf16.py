@@ -1,7 +1,5 @@
 """fp32 weights split into two 16-bit halves: no bit is lost, and AdamW updates them like fp32 weights."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,23 +90,15 @@ def test_the_factor_multiplies_the_gradients(states: str) -> None:
             assert (scaled[name] - expected).norm() < 1e-4 * moved, name
 
 
-def test_main_grad_takes_precedence_over_grad() -> None:
-    module = nn.Linear(8, 8, bias=False)
+def test_a_split_weight_may_have_an_fp32_gradient() -> None:
+    module, plain = ManyShapes(), ManyShapes()
     lower_halves = split_matrices(module)
-    other, other_lows = copy.deepcopy(module), {}
-    other_lows[other.weight] = lower_halves[module.get_parameter("weight")].clone()
-    optimizers = [build_optimizer([each], section(), Plan(), lower_halves=low) for each, low in
-                  ((module, lower_halves), (other, other_lows))]  # fmt: skip
-    module.weight.grad = torch.full_like(module.weight, torch.nan)
-    module.weight.main_grad = torch.randn(8, 8)  # pyrefly: ignore[missing-attribute]
-    other.weight.main_grad = module.weight.main_grad.clone()  # pyrefly: ignore[missing-attribute]
-    for each in optimizers:
-        each.step()
-        each.zero_grad()
-    assert module.weight.isfinite().all()
-    assert torch.equal(module.weight, other.weight)
-    assert module.weight.grad is None
-    assert module.weight.main_grad is None  # pyrefly: ignore[missing-attribute]
-    before = module.weight.detach().clone()
-    optimizers[0].step()
-    assert torch.equal(module.weight, before), "there is no gradient left"
+    for each, other in zip(module.parameters(), plain.parameters(), strict=True):
+        each.grad_dtype = None
+        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(0))
+        other.grad = each.grad.clone()
+    build_optimizer([module], section(), Plan(), lower_halves=lower_halves).step()
+    build_optimizer([plain], section(), Plan(offload="optimizer")).step()
+    for each, other in zip(module.parameters(), plain.parameters(), strict=True):
+        joined = join_fp32(each, lower_halves[each]) if each in lower_halves else each
+        assert torch.equal(joined, other)

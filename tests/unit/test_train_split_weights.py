@@ -204,11 +204,8 @@ def gradients(network: Network, plan: Plan, micro_batches: int) -> dict[str, Ten
         loss.backward()
     found = {}
     for name, each in network.module.named_parameters():
-        sums = getattr(each, "main_grad", None)
-        assert (sums is None) == (each.grad is not None), "either `grad` or `main_grad`"
-        gradient = each.grad if sums is None else sums
-        assert gradient is not None
-        found[name] = gradient.float()
+        assert each.grad is not None
+        found[name] = each.grad.float()
     return found
 
 
@@ -219,14 +216,13 @@ def test_gradients_equal_those_of_fp32_weights_under_autocast(micro_batches: int
     for each in (each for pair in (plain, network) for each in pair.module.parameters()):
         # No value is exactly half way between two bf16: a cast rounds it to even, `split_fp32` away from zero.
         each.data.view(torch.int32).bitwise_or_(1)
-    assert split_weights((network,), plan)
+    lower_halves = split_weights((network,), plan)
     ours, theirs = (gradients(each, plan, micro_batches) for each in (network, plain))
     assert ours.keys() == theirs.keys()
     for name, each in ours.items():
         assert torch.equal(each, theirs[name]), name
-    summed = [each for each in network.module.parameters() if hasattr(each, "main_grad")]
-    assert len(summed) == (len(matrices_of(network)) - 1 if micro_batches > 1 else 0)
-    assert all(each.main_grad.dtype == torch.float32 for each in summed)  # pyrefly: ignore[missing-attribute]
+    dtypes = {each.grad.dtype for each in lower_halves if each.grad is not None}
+    assert dtypes == {torch.float32 if micro_batches > 1 else torch.bfloat16}
 
 
 def test_fp32_projections_on_a_cpu_are_slices_of_one_tensor() -> None:

@@ -26,7 +26,6 @@ from trimaran.optim.moments import (
 from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
 from trimaran.parallel.batched.address_table import has_kernels
-from trimaran.parallel.gradient_norm import gradient_of
 from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, goes_to_disk, padded, release_pages, store_of
 
 Kernel = Callable[[StateChunk, States, Tensor | None], None]
@@ -114,13 +113,6 @@ class LowMemoryAdamW(EagerOptimizer):
         if self._weights_on_disk:
             self.wait()  # the next forward reads them
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also those accumulated in fp32 as `main_grad` (see `gradient_of`)."""
-        super().zero_grad(set_to_none)
-        for parameter in self._formats:
-            if hasattr(parameter, "main_grad"):
-                parameter.main_grad = None  # pyrefly: ignore[missing-attribute]
-
     def wait(self) -> None:
         """Wait until states on the host or on disk have been copied back from the device."""
         if self._state_stream is not None:
@@ -148,7 +140,7 @@ class LowMemoryAdamW(EagerOptimizer):
     def _count_step(self, number: int, constants: AdamWConstants) -> Iterator[tuple[Tensor, Tensor]]:
         """Count a step of the group's parameters that have a gradient; yield each with its `step_constants`."""
         parameters, (steps, hashes) = self.param_groups[number]["params"], self._counts[number]
-        used = [index for index, each in enumerate(parameters) if gradient_of(each) is not None]
+        used = [index for index, each in enumerate(parameters) if each.grad is not None]
         if not used:
             return
         # A skipped step does not count. Without a kernel, `step` has returned already.
@@ -162,7 +154,7 @@ class LowMemoryAdamW(EagerOptimizer):
     def _chunks(
         self, parameter: Tensor, tables: list[Tensor | None], its_constants: Tensor, constants: AdamWConstants
     ) -> Iterator[StateChunk]:
-        (weight, low), gradient, states = tables, gradient_of(parameter), self.state[parameter]
+        (weight, low), gradient, states = tables, parameter.grad, self.state[parameter]
         assert gradient is not None
         assert weight is not None
         if is_dtensor(gradient) and is_dtensor(parameter):

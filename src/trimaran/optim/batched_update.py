@@ -20,7 +20,6 @@ from trimaran.parallel.batched.address_table import (
     is_aligned,
     to_device,
 )
-from trimaran.parallel.gradient_norm import gradient_of
 
 GradientKind = tuple[torch.dtype, bool]  # and whether its address is aligned
 
@@ -224,7 +223,7 @@ class BatchedUpdate:
 
 def _contiguous_gradient(parameter: Tensor) -> Tensor | None:
     """Return the local shard of the gradient, contiguous."""
-    gradient = gradient_of(parameter)
+    gradient = parameter.grad
     if is_dtensor(gradient):
         if is_dtensor(parameter):
             assert gradient.placements == parameter.placements, "a gradient is sharded as its parameter is"

@@ -1,4 +1,4 @@
-"""Splits weights into two 16-bit halves, accumulates their gradients in fp32, and reads and writes them as fp32."""
+"""Splits weights into two 16-bit halves, sums their gradients in fp32, and reads and writes them as fp32."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter,
     """Make some matrices their own bf16 upper half, in place, and return the int16 lower half of each.
 
     Call it after the weights are initialised and before anything computes with them. Returns nothing if the plan does
-    not split weights. With more than one micro-batch a step, gradients are summed in fp32, as `main_grad`. A split
-    parameter has a method `gather_full` that returns it in fp32, see `nets.hf_weights.full_tensor`.
+    not split weights. The sum of the gradients of several micro-batches is fp32. A split parameter has a method
+    `gather_full` that returns it in fp32, see `nets.hf_weights.full_tensor`.
     """
     lower_halves: dict[nn.Parameter, Tensor] = {}
     if not plan.splits_weights:
@@ -41,7 +41,8 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter,
         # A weak reference, since a parameter that refers to itself would outlive its network.
         _set_attributes(parameter, low=lower, gather_full=partial(_joined, ref(parameter)))
         if plan.grad_accum > 1:
-            parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+            parameter.grad_dtype = None  # any dtype
+            parameter.register_post_accumulate_grad_hook(_widen_gradient)
         lower_halves[parameter] = lower
     return lower_halves
 
@@ -131,12 +132,10 @@ def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
-def _accumulate_in_fp32(parameter: Tensor) -> None:
-    """Add a micro-batch's gradient to `main_grad`, and free it before the next one is computed."""
-    gradient, sums = parameter.grad, getattr(parameter, "main_grad", None)
-    assert gradient is not None
-    _set_attributes(parameter, main_grad=gradient.float() if sums is None else sums.add_(gradient))
-    parameter.grad = None
+def _widen_gradient(parameter: Tensor) -> None:
+    """Make the gradient of the first micro-batch fp32; torch adds those of the others to it."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.float()
 
 
 def _set_attributes(parameter: Tensor, **attributes: object) -> None:

@@ -44,7 +44,7 @@ class GradientSquares:
     @torch.no_grad()
     def measure(self) -> Tensor:
         """Return this rank's contribution of each of `parameters`, and keep it as `contributions`."""
-        gradients = [gradient_of(each) for each in self.parameters]
+        gradients = [each.grad for each in self.parameters]
         if self._has_sharded:
             pairs = zip(self.parameters, gradients, strict=True)
             gradients = [None if gradient is None else local_gradient(each) for each, gradient in pairs]
@@ -74,18 +74,12 @@ def sum_by_mask(values: Tensor, masks: Tensor) -> Tensor:
     return torch.where(masks, values, 0.0).sum(1)  # not a matmul: its order of summation depends on the device
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient of the update: `main_grad` if micro-batches are accumulated separately, else `grad`."""
-    main_grad = getattr(parameter, "main_grad", None)
-    return parameter.grad if main_grad is None else main_grad
-
-
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """Return the local shard of a parameter's gradient.
 
     A partial gradient (of a norm that saw some of the positions) is reduced first.
     """
-    gradient = gradient_of(parameter)
+    gradient = parameter.grad
     assert gradient is not None
     if not is_dtensor(gradient):
         assert not is_dtensor(parameter), "a gradient is sharded as its parameter is"

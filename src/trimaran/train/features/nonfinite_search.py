@@ -22,7 +22,6 @@ from trimaran.nets.joint_projections import separate_modules
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.moe import MoeLayer
 from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.parallel.gradient_norm import gradient_of
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.features.reproduction import judge_reproduction, receive_neighbour_batch
 from trimaran.train.health.guard import RefusedStep
@@ -156,7 +155,7 @@ def _in_inputs(batch: StepBatch) -> NonfiniteOrigin | None:
 
 
 def _in_gradients(networks: Sequence[Network]) -> NonfiniteOrigin | None:
-    bad = (name for name, each in _parameters(networks) if not _is_finite(gradient_of(each)))
+    bad = (name for name, each in _parameters(networks) if not _is_finite(each.grad))
     return next((NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS) for name in bad), None)
 
 

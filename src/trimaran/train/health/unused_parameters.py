@@ -6,7 +6,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trimaran.nets import Network
-from trimaran.parallel.gradient_norm import gradient_of
 
 MAX_REPORTED_NAMES = 64
 
@@ -23,7 +22,7 @@ def watch_unused_parameters(optimizer: Optimizer, networks: Sequence[Network]) -
         handle.remove()
         held = {each for group in optimizer.param_groups for each in group["params"]}
         named = ((name, each) for network in networks for name, each in network.module.named_parameters())
-        names.extend(name for name, each in named if each in held and gradient_of(each) is None)
+        names.extend(name for name, each in named if each in held and each.grad is None)
         del names[MAX_REPORTED_NAMES:]
 
     handle = optimizer.register_step_pre_hook(find_unused)

@@ -29,8 +29,6 @@ KNOWN_PACKAGES = ("torch", "transformers", "trimaran")
 
 Forward = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to its losses and balance loss
 Signature = tuple[tuple[object, ...], ...]
-Gradients = list[tuple[nn.Parameter, Tensor | None, Tensor | None]]
-"""Parameters with their `grad` and `main_grad`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,7 @@ class StepGraphs:
         self._addresses: list[int] = []
         self._eager_steps, self._changes_left = 0, MAX_CHANGES
         self._micro_batches: list[MicroBatchGraphs] = []
-        self._gradients: Gradients = []
+        self._gradients: list[Tensor | None] = []  # of the trained parameters
         self._pool_bytes = 0
 
     @property
@@ -99,10 +97,8 @@ class StepGraphs:
 
     def assign_gradients(self) -> None:
         """Give the parameters the gradients that the graphs have computed."""
-        for parameter, gradient, main_grad in self._gradients:
+        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
             parameter.grad = gradient
-            if main_grad is not None:
-                parameter.main_grad = main_grad  # pyrefly: ignore[missing-attribute]
 
     def make_room(self) -> None:
         """Release the graphs if other work that needs as much memory as a step would not fit beside them."""
@@ -158,14 +154,12 @@ class StepGraphs:
             self._micro_batches.append(graphs)
         if drawn_before != host_random_states():  # for example to leave out layers at random
             raise RuntimeError("the model draws random numbers on the host, which a replay would not repeat")
-        self._gradients = [(each, each.grad, getattr(each, "main_grad", None)) for each in self._trained]
+        self._gradients = [each.grad for each in self._trained]
         self._clear_gradients()
 
     def _clear_gradients(self) -> None:
         for each in self._trained:
             each.grad = None
-            if hasattr(each, "main_grad"):
-                each.main_grad = None  # pyrefly: ignore[missing-attribute]
 
     def _current_addresses(self) -> list[int]:
         """Return the addresses that the graphs read: those of all parameters and buffers."""

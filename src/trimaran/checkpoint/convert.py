@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +18,7 @@ from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder, spec_of
 from trimaran.nets import Network
 from trimaran.nets.family import network_of_section
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 
 MODEL_PREFIX = "model/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,12 +49,12 @@ def export_hf(
     """
     refuse_occupied(folder)
     network = meta_network(section)
-    _read_on_demand(network.module, source)
+    read = _reader(network.module, source)
     total = sum(each.numel() for each in network.module.parameters())
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         done = 0
-        for name, tensor in network.disk_tensors():
+        for name, tensor in network.disk_tensors(read):
             yield name, tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
             done += tensor.numel()
             progress("writing the weights", done / max(total, 1))
@@ -119,24 +119,21 @@ def refuse_occupied(folder: Path) -> None:
                         fix="choose another folder: --out DIR")  # fmt: skip
 
 
-def _read_on_demand(module: nn.Module, source: CheckpointSource) -> None:
-    """Let every parameter read its value from `source` when it is needed; buffers are read now."""
-    named: dict[str, Any] = dict(module.named_parameters())
-    buffers: dict[str, Any] = {
-        name: each for name, each in module.named_buffers() if MODEL_PREFIX + name in source.index
-    }
+def _reader(module: nn.Module, source: CheckpointSource) -> ReadTensor:
+    """Return a function that reads parameters, and buffers on the meta device; other buffers are read now."""
+    named = dict(module.named_parameters())
+    buffers = {name: each for name, each in module.named_buffers() if MODEL_PREFIX + name in source.index}
     if absent := [name for name in named if MODEL_PREFIX + name not in source.index]:
         raise UserError("K025", f"the checkpoint does not have {len(absent)} of the model's {len(named)} weights, "
                         f"such as {absent[0]}", where="model",
                         fix="export with the recipe of the run that wrote it")  # fmt: skip
-    for name, parameter in named.items():
-        parameter.gather_full = lambda key=MODEL_PREFIX + name: read_full_tensor(source, key)
+    names: dict[Tensor, str] = {each: name for name, each in named.items()}
     for name, buffer in buffers.items():
-        value = read_full_tensor(source, MODEL_PREFIX + name)
         if buffer.is_meta:  # of our own networks, which have no memory here
-            buffer.gather_full = lambda value=value: value
+            names[buffer] = name
         else:
-            buffer.copy_(value)
+            buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
+    return lambda each: read_full_tensor(source, MODEL_PREFIX + names[each]) if each in names else full_tensor(each)
 
 
 def not_written(folder: Path, error: Exception) -> UserError:

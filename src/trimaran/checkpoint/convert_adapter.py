@@ -26,6 +26,7 @@ from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout, attach_
 from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
 from trimaran.nets.adapters.peft_format import peft_tensors
 from trimaran.nets.base_weights import BaseWeights, open_base_weights
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 
 
 def export_adapter(
@@ -42,13 +43,15 @@ def export_adapter(
     network = meta_network(section)
     modules = whole_modules(section, network)
     attach_adapter(network, _adapter_of(section))
-    trained: dict[str, Any] = dict(adapter_parameters(network.module))
+    trained = dict(adapter_parameters(network.module))
     _refuse_missing(trained, source)
-    for name, parameter in trained.items():
-        parameter.gather_full = lambda key=MODEL_PREFIX + name: read_full_tensor(source, key)
+    names: dict[Tensor, str] = {each: name for name, each in trained.items()}
+
+    def read(parameter: Tensor) -> Tensor:
+        return read_full_tensor(source, MODEL_PREFIX + names[parameter])
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for done, (name, tensor) in enumerate(peft_tensors(network), 1):
+        for done, (name, tensor) in enumerate(peft_tensors(network, read), 1):
             yield name, tensor.to(DTYPES[dtype])
             progress("writing the adapter", min(1.0, done / len(trained)))
 
@@ -77,12 +80,12 @@ def export_merged(
     refuse_occupied(folder)
     with ExitStack() as stack:
         base = open_base_weights(section.model_copy(update={"adapter": None}), seed, stack)
-        _read_merged(base, source, _adapter_of(section))
+        read = _merged_reader(base, source, _adapter_of(section))
         total = sum(each.numel() for each in base.network.module.parameters())
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             done = 0
-            for name, tensor in base.network.disk_tensors():
+            for name, tensor in base.network.disk_tensors(read):
                 is_cast = dtype is not None and tensor.is_floating_point()
                 yield name, (tensor.to(DTYPES[dtype]) if is_cast and dtype else tensor).contiguous()
                 done += tensor.numel()
@@ -102,19 +105,22 @@ def _adapter_of(section: ModelSection) -> AdapterSection:
     return section.adapter
 
 
-def _read_merged(base: BaseWeights, source: CheckpointSource, section: AdapterSection) -> None:
-    """Let every parameter of the network read its merged value when it is needed; buffers are read now."""
+def _merged_reader(base: BaseWeights, source: CheckpointSource, section: AdapterSection) -> ReadTensor:
+    """Return a function that reads the merged value of a parameter of the base; buffers are read now."""
     layout, module = adapter_layout(base.network, section), base.network.module
     parts = {f"{name}.{part}" for name in layout.targets for part in _parts(section)}
     _refuse_missing(parts | _first_names(base, layout), source)
-    for name, parameter in module.named_parameters():
-        value: Any = parameter
-        value.gather_full = lambda name=name: _merged(name, base, layout, source, section)
+    names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
     for name, buffer in module.named_buffers():
         if MODEL_PREFIX + name in source.index:
             buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
         elif name in base.buffers:
             buffer.copy_(base.read(name))
+
+    def read(tensor: Tensor) -> Tensor:
+        return full_tensor(_merged(names[tensor], base, layout, source, section) if tensor in names else tensor)
+
+    return read
 
 
 def _first_names(base: BaseWeights, layout: AdapterLayout) -> set[str]:

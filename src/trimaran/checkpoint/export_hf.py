@@ -18,6 +18,7 @@ from trimaran.checkpoint.remote_code import copy_remote_code, with_origin_fields
 from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import recv_json, send_json
 
@@ -46,6 +47,7 @@ def save_network(
     stages: StageMap,
     origin: Path | None,
     add_files: Callable[[Path], None],
+    read: ReadTensor = full_tensor,
     report_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the network to `folder` as safetensors with its config.json. Every rank must call it; rank 0 writes.
@@ -53,9 +55,10 @@ def save_network(
     `networks` are the pipeline stages on this rank, `stages` says which rank holds the others. Parameters are gathered
     one at a time, so rank 0 holds at most one file of them. `add_files` adds other files, such as the tokenizer. An
     existing folder is replaced. `origin` is the model that training started from; its tokenizer files and token ids are
-    copied. `report_progress` is called after each tensor, and on rank 0 after each file.
+    copied. `read` is as in `Network.disk_tensors`. `report_progress` is called after each tensor, and on rank 0 after
+    each file.
     """
-    tensors = all_tensors(networks, stages, rank, lambda network: network.disk_tensors(), report_progress)
+    tensors = all_tensors(networks, stages, rank, lambda network: network.disk_tensors(read), report_progress)
     if rank != 0:
         for _ in tensors:
             pass

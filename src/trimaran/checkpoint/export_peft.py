@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trimaran.models import model_folder, spec_of
 from trimaran.models.base_digest import BASE_DIGEST, base_reference
 from trimaran.nets import Network, network_of
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.parallel.axes.stage_map import StageMap
 
 
@@ -45,13 +47,14 @@ def save_adapter(
     rank: int,
     stages: StageMap,
     add_files: Callable[[Path], None],
+    read: ReadTensor = full_tensor,
     report_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the adapter of a trained network to `folder`. Every rank must call it; rank 0 reads the facts and writes.
 
     See `save_network`.
     """
-    tensors = all_tensors(networks, stages, rank, peft_tensors, report_progress)
+    tensors = all_tensors(networks, stages, rank, partial(peft_tensors, read=read), report_progress)
     if rank != 0:
         for _ in tensors:
             pass

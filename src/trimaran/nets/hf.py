@@ -39,7 +39,7 @@ from trimaran.nets.hf_paged import paged_difference
 from trimaran.nets.hf_probe import probe
 from trimaran.nets.hf_stages import HfStage
 from trimaran.nets.hf_tp_plan import hf_tensor_plan
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.key_value_cache import CacheExtension, KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedExtension
@@ -225,7 +225,7 @@ class HfNetwork(Network):
         starts = (ends - is_counted.long()).gather(1, (indices - positions).expand_as(tokens))
         return (ends - starts) * is_counted + self.padding_position
 
-    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights a block at a time: transformers may fuse those of one block in memory."""
         module: Any = self.module
         owners = {id(each): number for number, block in enumerate(self.blocks) for each in block.parameters()}
@@ -237,7 +237,7 @@ class HfNetwork(Network):
                 continue  # the first stage has it, too
             by_block.setdefault(owners.get(id(tensor), -1), {})[name] = tensor
         for block in by_block.values():
-            tensors = {name: full_tensor(tensor) for name, tensor in block.items()}
+            tensors = {name: read(tensor) for name, tensor in block.items()}
             if revert_weight_conversion is not None:
                 tensors = revert_weight_conversion(module, tensors)
             yield from ((name, tensor.clone().contiguous()) for name, tensor in tensors.items())

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 BASE_PREFIX = "model."  # of the names of all tensors but the head
 EMBEDDING = "embed_tokens.weight"
 ROWS_COMPARED = 4096  # at a time, of an embedding and a head
+ReadTensor = Callable[[Tensor], Tensor]  # returns what a parameter or a buffer stands for: unsharded, on the CPU
 
 
 def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
@@ -72,7 +73,17 @@ def _absent_layers(module: Decoder, sources: Mapping[str, Any]) -> tuple[str, ..
     return tuple(f"layers.{number}." for number in numbers if number not in found)
 
 
-def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the unsharded value on the CPU. A collective for sharded parameters.
+
+    A parameter's own `gather_full`, if it has one, replaces the default.
+    """
+    gather = getattr(parameter, "gather_full", None)
+    value = gather() if gather else parameter.detach()
+    return gathered(value).cpu().contiguous()
+
+
+def hf_tensors(module: nn.Module, spec: ModelSpec, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a Decoder unsharded, on the CPU, under its Hugging Face name; a tied head is omitted.
 
     So is the last stage's copy of an embedding, which the first stage has too. Layers that predict later tokens have
@@ -80,16 +91,16 @@ def hf_tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, Tensor
     every item.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
-    return joined_tensors(_parts_and_values(module, spec))
+    return joined_tensors(_parts_and_values(module, spec, read))
 
 
-def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPart, Tensor]]:
+def _parts_and_values(module: Decoder, spec: ModelSpec, read: ReadTensor) -> Iterator[tuple[DiskPart, Tensor]]:
     layout = disk_layout(spec)
     named = [*module.named_parameters(remove_duplicate=False), *correction_biases(module).items()]
     for name, parameter in named:
         if (spec.tied and name == HEAD) or (name == EMBEDDING and not module.is_first):
             continue
-        value = full_tensor(parameter)
+        value = read(parameter)
         parts = _parts(layout, name, value, spec)
         if not is_stacked(parts, value.ndim):
             yield parts[0], value
@@ -101,23 +112,13 @@ def _parts_and_values(module: Decoder, spec: ModelSpec) -> Iterator[tuple[DiskPa
             assert module.lm_head is not None
             copies = {"embed_tokens": module.embed_tokens, "shared_head.head": module.lm_head}
             for name, owner in copies.items():
-                value = full_tensor(owner.weight)
+                value = read(owner.weight)
                 yield DiskPart(f"model.layers.{number}.{name}.weight", tuple(value.shape)), value.clone()
 
 
 def correction_biases(module: nn.Module) -> dict[str, Tensor]:
     """Return the correction biases of the routers by name: buffers that belong to the weights."""
     return {name: each for name, each in module.named_buffers() if name.endswith(".correction_bias")}
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the unsharded value on the CPU. A collective for sharded parameters.
-
-    A parameter's own `gather_full`, if it has one, replaces the default.
-    """
-    gather = getattr(parameter, "gather_full", None)
-    value = gather() if gather else parameter.detach()
-    return gathered(value).cpu().contiguous()
 
 
 def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trimaran.models import ModelSpec, Spec
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.tp_plan import tensor_plan
@@ -180,11 +181,14 @@ class Network:
         rope = language.block.rope if isinstance(language, ModelSpec) else None
         return rope.original_max_seq_len if rope is not None and rope.longrope is not None else sys.maxsize
 
-    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item."""
+    def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item.
+
+        `read` returns the value of each parameter, for networks whose parameters do not hold it.
+        """
         from trimaran.nets.hf_weights import hf_tensors  # noqa: PLC0415  when a model is saved
 
-        return hf_tensors(self.module, self._decoder_spec)
+        return hf_tensors(self.module, self._decoder_spec, read)
 
     def disk_config(self) -> dict[str, Any]:
         """Return the config.json for `disk_tensors`."""

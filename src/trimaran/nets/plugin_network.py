@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trimaran.core import ModelSection, UserError
 from trimaran.models.plugin_family import FamilyModule, build_family
 from trimaran.nets.attention_context import Context
-from trimaran.nets.hf_weights import damaged, full_tensor, open_weights
+from trimaran.nets.hf_weights import ReadTensor, damaged, full_tensor, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 
@@ -62,9 +62,9 @@ class PluginNetwork(Network):
     def max_seq_len(self) -> int:
         return self.built.max_seq_len
 
-    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight unsharded, on the CPU, under its parameter name. Every rank must take every item."""
-        return ((name, full_tensor(each)) for name, each in self.module.named_parameters())
+        return ((name, read(each)) for name, each in self.module.named_parameters())
 
     def disk_config(self) -> dict[str, Any]:
         named = {"family": self.section.family, "preset": self.section.preset, "shape": self.section.shape}

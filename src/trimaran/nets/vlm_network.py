@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedExtension
@@ -80,8 +81,8 @@ class VlmNetwork(Network):
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return vlm_tensor_plan(self.spec)
 
-    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return vlm_tensors(self.module)
+    def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
+        return vlm_tensors(self.module, read)
 
     def disk_config(self) -> dict[str, Any]:
         return vlm_to_disk(self.spec)

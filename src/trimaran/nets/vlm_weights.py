@@ -15,7 +15,7 @@ from trimaran.models import read_json
 from trimaran.models.to_hf_vlm import Form, disk_form, form_of_config
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.hf_weights import damaged, first_few, full_tensor, open_weights
+from trimaran.nets.hf_weights import ReadTensor, damaged, first_few, full_tensor, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_names import DiskTensor, canonical, may_be_ignored, on_disk
@@ -50,7 +50,7 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
             raise damaged(folder, error) from None
 
 
-def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
+def vlm_tensors(module: Vlm, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a Vlm unsharded, on the CPU, under its name on disk; a tied head is omitted.
 
     So is the last stage's copy of a tied embedding. Each item is a collective for sharded weights: every rank must take
@@ -62,7 +62,7 @@ def vlm_tensors(module: Vlm) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if spec.tied and (name == HEAD or (name == EMBEDDING and not embeds)):
             continue
-        stored, value = on_disk(name, spec, form), full_tensor(parameter)
+        stored, value = on_disk(name, spec, form), read(parameter)
         parts = waiting.setdefault(stored.name, [])
         parts.append(value)
         if len(parts) == stored.parts:  # the parts of one tensor come in order: queries, keys, values

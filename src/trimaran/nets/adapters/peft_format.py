@@ -16,7 +16,7 @@ from torch import Tensor
 from trimaran.core import AdapterSection, UserError
 from trimaran.nets.adapters.attach import adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, is_adapter_parameter
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.moe import ExpertWeights
 from trimaran.nets.network import Network
 from trimaran.nets.vlm_names import DiskTensor
@@ -42,23 +42,24 @@ class LoraPart:
     magnitude: Tensor | None
 
 
-def peft_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
+def peft_tensors(network: Network, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter and the modules that are trained in full, unsharded, on the CPU, under PEFT's names.
 
-    Every rank must take every item. `refuse_inexpressible` has checked that PEFT has a form for all of it.
+    Every rank must take every item. `read` is as in `Network.disk_tensors`. `refuse_inexpressible` has checked that
+    PEFT has a form for all of it.
     """
     layers = [(name, each) for name, each in network.module.named_modules() if isinstance(each, LoraLinear)]
     num_parts = Counter(network.hf_parameter(name + WEIGHT).name for name, _ in layers)
     waiting: dict[str, list[LoraPart]] = {}
     for name, layer in layers:
         stored = network.hf_parameter(name + WEIGHT)
-        magnitude = None if layer.lora_magnitude is None else full_tensor(layer.lora_magnitude)
+        magnitude = None if layer.lora_magnitude is None else read(layer.lora_magnitude)
         parts = waiting.setdefault(stored.name, [])
-        parts.append(LoraPart(stored.part, full_tensor(layer.lora_A), full_tensor(layer.lora_B), magnitude))
+        parts.append(LoraPart(stored.part, read(layer.lora_A), read(layer.lora_B), magnitude))
         if len(parts) == num_parts[stored.name]:
             module = PREFIX + stored.name.removesuffix(WEIGHT)
             yield from ((module + suffix, each) for suffix, each in _joined(waiting.pop(stored.name), stored))
-    yield from _trained_tensors(network)
+    yield from _trained_tensors(network, read)
 
 
 def _joined(parts: Sequence[LoraPart], stored: DiskTensor) -> Iterator[tuple[str, Tensor]]:
@@ -74,12 +75,12 @@ def _joined(parts: Sequence[LoraPart], stored: DiskTensor) -> Iterator[tuple[str
         yield MAGNITUDE, torch.cat([each for each in magnitudes if each is not None])
 
 
-def _trained_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
+def _trained_tensors(network: Network, read: ReadTensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters outside the adapter that are trained; a tied one under all its names."""
     waiting: dict[str, list[Tensor]] = {}
     for name, parameter in network.module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and not is_adapter_parameter(name):
-            stored, value = network.hf_parameter(name), full_tensor(parameter)
+            stored, value = network.hf_parameter(name), read(parameter)
             values = waiting.setdefault(stored.name, [])
             values.append(value)
             if len(values) == stored.parts:  # the parts of one tensor come in order: queries, keys, values

@@ -13,7 +13,7 @@ from torch import Tensor
 from trimaran.core import UserError
 from trimaran.models.perception_spec import PerceptionSpec, perception_config
 from trimaran.nets.attention_context import Context
-from trimaran.nets.hf_weights import damaged, full_tensor, open_weights
+from trimaran.nets.hf_weights import ReadTensor, damaged, full_tensor, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.perception.model import Perception
@@ -66,9 +66,9 @@ class PerceptionNetwork(Network):
     def max_seq_len(self) -> int:
         return 0
 
-    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight unsharded, on the CPU, under its parameter name. Every rank must take every item."""
-        return ((name, full_tensor(each)) for name, each in self.module.named_parameters())
+        return ((name, read(each)) for name, each in self.module.named_parameters())
 
     def disk_config(self) -> dict[str, Any]:
         return perception_config(self.spec)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.data import DataShare, StepBatch, text_batch
-from trimaran.nets import Network, adapter_parameters, full_tensor
+from trimaran.nets import Network, adapter_parameters
 from trimaran.parallel import build_mesh
-from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
+from trimaran.train import StepClock, Stepper, build_networks, build_stepper, join_process_group, read_rank_info
 
 SEQ_LEN, GLOBAL_BATCH, STEPS = 24, 8, 2
 NUM_TOKENS = 6  # few, so that there is something to learn
@@ -67,7 +67,7 @@ def train_rank(recipe: Recipe, plan: Plan) -> Trace:
     stepper = build_stepper(networks, recipe.train, plan, ranks, StepClock(torch.device("cpu")))
     stepper.set_training(True)
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
-    first, losses, norms = trained_weights(networks), [], []
+    first, losses, norms = trained_weights(networks, stepper), [], []
     for step in range(STEPS):
         ranks.reseed(recipe.train.seed, step)
         numbers = stepper.step(batch_of(step, share).to(torch.device("cpu")))
@@ -75,15 +75,15 @@ def train_rank(recipe: Recipe, plan: Plan) -> Trace:
         assert not refused
         losses.append(numbers[0].item())
         norms.append(norm.item())
-    weights = trained_weights(networks)
+    weights = trained_weights(networks, stepper)
     dist.barrier()  # no rank may exit while another still gathers
     return Trace(losses, norms, first, weights)
 
 
-def trained_weights(networks: tuple[Network, ...]) -> dict[str, np.ndarray]:
+def trained_weights(networks: tuple[Network, ...], stepper: Stepper) -> dict[str, np.ndarray]:
     """Return every trained parameter of this rank's stages, unsharded. A collective."""
     named = [pair for network in networks for pair in adapter_parameters(network.module)]
-    return {name: full_tensor(each).numpy().copy() for name, each in named}
+    return {name: stepper.full_tensor(each).numpy().copy() for name, each in named}
 
 
 def train_rank_in_turn(cases: Sequence[tuple[Recipe, Plan]]) -> list[Trace]:

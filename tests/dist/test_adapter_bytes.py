@@ -20,7 +20,7 @@ from trimaran.data import DataShare
 from trimaran.hardware import Cluster, find_device
 from trimaran.models import outline_for
 from trimaran.parallel import build_mesh
-from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
+from trimaran.train import StepClock, TorchStepper, build_networks, build_stepper, join_process_group, read_rank_info
 
 # Every dimension is even, so that shards are equal, and rows of 64 can be packed.
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "tied": False}
@@ -42,7 +42,8 @@ def held_bytes(recipe: Recipe, plan: Plan) -> tuple[int, dict[str, int]]:
     share = DataShare(rank=ranks.data_rank, dp=plan.mesh.dp, micro_batch=plan.micro_batch, grad_accum=plan.grad_accum)
     stepper.step(batch_of(0, share).to(torch.device("cpu")))
     parameters = [each for network in networks for each in network.module.parameters()]
-    lower_halves = [each.low for each in parameters if hasattr(each, "low")]
+    assert isinstance(stepper, TorchStepper)
+    lower_halves = stepper.updater.split_weights.lower_halves.values()
     gradients = [each.grad for each in parameters if each.grad is not None]
     stepper.update(recipe.train.lr)
     state = stepper.state(recipe.train)

@@ -82,7 +82,7 @@ def memory_of_updates(folder: str) -> tuple[int, int, bool, list[str]]:
     begin = resident_bytes()
     optimizer = LowMemoryAdamW(
         [{"params": [("weight", module.weight)]}],
-        defaults=DEFAULTS, states="fp32", seed=0, on_host=False, lower_halves={}, disk=Path(folder), chunk_values=2**18,
+        defaults=DEFAULTS, states="fp32", seed=0, on_host=False, disk=Path(folder), chunk_values=2**18,
     )  # fmt: skip
     most = 0
     for _ in range(3):

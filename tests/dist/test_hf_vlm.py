@@ -19,7 +19,7 @@ from tests.vlm_training import SEQ_LEN, SPEC, STEPS, TRAIN, TrainingTrace, asser
 from trimaran.core import ModelSection, Plan, Recipe, TrainSection
 from trimaran.data import DataShare
 from trimaran.models import spec_of
-from trimaran.nets import HfVlmNetwork, full_tensor, network_of_hf, open_hf_model
+from trimaran.nets import HfVlmNetwork, network_of_hf, open_hf_model
 from trimaran.parallel import apply_plan, build_mesh, freeze_towers
 from trimaran.train import StepClock, build_stepper, join_process_group, read_rank_info
 
@@ -71,7 +71,7 @@ def train_rank(folder: Path, plan: Plan, freeze: tuple[str, ...] = ()) -> Traini
     for step in range(STEPS):
         losses.append(stepper.step(batch_of(step, share).to(CPU))[0].item())
         norms.append(stepper.update(section.lr)[0].item())
-    weights = {name: full_tensor(each).numpy().copy() for name, each in network.module.named_parameters()}
+    weights = {name: stepper.full_tensor(each).numpy().copy() for name, each in network.module.named_parameters()}
     return TrainingTrace(losses, norms, [], weights)
 
 

@@ -22,10 +22,9 @@ from tests.resume import recipe_for as recipe_of_segments
 from tests.vlm_training import SPEC, assert_traces_match, plan_of, train_all_ranks
 from trimaran.checkpoint import DiskSource, newest_step, read_full_tensor
 from trimaran.core import Plan, Recipe
-from trimaran.nets import full_tensor
-from trimaran.optim import learning_rate, split_weight_of
+from trimaran.optim import SplitWeights, learning_rate
 from trimaran.parallel import build_mesh
-from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
+from trimaran.train import StepClock, TorchStepper, build_networks, build_stepper, join_process_group, read_rank_info
 
 
 def recipe_for(preset: str = "tiny", *, shape: dict[str, Any] | None = None, **train: Any) -> Recipe:
@@ -53,14 +52,14 @@ SEPARATE: dict[str, Any] = {"precision": "bf16", "recompute": "selective"}
 WHOLE: dict[str, Any] = SEPARATE | {"offload": "optimizer"}
 
 
-def nudge(module: nn.Module) -> None:
+def nudge(module: nn.Module, split: SplitWeights) -> None:
     """Set the last bit of every weight, so that none is exactly half way between two bf16 values.
 
     One in 65,536 is. A cast rounds it to even, `split_fp32` away from zero: the only difference.
     """
     for each in module.parameters():
-        split = split_weight_of(each)
-        last = each.data.view(torch.int32) if split is None else split.lower
+        lower = split.lower_halves.get(each)
+        last = each.data.view(torch.int32) if lower is None else lower
         last.bitwise_or_(1)
 
 
@@ -71,17 +70,17 @@ def train_nudged(recipe: Recipe, plan: Plan, steps: int) -> tuple[list[float], l
     ranks = build_mesh(plan.mesh, device_type="cpu")
     networks = build_networks(recipe, plan, rank_info, ranks)
     stepper = build_stepper(networks, recipe.train, plan, ranks, StepClock(rank_info.device))
+    assert isinstance(stepper, TorchStepper)
     stepper.set_training(True)
-    module, losses, norms = networks[0].module, [], []
+    module, losses, norms, split = networks[0].module, [], [], stepper.updater.split_weights
     for step in range(steps):
-        nudge(module)
+        nudge(module, split)
         numbers = stepper.step(batch_of(step, recipe, plan, ranks))
         norm, _ = stepper.update(learning_rate(step, recipe.train))
         losses.append(float(numbers[0]))
         norms.append(float(norm))
-    named = dict(module.named_parameters())
-    weights = {name: full_tensor(each) for name, each in named.items()}
-    return losses, norms, weights, sum(split_weight_of(each) is not None for each in named.values())
+    weights = {name: stepper.full_tensor(each) for name, each in module.named_parameters()}
+    return losses, norms, weights, len(split.lower_halves)
 
 
 def assert_same_trajectory(recipe: Recipe, grad_accum: int, *, steps: int, tolerance: float = TOLERANCE) -> None:
@@ -205,7 +204,8 @@ def refused_and_applied(recipe: Recipe, plan: Plan) -> tuple[list[HeldShard], li
     stepper.set_training(True)
     state, states = stepper.state(recipe.train), []
     weight = networks[0].module.get_parameter("lm_head.weight")
-    assert split_weight_of(weight) is not None
+    assert isinstance(stepper, TorchStepper)
+    assert weight in stepper.updater.split_weights.lower_halves
     for step, broken in enumerate((False, True, False)):
         spoiled = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
         if not broken:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trimaran.optim import split_fp32
+from trimaran.optim import SplitWeights, split_fp32
 from trimaran.parallel import DeviceNumbers, TensorChecksums, TensorSquares
 from trimaran.train import SampledWeights
 
@@ -79,9 +79,10 @@ def test_weights_are_sampled_as_on_a_cpu() -> None:
     samples = {}
     for device in (CUDA, CPU):
         parameters = [nn.Parameter(each.to(device)) for each in values]
+        lower_halves: dict[Tensor, Tensor] = {}
         for each in parameters[:3]:
-            each.data, each.low = split_fp32(each.detach())  # pyrefly: ignore[missing-attribute]
-        sampled = SampledWeights(parameters, device)
+            each.data, lower_halves[each] = split_fp32(each.detach())
+        sampled = SampledWeights(parameters, device, SplitWeights(lower_halves))
         sampled.read()
         with torch.no_grad():
             parameters[3].data = parameters[3] + 1.0  # at another address

@@ -11,6 +11,7 @@ from tests.unit.test_train_split_bf16 import split_matrices
 from trimaran.core import Plan
 from trimaran.optim import FORMATS as MOMENTS
 from trimaran.optim import (
+    NO_SPLIT_WEIGHTS,
     AdamWConstants,
     StateChunk,
     adamw,
@@ -18,7 +19,6 @@ from trimaran.optim import (
     build_optimizer,
     codebook,
     hash_text,
-    join_fp32,
     lower_bounds,
     num_blocks,
     quantize,
@@ -37,10 +37,10 @@ class TrainedModule:
 
     def __init__(self, device: str, states: str, *, halves: bool) -> None:
         self.module = ManyShapes().to(device)
-        self.lower_halves = split_matrices(self.module) if halves else {}
+        self.split = split_matrices(self.module) if halves else NO_SPLIT_WEIGHTS
         # With offload on the CPU, so that our code updates fp32 states there too: torch's AdamW has no factor.
         plan = Plan(offload="optimizer" if device == "cpu" and not halves else "none")
-        self.optimizer: Any = build_optimizer([self.module], section(states), plan, lower_halves=self.lower_halves)
+        self.optimizer: Any = build_optimizer([self.module], section(states), plan, split=self.split)
 
     def step(self, number: int, *, refused: bool = False) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -53,9 +53,7 @@ class TrainedModule:
         self.optimizer.step()
 
     def weights(self) -> Tensor:
-        halves = self.lower_halves
-        weights = [join_fp32(each, halves[each]) if each in halves else each for each in self.module.parameters()]
-        return torch.cat([each.detach().cpu().flatten() for each in weights])
+        return torch.cat([self.split.full_tensor(each).flatten() for each in self.module.parameters()])
 
 
 # Relative to how far the weights moved. Different noise would give 4e-3 in bf16; a last bit may change a rounding.
@@ -161,8 +159,8 @@ def train_odd_shapes(states: str, *, halves: bool, in_fp32: bool, on_host: bool)
     module = OddShapes().cuda()
     module.shifted.data = torch.cat([module.shifted.new_zeros(1), module.shifted.detach().flatten()])[1:].view(16, 300)
     plan = Plan(offload="optimizer" if on_host else "none")
-    lower_halves = split_matrices(module) if halves else {}
-    optimizer: Any = build_optimizer([module], section(states), plan, lower_halves=lower_halves)
+    split = split_matrices(module) if halves else NO_SPLIT_WEIGHTS
+    optimizer: Any = build_optimizer([module], section(states), plan, split=split)
     for step in range(6):
         module.fill_gradients(step, in_fp32=in_fp32)
         optimizer.found_inf = torch.tensor(float(step == 2), device="cuda")

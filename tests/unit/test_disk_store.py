@@ -89,7 +89,7 @@ def test_states_on_disk_change_no_bit(states: str, tmp_path: Path) -> None:
     optimizers = [
         LowMemoryAdamW(
             [{"params": [(str(number), each) for number, each in enumerate(parameters)]}],
-            defaults=DEFAULTS, states=states, seed=0, on_host=False, lower_halves={}, disk=disk, chunk_values=2**15,
+            defaults=DEFAULTS, states=states, seed=0, on_host=False, disk=disk, chunk_values=2**15,
         )
         for parameters, disk in ((ours, tmp_path), (theirs, None))
     ]  # fmt: skip

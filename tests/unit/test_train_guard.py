@@ -171,7 +171,7 @@ def test_a_refused_step_does_not_change_weights_moments_and_counters(states: str
         optimizer = AdamW(groups, lr=0.1, fused=True)
     else:
         defaults = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-        optimizer = LowMemoryAdamW(groups, defaults=defaults, states=states, seed=0, on_host=False, lower_halves={})
+        optimizer = LowMemoryAdamW(groups, defaults=defaults, states=states, seed=0, on_host=False)
 
     def step(gradient: float, found_inf: float) -> list[torch.Tensor]:
         for weight in weights.values():

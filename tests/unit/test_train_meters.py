@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from tests.runs import PREDICTION
 from tests.unit.test_train_optimizer import section
+from tests.unit.test_train_split_bf16 import split_matrices
 from trimaran.core import Flops, Plan, Recipe
 from trimaran.hardware import total_bytes
-from trimaran.optim import build_optimizer, join_fp32, split_fp32
+from trimaran.optim import NO_SPLIT_WEIGHTS, build_optimizer
 from trimaran.train import (
     MEASURES,
     MIN_SAMPLED_VALUES,
@@ -97,12 +98,9 @@ def measure_update(
     states: str, *, halves: bool = False, refused: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the meter measures of one update, and the exact values from copies of the weights."""
-    module, lower_halves = TwoMatrices(), {}
-    if halves:
-        for each in module.parameters():
-            each.data, lower_halves[each] = split_fp32(each.detach())
-            each.low = lower_halves[each]  # pyrefly: ignore[missing-attribute]
-    optimizer = build_optimizer([module], section(states), Plan(), lower_halves=lower_halves)
+    module = TwoMatrices()
+    split = split_matrices(module) if halves else NO_SPLIT_WEIGHTS
+    optimizer = build_optimizer([module], section(states), Plan(), split=split)
     if refused:
         optimizer.found_inf = torch.ones(())  # pyrefly: ignore[missing-attribute]
     generator = torch.Generator().manual_seed(1)
@@ -111,13 +109,9 @@ def measure_update(
     groups = {name: [each] for name, each in module.named_parameters()}
 
     def full_weights() -> dict[str, Tensor]:
-        held = {name: each.detach() for name, (each,) in groups.items()}
-        return {
-            name: join_fp32(each, lower_halves[groups[name][0]]) if halves else each.clone()
-            for name, each in held.items()
-        }
+        return {name: split.full_tensor(each).clone() for name, (each,) in groups.items()}
 
-    meter, before = GroupMeter(groups, every=1, pp=1, device=CPU), full_weights()
+    meter, before = GroupMeter(groups, split, every=1, pp=1, device=CPU), full_weights()
     snapshot = meter.begin()
     norms = {name: cast(Tensor, each.grad).float().norm().item() for name, (each,) in groups.items()}
     optimizer.step()

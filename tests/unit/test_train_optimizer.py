@@ -130,7 +130,7 @@ def test_states_on_the_host_give_bitwise_equal_weights_in_chunks_of_any_size(sta
         optimizer = LowMemoryAdamW(
             [{"params": [*module.named_parameters()]}],
             defaults={"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-            states=states, seed=0, on_host=on_host, lower_halves={}, chunk_values=chunk_values,
+            states=states, seed=0, on_host=on_host, chunk_values=chunk_values,
         )  # fmt: skip
         train(module, optimizer, range(10))
         modules.append(module)

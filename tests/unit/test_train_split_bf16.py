@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from tests.unit.test_train_optimizer import FORMATS, ManyShapes, section
 from trimaran.core import Plan
-from trimaran.optim import build_optimizer, join_fp32, split_fp32
+from trimaran.optim import NO_SPLIT_WEIGHTS, SplitWeights, build_optimizer, join_fp32, split_fp32
 
 SPECIAL = (0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x007FFFFF, 0x3F808000, 0xBF818000)
 BORDERS = (0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF)
@@ -19,21 +19,21 @@ def values() -> Tensor:
     return torch.cat([drawn, torch.tensor(SPECIAL + BORDERS)]).to(torch.int32).view(torch.float32)
 
 
-def split_matrices(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+def split_matrices(module: nn.Module) -> SplitWeights:
     """Make the matrices of a module their upper halves, and return the lower halves."""
-    lower_halves = {}
+    lower_halves: dict[Tensor, Tensor] = {}
     for parameter in module.parameters():
         if parameter.ndim >= 2:
             parameter.data, lower_halves[parameter] = split_fp32(parameter.detach())
-    return lower_halves
+    return SplitWeights(lower_halves)
 
 
 def trained(states: str, *, halves: bool, factor: float | None = None) -> tuple[dict[str, Tensor], Optimizer]:
     """Return the fp32 weights after ten steps with gradients that are exact in bf16, and the optimizer."""
     module = ManyShapes()
-    lower_halves = split_matrices(module) if halves else {}
+    split = split_matrices(module) if halves else NO_SPLIT_WEIGHTS
     plan = Plan(offload="none" if halves else "optimizer")
-    optimizer = build_optimizer([module], section(states), plan, lower_halves=lower_halves)
+    optimizer = build_optimizer([module], section(states), plan, split=split)
     optimizer.factor = None if factor is None else torch.tensor(factor)  # pyrefly: ignore[missing-attribute]
     for step in range(10):
         generator = torch.Generator().manual_seed(step)
@@ -42,11 +42,7 @@ def trained(states: str, *, halves: bool, factor: float | None = None) -> tuple[
             parameter.grad = gradient.to(parameter.dtype)
         optimizer.step()
         optimizer.zero_grad()
-    weights = {
-        name: join_fp32(each, lower_halves[each]) if each in lower_halves else each
-        for name, each in module.named_parameters()
-    }
-    return {name: each.detach() for name, each in weights.items()}, optimizer
+    return {name: split.full_tensor(each) for name, each in module.named_parameters()}, optimizer
 
 
 def test_two_halves_have_the_same_bits() -> None:
@@ -92,13 +88,12 @@ def test_the_factor_multiplies_the_gradients(states: str) -> None:
 
 def test_a_split_weight_may_have_an_fp32_gradient() -> None:
     module, plain = ManyShapes(), ManyShapes()
-    lower_halves = split_matrices(module)
+    split = split_matrices(module)
     for each, other in zip(module.parameters(), plain.parameters(), strict=True):
         each.grad_dtype = None
         each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(0))
         other.grad = each.grad.clone()
-    build_optimizer([module], section(), Plan(), lower_halves=lower_halves).step()
+    build_optimizer([module], section(), Plan(), split=split).step()
     build_optimizer([plain], section(), Plan(offload="optimizer")).step()
     for each, other in zip(module.parameters(), plain.parameters(), strict=True):
-        joined = join_fp32(each, lower_halves[each]) if each in lower_halves else each
-        assert torch.equal(joined, other)
+        assert torch.equal(split.full_tensor(each), other)

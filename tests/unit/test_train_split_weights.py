@@ -25,8 +25,8 @@ from trimaran.checkpoint import (
 )
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
-from trimaran.nets import DecoderLayer, FeedForward, Network, full_tensor, initialise, network_of
-from trimaran.optim import SplitWeight, split_fp32, split_weight_of, split_weights
+from trimaran.nets import DecoderLayer, FeedForward, Network, initialise, network_of
+from trimaran.optim import SplitWeight, split_fp32, split_weights
 from trimaran.parallel import apply_joint_projections, autocast, override_precision
 
 split_weights_module = import_module("trimaran.optim.split_weights")  # the package has its function
@@ -44,11 +44,11 @@ def filled(spec: ModelSpec = DENSE, seed: int = 1) -> Network:
 
 
 def split_names(network: Network, plan: Plan = PLAN) -> set[str]:
-    lower_halves = split_weights((network,), plan)
-    names = {name for name, each in network.module.named_parameters() if split_weight_of(each) is not None}
+    split = split_weights((network,), plan)
+    names = {name for name, each in network.module.named_parameters() if split.weight(each) is not None}
     for name, each in network.module.named_parameters():
         assert each.dtype == (torch.bfloat16 if name in names else torch.float32), name
-        assert (each in lower_halves) == (name in names), name
+        assert not vars(each), "nothing is hung on a parameter"
     return names
 
 
@@ -87,13 +87,13 @@ def test_a_stem_that_sums_its_weights_first_is_not_split() -> None:
 
 def test_a_parameter_with_new_memory_keeps_its_lower_half() -> None:
     network = filled()
-    split_weights((network,), PLAN)
+    split = split_weights((network,), PLAN)
     weight = network.module.get_parameter("lm_head.weight")
-    before = full_tensor(weight)
+    before = split.full_tensor(weight)
     weight.data = weight.data.clone()
-    assert torch.equal(full_tensor(weight), before)
+    assert torch.equal(split.full_tensor(weight), before)
     weight.data.zero_()
-    assert not torch.equal(full_tensor(weight), before)
+    assert not torch.equal(split.full_tensor(weight), before)
 
 
 def test_modules_with_their_own_dtype_and_frozen_modules_are_not_split() -> None:
@@ -117,9 +117,9 @@ def test_other_plans_do_not_split_weights(fields: dict[str, Any]) -> None:
 
 def test_a_split_weight_is_exported_in_fp32_without_losing_a_bit() -> None:
     plain, network = filled(), filled()
-    split_weights((network,), PLAN)
+    split = split_weights((network,), PLAN)
     theirs = dict(plain.disk_tensors())
-    ours = dict(network.disk_tensors())
+    ours = dict(network.disk_tensors(split.full_tensor))
     assert ours.keys() == theirs.keys()
     for name, each in ours.items():
         assert torch.equal(bits(each), bits(theirs[name])), name
@@ -216,12 +216,12 @@ def test_gradients_equal_those_of_fp32_weights_under_autocast(micro_batches: int
     for each in (each for pair in (plain, network) for each in pair.module.parameters()):
         # No value is exactly half way between two bf16: a cast rounds it to even, `split_fp32` away from zero.
         each.data.view(torch.int32).bitwise_or_(1)
-    lower_halves = split_weights((network,), plan)
+    split = split_weights((network,), plan)
     ours, theirs = (gradients(each, plan, micro_batches) for each in (network, plain))
     assert ours.keys() == theirs.keys()
     for name, each in ours.items():
         assert torch.equal(each, theirs[name]), name
-    dtypes = {each.grad.dtype for each in lower_halves if each.grad is not None}
+    dtypes = {each.grad.dtype for each in split.lower_halves if each.grad is not None}
     assert dtypes == {torch.float32 if micro_batches > 1 else torch.bfloat16}
 
 

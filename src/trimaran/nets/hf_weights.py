@@ -74,13 +74,8 @@ def _absent_layers(module: Decoder, sources: Mapping[str, Any]) -> tuple[str, ..
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the unsharded value on the CPU. A collective for sharded parameters.
-
-    A parameter's own `gather_full`, if it has one, replaces the default.
-    """
-    gather = getattr(parameter, "gather_full", None)
-    value = gather() if gather else parameter.detach()
-    return gathered(value).cpu().contiguous()
+    """Return the unsharded value on the CPU. A collective for sharded parameters."""
+    return gathered(parameter.detach()).cpu().contiguous()
 
 
 def hf_tensors(module: nn.Module, spec: ModelSpec, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Public names of `trimaran.optim`, and the modules that they come from. They are imported on first use."""
 
-from .adamw import LowMemoryAdamW as LowMemoryAdamW
+from .adamw import LowMemoryAdamW as LowMemoryAdamW, split_weights_of as split_weights_of
 from .block_layout import BlockLayout as BlockLayout, BlockReshard as BlockReshard
 from .block_quantization import (
     codebook as codebook, dequantize as dequantize, lower_bounds as lower_bounds, num_blocks as num_blocks,
@@ -21,8 +21,8 @@ from .moments import (
 from .schedule import learning_rate as learning_rate
 from .split_bf16 import join_fp32 as join_fp32, split_fp32 as split_fp32
 from .split_weights import (
-    CHUNK_VALUES as CHUNK_VALUES, SplitWeight as SplitWeight, split_weight_of as split_weight_of,
-    split_weights as split_weights,
+    CHUNK_VALUES as CHUNK_VALUES, NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeight as SplitWeight,
+    SplitWeights as SplitWeights, split_weights as split_weights,
 )
 from .state_streaming import NUM_STAGING_BUFFERS as NUM_STAGING_BUFFERS, StateStream as StateStream
 from .stochastic_rounding import (

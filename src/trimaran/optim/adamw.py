@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
@@ -23,6 +24,7 @@ from trimaran.optim.moments import (
     step_constants,
     update_chunk,
 )
+from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
 from trimaran.parallel.batched.address_table import has_kernels
@@ -39,8 +41,8 @@ class LowMemoryAdamW(EagerOptimizer):
     """AdamW with its moments in one of three formats: on the parameters' device, on the host, or on a disk.
 
     Takes groups of named parameters, and updates this rank's shard of each, whatever mesh it is on. States are plain
-    tensors in the shape of the shard, and exist from the start. A parameter in `lower_halves` is bf16 and the upper
-    half of an fp32 weight (see `split_bf16`); the lower half given there is updated with it. With a folder `disk` large
+    tensors in the shape of the shard, and exist from the start. A parameter in `split_weights` is bf16 and the upper
+    half of an fp32 weight (see `split_bf16`); its lower half is updated with it. With a folder `disk` large
     states are in a file there. Parameters and lower halves may be on disk, too.
 
     Before a step, `factor` may be set to what the gradients are multiplied by, and `found_inf` (as in torch's AdamW) to
@@ -56,12 +58,13 @@ class LowMemoryAdamW(EagerOptimizer):
         states: str,
         seed: int,
         on_host: bool,
-        lower_halves: Mapping[Any, Tensor],
+        split: SplitWeights = NO_SPLIT_WEIGHTS,
         disk: Path | None = None,
         chunk_values: int = CHUNK_VALUES,
     ) -> None:
         super().__init__(groups, defaults)
         self._chunk_values = chunk_values
+        self.split_weights = split
         self.found_inf: Tensor | None = None
         self.factor: Tensor | None = None
         self._formats: dict[Tensor, MomentFormat] = {}
@@ -74,7 +77,7 @@ class LowMemoryAdamW(EagerOptimizer):
         store = None if disk is None else DiskStore(disk, _disk_bytes(self._formats))
         release_pages()  # of weights on disk, which have just been filled
         for parameter, step in zip(parameters, steps, strict=True):
-            low = {"low": lower_halves[parameter]} if parameter in lower_halves else {}
+            low = {"low": split.lower_halves[parameter]} if parameter in split.lower_halves else {}
             zeros = _zeros(self._formats[parameter], local_part(parameter), on_host, store)
             self.state[parameter] = {"step": step} | zeros | low
         # For each group, step counts and name hashes of its parameters.
@@ -197,6 +200,11 @@ class LowMemoryAdamW(EagerOptimizer):
             update_chunk(chunk, states, self._formats[chunk.parameter])
         else:
             self._kernel(chunk, states, self.found_inf)
+
+
+def split_weights_of(optimizer: Optimizer) -> SplitWeights:
+    """Return the split weights that an optimizer owns."""
+    return optimizer.split_weights if isinstance(optimizer, LowMemoryAdamW) else NO_SPLIT_WEIGHTS
 
 
 def _format_of(parameter: Tensor, states: str) -> str:

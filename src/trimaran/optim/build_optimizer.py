@@ -16,11 +16,11 @@ from trimaran.nets.shard_types import is_dtensor
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
 from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.optim.eager_optimizer import EagerOptimizer
+from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 
 LR_FACTOR = "lr_factor"  # key of a group: its learning rate divided by the schedule's
 ONE_TOWER = {"all": ""}
 DEFAULT_SETTINGS = TowerOptimizer()
-NO_LOWER_HALVES: Mapping[nn.Parameter, Tensor] = {}
 
 
 class ShardAdamW(EagerOptimizer, AdamW):
@@ -44,17 +44,17 @@ def build_optimizer(
     train: TrainSection,
     plan: Plan,
     towers: Mapping[str, str] = ONE_TOWER,
-    lower_halves: Mapping[nn.Parameter, Tensor] = NO_LOWER_HALVES,
+    split: SplitWeights = NO_SPLIT_WEIGHTS,
 ) -> Optimizer:
     """Return an AdamW for all trained parameters of the modules: a network, or this rank's stages of one.
 
     Each group has the names of its parameters, in order, as `param_names`. `towers` has each tower's prefix of those
-    names. `lower_halves` has the lower halves of split weights. fp32 weights with fp32 states on a CPU use torch's
+    names. `split` are the weights that are stored as two halves. fp32 weights with fp32 states on a CPU use torch's
     fused AdamW on this rank's shards; everything else uses `LowMemoryAdamW`. A rank whose stages are all frozen gets
     one empty group.
     """
     names = {each: name for module in modules for name, each in module.named_parameters() if each.requires_grad}
-    return optimizer_of(names, train, plan, towers, lower_halves)
+    return optimizer_of(names, train, plan, towers, split)
 
 
 def optimizer_of(
@@ -62,7 +62,7 @@ def optimizer_of(
     train: TrainSection,
     plan: Plan,
     towers: Mapping[str, str] = ONE_TOWER,
-    lower_halves: Mapping[nn.Parameter, Tensor] = NO_LOWER_HALVES,
+    split: SplitWeights = NO_SPLIT_WEIGHTS,
 ) -> Optimizer:
     """Return the optimizer of `build_optimizer` for these parameters and their names."""
     constants = train.optimizer
@@ -75,7 +75,7 @@ def optimizer_of(
     }
     disk = Path(plan.disk.path) if plan.offloads_to_disk else None
     states, on_host = constants.states, plan.offload == "optimizer" and disk is None
-    use_ours = states != "fp32" or on_host or disk or lower_halves or all(_is_fp32_on_gpu(each) for each in names)
+    use_ours = states != "fp32" or on_host or disk or split.lower_halves or all(_is_fp32_on_gpu(each) for each in names)
     if not groups or not use_ours:
         return ShardAdamW(groups or [{"params": []}], fused=True, **defaults)
     return LowMemoryAdamW(
@@ -84,7 +84,7 @@ def optimizer_of(
         states=states,
         seed=train.seed,
         on_host=on_host,
-        lower_halves=lower_halves,
+        split=split,
         disk=disk,
     )
 

@@ -13,9 +13,8 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.optim.adamw import LowMemoryAdamW
+from trimaran.optim.adamw import LowMemoryAdamW, split_weights_of
 from trimaran.optim.block_layout import SCALE_SUFFIX, BlockLayout, BlockReshard, block_layout, saved_layouts
-from trimaran.optim.split_weights import split_weight_of
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +31,7 @@ class OptimizerState:
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._optimizer, self._named = optimizer, [(name, each) for name, each in named if id(each) in trained]
         self._reshards: list[BlockReshard] = []
+        self._split = split_weights_of(optimizer)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of all states, so that callers can tell whether their memory has changed."""
@@ -88,7 +88,7 @@ class OptimizerState:
         in_blocks = isinstance(self._optimizer, LowMemoryAdamW)
         for name, parameter in self._named:
             for state, value in self._optimizer.state[parameter].items():
-                if state == LOW and split_weight_of(parameter) is not None:
+                if state == LOW and parameter in self._split.lower_halves:
                     continue  # is saved with the weight, in fp32
                 if isinstance(value, Tensor) and (local := local_part(value)).numel():
                     is_scale = in_blocks and state.endswith(SCALE_SUFFIX)

@@ -1,17 +1,16 @@
 """Splits weights into two 16-bit halves, sums their gradients in fp32, and reads and writes them as fp32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.optim.split_bf16 import join_fp32, split_fp32
 from trimaran.parallel.matmul_weights import matmul_weights
 from trimaran.parallel.memory.disk_store import DiskStore, goes_to_disk, padded
@@ -20,31 +19,27 @@ HALF_BYTES = 2
 CHUNK_VALUES = 2**24  # values that are joined or split at once: bounds the temporary memory
 
 
-def split_weights(networks: Sequence[Network], plan: Plan) -> dict[nn.Parameter, Tensor]:
-    """Make some matrices their own bf16 upper half, in place, and return the int16 lower half of each.
+def split_weights(networks: Sequence[Network], plan: Plan) -> "SplitWeights":
+    """Make some matrices their own bf16 upper half, in place, and return their lower halves.
 
-    Call it after the weights are initialised and before anything computes with them. Returns nothing if the plan does
-    not split weights. The sum of the gradients of several micro-batches is fp32. A split parameter has a method
-    `gather_full` that returns it in fp32, see `nets.hf_weights.full_tensor`.
+    Call it after the weights are initialised and before anything computes with them. Nothing is split if the plan does
+    not say so. The sum of the gradients of several micro-batches is fp32.
     """
-    lower_halves: dict[nn.Parameter, Tensor] = {}
     if not plan.splits_weights:
-        return lower_halves
+        return NO_SPLIT_WEIGHTS
+    lower_halves: dict[Tensor, Tensor] = {}
     matrices = [each for network in networks for each in matmul_weights(network)]
     store = _store_of_halves(matrices, plan)
     for parameter in matrices:
-        upper, lower = split_fp32(parameter.detach())
+        parameter.data, lower = split_fp32(parameter.detach())
         if store is not None and goes_to_disk(lower.nbytes):
             lower = store.allocate(lower.shape, lower.dtype).copy_(lower)
             store.release()
-        parameter.data = upper
-        # A weak reference, since a parameter that refers to itself would outlive its network.
-        _set_attributes(parameter, low=lower, gather_full=partial(_joined, ref(parameter)))
         if plan.grad_accum > 1:
             parameter.grad_dtype = None  # any dtype
             parameter.register_post_accumulate_grad_hook(_widen_gradient)
         lower_halves[parameter] = lower
-    return lower_halves
+    return SplitWeights(lower_halves)
 
 
 def _store_of_halves(matrices: Sequence[Tensor], plan: Plan) -> DiskStore | None:
@@ -55,18 +50,34 @@ def _store_of_halves(matrices: Sequence[Tensor], plan: Plan) -> DiskStore | None
     return DiskStore(Path(plan.disk.path), sum(padded(size) for size in sizes if goes_to_disk(size)))
 
 
-def split_weight_of(parameter: Tensor) -> "SplitWeight | None":
-    """Return both halves of a parameter that `split_weights` has split; None for any other."""
-    lower = getattr(parameter, "low", None)
-    return None if lower is None else SplitWeight(parameter.detach(), lower)
+def _widen_gradient(parameter: Tensor) -> None:
+    """Make the gradient of the first micro-batch fp32; torch adds those of the others to it."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.float()
 
 
-def _joined(parameter: ref[nn.Parameter]) -> Tensor:
-    held = parameter()
-    assert held is not None, "the caller holds the parameter"
-    split = split_weight_of(held)
-    assert split is not None
-    return split.joined()
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitWeights:
+    """The lower halves of split weights, by the parameter that is the upper half. The optimizer owns and updates them.
+
+    Whoever needs weights in fp32 asks here: checkpoints, exports and metrics. Other parameters are whole weights. Joint
+    projections are not part of it, see `parallel.joint_layers`.
+    """
+
+    lower_halves: Mapping[Tensor, Tensor]
+
+    def weight(self, parameter: Tensor) -> "SplitWeight | None":
+        """Return both halves of a parameter as an fp32 tensor; None if it is not split."""
+        lower = self.lower_halves.get(parameter)
+        return None if lower is None else SplitWeight(parameter.detach(), lower)
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """Return the whole weight, unsharded, on the CPU. A collective for sharded parameters."""
+        split = self.weight(parameter)
+        return full_tensor(parameter) if split is None else split.joined()
+
+
+NO_SPLIT_WEIGHTS = SplitWeights({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +141,3 @@ def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(each.view(-1).split(CHUNK_VALUES) for each in tensors), strict=True)
     rows = max(1, CHUNK_VALUES * len(tensors[0]) // max(1, tensors[0].numel()))
     return zip(*(each.split(rows) for each in tensors), strict=True)
-
-
-def _widen_gradient(parameter: Tensor) -> None:
-    """Make the gradient of the first micro-batch fp32; torch adds those of the others to it."""
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.float()
-
-
-def _set_attributes(parameter: Tensor, **attributes: object) -> None:
-    for name, value in attributes.items():
-        setattr(parameter, name, value)

@@ -89,8 +89,8 @@ from .steppers.step_graphs import (
     host_random_states as host_random_states, signature_of as signature_of,
 )
 from .steppers.stepper import (
-    PlainStepper as PlainStepper, Stepper as Stepper, build_loss_function as build_loss_function,
-    compute_losses as compute_losses,
+    PlainStepper as PlainStepper, Stepper as Stepper, TorchStepper as TorchStepper,
+    build_loss_function as build_loss_function, compute_losses as compute_losses,
 )
 from .steppers.update import Updater as Updater
 from .trainer import Trainer as Trainer

@@ -105,6 +105,7 @@ def _save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_in
     started, section = time.monotonic(), parts.trainer.recipe.model
     with parts.trainer.link.section("export", step) as report_progress:
         where: dict[str, Any] = {"rank": rank_info.rank, "stages": parts.stages, "report_progress": report_progress}
+        where["read"] = parts.trainer.stepper.full_tensor
         add_files = partial(save_tokenizer, parts.training_data.tokenizer)
         if (base := parts.base) is not None:
             from trimaran.checkpoint.export_peft import (  # noqa: PLC0415  few runs train an adapter

@@ -13,8 +13,8 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import TrainSection, UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
+from trimaran.optim.adamw import split_weights_of
 from trimaran.optim.optimizer_state import OptimizerState
-from trimaran.optim.split_weights import split_weight_of
 from trimaran.parallel.memory.disk_store import release_pages
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class TrainingState:
         self._base = [(name, each) for name, each in every if without_base and not each.requires_grad]
         self._buffers = [pair for module in modules for pair in persistent_buffers(module)]
         self._optimizer = OptimizerState(optimizer, self._parameters)
+        self._split = split_weights_of(optimizer)
         self._shards: list[TensorShard] = []
         self._addresses: list[int] = []
 
@@ -141,7 +142,7 @@ class TrainingState:
         for name, each in self._parameters:
             if local_part(each).numel():
                 shard = local_shard(f"model/{name}", each, frozen=not each.requires_grad)
-                yield replace(shard, tensor=split_weight_of(each) or shard.tensor)
+                yield replace(shard, tensor=self._split.weight(each) or shard.tensor)
         for name, each in self._buffers:
             yield replace(local_shard(f"model/{name}", each, frozen=False), changed_by_forward=True)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.nets.local_shards import local_part
+from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 from trimaran.parallel.gradient_norm import GradientSquares, group_masks, num_shards, sum_by_mask
 from trimaran.train.metrics.sampled_weights import SampledWeights
 
@@ -32,8 +33,11 @@ class GroupMeter:
     replicas or shards. A rank without parameters puts its zeros on `device`.
     """
 
-    def __init__(self, groups: Groups, *, every: int, pp: int, device: torch.device) -> None:
+    def __init__(
+        self, groups: Groups, split: SplitWeights = NO_SPLIT_WEIGHTS, *, every: int, pp: int, device: torch.device
+    ) -> None:
         self._every, self._pp, self._num_updates, self._groups = every, pp, 0, groups
+        self._split = split
         self._device = next((each.device for group in groups.values() for each in group), device)  # may be offloaded
         self._gradients: GradientSquares | None = None
 
@@ -87,7 +91,7 @@ class GroupMeter:
 
     @cached_property
     def _sampled(self) -> SampledWeights:
-        return SampledWeights(self._held, self._device)
+        return SampledWeights(self._held, self._device, self._split)
 
     @cached_property
     def _sample_masks(self) -> Tensor:

@@ -6,6 +6,7 @@ from torch import nn
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.optim import SplitWeights
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.stage_map import StageMap, TrainedParameters, map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_json
@@ -16,13 +17,19 @@ OTHER_GROUP = "other"
 
 
 def build_group_meter(
-    networks: Sequence[Network], plan: Plan, ranks: RankMesh, trained: TrainedParameters, *, every: int
+    networks: Sequence[Network],
+    plan: Plan,
+    ranks: RankMesh,
+    trained: TrainedParameters,
+    split: SplitWeights,
+    *,
+    every: int,
 ) -> GroupMeter | None:
     """Return a meter that measures every `every`-th update; None if `every` is 0. Every rank must call it."""
     if not every:
         return None
     groups = group_parameters(networks, map_stages(plan, ranks), trained)
-    return GroupMeter(groups, every=every, pp=plan.mesh.pp, device=ranks.device)
+    return GroupMeter(groups, split, every=every, pp=plan.mesh.pp, device=ranks.device)
 
 
 def group_parameters(

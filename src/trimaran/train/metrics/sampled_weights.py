@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.nets.local_shards import local_part
 from trimaran.optim.split_bf16 import join_fp32
+from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 from trimaran.parallel.batched.address_table import has_kernels, to_device
 from trimaran.parallel.memory.disk_store import store_of
 
@@ -20,23 +21,25 @@ Sample = Callable[[], Tensor]
 class SampledWeights:
     """Reads sampled values of some parameters, which may be sharded, or split in two halves. No shard is empty."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], device: torch.device, split: SplitWeights = NO_SPLIT_WEIGHTS
+    ) -> None:
         self._parameters, self._device = parameters, device
-        self.sizes = [_num_samples(local_part(each), getattr(each, "low", None)) for each in parameters]
+        self._halves = [split.lower_halves.get(each) for each in parameters]
+        self.sizes = [_num_samples(local_part(each), low) for each, low in zip(parameters, self._halves, strict=True)]
         """The number of values of each parameter."""
         self._addresses: list[int] = []
         self._launches: list[tuple[Tensor, torch.dtype, bool]] = []
         self._plain: list[Sample] = []
-        self._halves: list[tuple[Sample, Sample]] = []
+        self._split: list[tuple[Sample, Sample]] = []
         self._places = torch.empty(0, dtype=torch.int64, device=device)
 
     def read(self) -> Tensor:
         """Return the values in fp32 [parameters, MAX_SAMPLED_VALUES], padded with zeros."""
         parts = [local_part(each) for each in self._parameters]
-        halves = [getattr(each, "low", None) for each in self._parameters]
-        addresses = [0 if each is None else each.data_ptr() for each in (*parts, *halves)]
+        addresses = [0 if each is None else each.data_ptr() for each in (*parts, *self._halves)]
         if addresses != self._addresses:  # FSDP moves tensors at the first steps
-            self._prepare(parts, halves)
+            self._prepare(parts)
             self._addresses = addresses
         samples = torch.zeros(len(parts), MAX_SAMPLED_VALUES, device=self._device)
         if self._launches:
@@ -53,15 +56,15 @@ class SampledWeights:
     def _concatenate(self) -> Tensor:
         """Return the values that no kernel reads, flat."""
         plain = [each() for each in self._plain]
-        upper, lower = ([each[half]() for each in self._halves] for half in (0, 1))
+        upper, lower = ([each[half]() for each in self._split] for half in (0, 1))
         joined = [join_fp32(torch.cat(upper), torch.cat(lower))] if upper else []
         return torch.cat([*plain, *joined]).float()
 
-    def _prepare(self, parts: Sequence[Tensor], halves: Sequence[Tensor | None]) -> None:
+    def _prepare(self, parts: Sequence[Tensor]) -> None:
         """Build the tables of what kernels read, and the views of the rest."""
         rows: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
         plain, split = [], []
-        for number, (part, low) in enumerate(zip(parts, halves, strict=True)):
+        for number, (part, low) in enumerate(zip(parts, self._halves, strict=True)):
             if _is_on_disk(part, low):
                 first = [partial(_first_values, each, self._device) for each in (part, low) if each is not None]
                 plain += [(number, first[0])] if low is None else []
@@ -74,7 +77,7 @@ class SampledWeights:
             else:
                 split.append((number, (_sample_of(part), _sample_of(low))))
         self._launches = [(to_device(torch.tensor(table), self._device), *kind) for kind, table in rows.items()]
-        self._plain, self._halves = [each for _, each in plain], [each for _, each in split]
+        self._plain, self._split = [each for _, each in plain], [each for _, each in split]
         numbers = [number for number, _ in (*plain, *split)]
         ranges = [torch.arange(self.sizes[each]) + each * MAX_SAMPLED_VALUES for each in numbers]
         self._places = to_device(torch.cat([torch.empty(0, dtype=torch.int64), *ranges]), self._device)

@@ -183,6 +183,9 @@ class PipelineStepper:
         for network in self._networks:
             network.module.train(training)
 
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        return self.updater.split_weights.full_tensor(parameter)
+
     def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
         modules = [network.module for network in self._networks]
         return self.updater.state(modules, train, self._plan, without_base=without_base)

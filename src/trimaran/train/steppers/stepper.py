@@ -89,6 +89,10 @@ class Stepper(Protocol):
 
     def set_training(self, training: bool) -> None: ...
 
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """Return the value that is trained, unsharded, on the CPU: in fp32, also if the parameter has 16 bits of it."""
+        ...
+
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
         """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step.
 
@@ -273,6 +277,9 @@ class PlainStepper:
 
     def set_training(self, training: bool) -> None:
         self._network.module.train(training)
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        return self.updater.split_weights.full_tensor(parameter)
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
         return self.updater.state([self._network.module], train, self._plan, without_base=without_base)

@@ -21,9 +21,9 @@ from trimaran.train.steppers.update import Updater
 def build_stepper(place: StepperPlace) -> TorchStepper:
     """Return the stepper of a rank, with its optimizer."""
     networks, train, plan, ranks = place.networks, place.train, place.plan, place.ranks
-    low_halves = split_weights(networks, plan)
+    split = split_weights(networks, plan)
     apply_joint_projections(networks, plan)
-    optimizer = build_optimizer([each.module for each in networks], train, plan, networks[0].towers, low_halves)
+    optimizer = build_optimizer([each.module for each in networks], train, plan, networks[0].towers, split)
     trained = trained_parameters(networks, plan)
     update = UpdatePlace(networks=networks, train=train, plan=plan, ranks=ranks, clock=place.clock)
     updater = Updater(
@@ -32,7 +32,7 @@ def build_stepper(place: StepperPlace) -> TorchStepper:
         trained=trained,
         clip_norm=train.clip_norm,
         guard=place.guard,
-        meter=build_group_meter(networks, plan, ranks, trained, every=place.groups_every),
+        meter=build_group_meter(networks, plan, ranks, trained, split, every=place.groups_every),
         parts=[part for feature in place.features for part in feature.update_parts(update)],
         unused=watch_unused_parameters(optimizer, networks),
     )

@@ -12,7 +12,7 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim import LR_FACTOR
-from trimaran.optim.adamw import LowMemoryAdamW
+from trimaran.optim.adamw import LowMemoryAdamW, split_weights_of
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.image_split import sum_partial_gradients
 from trimaran.parallel.axes.stage_map import TrainedParameters
@@ -47,6 +47,7 @@ class Updater:
         unused: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._optimizer, self._ranks = optimizer, ranks
+        self.split_weights = split_weights_of(optimizer)
         self._trained, self._clip_norm, self.guard = trained, clip_norm, guard or Guard()
         # The optimizer expects `found_inf` on the device of the weights, which may be offloaded. A rank whose stages
         # are frozen has no weights.

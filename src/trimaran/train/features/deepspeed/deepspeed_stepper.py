@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
 from io import StringIO
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from trimaran.core.deepspeed_config import deepspeed_config
 from trimaran.core.optional_packages import deepspeed_missing
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
+from trimaran.nets.hf_weights import full_tensor
 from trimaran.optim import LR_FACTOR, decay_groups
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.train.features.deepspeed.deepspeed_state import deepspeed_state
@@ -158,6 +158,18 @@ class DeepSpeedStepper:
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
 
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        """See `Stepper.full_tensor`. A frozen parameter and a buffer have no other values than their own."""
+        import deepspeed  # noqa: PLC0415  an optional package
+
+        if not isinstance(parameter, nn.Parameter):
+            return full_tensor(parameter)
+        value = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        if value is not None:
+            return full_tensor(value.view(getattr(parameter, "ds_shape", parameter.shape)))
+        with deepspeed.zero.GatheredParameters(parameter):
+            return full_tensor(parameter.detach().clone())
+
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
         assert not without_base, "DeepSpeed does not train adapters here"
         return deepspeed_state(self._network.module, self._engine, train, {"guard": self._guard})
@@ -195,7 +207,6 @@ def build_stepper(place: StepperPlace) -> DeepSpeedStepper:
     for name, each in network.module.named_parameters():
         if name in fp32_weights:
             _set_fp32_weights(deepspeed, each, fp32_weights.pop(name))
-        each.gather_full = partial(_gather_full, deepspeed, each)  # pyrefly: ignore[missing-attribute]
     return DeepSpeedStepper(network, plan, ranks, engine, place.clock, place.guard, place.objective)
 
 
@@ -231,12 +242,3 @@ def _set_fp32_weights(deepspeed: Any, parameter: nn.Parameter, value: Tensor) ->
     size = partition.numel()
     pad_to_even_shards = F.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
     return deepspeed.utils.safe_set_local_fp32_param(parameter, pad_to_even_shards[size * dist.get_rank() :][:size])
-
-
-def _gather_full(deepspeed: Any, parameter: nn.Parameter) -> Tensor:
-    """Return the fp32 weights, gathered from all ranks. A frozen parameter has none; its own values are returned."""
-    value = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if value is not None:
-        return value.view(getattr(parameter, "ds_shape", parameter.shape))
-    with deepspeed.zero.GatheredParameters(parameter):
-        return parameter.detach().clone()

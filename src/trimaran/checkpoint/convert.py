@@ -18,7 +18,7 @@ from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder, spec_of
 from trimaran.nets import Network
 from trimaran.nets.family import network_of_section
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 MODEL_PREFIX = "model/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

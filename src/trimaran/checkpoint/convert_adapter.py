@@ -26,7 +26,7 @@ from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout, attach_
 from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
 from trimaran.nets.adapters.peft_format import peft_tensors
 from trimaran.nets.base_weights import BaseWeights, open_base_weights
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 
 def export_adapter(

@@ -18,7 +18,7 @@ from trimaran.checkpoint.remote_code import copy_remote_code, with_origin_fields
 from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import recv_json, send_json
 

@@ -18,7 +18,7 @@ from trimaran.models import model_folder, spec_of
 from trimaran.models.base_digest import BASE_DIGEST, base_reference
 from trimaran.nets import Network, network_of
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 from trimaran.parallel.axes.stage_map import StageMap
 
 

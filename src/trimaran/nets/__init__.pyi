@@ -37,7 +37,8 @@ from .hf_cache import HfCache as HfCache, cache_difference as cache_difference
 from .hf_stages import cut_stage as cut_stage, pipeline_layers as pipeline_layers
 from .hf_vision_adapter import insert_rows as insert_rows
 from .hf_vlm import HfVlmNetwork as HfVlmNetwork, network_of_hf as network_of_hf
-from .hf_weights import full_tensor as full_tensor, hf_tensors as hf_tensors, load_hf_weights as load_hf_weights
+from .hf_weights import hf_tensors as hf_tensors, load_hf_weights as load_hf_weights
+from .whole_tensors import full_tensor as full_tensor
 from .initialise import initialise as initialise
 from .joint_projections import join_weights as join_weights, separate_modules as separate_modules
 from .kernels.latent_pages import attend_latent_pages as attend_latent_pages

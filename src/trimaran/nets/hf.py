@@ -39,12 +39,12 @@ from trimaran.nets.hf_paged import paged_difference
 from trimaran.nets.hf_probe import probe
 from trimaran.nets.hf_stages import HfStage
 from trimaran.nets.hf_tp_plan import hf_tensor_plan
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.key_value_cache import CacheExtension, KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_names import DiskTensor
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

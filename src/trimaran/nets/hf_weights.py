@@ -18,14 +18,14 @@ from trimaran.models.from_hf import disk_layout, is_extra_layer
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.decoder import Decoder, PredictionLayer
 from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
-from trimaran.nets.local_shards import gathered, is_on_meta, local_part, local_slices
+from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 log = logging.getLogger(__name__)
 
 BASE_PREFIX = "model."  # of the names of all tensors but the head
 EMBEDDING = "embed_tokens.weight"
 ROWS_COMPARED = 4096  # at a time, of an embedding and a head
-ReadTensor = Callable[[Tensor], Tensor]  # returns what a parameter or a buffer stands for: unsharded, on the CPU
 
 
 def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
@@ -71,11 +71,6 @@ def _absent_layers(module: Decoder, sources: Mapping[str, Any]) -> tuple[str, ..
     found = {name.split(".")[2] for name in sources if name.startswith("model.layers.")}
     numbers = map(str, range(module.spec.layers, module.spec.num_blocks))
     return tuple(f"layers.{number}." for number in numbers if number not in found)
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """Return the unsharded value on the CPU. A collective for sharded parameters."""
-    return gathered(parameter.detach()).cpu().contiguous()
 
 
 def hf_tensors(module: nn.Module, spec: ModelSpec, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:

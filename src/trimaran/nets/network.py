@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from trimaran.models import ModelSpec, Spec
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.tp_plan import tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 if TYPE_CHECKING:
     from trimaran.nets.vlm_names import DiskTensor

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from trimaran.core import ModelSection, UserError
 from trimaran.models.plugin_family import FamilyModule, build_family
 from trimaran.nets.attention_context import Context
-from trimaran.nets.hf_weights import ReadTensor, damaged, full_tensor, open_weights
+from trimaran.nets.hf_weights import damaged, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 MODEL_TYPE = "trimaran_plugin"
 

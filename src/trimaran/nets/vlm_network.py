@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
-from trimaran.nets.hf_weights import ReadTensor, full_tensor
 from trimaran.nets.key_value_cache import KeyValueCache
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedExtension
@@ -18,6 +17,7 @@ from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_names import DiskTensor, in_memory
 from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 IMAGE_INPUTS = ("positions", "patches", "grids", "features")
 

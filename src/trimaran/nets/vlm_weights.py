@@ -15,10 +15,11 @@ from trimaran.models import read_json
 from trimaran.models.to_hf_vlm import Form, disk_form, form_of_config
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.hf_weights import ReadTensor, damaged, first_few, full_tensor, open_weights
+from trimaran.nets.hf_weights import damaged, first_few, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_names import DiskTensor, canonical, may_be_ignored, on_disk
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 EMBEDDING, HEAD = "language.embed_tokens.weight", "language.lm_head.weight"
 MAX_CONFIG_BYTES = 10_000_000

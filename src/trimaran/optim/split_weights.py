@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets.whole_tensors import full_tensor
 from trimaran.optim.split_bf16 import join_fp32, split_fp32
 from trimaran.parallel.matmul_weights import matmul_weights
 from trimaran.parallel.memory.disk_store import DiskStore, goes_to_disk, padded

@@ -13,10 +13,11 @@ from torch import Tensor
 from trimaran.core import UserError
 from trimaran.models.perception_spec import PerceptionSpec, perception_config
 from trimaran.nets.attention_context import Context
-from trimaran.nets.hf_weights import ReadTensor, damaged, full_tensor, open_weights
+from trimaran.nets.hf_weights import damaged, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.perception.model import Perception
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 # Between these modules queries and tokens are replicated, and every rank computes all the rest.
 TENSOR_PLAN = {

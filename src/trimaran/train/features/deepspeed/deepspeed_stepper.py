@@ -20,7 +20,7 @@ from trimaran.core.deepspeed_config import deepspeed_config
 from trimaran.core.optional_packages import deepspeed_missing
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.nets.hf_weights import full_tensor
+from trimaran.nets.whole_tensors import full_tensor
 from trimaran.optim import LR_FACTOR, decay_groups
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.train.features.deepspeed.deepspeed_state import deepspeed_state

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from trimaran.run.reserve import DISK_REASONS
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.checkpoint_backend import (
     BackendInputs,
+    CheckpointBackend,
     bound_loss,
     build_backend,
 )
@@ -51,6 +52,21 @@ SHOW_UPLOAD_SECONDS = 2.0  # between reports of the upload that the run waits fo
 
 class UnwrittenCheckpointError(UserError):
     """The disk could not take the last checkpoint. Starting again continues from the one before, once it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedSession:
+    """What a checkpointer leaves to the next one, whose plan replaces its own in the same processes."""
+
+    rank_layout: RankLayout
+    memory_layout: RankLayout
+    rank_memories: list[RankMemory]
+    backend: CheckpointBackend
+    num_rewinds: int
+    requested_step: int
+    durable_step: int
+    totals: dict[str, float]
+    bound: LossBound | None
 
 
 class Checkpointer:
@@ -176,25 +192,24 @@ class Checkpointer:
         key = (self._link.attempt, self._num_rewinds), step, self._rank_layout.world_size
         return open_node_copy([each.fd for each in self._rank_memories], self._memory_layout, key)
 
-    def take_over(self, old: "Checkpointer", step: int, *, copied_step: int) -> None:
-        """Save the state from `step` on in place of `old`, whose plan was replaced in the same processes.
+    def take_over(self, closed: ClosedSession, step: int, *, copied_step: int) -> None:
+        """Save the state from `step` on in place of a checkpointer that was closed.
 
-        What `old` copied to memory after `copied_step` stays there until the first new copy, if the new share fits into
-        the same slots; if not, it is lost before the new copy is made.
+        What that one copied to memory after `copied_step` stays there until the first new copy, if the new share fits
+        into the same slots; if not, it is lost before the new copy is made.
         """
-        old.close(step)
-        self._rank_layout, self._memory_layout = old._rank_layout, old._memory_layout
-        self._rank_memories, self._num_rewinds = old._rank_memories, old._num_rewinds
-        self._requested_step, self._durable_step = old._requested_step, old._durable_step
-        self._totals, self._bound = old._totals, old._bound
+        self._rank_layout, self._memory_layout = closed.rank_layout, closed.memory_layout
+        self._rank_memories, self._num_rewinds = closed.rank_memories, closed.num_rewinds
+        self._requested_step, self._durable_step = closed.requested_step, closed.durable_step
+        self._totals, self._bound = closed.totals, closed.bound
         shards = self._state.shards()
-        self._backend = build_backend(self._backend_inputs(), shards, is_restart=True, replaced=old._backend)
+        self._backend = build_backend(self._backend_inputs(), shards, is_restart=True, replaced=closed.backend)
         self._slots_decided = not self._backend.copier.allocates_in_background
         incarnation = (self._link.attempt, self._num_rewinds)
         self._begin(RestoredState(step=step, incarnation=incarnation, tier="memory"), copied_step=copied_step)
 
-    def close(self, step: int) -> None:
-        """Wait for copies and saves, and end the saver. Another checkpointer takes over, and its memory with it."""
+    def close(self, step: int) -> ClosedSession:
+        """Wait for copies and saves, end the saver, and return what the next checkpointer takes over."""
         self._wait_until_saved(step)
         self._backend.copier.wait()
         self._log_results()
@@ -202,12 +217,23 @@ class Checkpointer:
         if self._backend.peer_copies is not None:
             self._backend.peer_copies.close()
         self._has_begun = False
+        return ClosedSession(
+            rank_layout=self._rank_layout,
+            memory_layout=self._memory_layout,
+            rank_memories=self._rank_memories,
+            backend=self._backend,
+            num_rewinds=self._num_rewinds,
+            requested_step=self._requested_step,
+            durable_step=self._durable_step,
+            totals=self._totals,
+            bound=self._bound,
+        )
 
     def change_section(self, recipe: Recipe, step: int) -> None:
         """Save and copy as often as `recipe` says from `step` on. The plan stays."""
         before, self._recipe = self._recipe.checkpoint, recipe
         if (recipe.checkpoint.memory == 0) != (before.memory == 0):  # the memory for copies changes, too
-            return self.take_over(self, step, copied_step=step)
+            return self.take_over(self.close(step), step, copied_step=step)
         cost, size = self._backend.save_schedule.cost, self._rank_layout.world_size
         schedule = SaveSchedule(recipe.checkpoint, world_size=size, guess=cost, stride=self._stride)
         self._backend = replace(self._backend, save_schedule=schedule)

@@ -237,7 +237,7 @@ class PlanChanger:
         forget_compiled(new.context.plan.compile)
         again = rebuild_with_room(old.context, new, progress, step, self._agree, self._seconds)
         release_state(new)
-        again.trainer.checkpointer.take_over(old.trainer.checkpointer, step, copied_step=step)
+        again.trainer.checkpointer.take_over(old.trainer.checkpointer.close(step), step, copied_step=step)
         self._owner.replace(again)
 
     def _commit(self, change: CheckedChange, new: WorkerParts, loop_exit: LoopExit, step: int) -> None:
@@ -248,7 +248,7 @@ class PlanChanger:
         self._reach("switch")
         done = loop_exit.step if loop_exit.reason != "rewind" else step + 1
         if not change.in_place:
-            new.trainer.checkpointer.take_over(old.trainer.checkpointer, done, copied_step=step)
+            new.trainer.checkpointer.take_over(old.trainer.checkpointer.close(done), done, copied_step=step)
         elif change.recipe.checkpoint != old.context.recipe.checkpoint:
             new.trainer.checkpointer.change_section(change.recipe, done)
 

@@ -107,7 +107,7 @@ def coordinate(options: Options, number: int) -> None:
     with held:
         nodes = RemoteNodeGroup(agent, held, Signals(), formed=bool(number))
         signals = Signals()
-        code = Supervisor(run, nodes, signals).supervise()
+        code = Supervisor(run, nodes, signals).supervise().code
         nodes.dismiss(code)
     channel.close()
     sys.exit(code)

@@ -8,6 +8,7 @@ import pytest
 
 from trimaran.core import Plan, Recipe
 from trimaran.launch import (
+    GrowthPlanner,
     Node,
     fit_plan,
     larger_size,
@@ -18,7 +19,7 @@ from trimaran.launch import (
     with_prediction,
 )
 from trimaran.planner import next_rung
-from trimaran.run import RunDirectory, create_run, replace_plan
+from trimaran.run import AttemptLog, RunDirectory, create_run, replace_plan
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
@@ -125,6 +126,27 @@ def test_an_impossible_resize_request_is_refused(run: RunDirectory, text: str, s
 def test_a_run_grows_as_far_as_capacity_recipe_and_batch_allow(run: RunDirectory) -> None:
     assert larger_size(run, capacity=9) == 4
     assert larger_size(run, capacity=3) is None
+
+
+def test_only_the_first_start_may_have_more_ranks_than_the_plan(run: RunDirectory) -> None:
+    planner = GrowthPlanner(run, lambda nodes: 8)
+    assert planner.size_at_start(nodes(2, 2)) == 4
+    assert planner.size_at_start(nodes(2, 2)) is None
+    assert GrowthPlanner(run, lambda nodes: None).size_at_start(nodes(2, 2)) is None
+
+
+def test_a_run_that_is_not_elastic_grows_at_its_start_only_if_it_had_started_before(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", recipe_with(), plan_of(mesh={"dp_replicate": 2}, micro_batch=6))
+    assert GrowthPlanner(run, lambda nodes: 8).size_at_start(nodes(2, 2)) is None
+    AttemptLog(run).begin(world_size=2)
+    assert GrowthPlanner(run, lambda nodes: 8).size_at_start(nodes(2, 2)) == 3
+
+
+def test_nodes_that_join_are_planned_for_once_in_an_attempt(run: RunDirectory) -> None:
+    planner = GrowthPlanner(run, lambda nodes: 8)
+    assert [planner.size_with_joined(nodes(3)) for _ in range(2)] == [4, None]
+    planner.size_at_start(nodes(3))
+    assert planner.size_with_joined(nodes(3)) == 4
 
 
 def test_without_a_plan_for_the_full_capacity_fewer_ranks_are_used(tmp_path: Path) -> None:

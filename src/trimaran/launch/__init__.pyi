@@ -28,6 +28,11 @@ from .head_client import (
     write_run_files as write_run_files,
 )
 from .incident_text import incident_text as incident_text
+from .intent import (
+    AllStopped as AllStopped, Continue as Continue, IntentFacts as IntentFacts, HandOver as HandOver, Intent as Intent,
+    LeaveOut as LeaveOut, NodeChanges as NodeChanges, Resize as Resize, Restart as Restart, Stop as Stop,
+    StopRequests as StopRequests, next_intent as next_intent,
+)
 from .left_out_watch import LeftOutWatch as LeftOutWatch
 from .link_probe import measure_link as measure_link
 from .local import (
@@ -37,7 +42,10 @@ from .local import (
 from .local_node import LocalNode as LocalNode
 from .measure_links import list_groups as list_groups, tournament as tournament
 from .network_check import NUM_STEPS as NUM_STEPS, is_below_plan as is_below_plan
-from .next_attempt import fit_plan as fit_plan, larger_size as larger_size, read_resize_request as read_resize_request
+from .next_attempt import (
+    GrowthPlanner as GrowthPlanner, fit_plan as fit_plan, larger_size as larger_size,
+    read_resize_request as read_resize_request,
+)
 from .node import (
     AttemptSpec as AttemptSpec, Node as Node, NodeEvent as NodeEvent, NodeLost as NodeLost, RankEnded as RankEnded,
     RankSilent as RankSilent,

@@ -155,7 +155,7 @@ def run_on_this_machine(
                 raise unfit
             incident = file_lost_supervisor(run)
             known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
-            return Supervisor(run, nodes, signals, held=held, **known).supervise()
+            return Supervisor(run, nodes, signals, held=held, **known).supervise().code
 
 
 def max_ranks(recipe: Recipe, plan: Plan, cluster: Cluster) -> int:

@@ -138,12 +138,11 @@ class Participant:
                 self._agent.channel.operations[OPERATION] = partial(answer_nodes, run, lease.holder)
             try:
                 known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
-                supervisor = Supervisor(run, nodes, self._signals, held=self._held, **known)
-                code = supervisor.supervise()
+                end = Supervisor(run, nodes, self._signals, held=self._held, **known).supervise()
                 if lease.holds():
-                    if not supervisor.handed_over:
-                        nodes.dismiss(code)
-                    return code
+                    if not end.handed_over:
+                        nodes.dismiss(end.code)
+                    return end.code
             except FencedError:
                 pass
             except UserError as refusal:

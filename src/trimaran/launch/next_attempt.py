@@ -1,7 +1,7 @@
 """Prepares the next attempt: a plan that fits the nodes and avoids the last fault, and the ranks' environment."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trimaran.core import Incident, Plan, Recipe
@@ -11,6 +11,7 @@ from trimaran.launch.oom_recovery import allocator_after_ooms, recover_from_oom
 from trimaran.launch.recovery_policy import PolicyDecision, RecoveryOptions
 from trimaran.launch.replan import full_size, resized, smaller_sizes, with_prediction
 from trimaran.run import RunDirectory, append_line
+from trimaran.run.attempts import read_attempts
 from trimaran.run.replace_plan import replace_plan
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,40 @@ def larger_size(run: RunDirectory, *, capacity: int) -> int | None:
     plan, recipe = run.read_plan(), run.read_recipe()
     now, most = plan.mesh.world_size, recipe.faults.ranks[1] if recipe.faults.ranks else full_size(recipe)
     return next((size for size in range(min(capacity, most), now, -1) if resized(plan, recipe, size)), None)
+
+
+class GrowthPlanner:
+    """Finds a larger number of ranks if more nodes are here than the plan is for.
+
+    `growth` returns how many ranks are possible if more nodes are present than the given ones; None if not.
+    """
+
+    def __init__(self, run: RunDirectory, growth: Callable[[Sequence[Node]], int | None]) -> None:
+        self._run, self._growth = run, growth
+        self._has_started = False
+        self._planned_capacity = 0
+
+    def size_at_start(self, nodes: Sequence[Node]) -> int | None:
+        """Return the number of ranks for the first start, on `nodes`; None for that of the plan, and later.
+
+        More nodes may be here than the plan is for if some were lost before, or if they join an elastic run.
+        """
+        self._planned_capacity = 0
+        if self._has_started:
+            return None
+        self._has_started = True
+        may_join = bool(self._run.read_recipe().faults.ranks) or bool(read_attempts(self._run).attempts)
+        if not may_join or self._growth(()) is None:
+            return None
+        return larger_size(self._run, capacity=sum(node.num_ranks for node in nodes))
+
+    def size_with_joined(self, nodes: Sequence[Node]) -> int | None:
+        """Return the number of ranks to continue with if nodes have joined those that run; None if they do not help."""
+        capacity = self._growth(nodes)
+        if capacity is None or capacity == self._planned_capacity:
+            return None
+        self._planned_capacity = capacity  # planned once for each capacity: the answer stays the same
+        return larger_size(self._run, capacity=capacity)
 
 
 def recovery_options(run: RunDirectory, recipe: Recipe) -> RecoveryOptions:

@@ -47,7 +47,7 @@ class Signals:
 
     @property
     def name(self) -> str:
-        """What requested the stop: the last signal, or the stop file."""
+        """The last signal that requested a stop; empty if none did."""
         if not self._last:
-            return "the stop file"
+            return ""
         return SIGNAL_TEXTS.get(signal.Signals(self._last), signal.Signals(self._last).name)

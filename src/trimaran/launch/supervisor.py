@@ -11,14 +11,27 @@ from trimaran.launch.attempt_watch import AttemptWatch
 from trimaran.launch.directory_watch import DirectoryWatch
 from trimaran.launch.elastic_watch import ElasticReplicas, ElasticWatch
 from trimaran.launch.incident_text import headline
+from trimaran.launch.intent import (
+    AllStopped,
+    Continue,
+    HandOver,
+    Intent,
+    IntentFacts,
+    NodeChanges,
+    Resize,
+    Restart,
+    Stop,
+    StopRequests,
+    next_intent,
+)
 from trimaran.launch.investigate import Investigation, investigate
 from trimaran.launch.network_check import NetworkCheck
 from trimaran.launch.next_attempt import (
+    GrowthPlanner,
     Rendezvous,
     apply_decision,
     attempt_spec,
     fit_plan,
-    larger_size,
     read_resize_request,
     recovery_options,
 )
@@ -115,12 +128,22 @@ def file_lost_supervisor(run: RunDirectory) -> OpenIncident | None:
     return OpenIncident(incident=incident, since=time.monotonic(), highest_step=step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorEnd:
+    """How a supervisor ended, with exit code `code`: 0 done, 2, 75, 93, 128 + a signal, or another for a fault.
+
+    `handed_over`: only this node stopped; the run goes on, and another node has to coordinate it.
+    """
+
+    code: int
+    handed_over: bool = False
+
+
 class Supervisor:
     """Supervises a run to its end, through any number of attempts.
 
     `highest_step` is the highest step that the run had finished before. `open_incident`: another supervisor or
     coordinator was lost, and this one takes over. `held`: the run directory, if it is to be noticed that it was moved.
-    `handed_over`: only this node stopped; the run goes on, and another node has to coordinate it.
     """
 
     def __init__(
@@ -140,18 +163,13 @@ class Supervisor:
         self.history: list[Cycle] = []
         self._highest_step = highest_step
         self._open_incidents: list[OpenIncident] = [open_incident] if open_incident else []
-        self._stop_incident: Incident | None = None  # set once a stop of the run is requested
-        self._stop_since = 0.0
-        self._new_size: int | None = None  # the requested number of ranks, if it is to change
-        self._leaving: list[str] = []  # nodes without which the run is to go on
-        self._stopping = False  # the ranks were asked to stop
-        self.handed_over = self._is_own_stop = False
-        self._has_started = False
-        self._capacity = 0
+        self._intent: Intent = Continue()
+        self._stop_incident: OpenIncident | None = None  # that of the intent `Stop`
+        self._growth = GrowthPlanner(run, nodes.growth)
         self._lease_due = 0.0
 
-    def supervise(self) -> int:
-        """Return the exit code of the run: 0 done, 2, 75, 93, 128 + a signal, or another for a fault."""
+    def supervise(self) -> SupervisorEnd:
+        """Return when the run is over, or is handed over to another node."""
         self.run.stop_request.unlink(missing_ok=True)
         self._directory.poll()
         if self.signals.stop_requested and not self._open_incidents:
@@ -166,18 +184,18 @@ class Supervisor:
                 return self._over_without_nodes()
             if error := self._fit_plan(nodes):
                 return self._over(EXIT_FAULT, error)
-            code = self._attempt(nodes)
-            if code is not None:
-                return code
+            end = self._attempt(nodes)
+            if end is not None:
+                return end
 
     def _fit_plan(self, nodes: Sequence[Node]) -> str:
         """Fit the plan to the nodes that are present, and record if the run gets smaller. Returns an error, or ""."""
-        size, requested = self.run.read_plan().mesh.world_size, self._new_size
-        if not self._has_started and self._may_grow():
-            requested = larger_size(self.run, capacity=sum(node.num_ranks for node in nodes))
-        self._has_started, self._capacity = True, 0
+        size, requested = self.run.read_plan().mesh.world_size, self._growth.size_at_start(nodes)
+        if isinstance(self._intent, Resize):
+            requested = self._intent.size
+        self._intent = next_intent(self._intent, Restart())
         error = fit_plan(self.run, nodes, world_size=requested)
-        self._new_size, new = None, self.run.read_plan().mesh.world_size
+        new = self.run.read_plan().mesh.world_size
         if new < size and requested is None:
             why = f"{size} ranks before, {new} now: the nodes hold no more"
             if not self._open_incidents:
@@ -187,13 +205,8 @@ class Supervisor:
                 each.incident = self.incidents.amend(each.incident, action="resized", evidence=evidence)
         return error
 
-    def _may_grow(self) -> bool:
-        """Return whether more nodes may be here than the plan is for: they were lost, or join an elastic run."""
-        is_elastic = bool(self.recipe.faults.ranks) or bool(read_attempts(self.run).attempts)
-        return is_elastic and self.node_group.growth(()) is not None
-
-    def _attempt(self, nodes: Sequence[Node]) -> int | None:
-        """Start the ranks and supervise them to their end. Returns the run's exit code; None: start again."""
+    def _attempt(self, nodes: Sequence[Node]) -> SupervisorEnd | None:
+        """Start the ranks and supervise them to their end. Returns None if they are to start again."""
         plan, before = self.run.read_plan(), self._highest_step
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
@@ -210,7 +223,7 @@ class Supervisor:
                 note_lost_nodes(self.run, nodes, watch.lost, incident=investigation.incident.id)
         on_all_nodes(watch.nodes, lambda node: node.kill())
         if outcome == "fenced":
-            return EXIT_FAULT  # another process holds the lease: this one must not write any more
+            return SupervisorEnd(code=EXIT_FAULT)  # another process holds the lease: this one must not write any more
         if outcome == "deleted" and self._directory.held is not None:
             raise self._directory.held.lost_error()
         self.node_group.end_attempt(number)
@@ -222,8 +235,7 @@ class Supervisor:
         if investigation is not None:
             return self._recover(investigation, new_steps=self._highest_step - before)
         if outcome == "killed":
-            if self._stop_incident is not None:
-                self.incidents.amend(self._stop_incident, action="stopped", step=watch.highest_step)
+            self._amend_stop(action="stopped", step=watch.highest_step)
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
         return self._over(EXIT_DONE, "all steps are done") if outcome == "done" else self._stopped(watch)
 
@@ -234,8 +246,8 @@ class Supervisor:
             return ElasticWatch(self.run, nodes, spec, replicas, incidents=self.incidents, group=self.node_group)
         return AttemptWatch(self.run, nodes, spec)
 
-    def _finish(self, watch: AttemptWatch, investigation: Investigation | None) -> int:
-        """End a run whose training is done and saved. Returns 0, whatever happened to its ranks after that."""
+    def _finish(self, watch: AttemptWatch, investigation: Investigation | None) -> SupervisorEnd:
+        """End a run whose training is done and saved. The code is 0, whatever happened to its ranks after that."""
         why = "all steps are done and saved"
         left, step = watch.not_done(), watch.highest_step
         reason = "it was ended at once" if self.signals.kill_requested else "a rank ended"
@@ -244,8 +256,7 @@ class Supervisor:
             incident = self.incidents.amend(investigation.incident, action="finished", evidence=evidence)
             log.warning("%s: %s", headline(incident), evidence["why"])
             reason = incident.what
-        if self._stop_incident is not None:
-            self.incidents.amend(self._stop_incident, action="finished", step=step)
+        self._amend_stop(action="finished", step=step)
         if left:
             with Journal(self.run, 0, attempt=watch.spec.attempt) as journal:  # the ranks are gone
                 for kind in left:
@@ -295,36 +306,43 @@ class Supervisor:
 
     def _forward_requests(self, watch: AttemptWatch) -> None:
         """Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start."""
-        stop_file = self.run.stop_request.exists() and not self._stopping
-        known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
-        if self._stop_incident is None and (moved := self._directory.moved):
-            log.error("%s; stopping with a checkpoint there", moved)
-            self._stop_since = time.monotonic()
-            self._stop_incident = self.incidents.notice("storage", moved, **known)
-        elif self._stop_incident is None and (self.signals.stop_requested or stop_file):
-            what = f"the run was asked to stop by {self.signals.name}"
-            self._stop_since = time.monotonic()
-            self._stop_incident = self.incidents.notice("preempted", what, **known)
-            self._is_own_stop = not stop_file
-        elif not self._stopping:
-            self._leaving = self.node_group.leaving(watch.nodes)
-            if isinstance(watch, ElasticWatch):
-                self._leaving = watch.let_leave(self._leaving)
-            self._new_size = None
-            if not self._leaving and not isinstance(watch, ElasticWatch):  # its nodes come and go within the attempt
-                self._new_size = read_resize_request(self.run, watch.nodes) or self._growth(watch)
-        if not self._stopping and (self._stop_incident or self._new_size or self._leaving):
-            self._stopping = True
+        before = self._intent
+        self._note_facts(self._stop_requests(), watch)
+        if isinstance(self._intent, Continue):
+            self._note_facts(self._node_changes(watch), watch)
+        if isinstance(before, Continue) and not isinstance(self._intent, Continue):
             for node in watch.nodes:
                 node.request_stop()
 
-    def _growth(self, watch: AttemptWatch) -> int | None:
-        """Return the number of ranks to continue with if nodes have joined; None if they do not help."""
-        capacity = self.node_group.growth(watch.nodes)
-        if capacity is None or capacity == self._capacity:
-            return None
-        self._capacity = capacity  # planned once for each capacity: the answer stays the same
-        return larger_size(self.run, capacity=capacity)
+    def _stop_requests(self) -> StopRequests:
+        has_file = self.run.stop_request.exists()
+        return StopRequests(moved=self._directory.moved, signal=self.signals.name, stop_file=has_file)
+
+    def _node_changes(self, watch: AttemptWatch) -> NodeChanges:
+        """Return which nodes leave and how many ranks are wanted. Elastic replicas come and go within the attempt."""
+        leaving = self.node_group.leaving(watch.nodes)
+        if isinstance(watch, ElasticWatch):
+            return NodeChanges(leaving=tuple(watch.let_leave(leaving)))
+        if leaving:
+            return NodeChanges(leaving=tuple(leaving))
+        return NodeChanges(
+            size=read_resize_request(self.run, watch.nodes) or self._growth.size_with_joined(watch.nodes)
+        )
+
+    def _note_facts(self, facts: IntentFacts, watch: AttemptWatch) -> None:
+        """Update the intent, and file an incident if it is to stop now."""
+        self._intent = next_intent(self._intent, facts)
+        if isinstance(self._intent, Stop) and self._stop_incident is None:
+            cause, what, step = self._intent.cause, self._intent.what, watch.highest_step
+            if cause == "storage":
+                log.error("%s; stopping with a checkpoint there", what)
+            incident = self.incidents.notice(cause, what, attempt=watch.spec.attempt, step=step)
+            self._stop_incident = OpenIncident(incident=incident, since=time.monotonic(), highest_step=step)
+
+    def _amend_stop(self, **changes: Any) -> None:
+        """Amend the incident of the stop, if one was requested."""
+        if self._stop_incident is not None:
+            self.incidents.amend(self._stop_incident.incident, **changes)
 
     def _settle(self, watch: AttemptWatch, *, is_over: bool = False) -> None:
         """Write the cost of open incidents once the run is past their step, or has ended well."""
@@ -339,8 +357,8 @@ class Supervisor:
             self.incidents.amend(each.incident, cost=each.incident.cost | cost)
             self._open_incidents.remove(each)
 
-    def _recover(self, investigation: Investigation, *, new_steps: int) -> int | None:
-        """Do what the policy decides about an incident. Returns the run's exit code; None: start again."""
+    def _recover(self, investigation: Investigation, *, new_steps: int) -> SupervisorEnd | None:
+        """Do what the policy decides about an incident. Returns None if the ranks are to start again."""
         incident = investigation.incident
         cycle = Cycle(incident=incident, new_steps=new_steps)
         options = recovery_options(self.run, self.recipe)
@@ -364,50 +382,61 @@ class Supervisor:
         opened = OpenIncident(incident=incident, since=investigation.since, highest_step=self._highest_step)
         self._open_incidents.append(opened)
         apply_decision(self.run, self.recipe, decision, incident)
-        self._stopping, self._new_size, self._leaving = self._stop_incident is not None, None, []
-        if not self._stopping:
+        self._intent = next_intent(self._intent, Restart())
+        if isinstance(self._intent, Continue):
             self.run.stop_request.unlink(missing_ok=True)  # ours, for a resize that the incident interrupted
         return None
 
-    def _stopped(self, watch: AttemptWatch) -> int | None:
-        """Handle that all ranks stopped with a complete checkpoint. Returns the run's exit code; None: resize."""
-        known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": watch.highest_step}
-        leaving, self._leaving = self.node_group.leaving(watch.nodes), []
-        if self._stop_incident is None and (self._new_size is not None or (leaving and self.node_group.can_go_on())):
-            if leaving:
-                was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
-                is_slow = bool(read_left_out(self.run)) and not was_asked
-                why = "left out" if is_slow else "asked to stop"
-                what = f"{', '.join(leaving)}: {why}; the other nodes continue"
-                cause: Cause = "straggler" if is_slow else "preempted"
-                incident = self.incidents.notice(cause, what, action="continued", **known)
-                log.warning("%s", headline(incident))
-                opened = OpenIncident(incident=incident, since=time.monotonic(), highest_step=watch.highest_step)
-                self._open_incidents.append(opened)
-            self.run.resize_request.unlink(missing_ok=True)
-            self.run.stop_request.unlink(missing_ok=True)
-            self._stopping = False
-            return None
-        who = ", ".join(leaving) or "a rank"
-        what = f"{who} was asked to stop, and all ranks stopped"
-        seconds = time.monotonic() - self._stop_since if self._stop_incident else 0.0
-        incident = self._stop_incident or self.incidents.notice("preempted", what, **known)
+    def _stopped(self, watch: AttemptWatch) -> SupervisorEnd | None:
+        """Handle that all ranks stopped with a complete checkpoint. Returns None if they are to start again."""
+        stopped_at, leaving = time.monotonic(), tuple(self.node_group.leaving(watch.nodes))
+        is_own = isinstance(self._intent, Stop) and self._intent.is_own
+        facts = AllStopped(
+            leaving=leaving,
+            enough_stay=self.node_group.can_go_on(),
+            can_hand_over=is_own and self.node_group.can_hand_over(),  # which takes seconds
+        )
+        self._note_facts(facts, watch)
+        if isinstance(self._intent, Stop | HandOver):
+            return self._end_stopped(watch, stopped_at=stopped_at)
+        if leaving:
+            self._note_left_out(leaving, watch)
+        self.run.resize_request.unlink(missing_ok=True)
+        self.run.stop_request.unlink(missing_ok=True)
+        return None
+
+    def _note_left_out(self, leaving: Sequence[str], watch: AttemptWatch) -> None:
+        """File an incident: the run goes on without these nodes."""
+        was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
+        is_slow = bool(read_left_out(self.run)) and not was_asked
+        why, step = "left out" if is_slow else "asked to stop", watch.highest_step
+        what = f"{', '.join(leaving)}: {why}; the other nodes continue"
+        cause: Cause = "straggler" if is_slow else "preempted"
+        incident = self.incidents.notice(cause, what, action="continued", attempt=watch.spec.attempt, step=step)
+        log.warning("%s", headline(incident))
+        self._open_incidents.append(OpenIncident(incident=incident, since=time.monotonic(), highest_step=step))
+
+    def _end_stopped(self, watch: AttemptWatch, *, stopped_at: float) -> SupervisorEnd:
+        """End the run, or only this supervisor."""
+        assert self._stop_incident is not None, "the intent says that it was filed"
+        incident, step = self._stop_incident.incident, watch.highest_step
+        seconds = max(0.0, stopped_at - self._stop_incident.since)
         cost = {"seconds_to_stop": round(seconds, 3), "lost_steps": 0.0}
-        if self._is_own_stop and self.node_group.can_hand_over():
-            self.handed_over = True
+        if isinstance(self._intent, HandOver):
             why = "only the node that coordinates was asked to stop; the others continue"
             log.warning("%s", why)
-            evidence = incident.evidence | {"why": why}
-            self.incidents.amend(incident, action="continued", step=watch.highest_step, cost=cost, evidence=evidence)
-            return EXIT_AGAIN
-        self.incidents.amend(incident, action="saved", step=watch.highest_step, cost=cost)
+            self.incidents.amend(
+                incident, action="continued", step=step, cost=cost, evidence=incident.evidence | {"why": why}
+            )
+            return SupervisorEnd(code=EXIT_AGAIN, handed_over=True)
+        self.incidents.amend(incident, action="saved", step=step, cost=cost)
         moved = f"{self._directory.moved}; " if self._directory.moved else ""
         how = "with a complete checkpoint; `trimaran resume` continues"
         if self.recipe.checkpoint.is_off:
             how = "without a checkpoint (checkpoint.every: off); `trimaran resume` starts from the first step"
         return self._over(EXIT_AGAIN, f"{moved}stopped {how}")
 
-    def _over_without_nodes(self) -> int:
+    def _over_without_nodes(self) -> SupervisorEnd:
         """End the run, because a stop is requested or too few nodes are present."""
         if not self.signals.stop_requested:
             return self._over(EXIT_AGAIN, "too few nodes")
@@ -416,8 +445,8 @@ class Supervisor:
                 self.incidents.amend(each.incident, action="saved")
         return self._over(EXIT_AGAIN, "asked to stop")
 
-    def _over(self, code: int, why: str) -> int:
+    def _over(self, code: int, why: str) -> SupervisorEnd:
         log.info("over: %d, %s", code, why)
         self.attempts.over(code, why)
         self._directory.end()
-        return code
+        return SupervisorEnd(code=code)

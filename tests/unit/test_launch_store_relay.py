@@ -1,6 +1,5 @@
 """The relay of a node: its ranks' requests reach the coordinator in few messages, and nothing else changes for them."""
 
-import socket
 import sys
 import threading
 import time
@@ -15,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from benchmarks.control_plane_clients import Client, Loop, SimulatedRank
 
-from trimaran.launch import MAX_KEYS, MAX_SET_BYTES, Channel, Connection, StoreRelay
-from trimaran.run import MAX_FRAME_BYTES, ChannelClient, FrameAuthenticator, FrameReader, Record, WireError, pack
+from trimaran.launch import MAX_KEYS, MAX_SET_BYTES, Channel, RelayAnswers, StoreRelay
+from trimaran.run import MAX_FRAME_BYTES, ChannelClient, Record, WireError, frame, pack
 from trimaran.train import TokenStore
 
 TOKEN = "a token of a test"
@@ -179,20 +178,20 @@ def test_a_malformed_request_of_one_rank_fails_alone(
 
 
 def test_answers_that_are_together_longer_than_a_message_are_sent_in_several() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        connection = Connection(ours, "", 0.0, set(), authenticator=FrameAuthenticator(TOKEN, "server", "a", "b"))
-        value = "x" * (MAX_FRAME_BYTES // 2)
-        for number in range(2):
-            connection.reply_to_relay(number, {"values": [value]})
-        connection.reply_to_relay(2, {"values": ["y" * MAX_FRAME_BYTES]})
-        connection.frame_answers()
-    reader = FrameReader()
-    reader.authenticate_with(FrameAuthenticator(TOKEN, "server", "a", "b"))
-    reader.feed(bytes(connection.unsent))
-    messages = list(iter(reader.next, None))
-    assert len(messages) > 2
-    answers = [each for message in messages for each in message["answers"]]
+    def send(message: Record) -> None:
+        frame(message)  # raises if it is too long
+        sent.append(message)
+
+    sent: list[Record] = []
+    unsent: set[RelayAnswers] = set()
+    relay, value = RelayAnswers(send, unsent), "x" * (MAX_FRAME_BYTES // 2)
+    for number in range(2):
+        relay.reply(number, {"values": [value]})
+    relay.reply(2, {"values": ["y" * MAX_FRAME_BYTES]})
+    assert unsent == {relay}
+    relay.flush()
+    assert len(sent) > 2
+    answers = [each for message in sent for each in message["answers"]]
     assert [number for number, _ in answers] == [0, 1, 2]
     assert [answer == {"values": [value]} for _, answer in answers] == [True, True, False]
     assert "too long" in answers[2][1]["error"]

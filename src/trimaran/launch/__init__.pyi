@@ -4,13 +4,13 @@ from .attempt_watch import AttemptWatch as AttemptWatch
 from .attribution import Attribution as Attribution, attribute_fault as attribute_fault
 from .autopilot_process import autopilot_process as autopilot_process
 from .channel import (
-    Channel as Channel, Connection as Connection, EXCHANGE_SECONDS as EXCHANGE_SECONDS,
-    MAX_UNAUTHENTICATED as MAX_UNAUTHENTICATED, SILENT_SECONDS as SILENT_SECONDS,
+    Channel as Channel, EXCHANGE_SECONDS as EXCHANGE_SECONDS, SILENT_SECONDS as SILENT_SECONDS,
 )
 from .collect_reports import (
     MAX_HEARTBEAT_AGE_SECONDS as MAX_HEARTBEAT_AGE_SECONDS, ReportTarget as ReportTarget,
     collect_reports as collect_reports, process_state as process_state,
 )
+from .connection_server import MAX_UNAUTHENTICATED as MAX_UNAUTHENTICATED
 from .deadline import Deadlines as Deadlines
 from .detached import DetachedProcess as DetachedProcess, read_secrets as read_secrets
 from .early_supervisor import (
@@ -87,7 +87,9 @@ from .shared_gpu import SHARE_GPUS as SHARE_GPUS, shared_gpu_environment as shar
 from .show_ranks import describe_ranks as describe_ranks
 from .sidecar_process import SidecarProcess as SidecarProcess
 from .signals import HANDLED_SIGNALS as HANDLED_SIGNALS, SIGNAL_TEXTS as SIGNAL_TEXTS, Signals as Signals
-from .store_relay import MAX_KEYS as MAX_KEYS, MAX_SET_BYTES as MAX_SET_BYTES, StoreRelay as StoreRelay
+from .store_relay import (
+    MAX_KEYS as MAX_KEYS, MAX_SET_BYTES as MAX_SET_BYTES, RelayAnswers as RelayAnswers, StoreRelay as StoreRelay,
+)
 from .stranger_check import StrangerCheck as StrangerCheck
 from .targets.hostfile import (
     SshHost as SshHost, parse_host as parse_host, parse_hosts as parse_hosts, read_hostfile as read_hostfile,

@@ -1,4 +1,4 @@
-"""Sends the store requests of a node's ranks to the coordinator, many in one message.
+"""Sends the store requests of a node's ranks to the coordinator, and its answers back, many in one message.
 
 The ranks of a node ask the node's own channel, which has one connection to the coordinator for all of them. While a
 message is on its way, the requests that arrive are collected for the next one: the busier the coordinator, the fewer
@@ -9,10 +9,11 @@ Keys that are written once, by the rank that they name, are answered here: a `se
 that no value can be missing without notice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from itertools import count
 
-from trimaran.launch.key_store import Reply
+from trimaran.launch.key_store import AttemptStores, Reply
 from trimaran.run.wire import WRITTEN_ONCE, Record, WireError, unpack
 
 OPERATION = "relay"
@@ -104,6 +105,57 @@ class StoreRelay:
             assert number is not None, "a set that was answered is short"
             for reply in self._replies.pop(number):
                 reply({"error": str(error)})
+
+
+class RelayAnswers:
+    """The coordinator's side of a relay: the answers that wait to be sent. `send` sends a message to the relay.
+
+    It does no I/O of its own: with something to send, it is in the set `unsent`, and `flush` is to be called.
+    """
+
+    def __init__(self, send: Callable[[Record], None], unsent: "set[RelayAnswers]") -> None:
+        self._send, self._unsent = send, unsent
+        self._num_taken = 0  # messages of the relay that arrived
+        self._answers: list[tuple[int, Record]] = []
+
+    def answer(self, message: Record, stores: AttemptStores, *, client: Hashable, now: float) -> None:
+        """Answer the requests of the ranks of another node. A malformed one is answered with an error."""
+        requests = message.get("requests")
+        if not isinstance(requests, list) or not all(map(is_relayed, requests)):
+            raise WireError("a message of a relay without requests")
+        keys = stores.store_of(message)
+        self._num_taken += 1
+        self._unsent.add(self)
+        for number, request in requests:
+            reply = partial(self.reply, number)
+            if keys is None:
+                reply({"error": "over"})
+                continue
+            try:
+                keys.answer(request, reply, client=client, now=now)
+            except WireError as error:
+                reply({"error": str(error)})
+
+    def reply(self, number: int | None, answer: Record) -> None:
+        """Answer one request, together with others. It wants no answer if `number` is None."""
+        if number is not None:
+            self._answers.append((number, answer))
+            self._unsent.add(self)
+
+    def flush(self) -> None:
+        """Send one message, or several if the answers are too long for one."""
+        answers, self._answers = self._answers, []
+        self._send_all(answers)
+
+    def _send_all(self, answers: list[tuple[int, Record]]) -> None:
+        try:
+            self._send({"taken": self._num_taken, "answers": answers})
+            self._num_taken = 0
+        except WireError as error:
+            middle = len(answers) // 2
+            parts = (answers[:middle], answers[middle:]) if middle else ([(answers[0][0], {"error": str(error)})],)
+            for part in parts:
+                self._send_all(part)
 
 
 def are_written_once(request: Record) -> bool:

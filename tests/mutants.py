@@ -147,8 +147,10 @@ def tests_of(path: Path) -> list[Path]:
 
 
 def _pattern(module: Path) -> re.Pattern[str]:
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    names = {node.name for node in ast.parse(_text(module)).body if isinstance(node, kinds)}
+    kinds, body = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, ast.parse(_text(module)).body
+    names = {node.name for node in body if isinstance(node, kinds)}
+    names |= {each.id for node in body if isinstance(node, ast.Assign) for each in node.targets
+              if isinstance(each, ast.Name)}  # fmt: skip
     dotted = ".".join(module.relative_to(SRC).with_suffix("").parts)
     public = [re.escape(each) for each in sorted(names) if not each.startswith("_") and each != "main"]
     return re.compile(rf"\b({'|'.join([re.escape(dotted), *public])})\b")

@@ -17,7 +17,7 @@ from .hf_facts import (
     missing_package as missing_package, refuse_ep_degree as refuse_ep_degree, write_facts as write_facts,
 )
 from .hf_language import EAGER_ATTENTION as EAGER_ATTENTION, FAMILY_TRAITS as FAMILY_TRAITS
-from .hf_vision import ImageLimits as ImageLimits, USUAL as USUAL
+from .hf_vision import USUAL as USUAL
 from .json_file import read_json as read_json
 from .layer_adapter import LayerAdapter as LayerAdapter, LinearShape as LinearShape
 from .layer_variations import AttentionSpec as AttentionSpec, Ends as Ends, NormSpec as NormSpec
@@ -53,7 +53,8 @@ from .validate_spec import first_invalid_field as first_invalid_field
 from .vlm_outline import vlm_outline as vlm_outline
 from .vlm_presets import VLM_PRESETS as VLM_PRESETS
 from .vlm_spec import (
-    IMAGENET_MEAN as IMAGENET_MEAN, IMAGENET_STD as IMAGENET_STD, ProjectorSpec as ProjectorSpec,
+    IMAGENET_MEAN as IMAGENET_MEAN, IMAGENET_STD as IMAGENET_STD, ImageLimits as ImageLimits,
+    ProjectorSpec as ProjectorSpec,
     VisionBlock as VisionBlock, VisionEnds as VisionEnds, VisionSpec as VisionSpec, VlmSpec as VlmSpec,
 )
 from .weight_files import weight_files as weight_files

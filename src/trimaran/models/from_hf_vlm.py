@@ -12,7 +12,14 @@ from trimaran.models.hf_vision import USUAL
 from trimaran.models.shape_fields import changed
 from trimaran.models.spec import ModelSpec
 from trimaran.models.validate_vlm import first_invalid_vlm_field
-from trimaran.models.vlm_spec import ProjectorSpec, VisionBlock, VisionEnds, VisionSpec, VlmSpec
+from trimaran.models.vlm_spec import (
+    ProjectorSpec,
+    VisionBlock,
+    VisionEnds,
+    VisionSpec,
+    VlmSpec,
+    interleaved_sections,
+)
 
 Activation = Literal["gelu", "gelu-tanh", "quick-gelu", "silu"]
 OWN, ONEVISION = "trimaran_vlm", "llava_onevision"
@@ -130,19 +137,6 @@ def _qwen_3(fields: Fields) -> VlmSpec:
         min_pixels=256 * 256,
         max_pixels=4096 * 4096,
     )
-
-
-def interleaved_sections(parts: tuple[int, ...], pairs: int) -> tuple[int, ...]:
-    """Return Qwen3-VL's sections: time, row and column take turns, `parts` of each; time also has the rest."""
-    axes = [number % 3 if number < 3 * parts[number % 3] else 0 for number in range(pairs)]
-    sections: list[int] = []
-    number = 0
-    while number < pairs:
-        first = number
-        while number < pairs and axes[number] == len(sections) % 3:
-            number += 1
-        sections.append(number - first)
-    return tuple(sections)
 
 
 def _qwen_3_vision(below: Fields) -> VisionSpec:

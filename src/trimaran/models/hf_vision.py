@@ -14,14 +14,6 @@ NEEDED = {"width": HIDDEN, "layers": DEPTH, "heads": HEADS, "patch": ("patch_siz
 DYNAMIC_SIZE = 448  # pixels per side if the model takes any size and none is given: one tile of InternVL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageLimits:
-    """The images of one sample: how many, and how many pixels per side; None is the model's own size."""
-
-    count: int = 1
-    size: int | None = None
-
-
 class View(NamedTuple):
     """How the images of a sample enter the tower: number of tiles, and patches and other tokens of each."""
 

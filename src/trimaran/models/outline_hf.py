@@ -10,7 +10,6 @@ from trimaran.models.hf_language import language_tower, longest
 from trimaran.models.hf_vision import (
     DYNAMIC_SIZE,
     VISION_TRAITS,
-    ImageLimits,
     View,
     head_parameters,
     patches_of,
@@ -18,6 +17,7 @@ from trimaran.models.hf_vision import (
     with_vision_traits,
 )
 from trimaran.models.outline import Outline, OutlineLayer, Tower
+from trimaran.models.vlm_spec import ImageLimits
 
 ONE_IMAGE = ImageLimits()
 MOST_TILES = 12  # default of InternVL's processor

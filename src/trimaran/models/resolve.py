@@ -11,18 +11,14 @@ from trimaran.core.scene_rules import ScenePoints
 from trimaran.core.user_folders import expand_user
 from trimaran.hub import repo_name
 from trimaran.models.adapted_outline import with_adapter
-from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.json_file import read_json
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
-from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.perception_spec import PerceptionSpec, perception_outline
 from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_outline import vlm_outline
-from trimaran.models.vlm_presets import VLM_PRESETS
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models.vlm_spec import ImageLimits, VlmSpec
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
@@ -32,6 +28,8 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
     if is_plugin_family(section.family):
         return _family_outline(section, (data or DataSection()).seq_len)
     if isinstance(spec, VlmSpec) and section.family == "vlm":
+        from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
+
         outline = vlm_outline(spec, images)
     elif isinstance(spec, PerceptionSpec):
         outline = perception_outline(spec, points)
@@ -76,6 +74,9 @@ def outline_named(text: str) -> Outline:
     path = expand_user(text)
     if text in PRESETS:
         return outline_of(PRESETS[text])
+    from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
+    from trimaran.models.vlm_presets import VLM_PRESETS  # noqa: PLC0415
+
     if text in VLM_PRESETS:
         return vlm_outline(VLM_PRESETS[text], ImageLimits())
     if path.suffix == ".json" and path.is_file():
@@ -94,6 +95,8 @@ def refuse_freezing(section: ModelSection) -> None:
 
 
 def _outline_in(file: Path, images: ImageLimits) -> Outline:
+    from trimaran.models.outline_hf import outline_from_hf  # noqa: PLC0415
+
     config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
     name = repo_name(file.parent) if file.name == "config.json" else file.stem
     return outline_from_hf(config, where=str(file), name=name, images=images)

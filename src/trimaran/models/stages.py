@@ -5,12 +5,10 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from trimaran.core import Plan
-from trimaran.models.hf_vision import ImageLimits
 from trimaran.models.outline import Outline, outline_of
 from trimaran.models.perception_spec import PerceptionSpec, perception_outline
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_outline import vlm_outline
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models.vlm_spec import ImageLimits, VlmSpec
 
 Spec = ModelSpec | VlmSpec | PerceptionSpec
 
@@ -43,6 +41,8 @@ def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ..
         case ModelSpec():
             outline = outline_of(spec)
         case VlmSpec():
+            from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
+
             outline = vlm_outline(spec, ImageLimits())
         case PerceptionSpec():
             outline = perception_outline(spec)

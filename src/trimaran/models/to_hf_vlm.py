@@ -7,10 +7,10 @@ from typing import Any, Literal
 from trimaran.models.config_fields import Fields
 from trimaran.models.from_hf import spec_to_hf
 from trimaran.models.from_hf_internvl import CHAT, OWN_LAYOUT, chat_layout
-from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN, interleaved_sections
+from trimaran.models.from_hf_vlm import ACTIVATIONS, OWN
 from trimaran.models.spec import ModelSpec
 from trimaran.models.to_hf_internvl import chat_config, fits_transformers, internvl_config, is_internvl
-from trimaran.models.vlm_spec import VisionBlock, VisionEnds, VlmSpec
+from trimaran.models.vlm_spec import VisionBlock, VisionEnds, VlmSpec, interleaved_sections
 
 Form = Literal[
     "qwen2_vl",

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 from trimaran.core import RowSizes
-from trimaran.models.hf_vision import DYNAMIC_SIZE, ImageLimits
+from trimaran.models.hf_vision import DYNAMIC_SIZE
 from trimaran.models.outline import LayerOperators, Outline, OutlineLayer, Tower, TowerLayer, outline_of
-from trimaran.models.vlm_spec import VisionSpec, VlmSpec
+from trimaran.models.vlm_spec import ImageLimits, VisionSpec, VlmSpec
 
 # Kernels of a vision layer's forward and backward: counted in a trace of Qwen2-VL's on one H200 (torch 2.11).
 VISION_LAUNCHES = 100

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from trimaran.models.from_hf_vlm import interleaved_sections
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.rope import Rope
 from trimaran.models.spec import Block, ModelSpec
@@ -15,6 +14,7 @@ from trimaran.models.vlm_spec import (
     VisionEnds,
     VisionSpec,
     VlmSpec,
+    interleaved_sections,
 )
 
 _QWEN_TEXT = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))

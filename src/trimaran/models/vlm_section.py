@@ -7,14 +7,14 @@ from typing import Any
 
 from trimaran.core import ModelSection, UserError
 from trimaran.hub import repo_name
-from trimaran.models.from_hf_vlm import interleaved_sections, vlm_from_disk
+from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
 from trimaran.models.section_spec import DEFAULT_PRESET, MAX_CONFIG_BYTES, model_folder, preset_named, reshaped
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.validate_vlm import first_invalid_vlm_field
 from trimaran.models.vlm_presets import VLM_PRESETS
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models.vlm_spec import VlmSpec, interleaved_sections
 
 
 def foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:

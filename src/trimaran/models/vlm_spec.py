@@ -232,3 +232,24 @@ class VlmSpec:
             after=self.after,
             positions="grid" if self.sections else "line",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """The images of one sample: how many, and how many pixels per side; None is the model's own size."""
+
+    count: int = 1
+    size: int | None = None
+
+
+def interleaved_sections(parts: tuple[int, ...], pairs: int) -> tuple[int, ...]:
+    """Return Qwen3-VL's sections: time, row and column take turns, `parts` of each; time also has the rest."""
+    axes = [number % 3 if number < 3 * parts[number % 3] else 0 for number in range(pairs)]
+    sections: list[int] = []
+    number = 0
+    while number < pairs:
+        first = number
+        while number < pairs and axes[number] == len(sections) % 3:
+            number += 1
+        sections.append(number - first)
+    return tuple(sections)

@@ -16,7 +16,7 @@ from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.user_folders import expand_user
 from trimaran.hardware import detect
 from trimaran.hub import is_hub_name
-from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of
+from trimaran.models import PRESETS, outline_for, spec_of
 from trimaran.models.plugin_family import is_plugin_family
 from trimaran.planner import Question
 
@@ -125,6 +125,8 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
         return what, []
     if what in PRESETS:
         return None, [f"model.preset={what}"]
+    from trimaran.models import VLM_PRESETS
+
     if what in VLM_PRESETS:
         return None, ["model.family=vlm", f"model.preset={what}"]
     path = expand_user(what)

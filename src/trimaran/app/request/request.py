@@ -20,7 +20,6 @@ from trimaran.hub import is_hub_name
 from trimaran.launch.shared_gpu import SHARE_GPUS
 from trimaran.models import Outline, VlmSpec, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.models.stages import Spec
-from trimaran.models.vlm_outline import with_row_sizes
 from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -90,6 +89,8 @@ def read_question(
     raise_together(mistakes)
     assert cluster is not None, "a cluster that cannot be read is a mistake"
     if rows is not None and outline is not None and isinstance(spec, VlmSpec):
+        from trimaran.models.vlm_outline import with_row_sizes
+
         outline = with_row_sizes(outline, spec, rows)
     return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, rows=rows)
 

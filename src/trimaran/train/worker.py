@@ -3,13 +3,10 @@
 import logging
 import os
 import platform
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,8 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
 from trimaran.core.recipe_plugins import plugin_records
 from trimaran.data.loader import LoaderFault
 from trimaran.parallel.apply import steps_of
-from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.connection_lost import GLOO_NOISE, find_refusal, says_connection_lost
-from trimaran.run.held_directory import HeldDirectory
-from trimaran.run.lease import take_lease
-from trimaran.run.reserve import fill_reserve, remove_reserve
 from trimaran.train.agreement import StopRequest
 from trimaran.train.build import build_worker_parts
 from trimaran.train.change_file import ChangeFile
@@ -38,9 +31,8 @@ from trimaran.train.plain_rank import PlainRank
 from trimaran.train.process.agree_plugins import agree_on_plugins
 from trimaran.train.process.bind_cores import bind_cores
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
-from trimaran.train.process.rank_info import RankInfo, join_process_group
+from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
-from trimaran.train.process.torchrun_preflight import check_machines
 from trimaran.train.steppers.engine import ENGINES
 
 log = logging.getLogger(__name__)
@@ -109,43 +101,6 @@ def _close_process_group(code: int) -> None:
         if code != EXIT_DONE:
             raise
         log.exception("the run is done, but the process group could not be closed")
-
-
-@contextmanager
-def open_torchrun_run(
-    rank_info: RankInfo, make: Callable[[], RunDirectory], *, check: Callable[[], None] | None = None
-) -> Iterator[tuple[RunDirectory, SupervisorLink]]:
-    """Join the ranks that an outside torchrun started, and open on all of them the run that rank 0 makes or finds.
-
-    Rank 0 holds the lease of the run, so that no other process can start it, and stops all ranks if the run directory
-    is moved; there is no supervisor. `check` raises if the run cannot work on this machine, see `check_machines`.
-    """
-    store = check_machines(rank_info, check) if check else None
-    join_process_group(rank_info)
-    del store
-    answer: dict[str, Any] = {}
-    held: HeldDirectory | None = None
-    with ExitStack() as lease_stack:
-        if rank_info.rank == 0:
-            try:
-                held = HeldDirectory(make().path)
-                answer = {"path": str(held.named), "term": lease_stack.enter_context(take_lease(held.run)).term}
-                fill_reserve(held.run.reserve)
-                lease_stack.callback(remove_reserve, held.run.reserve)
-                held.watch(partial(_stop_in_moved_directory, held))
-            except UserError as error:
-                answer = error.as_dict()
-        answer = broadcast_json(answer)
-        if "code" in answer:
-            raise UserError(answer["code"], answer["what"], where=answer["where"], fix=answer["fix"])
-        held = held or HeldDirectory(Path(answer["path"]))
-        yield held.run, SupervisorLink(term=answer["term"])
-
-
-def _stop_in_moved_directory(held: HeldDirectory) -> None:
-    """Stop all ranks as if the user had asked for it: the last checkpoint goes to where the directory is now."""
-    log.error("%s; stopping", held.explain(held.place))
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _error_cause(error: Exception) -> dict[str, Any]:

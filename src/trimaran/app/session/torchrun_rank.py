@@ -33,7 +33,8 @@ from trimaran.run.compile_cache import compile_cache
 from trimaran.run.process_control import raise_soft_limits, set_process_name
 from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.train.process.rank_info import RankInfo, read_rank_info
-from trimaran.train.worker import open_torchrun_run, run_worker
+from trimaran.train.process.torchrun_ranks import open_torchrun_run
+from trimaran.train.worker import run_worker
 
 SECONDS_BETWEEN_LINES = 5.0
 EXIT_CONNECTION_LOST = 1  # a fault, not a user's mistake of this rank

@@ -29,7 +29,7 @@ from .features.elastic.replica import Replica as Replica, check_replica as check
 from .features.elastic.replica_group import run_until as run_until
 from .features.live_change.process_groups import known_groups as known_groups
 from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
-from .features.table import features_of as features_of
+from .features.table import FEATURES as FEATURES, features_of as features_of
 from .find_hf_facts import find_hf_facts as find_hf_facts
 from .health.bad_sample_limit import BadSampleCount as BadSampleCount
 from .health.compilations import Compilations as Compilations, WARMUP_STEPS as WARMUP_STEPS
@@ -83,7 +83,8 @@ from .process.supervisor_link import NO_SUPERVISOR as NO_SUPERVISOR, SupervisorL
 from .process.token_store import TokenStore as TokenStore
 from .rank_context import RankContext as RankContext, read_context as read_context
 from .rank_networks import build_networks as build_networks, refuse_unsavable as refuse_unsavable
-from .steppers.engine import build_stepper as build_stepper
+from .steppers.engine import ENGINES as ENGINES, build_stepper as build_stepper
+from .steppers.feature import Feature as Feature, UpdatePart as UpdatePart
 from .steppers.step_graphs import (
     EAGER_STEPS as EAGER_STEPS, StepGraphs as StepGraphs, has_known_code as has_known_code,
     host_random_states as host_random_states, signature_of as signature_of,

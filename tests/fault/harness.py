@@ -117,7 +117,7 @@ class Supervised:
         plugin = {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_PAUSE": str(pause)} if pause else {}
         if fault:
             plugin |= {"TRIMARAN_TEST_PLUGIN": "tests.fault.plugin", "TRIMARAN_TEST_FAULT": fault}
-        own = environment(**plugin, **(extra or {}))
+        own = environment(**plugin | dict(extra or {}))
         with run.agent_log.open("ab") as log:  # without the check, which takes half a second
             words = ("trimaran.launch", str(run.path), "--no-check", WARM)
             return cls(run, forked.start(*words, env=own, stdout=log, stderr=log))

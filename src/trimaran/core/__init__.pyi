@@ -12,7 +12,7 @@ from .errors import (
     UserError as UserError, did_you_mean as did_you_mean,
 )
 from .event import (
-    Event as Event, EventKind as EventKind, PHASES as PHASES, SECONDS_DECIMALS as SECONDS_DECIMALS,
+    Event as Event, EventKind as EventKind, PHASES as PHASES, Phase as Phase, SECONDS_DECIMALS as SECONDS_DECIMALS,
     SLOW_DETAILS as SLOW_DETAILS, StepMetrics as StepMetrics,
 )
 from .field_aliases import FIELD_ALIASES as FIELD_ALIASES, all_fields as all_fields, field_for as field_for

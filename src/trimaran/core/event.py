@@ -1,7 +1,7 @@
 """Events and step metrics: the records that a run writes."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 EventKind = Literal[
     "start",  # data: host, pid, device, world_size, version; fork_server (whether the warm one is used, if asked for)
@@ -109,7 +109,8 @@ class StepMetrics:
         } | {name: _rounded_detail(name, value) for name, value in self.details.items()}
 
 
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "checkpoint")
+Phase = Literal["data", "forward", "backward", "comm", "optimizer", "checkpoint"]  # of a step
+PHASES: tuple[str, ...] = get_args(Phase)
 DIGITS = 9  # significant decimal digits that identify a float32
 DETAIL_DIGITS = {"hfu": 5, "groups": 7}
 SECONDS_DECIMALS = 6

@@ -73,7 +73,7 @@ class Trace:
     @cached_property
     def host_phases(self) -> list[tuple[float, float, str, int]]:
         """The host's phases as (begin, end, phase, step), in the time of `events`."""
-        named = (each for each in self.phases if each[1] and each[1] != "aside")
+        named = (each for each in self.phases if each[1] not in ("", "aside"))  # discarded time, in older traces
         return [((a - self.base_ns) / 1e3, (b - self.base_ns) / 1e3, phase, step) for step, phase, a, b in named]
 
     @cached_property

@@ -71,6 +71,8 @@ from .metrics.sampled_weights import (
 from .metrics.slow_details import NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails
 from .metrics.step_clock import StepClock as StepClock
 from .metrics.step_recorder import StepRecorder as StepRecorder, loader_wait as loader_wait
+from .metrics.timeline import PhaseEvent as PhaseEvent, StepSeconds as StepSeconds, attribute as attribute
+from .metrics.traced_phases import TracedPhases as TracedPhases
 from .process.allocator_settings import set_expandable_segments as set_expandable_segments
 from .process.bind_cores import bind_near as bind_near
 from .process.flight_recorder import read_operations as read_operations

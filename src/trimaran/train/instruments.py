@@ -19,7 +19,7 @@ from trimaran.train.health.connection_watch import ConnectionWatch
 from trimaran.train.health.guard import Guard, RefusedStep, broadcast_quarantine
 from trimaran.train.health.replica_check import ReplicaCheck
 from trimaran.train.health.shard_check import ShardCheck
-from trimaran.train.metrics.lap_waits import measured_axes
+from trimaran.train.metrics.measured_axes import measured_axes
 from trimaran.train.metrics.meters import build_meters
 from trimaran.train.metrics.profiler import Profiler, build_profiler
 from trimaran.train.metrics.slow_details import SlowDetails
@@ -98,7 +98,7 @@ class Instruments:
         def search(refusal: RefusedStep) -> dict[str, Any]:
             with context.link.section("search", refusal.step):
                 origin = opened().find(refusal)
-            self.clock.discard_lap()
+            self.clock.lap(None)
             return origin
 
         return search

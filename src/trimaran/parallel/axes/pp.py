@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from trimaran.core import Plan
+from trimaran.core import Phase, Plan
 from trimaran.models.stages import cheapest_split
 from trimaran.nets import Network
 from trimaran.parallel.axes.fsdp import parameter_groups
@@ -30,7 +30,7 @@ from trimaran.parallel.mesh import RankMesh
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # takes the stream (not in the first stage) and keyword inputs, returns the stream
-PhaseTimer = Callable[[str], AbstractContextManager[object]]  # records the time spent in a phase
+PhaseTimer = Callable[[Phase], AbstractContextManager[object]]  # records the time spent in a phase
 
 
 def split_blocks(blocks: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:

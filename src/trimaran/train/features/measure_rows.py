@@ -28,7 +28,6 @@ from trimaran.run import Journal
 from trimaran.train.features.nonfinite_search import unchanged_buffers
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.objective import Objective
-from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.router_stats import routing_counts
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.feature import DataPlace, Feature, Load
@@ -136,7 +135,6 @@ class _Passes:
         self._report_progress = rank.report_progress
         self._losses = build_loss_function(objective, rank.network, plan)
         self._clock = StepClock(self._device)
-        self._waits = LapWaits(self._clock)
         if any(is_fsdp_module(each) for each in rank.network.module.modules()):
             from trimaran.train.metrics.gather_waits import time_gathers  # noqa: PLC0415  it imports FSDP
 
@@ -164,13 +162,13 @@ class _Passes:
 
     def _run(self, inputs: Inputs) -> None:
         self._set_sync(self._reduces)
-        self._waits.begin()
+        self._clock.time_waits()
         with autocast(self._plan, self._device):
             losses, balance = self._losses(inputs)
-        self._waits.end("forward")
+        self._clock.lap("forward")
         loss = losses.total + balance
         self._clock.lap("comm")
-        end_lap_after_backward(loss, self._waits)
+        end_lap_after_backward(loss, self._clock)
         loss.backward()
         self._clock.lap("comm")
         self._report_progress()

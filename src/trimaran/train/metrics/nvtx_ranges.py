@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trimaran.core import UserError
+from trimaran.core import Phase, UserError
 from trimaran.nets import Network
 from trimaran.train.metrics.collective_ranges import CollectiveRanges
 from trimaran.train.metrics.layer_ranges import LayerRanges
-from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.metrics.step_clock import NextPhase, StepClock
 
 FIRST_PHASE = "data"  # of a step
 
@@ -45,6 +45,7 @@ class StepRanges:
     def __init__(self, clock: StepClock) -> None:
         self._clock, self._calls = clock, find_nvtx()
         self._layers, self._collectives = LayerRanges(*self._calls), CollectiveRanges(*self._calls)
+        self._listening = contextlib.ExitStack()
         self._networks: tuple[Network, ...] = ()
         self._phase = ""  # the open one; empty while nothing is installed
 
@@ -59,7 +60,7 @@ class StepRanges:
         """Begin with this step, which is about to start."""
         self._layers.install(self._networks)
         self._collectives.install()
-        self._clock.ranges = self
+        self._listening.callback(self._clock.listen(self))
         self._open(step)
 
     def remove(self) -> None:
@@ -67,7 +68,7 @@ class StepRanges:
         if not self._phase:
             return
         self._close()
-        self._clock.ranges = None
+        self._listening.close()
         self._collectives.remove()
         self._layers.remove()
 
@@ -77,18 +78,21 @@ class StepRanges:
             self._close()
             self._open(step)
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: NextPhase) -> None:
         """End the open phase and begin this one."""
         if phase != self._phase:
             self._calls.pop()
             self._calls.push(phase)
             self._phase = phase
 
-    def push(self, text: str) -> None:
-        """Open a range inside the phase, on this thread."""
-        self._calls.push(text)
+    def end_lap(self, phase: Phase | None) -> None:
+        """Do nothing: the range of a phase may have several laps."""
 
-    def pop(self) -> None:
+    def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
+        """Open a range inside the phase, on this thread."""
+        self._calls.push(f"{phase} {axis if stage is None else stage}")
+
+    def end_span(self, phase: Phase | None) -> None:
         self._calls.pop()
 
     def _open(self, step: int) -> None:

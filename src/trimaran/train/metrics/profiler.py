@@ -11,9 +11,8 @@ import logging
 import os
 import platform
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ from trimaran.run.profile_request import (
 )
 from trimaran.train.metrics.memory_snapshot import MemorySnapshotter, is_out_of_memory, snapshot_on_oom
 from trimaran.train.metrics.nvtx_ranges import StepRanges, start_capture, stop_capture
-from trimaran.train.metrics.step_clock import BETWEEN_SPANS, StepClock
+from trimaran.train.metrics.step_clock import StepClock
+from trimaran.train.metrics.traced_phases import TracedInterval, TracedPhases
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Recording:
     first: int
     last: int
     trace: profile | None = None
+    phases: Sequence[TracedInterval] = ()  # those of the trace
     snapshotter: MemorySnapshotter | None = None
     ranges: StepRanges | None = None
 
@@ -75,8 +76,7 @@ class Profiler:
         self._file = os.fspath(request_file(run))
         self._served_id = ""
         self._recording: Recording | None = None
-        self._spans: list[tuple[int, str, int, int]] = []  # step, phase, start, end (nanoseconds since the epoch)
-        self._step = self._since = 0
+        self._listening, self._step = ExitStack(), 0
         self._ranges = StepRanges(clock) if telemetry.nvtx else None
         self._ranges_in_all_steps = telemetry.nvtx and not telemetry.profile
         self._writers: list[threading.Thread] = []
@@ -131,7 +131,7 @@ class Profiler:
         try:
             yield
         except Exception as error:
-            self._clock.on_lap = None
+            self._listening.close()
             if self._ranges is not None:
                 self._ranges.remove()
             if is_out_of_memory(error):
@@ -192,23 +192,16 @@ class Profiler:
                 recording.snapshotter = self._snapshotter
             else:
                 recording.trace = _start_trace(self._snapshotter.device)
-                self._spans, self._since = [], time.time_ns()
-                self._clock.on_lap = self._on_lap
+                phases = TracedPhases(lambda: self._step)
+                recording.phases = phases.intervals
+                self._listening.callback(self._clock.listen(phases))
         except Exception as error:  # a failed profile must not stop training
             self._write_failure_event(error)
-
-    def _on_lap(self, phase: str, *, gaps: bool = False) -> None:
-        """Record that a lap or span has ended now. With `gaps`, the time between earlier spans has the same phase."""
-        now = time.time_ns()
-        if gaps:
-            self._spans = [(step, phase if seen == BETWEEN_SPANS else seen, a, b) for step, seen, a, b in self._spans]
-        self._spans.append((self._step, phase, self._since, now))
-        self._since = now
 
     def _end(self, done: int) -> None:
         recording, self._recording = self._recording, None
         assert recording is not None
-        self._clock.on_lap = None
+        self._listening.close()
         try:
             with self._link.section("profile", done):
                 self._end_recording(recording, done)
@@ -238,7 +231,7 @@ class Profiler:
             "host": platform.node(),
             "device": str(self._snapshotter.device),
             "steps": [recording.first, done],
-            "phases": self._spans,
+            "phases": recording.phases,
         }
         trace.add_metadata_json("trimaran", json.dumps(about))
         trace.stop()

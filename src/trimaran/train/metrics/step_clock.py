@@ -1,137 +1,46 @@
 """Measures the seconds of a step by phase, without synchronising with the device."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, pairwise
+from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from trimaran.core import Phase
 from trimaran.core.comm_axes import WORLD
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
+from trimaran.train.metrics.timeline import PhaseEvent, StepSeconds, attribute
 
-COMM = "comm"
-DISCARDED = "aside"  # the phase of laps that belong to no step
-BETWEEN_SPANS = "?"  # the phase of time between the spans of a lap, until the end of the lap names it
 ISSUED_PHASES = ("forward", "backward", "comm", "optimizer")  # the phases of `Stepper.step` and `Stepper.update`
 
-LapCallback = Callable[..., None]  # called on the host at the end of a lap or span, with its phase and `gaps`
-
-
-class PhaseRanges(Protocol):
-    """Ranges for a tool that needs the name of a phase at its start, see `nvtx_ranges.py`."""
-
-    def enter(self, phase: str) -> None: ...
-
-    def push(self, text: str) -> None: ...
-
-    def pop(self) -> None: ...
-
-
-class StepSeconds(NamedTuple):
-    """The seconds of a step by phase, and those of the phase `comm` by the axis that they are for."""
-
-    phases: dict[str, float]
-    comm: dict[str, float]
-
-
+NextPhase = Phase | Literal["evaluation"]  # evaluation is not part of a step
+ReadEvents = Callable[[], Iterable[PhaseEvent]]
 ReadSeconds = Callable[[], StepSeconds]
+# An event as it is recorded: its phase, the marks at its start and end, its axis, depth and stage.
+EventRecord = tuple[Phase | None, Any, Any, str, int, int | None]
 
 
-def _key(phase: str, axis: str) -> str:
-    return f"{phase}/{axis}" if axis else phase
+class PhaseListener(Protocol):
+    """Receives the phases of a step on the host, as they begin and end."""
 
+    def enter(self, phase: NextPhase) -> None:
+        """A phase begins. Several laps of it may follow."""
+        ...
 
-def _phase(key: str) -> str:
-    return key.partition("/")[0]
+    def end_lap(self, phase: Phase | None) -> None:
+        """The running lap ends; None: it is discarded."""
+        ...
 
+    def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
+        """A span begins, on this thread."""
+        ...
 
-class SpanTimer:
-    """Measures spans inside a lap, by phase, for phases that alternate too often to be laps.
-
-    A span may contain others, whose time is then theirs alone. Read it as late as the clock: on a GPU, one step later.
-    """
-
-    def __init__(
-        self,
-        mark: Callable[[], object],
-        between: Callable[..., float],
-        on_lap: LapCallback | None = None,
-        ranges: PhaseRanges | None = None,
-    ) -> None:
-        self._mark, self._between, self._on_lap, self._ranges = mark, between, on_lap, ranges
-        self._open: list[str] = []
-        self._spans: list[tuple[str, str | None, object, object]] = []  # key, that of the outer span, start, end
-
-    def span(self, phase: str, axis: str = "") -> AbstractContextManager[None]:
-        """Return a context manager that adds its time to `phase`, and to `axis`: of a mesh if the phase is `comm`."""
-        return _Span(self, _key(phase, axis))
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of all spans, by phase and axis."""
-        seconds: dict[str, float] = {}
-        for key, outer, start, end in self._spans:
-            span = self._between(start, end)
-            seconds[key] = seconds.get(key, 0.0) + span
-            if outer is not None:
-                seconds[outer] = seconds.get(outer, 0.0) - span
-        return seconds
-
-    def outer_seconds_by_axis(self, phases: Collection[str]) -> dict[str, float]:
-        """Return the seconds of the spans of these phases, with the spans inside them, by the axis of each.
-
-        The axis of a span that is not communication is the number of its pipeline stage.
-        """
-        seconds: dict[str, float] = {}
-        for key, outer, start, end in self._spans:
-            phase, _, axis = key.partition("/")
-            if outer is None and phase in phases:
-                seconds[axis] = seconds.get(axis, 0.0) + self._between(start, end)
-        return seconds
-
-    @property
-    def marks(self) -> list[object]:
-        """The marks of all spans."""
-        return [mark for _, _, *marks in self._spans for mark in marks]
-
-    def begin(self, key: str) -> object:
-        """Begin a span and return its start."""
-        start = self._mark()
-        if self._on_lap is not None:
-            self._on_lap(_phase(self._open[-1]) if self._open else BETWEEN_SPANS)
-        self._open.append(key)
-        if self._ranges is not None:
-            self._ranges.push(key.replace("/", " "))
-        return start
-
-    def end(self, key: str, start: object, *, failed: bool) -> None:
-        """End a span. One that raised is not measured."""
-        self._open.pop()
-        if self._ranges is not None:
-            self._ranges.pop()
-        if failed:
-            return
-        self._spans.append((key, self._open[-1] if self._open else None, start, self._mark()))
-        if self._on_lap is not None:
-            self._on_lap(_phase(key))
-
-
-class _Span:
-    """A span of a timer. A generator would take three times as long, and a step may have a thousand spans."""
-
-    __slots__ = ("_key", "_start", "_timer")
-
-    def __init__(self, timer: SpanTimer, key: str) -> None:
-        self._timer, self._key = timer, key
-
-    def __enter__(self) -> None:
-        self._start = self._timer.begin(self._key)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.end(self._key, self._start, failed=kind is not None)
+    def end_span(self, phase: Phase | None) -> None:
+        """The innermost span ends; None: it has raised an error."""
+        ...
 
 
 class StartupTimer:
@@ -146,9 +55,6 @@ class StartupTimer:
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
-
-
-LapEnd = tuple[str, object, SpanTimer | None]  # phase and axis of a lap, the mark at its end, the spans inside it
 
 
 class HostTime(NamedTuple):
@@ -173,115 +79,157 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, *, timed_axes: Sequence[str] | None = None) -> None:
-        self.timed_axes = timed_axes
-        self.on_lap: LapCallback | None = None  # set only while a trace is recorded
-        self.ranges: PhaseRanges | None = None  # set only while NVTX ranges are on
-        self._mark: Callable[[], object] = time.perf_counter
-        self._between: Callable[..., float] = lambda start, end: end - start
-        self._events = CudaEvents() if device.type == "cuda" else None
-        if self._events is not None:
-            self._mark, self._between = self._events.record, cuda_seconds
+        self._timed_axes = timed_axes
+        self._listeners: tuple[PhaseListener, ...] = ()  # mostly none, and a loop over them would cost 4 % of a span
+        self._cuda_events = CudaEvents() if device.type == "cuda" else None
+        self._mark: Callable[[], Any] = time.perf_counter if self._cuda_events is None else self._cuda_events.record
+        self._depth = 0  # of the innermost open span
         self.restart()
+
+    def listen(self, listener: PhaseListener) -> Callable[[], None]:
+        """Tell the listener about phases from now on. Returns a function that ends this."""
+        self._listeners = (*self._listeners, listener)
+
+        def stop() -> None:
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+        return stop
 
     def restart(self) -> None:
         """Discard the laps of the running step, and start a new one now."""
-        self._laps: list[LapEnd] = [("", self._mark(), None)]
-        self._host_seconds, self._lap_began = 0.0, time.perf_counter()
-        if self.on_lap is not None:
-            self.on_lap("")
+        AXIS_WAITS.stop()
+        self._begin_step(self._mark())
+        self._lap_began = time.perf_counter()
+        for each in self._listeners:
+            each.end_lap(None)
         self.enter("data")
 
-    def enter(self, phase: str) -> None:
-        """Say which phase begins now, for tools that need it at its start. It measures nothing."""
-        if self.ranges is not None:
-            self.ranges.enter(phase)
+    def enter(self, phase: NextPhase) -> None:
+        """Say which phase begins now, for listeners that need it at its start. It measures nothing."""
+        for each in self._listeners:
+            each.enter(phase)
 
-    def lap(self, phase: str, axis: str = "", *, then: str = "") -> None:
-        """End the running lap and add its time to `phase`, and to `axis` if the phase is `comm`.
+    def lap(self, phase: Phase | None, axis: str = WORLD, *, then: Phase | None = None) -> None:
+        """End the running lap: its time, without the spans inside it, counts for `phase`, and `axis` if it is `comm`.
 
-        `then` is the phase that begins, see `enter`.
+        Without a phase the lap is discarded: it is not part of the step. `then` is the phase that begins, see `enter`.
         """
-        self._laps.append((_key(phase, axis), self._mark(), None))
-        self._count_host_seconds(phase)
-        if self.on_lap is not None:
-            self.on_lap(phase)
-        if then:
-            self.enter(then)
-
-    def discard_lap(self) -> None:
-        """End the running lap without adding its time to the step."""
-        self.lap(DISCARDED)
-
-    def span_timer(self) -> SpanTimer:
-        """Return a timer for spans of the running lap; end the lap with `split_lap`."""
-        return SpanTimer(self._mark, self._between, self.on_lap, self.ranges)
-
-    def split_lap(self, spans: SpanTimer, *, rest: str, axis: str = "") -> Callable[[], float]:
-        """End the running lap: each phase gets its spans, and `rest` gets the remaining time, with its `axis`.
-
-        Returns a function that returns the remaining seconds.
-        """
-        start, end = self._laps[-1][1], self._mark()
-        self._laps.append((_key(rest, axis), end, spans))
-        self._count_host_seconds(rest)
-        if self.on_lap is not None:
-            self.on_lap(rest, gaps=True)
-        return lambda: self._between(start, end) - sum(spans.seconds().values())
-
-    def _count_host_seconds(self, phase: str) -> None:
+        AXIS_WAITS.stop()
+        start, self._lap_start = self._lap_start, self._mark()
+        self._records.append((phase, start, self._lap_start, axis, 0, None))
         now = time.perf_counter()
         if phase in ISSUED_PHASES:
             self._host_seconds += now - self._lap_began
         self._lap_began = now
+        if self._listeners:
+            for each in self._listeners:
+                each.end_lap(phase)
+        if then is not None:
+            self.enter(then)
+
+    def last_lap(self) -> ReadEvents:
+        """Return a function that returns the events of the lap that has ended last. Call it as late as the clock's."""
+        laps = [number for number, (*_, depth, _) in enumerate(self._records) if depth == 0]
+        return self._reader(self._records[laps[-2] + 1 if len(laps) > 1 else 0 :])
+
+    def span(self, phase: Phase, axis: str = WORLD, *, stage: int | None = None) -> AbstractContextManager[None]:
+        """Return a context manager for a part of the running lap that counts for another phase.
+
+        For phases that alternate too often to be laps. A span may contain others, whose time is then theirs alone.
+        """
+        return _Span(self, phase, axis, stage)
+
+    def time_waits(self) -> None:
+        """Measure waits for other ranks until the end of the running lap, as spans: all collectives report theirs.
+
+        A gather that recompute repeats in backward reports its wait again.
+        """
+        AXIS_WAITS.start(self._wait)
+
+    def _wait(self, axis: str) -> AbstractContextManager[None]:
+        return NO_SPAN if self._timed_axes is not None and axis not in self._timed_axes else self.span("comm", axis)
+
+    def begin_span(self, phase: Phase, axis: str, stage: int | None) -> Any:
+        """Begin a span and return its first mark."""
+        start = self._mark()
+        self._depth += 1
+        if self._listeners:
+            for each in self._listeners:
+                each.begin_span(phase, axis, stage)
+        return start
+
+    def end_span(self, phase: Phase | None, start: Any, axis: str, stage: int | None) -> None:
+        """End the innermost span. One that raised has no phase, and no other mark: the device may have failed."""
+        self._records.append((phase, start, start if phase is None else self._mark(), axis, self._depth, stage))
+        self._depth -= 1
+        if self._listeners:
+            for each in self._listeners:
+                each.end_span(phase)
 
     def host_time(self) -> HostTime:
         """Return how long the host took to issue the running step. Call it at the end of the step."""
-        updates = [index for index, (phase, *_) in enumerate(self._laps) if phase == "optimizer"]
-        if self._events is None or not updates:
+        updates = [start for phase, start, *_ in self._records if phase == "optimizer"]
+        if self._cuda_events is None or not updates:
             return HostTime(self._host_seconds)
-        gradients: Any = self._laps[updates[-1] - 1][1]  # the mark before the update
-        return HostTime(self._host_seconds, gradients.query())
+        return HostTime(self._host_seconds, updates[-1].query())  # had it computed the gradients?
 
     def end_step(self) -> ReadSeconds:
         """End the step; return a function that returns its seconds by phase. Call it once."""
-        laps = self._laps
-        self._laps = [("", laps[-1][1], None)]
-        self._host_seconds = 0.0
+        read_events = self._reader(self._records)
+        marks = self._begin_step(self._lap_start)
 
         def read() -> StepSeconds:
-            seconds: dict[str, float] = {}
-            self._between(laps[0][1], laps[-1][1])  # waits once, for the last mark
-            for (_, start, _), (key, end, spans) in pairwise(laps):
-                remaining = self._between(start, end)
-                for span_key, span_seconds in (spans.seconds() if spans else {}).items():
-                    seconds[span_key] = seconds.get(span_key, 0.0) + span_seconds
-                    remaining -= span_seconds
-                seconds[key] = seconds.get(key, 0.0) + remaining
-            seconds.pop(DISCARDED, None)
-            if self._events is not None:  # the last mark is the first of the next step
-                self._events.give_back(
-                    [mark for _, mark, _ in laps[:-1]], *(spans.marks for *_, spans in laps if spans)
-                )
-            return _by_phase(seconds)
+            seconds = attribute(read_events())
+            if self._cuda_events is not None:
+                self._cuda_events.give_back(marks[:-1])  # the last mark is the first of the next step
+            return seconds
+
+        return read
+
+    def _begin_step(self, mark: Any) -> list[Any]:
+        """Start a step at a mark, and return the CUDA events of the step before, which ends with it."""
+        self._records: list[EventRecord] = []
+        self._lap_start, self._host_seconds = mark, 0.0
+        return [] if self._cuda_events is None else self._cuda_events.take(mark)
+
+    def _reader(self, records: list[EventRecord]) -> ReadEvents:
+        if self._cuda_events is None:
+            return lambda: map(PhaseEvent._make, records)
+        marks = [*self._cuda_events.recorded]
+
+        def read() -> Iterator[PhaseEvent]:
+            times = dict(zip(marks, cuda_times(marks), strict=True))
+            for phase, start, end, axis, depth, stage in records:
+                yield PhaseEvent(phase, times[start], times[end], axis, depth, stage)
 
         return read
 
 
-def _by_phase(by_key: dict[str, float]) -> StepSeconds:
-    """Return the seconds by phase, and those of `comm` by axis. What has no axis is for all ranks."""
-    seconds = StepSeconds({}, {})
-    for key, value in by_key.items():
-        phase, _, axis = key.partition("/")
-        seconds.phases[phase] = seconds.phases.get(phase, 0.0) + value
-        if phase == COMM:
-            seconds.comm[axis or WORLD] = seconds.comm.get(axis or WORLD, 0.0) + value
-    return seconds
+class _Span:
+    """A span of a lap. A generator would take three times as long, and a step may have a thousand spans."""
+
+    __slots__ = ("_axis", "_clock", "_phase", "_stage", "_start")
+
+    def __init__(self, clock: StepClock, phase: Phase, axis: str, stage: int | None) -> None:
+        self._clock, self._phase, self._axis, self._stage = clock, phase, axis, stage
+
+    def __enter__(self) -> None:
+        self._start = self._clock.begin_span(self._phase, self._axis, self._stage)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clock.end_span(self._phase if kind is None else None, self._start, self._axis, self._stage)
 
 
 class CudaEvents:
-    """The events of a clock, which are used again: a step has dozens with a pipeline or FSDP."""
+    """The events of a clock, which are used again: a step has dozens with a pipeline or FSDP.
+
+    `recorded` has those of the running step, in order.
+    """
 
     def __init__(self) -> None:
+        self.recorded: list[Any] = []
         self._free: list[Any] = []
         self._given_back: list[Any] = []
 
@@ -289,15 +237,29 @@ class CudaEvents:
         """Return an event that the device passes after all work so far."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
+        self.recorded.append(event)
         return event
 
-    def give_back(self, *events: list[Any]) -> None:
+    def take(self, last: Any) -> list[Any]:
+        """Return the events recorded until the `last` one, with which the next step begins."""
+        events, self.recorded = self.recorded, [last]
+        while events[-1] is not last:
+            events.pop()
+        return events
+
+    def give_back(self, events: list[Any]) -> None:
         """Use the events of a step again, from the next call on: what else is read of that step is read before it."""
         self._free += self._given_back
-        self._given_back = [*chain(*events)]
+        self._given_back = events
 
 
 def cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     if not end.query():
         end.synchronize()  # lets other threads run, and then has to wait for them
     return start.elapsed_time(end) / 1000
+
+
+def cuda_times(marks: list[torch.cuda.Event]) -> list[float]:
+    """Return the seconds from the first mark to each."""
+    cuda_seconds(marks[0], marks[-1])  # waits once, for the last mark
+    return [*accumulate((cuda_seconds(*each) for each in pairwise(marks)), initial=0.0)]

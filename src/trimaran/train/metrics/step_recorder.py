@@ -70,7 +70,7 @@ class StepRecorder:
 
     def record(self, pending: PendingStep, loader: Loader) -> StepRecord:
         """Write the metrics line of the step and return its numbers."""
-        measured, waits = pending.read_seconds()  # waits for the device, so the numbers are copied
+        measured, waits, _ = pending.read_seconds()  # waits for the device, so the numbers are copied
         phases = dict.fromkeys(PHASES, 0.0) | {name: round(each, SECONDS_DECIMALS) for name, each in measured.items()}
         loss, tokens, stop, save, profile, change, *others, norm, refused = pending.read_numbers()
         *rank_sums, batches_differ = others[: -self.plan.mesh.world_size]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Plan, TrainSection
+from trimaran.core import Phase, Plan, TrainSection
 from trimaran.core.comm_axes import WORLD, data_axis
 from trimaran.core.event import SECONDS_DECIMALS
 from trimaran.data.step_batch import Inputs, StepBatch
@@ -31,9 +31,9 @@ from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.later_loss import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import time_gathers
-from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.router_stats import balance_routers
-from trimaran.train.metrics.step_clock import COMM, StepClock
+from trimaran.train.metrics.step_clock import ReadEvents, StepClock
+from trimaran.train.metrics.timeline import attribute
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_totals import ReducedStep
 from trimaran.train.steppers.stepper import (
@@ -70,11 +70,11 @@ class PipelineStepper:
         # State of the current or last step: its batch, its time by phase, the factor of its loss, its summed loss on
         # this rank, and its sums over all ranks.
         self._batch = StepBatch(0, {}, 0)
-        self._waits, self._data_axis = LapWaits(clock), data_axis(plan)
+        self._data_axis = data_axis(plan)
         for network in networks:
             time_gathers(network.module, self._data_axis)
             compute_later_loss(network, None)
-        self._span_timer, self._wait_seconds = clock.span_timer(), lambda: 0.0
+        self._read_schedule: ReadEvents = list  # the time of the schedule
         self._scale = self._loss_sum = torch.zeros((), device=self._device)
         self._parts = LossPartSums(self._objective, ranks)
         self._reduced: ReducedStep | None = None
@@ -89,16 +89,17 @@ class PipelineStepper:
         indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
         schedule = self._schedule(batch.micro(0))
         self._clock.lap("comm", WORLD)
-        self._span_timer = self._waits.begin()
+        self._clock.time_waits()
         with kept_weight_casts():
             schedule.step(number=indices, target=indices, return_outputs=False)
-        self._wait_seconds = self._waits.end("comm", "pp")
+        self._clock.lap("comm", "pp")
+        self._read_schedule = self._clock.last_lap()
         sum_tied_gradients(self._networks, self._stages, self._facts)
         self._clock.lap("comm", "pp")
-        self._waits.begin()
+        self._clock.time_waits()
         squares = self.updater.measure_gradients()
         self._reduced = totals.reduce(self._loss_sum, self._parts, self._networks, squares=squares)
-        self._waits.end("comm", WORLD)
+        self._clock.lap("comm", WORLD)
         return self._reduced.numbers
 
     def release_graphs(self) -> None:
@@ -120,18 +121,18 @@ class PipelineStepper:
 
         `stage_seconds` is what forward and backward of one micro-batch take in each stage, `stage_layers` its blocks.
         """
-        span_timer, wait_seconds = self._span_timer, self._wait_seconds
+        read_schedule = self._read_schedule
         assert self._reduced is not None
         update_details, step_details = self.updater.details(), self._reduced.details
 
         def read() -> dict[str, Any]:
-            busy = span_timer.outer_seconds_by_axis(("forward", "backward"))
-            waited = wait_seconds()
+            _, comm, busy = attribute(read_schedule())
+            waited = comm["pp"]
             # A CPU tensor, so that the all-reduce does not wait for the device, which runs the next step by now.
             table = torch.zeros(1 + len(self._stages.owners), 2, dtype=torch.float64)
             table[0, 0] = waited / (sum(busy.values()) + waited)
             for number, network in zip(self._stages.here, self._networks, strict=True):
-                seconds = busy.get(str(number), 0.0) / self._plan.grad_accum
+                seconds = busy.get(number, 0.0) / self._plan.grad_accum
                 table[1 + number] = torch.tensor([seconds, len(network.blocks)], dtype=torch.float64)
             dist.all_reduce(table, group=self._stages.group)
             (waits, _), *stages = table.tolist()
@@ -223,8 +224,8 @@ class PipelineStepper:
 
         return compute_detached
 
-    def _span(self, stage: int, phase: str) -> AbstractContextManager[None]:
-        return self._span_timer.span(phase, self._data_axis if phase == COMM else str(stage))
+    def _span(self, stage: int, phase: Phase) -> AbstractContextManager[None]:
+        return self._clock.span(phase, self._data_axis) if phase == "comm" else self._clock.span(phase, stage=stage)
 
     def _forward(self, network: Network, *stream: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         with autocast(self._plan, self._device):

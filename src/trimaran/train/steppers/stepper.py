@@ -22,7 +22,6 @@ from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
 from trimaran.train.loss.later_loss import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
-from trimaran.train.metrics.lap_waits import LapWaits
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
@@ -133,7 +132,7 @@ class PlainStepper:
         self._device = ranks.device
         self._loss_function = build_loss_function(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
-        self._waits, self._data_axis = LapWaits(clock), data_axis(plan)
+        self._data_axis = data_axis(plan)
         if any(is_fsdp_module(each) for each in network.module.modules()):
             from trimaran.train.metrics.gather_waits import time_gathers  # noqa: PLC0415  it imports FSDP
 
@@ -177,20 +176,19 @@ class PlainStepper:
         if self._buckets is not None:
             self._buckets.reduce()
             self._clock.lap("comm", self._data_axis)
-        self._waits.begin()
+        self._clock.time_waits()
         self._reduced = totals.reduce(total, parts, [self._network], squares=self.updater.measure_gradients())
-        self._waits.end("comm", WORLD)
+        self._clock.lap("comm", WORLD)
         return self._reduced.numbers
 
     def _run(self, inputs: Inputs, totals: StepTotals) -> LossSums:
         """Compute the losses of a micro-batch, without their graph, and add up its gradients."""
-        self._waits.begin()
+        self._clock.time_waits()
         losses, balance = self._forward(inputs)
-        self._waits.end("forward")
-        self._clock.enter("comm")
+        self._clock.lap("forward", then="comm")
         loss = (losses.total + balance) * self._loss_factor(totals)
         self._clock.lap("comm", WORLD, then="backward")
-        end_lap_after_backward(loss, self._waits)
+        end_lap_after_backward(loss, self._clock)
         loss.backward()
         self._clock.lap("comm", self._data_axis, then="comm")
         return LossSums(losses.total.detach(), losses.parts)
@@ -294,15 +292,15 @@ class PlainStepper:
         return self._loss_function(inputs)[0].total.double().reshape(1)
 
 
-def end_lap_after_backward(loss: Tensor, waits: LapWaits) -> None:
+def end_lap_after_backward(loss: Tensor, clock: StepClock) -> None:
     """End the lap `backward` when the backward of `loss` has computed its gradients; their reduction comes after it.
 
     Autograd runs the callbacks queued for the end of a backward in the order in which they were queued. The hook of the
     loss runs first, so its callback runs before those of DDP and FSDP, which wait for the reduction.
     """
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-    loss.register_hook(lambda _: queue_callback(partial(waits.end, "backward")))
-    waits.begin()
+    loss.register_hook(lambda _: queue_callback(partial(clock.lap, "backward")))
+    clock.time_waits()
 
 
 def build_loss_function(objective: Objective, network: Network, plan: Plan) -> LossFunction:

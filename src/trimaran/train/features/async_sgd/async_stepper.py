@@ -58,11 +58,11 @@ class AsyncStepper(PlainStepper):
         total = torch.zeros((), device=self._device)
         for index in range(self._plan.grad_accum):
             report_progress()
-            self._waits.begin()
+            self._clock.time_waits()
             losses, balance = self._forward(batch.micro(index))
-            self._waits.end("forward")
+            self._clock.lap("forward")
             loss = (losses.total + balance) / self._divisor
-            end_lap_after_backward(loss, self._waits)
+            end_lap_after_backward(loss, self._clock)
             loss.backward()
             self._clock.lap("backward")
             total += losses.total.detach()

@@ -1,8 +1,6 @@
-"""Takes the waits for other ranks out of the phases in which they occur, and says which axes have them all measured."""
+"""Says for which axes all waits for other ranks are measured."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 
@@ -10,39 +8,6 @@ from trimaran.core import Plan
 from trimaran.core.comm_axes import WORLD, comm_axes
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
-from trimaran.train.metrics.step_clock import COMM, SpanTimer, StepClock
-
-
-class LapWaits:
-    """The spans of the running lap in which this rank waits. Between `begin` and `end` all collectives report theirs.
-
-    A gather that recompute repeats in backward reports its wait again.
-    """
-
-    def __init__(self, clock: StepClock) -> None:
-        self._clock, self._axes = clock, clock.timed_axes
-        self._spans: SpanTimer | None = None
-
-    def begin(self) -> SpanTimer:
-        """Measure waits from now on, in the running lap. Returns the timer, to which other spans may be added."""
-        self._spans = self._clock.span_timer()
-        AXIS_WAITS.start(self._span)
-        return self._spans
-
-    def end(self, phase: str, axis: str = "") -> Any:
-        """End the lap: its waits are `comm`, and the rest is `phase`. Returns what `StepClock.split_lap` does."""
-        AXIS_WAITS.stop()
-        spans, self._spans = self._spans, None
-        if spans is None:
-            self._clock.lap(phase, axis)
-            return lambda: 0.0
-        return self._clock.split_lap(spans, rest=phase, axis=axis)
-
-    def _span(self, axis: str) -> AbstractContextManager[None]:
-        if self._spans is None or (self._axes is not None and axis not in self._axes):
-            return NO_SPAN
-        return self._spans.span(COMM, axis)
 
 
 def measured_axes(plan: Plan, networks: Sequence[Network]) -> dict[str, bool]:

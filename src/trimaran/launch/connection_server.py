@@ -43,7 +43,7 @@ class Connection:
     """One connection of `server`. `receive` is called with each record that arrives.
 
     `authenticator` is None until the client has proved the token. An urgent connection is served before the others.
-    `events` are those that the selector waits for.
+    `events` is the selector's mask.
     """
 
     server: "ConnectionServer"
@@ -73,7 +73,7 @@ class Connection:
 
 
 class ConnectionHandler(Protocol):
-    """Answers what the connections ask. All calls come from the server's thread."""
+    """Answers requests of connections. All calls come from the server's thread."""
 
     def answer(self, connection: Connection, request: Record) -> None:
         """Reply to a client that has proved the token, now or later. Raises `WireError` if it breaks the protocol."""
@@ -92,13 +92,13 @@ class ConnectionHandler(Protocol):
         ...
 
     def forget(self, connection: Connection) -> None:
-        """Drop what is kept for a connection that is closed."""
+        """Drop the state of a closed connection."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What is known of a connection that has not proved the token yet."""
+    """The handshake of a connection that has not proved the token yet."""
 
     nonce: str
     since: float
@@ -137,7 +137,7 @@ class ConnectionServer:
         return len(self._handshakes)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` in the server's thread, and return when it is done and what it replied is sent."""
+        """Run `function` in the server's thread; return when it is done and its replies are sent."""
         done = threading.Event()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""What a supervisor intends with the ranks that are running: a pure function of its last intent and of new facts.
+"""The intent of a supervisor for the running ranks: a pure function of its last intent and new facts.
 
 Every intent but `Continue` has the ranks stop with a checkpoint. It says what follows when they have.
 """

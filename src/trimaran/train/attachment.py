@@ -1,4 +1,4 @@
-"""What is attached to the networks of a run: an adapter, or nothing."""
+"""An adapter attached to the networks of a run, or nothing."""
 
 from trimaran.core import Plan, Recipe
 from trimaran.nets import Network
@@ -23,7 +23,7 @@ class Attachment:
 
 
 def attachment_of(recipe: Recipe) -> Attachment:
-    """Return what the recipe attaches to the networks."""
+    """Return the attachment of the recipe."""
     if recipe.model.adapter is None:
         return Attachment()
     from trimaran.train.features.adapter import Adapter  # noqa: PLC0415  few runs train one

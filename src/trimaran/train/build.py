@@ -23,7 +23,7 @@ from trimaran.train.process.torch_modes import set_torch_modes
 from trimaran.train.rank_context import RankContext
 from trimaran.train.rank_networks import build_networks, refuse_unsavable, reload_base
 from trimaran.train.steppers.engine import build_stepper
-from trimaran.train.steppers.feature import DataPlace, Load, MakeTrainer
+from trimaran.train.steppers.feature import Load, LoadContext, MakeTrainer
 from trimaran.train.steppers.stepper import Stepper
 from trimaran.train.trainer import Trainer
 
@@ -55,7 +55,7 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
     set_torch_modes(recipe, rank_info.device)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
-    base_of = begin_base(context, ranks)
+    base_of = begin_base(context)
     with context.link.section("load") as report_progress:
         networks = build_networks(recipe, plan, rank_info, ranks, report_progress)
     refuse_unsavable(recipe, networks)
@@ -78,8 +78,8 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
     )
 
 
-def begin_base(context: RankContext, ranks: RankMesh) -> "Callable[[tuple[Network, ...]], AdapterBase | None]":
-    """Start to hash the base of an adapter, while it is loaded; return a function that returns it for the networks."""
+def begin_base(context: RankContext) -> "Callable[[tuple[Network, ...]], AdapterBase | None]":
+    """Start to hash the base of an adapter; return a function from the loaded networks to the base."""
     if context.recipe.model.adapter is None:
         return lambda networks: None
     from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing  # noqa: PLC0415  few runs have one
@@ -96,7 +96,7 @@ def load_data(context: RankContext, ranks: RankMesh, networks: Sequence[Network]
         load: Load = partial(
             load_training_data, context.recipe, networks[0], cache=context.cache, report_progress=report_progress
         )
-        place = DataPlace(
+        inputs = LoadContext(
             recipe=context.recipe,
             plan=context.plan,
             rank_info=context.rank_info,
@@ -107,7 +107,7 @@ def load_data(context: RankContext, ranks: RankMesh, networks: Sequence[Network]
             report_progress=report_progress,
         )
         for feature in context.features:
-            load = feature.wrap_load(load, place)
+            load = feature.wrap_load(load, inputs)
         return load(share_of(context.plan, ranks.data_rank))
 
 

@@ -1,4 +1,4 @@
-"""What measures, records and guards the steps of a rank, whatever the plan is."""
+"""Instruments that measure, record and guard the steps of a rank under any plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the parts of a rank are built from."""
+"""The context that the parts of a rank are built from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

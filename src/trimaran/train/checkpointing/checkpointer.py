@@ -56,7 +56,7 @@ class UnwrittenCheckpointError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedSession:
-    """What a checkpointer leaves to the next one, whose plan replaces its own in the same processes."""
+    """The state of a closed checkpointer, for the checkpointer of the next plan in the same processes."""
 
     rank_layout: RankLayout
     memory_layout: RankLayout

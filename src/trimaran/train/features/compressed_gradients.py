@@ -8,7 +8,7 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.parallel.comm.compression import Compressor, compressor_of
 from trimaran.train.features.feedback_state import FeedbackState
 from trimaran.train.metrics.host_copy import copy_to_host_async
-from trimaran.train.steppers.feature import Feature, ReadDetails, UpdatePart, UpdatePlace
+from trimaran.train.steppers.feature import Feature, ReadDetails, UpdateContext, UpdatePart
 
 
 class CompressedGradients(UpdatePart):
@@ -34,9 +34,9 @@ class CompressedGradients(UpdatePart):
 class CompressionFeature(Feature):
     """Gradients that are sent in fewer bits, with error feedback."""
 
-    def update_parts(self, place: UpdatePlace) -> Sequence[UpdatePart]:
-        compressor = compressor_of(place.networks[0].module)
-        return () if compressor is None else (CompressedGradients(compressor, place.train.seed),)
+    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+        compressor = compressor_of(context.networks[0].module)
+        return () if compressor is None else (CompressedGradients(compressor, context.train.seed),)
 
 
 FEATURE = CompressionFeature()

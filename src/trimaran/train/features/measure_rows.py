@@ -30,7 +30,7 @@ from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.router_stats import routing_counts
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.feature import DataPlace, Feature, Load
+from trimaran.train.steppers.feature import Feature, Load, LoadContext
 from trimaran.train.steppers.stepper import build_loss_function, end_lap_after_backward
 
 MAX_ROUNDS = 2  # the first with equal rows; the second with those dealt after it, which take other time per row
@@ -214,11 +214,13 @@ def _unchanged_random_numbers(device: torch.device) -> Iterator[None]:
 class MeasuredRows(Feature):
     """Deals the rows of a micro-batch by the speeds of the data ranks."""
 
-    def wrap_load(self, load: Load, place: DataPlace) -> Load:
-        rank = RankParts(network=place.networks[0], ranks=place.ranks, load=load, report_progress=place.report_progress)
+    def wrap_load(self, load: Load, context: LoadContext) -> Load:
+        rank = RankParts(
+            network=context.networks[0], ranks=context.ranks, load=load, report_progress=context.report_progress
+        )
 
         def load_measured(share: DataShare) -> TrainingData:
-            plan = with_measured_rows(place.plan, rank, place.journal)
+            plan = with_measured_rows(context.plan, rank, context.journal)
             return load(share_of(plan, share.rank))
 
         return load_measured

@@ -9,7 +9,7 @@ from trimaran.parallel.comm.outer_step import OuterStep, build_outer_step
 from trimaran.train.features.replica_keys import OuterShards, ReplicaKeys
 from trimaran.train.features.replica_totals import ReplicaTotals
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.feature import Feature, MakeTotals, ReadDetails, UpdatePart, UpdatePlace
+from trimaran.train.steppers.feature import Feature, MakeTotals, ReadDetails, UpdateContext, UpdatePart
 
 
 class OuterUpdate(UpdatePart):
@@ -34,9 +34,9 @@ class OuterUpdate(UpdatePart):
 class LocalStepsFeature(Feature):
     """Replicas that synchronise their weights in place of their gradients."""
 
-    def update_parts(self, place: UpdatePlace) -> Sequence[UpdatePart]:
-        outer_step = build_outer_step(place.plan, place.ranks, place.networks, last_step=place.train.steps)
-        return () if outer_step is None else (OuterUpdate(outer_step, place.clock),)
+    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+        outer_step = build_outer_step(context.plan, context.ranks, context.networks, last_step=context.train.steps)
+        return () if outer_step is None else (OuterUpdate(outer_step, context.clock),)
 
 
 FEATURE = LocalStepsFeature()

@@ -31,7 +31,7 @@ from trimaran.parallel.precision import autocast
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.inputs.training_data import load_training_data
 from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.steppers.feature import DataPlace, Feature, Load
+from trimaran.train.steppers.feature import Feature, Load, LoadContext
 
 log = logging.getLogger(__name__)
 
@@ -211,11 +211,19 @@ def _check_disk_space(features: FeatureCache, missing: Sequence[int], cache: Pat
 class CachedFeatures(Feature):
     """Trains on features of a frozen vision tower that are computed once."""
 
-    def wrap_load(self, load: Load, place: DataPlace) -> Load:
-        progress = place.report_progress
-        features = partial(build_feature_cache, place.recipe, place.plan, place.rank_info, report_progress=progress)
-        return partial(load_training_data, place.recipe, place.networks[0], cache=place.cache, report_progress=progress,
-                       cache_features=features)  # fmt: skip
+    def wrap_load(self, load: Load, context: LoadContext) -> Load:
+        progress = context.report_progress
+        features = partial(
+            build_feature_cache, context.recipe, context.plan, context.rank_info, report_progress=progress
+        )
+        return partial(
+            load_training_data,
+            context.recipe,
+            context.networks[0],
+            cache=context.cache,
+            report_progress=progress,
+            cache_features=features,
+        )
 
 
 FEATURE = CachedFeatures()

@@ -23,8 +23,8 @@ ENGINES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepperPlace:
-    """What an engine builds a stepper from.
+class StepperContext:
+    """The arguments of an engine's `build_stepper`.
 
     Every `groups_every`-th step measures gradients and updates by groups of modules; 0 measures none.
     """
@@ -52,8 +52,8 @@ def build_stepper(
     groups_every: int = 0,
     features: Sequence[Feature] = (),
 ) -> Stepper:
-    """Return the stepper that the plan asks for, with its optimizer; see `StepperPlace`."""
-    place = StepperPlace(
+    """Return the stepper that the plan asks for, with its optimizer; see `StepperContext`."""
+    context = StepperContext(
         networks=networks,
         train=train,
         plan=plan,
@@ -64,4 +64,4 @@ def build_stepper(
         groups_every=groups_every,
         features=features,
     )
-    return import_module(ENGINES[plan.engine]).build_stepper(place)
+    return import_module(ENGINES[plan.engine]).build_stepper(context)

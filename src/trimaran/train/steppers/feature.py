@@ -1,4 +1,4 @@
-"""The places where an optional part of training plugs in. `train/features/table.py` lists the parts."""
+"""The methods through which an optional part of training plugs in. `train/features/table.py` lists the parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ ReadDetails = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlace:
-    """What a feature may need to load the data of a rank. `report_progress` is called while it works."""
+class LoadContext:
+    """The arguments of `Feature.wrap_load`. Call `report_progress` during long work."""
 
     recipe: Recipe
     plan: Plan
@@ -43,8 +43,8 @@ class DataPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatePlace:
-    """What a feature may need to join the update: networks that hold their weights, and the plan that they follow."""
+class UpdateContext:
+    """The arguments of `Feature.update_parts`. The networks hold their weights."""
 
     networks: Sequence[Network]
     train: TrainSection
@@ -54,7 +54,7 @@ class UpdatePlace:
 
 
 class UpdatePart:
-    """What a feature adds to each step of a rank. The methods of this class add nothing.
+    """The part of a feature in the steps of a rank. The methods of this class do nothing.
 
     `keys` and `state` say how checkpoints hold the state; `counters` are saved by their names.
     """
@@ -64,14 +64,14 @@ class UpdatePart:
     counters: Mapping[str, TrainingCounter] = {}
 
     def wrap_totals(self, make: MakeTotals) -> MakeTotals:
-        """Return what makes the sums of a step, in place of `make`."""
+        """Return the constructor of the sums of a step; `make` is the one so far."""
         return make
 
     def begin_step(self, batch: StepBatch, loss_scale: float) -> None:
         """Prepare for the gradients of a batch."""
 
     def after_update(self, step: int, refused: Tensor) -> ReadDetails:
-        """Do what follows the update after `step` steps of the run, unless it was `refused` (not 0).
+        """Finish step `step`, whose update was `refused` unless that is 0.
 
         Returns a function that returns fields of the metrics; it is called one step later.
         """
@@ -88,14 +88,14 @@ class Feature:
     writes_lines = True
     seed_offset = 0
 
-    def wrap_load(self, load: Load, place: DataPlace) -> Load:
-        """Return what loads the data of a rank, in place of `load`. Every rank calls it, and what it returns."""
+    def wrap_load(self, load: Load, context: LoadContext) -> Load:
+        """Return the loader of the data of a rank; `load` is the one so far. Every rank calls both."""
         return load
 
-    def update_parts(self, place: UpdatePlace) -> Sequence[UpdatePart]:
-        """Return what this feature adds to each step. Every rank must call it: it may create process groups."""
+    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+        """Return the parts of this feature in each step. Every rank must call it: it may create process groups."""
         return ()
 
     def wrap_trainer(self, make: MakeTrainer) -> MakeTrainer:
-        """Return what makes the trainer, in place of `make`."""
+        """Return the constructor of the trainer; `make` is the one so far."""
         return make

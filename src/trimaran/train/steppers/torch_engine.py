@@ -12,31 +12,31 @@ from trimaran.train.health.unused_parameters import watch_unused_parameters
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.parameter_groups import build_group_meter
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.engine import StepperPlace
-from trimaran.train.steppers.feature import UpdatePlace
+from trimaran.train.steppers.engine import StepperContext
+from trimaran.train.steppers.feature import UpdateContext
 from trimaran.train.steppers.stepper import PlainStepper, TorchStepper
 from trimaran.train.steppers.update import Updater
 
 
-def build_stepper(place: StepperPlace) -> TorchStepper:
+def build_stepper(context: StepperContext) -> TorchStepper:
     """Return the stepper of a rank, with its optimizer."""
-    networks, train, plan, ranks = place.networks, place.train, place.plan, place.ranks
+    networks, train, plan, ranks = context.networks, context.train, context.plan, context.ranks
     split = split_weights(networks, plan)
     apply_joint_projections(networks, plan)
     optimizer = build_optimizer([each.module for each in networks], train, plan, networks[0].towers, split)
     trained = trained_parameters(networks, plan)
-    update = UpdatePlace(networks=networks, train=train, plan=plan, ranks=ranks, clock=place.clock)
+    update = UpdateContext(networks=networks, train=train, plan=plan, ranks=ranks, clock=context.clock)
     updater = Updater(
         optimizer,
         ranks,
         trained=trained,
         clip_norm=train.clip_norm,
-        guard=place.guard,
-        meter=build_group_meter(networks, plan, ranks, trained, split, every=place.groups_every),
-        parts=[part for feature in place.features for part in feature.update_parts(update)],
+        guard=context.guard,
+        meter=build_group_meter(networks, plan, ranks, trained, split, every=context.groups_every),
+        parts=[part for feature in context.features for part in feature.update_parts(update)],
         unused=watch_unused_parameters(optimizer, networks),
     )
-    return connect_stepper(networks, plan, ranks, updater, place.clock, place.objective)
+    return connect_stepper(networks, plan, ranks, updater, context.clock, context.objective)
 
 
 def connect_stepper(

@@ -22,7 +22,7 @@ from trimaran.train.features.async_sgd.server_connections import ServerConnectio
 from trimaran.train.features.async_sgd.shard_server import ShardServer
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.engine import StepperPlace
+from trimaran.train.steppers.engine import StepperContext
 from trimaran.train.steppers.stepper import NO_REQUESTS, PlainStepper, end_lap_after_backward
 from trimaran.train.steppers.update import Updater
 
@@ -83,9 +83,9 @@ class AsyncStepper(PlainStepper):
         return self._make_state()
 
 
-def build_stepper(place: StepperPlace) -> AsyncStepper:
+def build_stepper(context: StepperContext) -> AsyncStepper:
     """Return the stepper of a worker, with the server of this rank. Every rank must call it: it creates groups."""
-    network, train, plan, ranks, clock = place.networks[0], place.train, place.plan, place.ranks, place.clock
+    network, train, plan, ranks, clock = context.networks[0], context.train, context.plan, context.ranks, context.clock
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     requests, updates = new_server_groups()
     named = [(name, each) for name, each in network.module.named_parameters() if each.requires_grad]
@@ -98,7 +98,7 @@ def build_stepper(place: StepperPlace) -> AsyncStepper:
     for each, name in held.items():
         towers[tower_of(name, network.towers)].append(each)
     trained = TrainedParameters(towers)
-    updater = Updater(optimizer, ranks, trained=trained, clip_norm=train.clip_norm, guard=place.guard)
+    updater = Updater(optimizer, ranks, trained=trained, clip_norm=train.clip_norm, guard=context.guard)
     divisor = float(plan.micro_batch * plan.grad_accum)  # any number that all workers share would do
     server = ShardServer(mine, [*held], updater, train, plan.mesh, divisor=divisor, group=updates)
     counter = None
@@ -110,7 +110,7 @@ def build_stepper(place: StepperPlace) -> AsyncStepper:
         ranks,
         updater,
         clock,
-        place.objective,
+        context.objective,
         server=server,
         connections=ServerConnections(server, rows, rank=rank, counter=counter, group=requests),
         counter=counter,

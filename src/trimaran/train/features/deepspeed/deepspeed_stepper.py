@@ -28,7 +28,7 @@ from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.engine import StepperPlace
+from trimaran.train.steppers.engine import StepperContext
 from trimaran.train.steppers.loss_parts import LossPartSums
 from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
 from trimaran.train.steppers.stepper import (
@@ -184,13 +184,13 @@ class DeepSpeedStepper:
         optimizer.found_inf = self._guard.refuses(self._mean_loss, norm).to(device)
 
 
-def build_stepper(place: StepperPlace) -> DeepSpeedStepper:
+def build_stepper(context: StepperContext) -> DeepSpeedStepper:
     """Return the stepper that trains with DeepSpeed, which moves the unsharded CPU weights and shards them.
 
     DeepSpeed first rounds weights to the plan's precision and derives its fp32 weights from the rounded ones. Ours
     replace them afterwards, so that every plan starts from the same weights.
     """
-    network, train, plan, ranks = place.networks[0], place.train, place.plan, place.ranks
+    network, train, plan, ranks = context.networks[0], context.train, context.plan, context.ranks
     device = ranks.axes.device_type
     deepspeed = load_deepspeed(device)
     config = deepspeed_config(plan, train, pin_memory=device == "cuda")
@@ -207,7 +207,7 @@ def build_stepper(place: StepperPlace) -> DeepSpeedStepper:
     for name, each in network.module.named_parameters():
         if name in fp32_weights:
             _set_fp32_weights(deepspeed, each, fp32_weights.pop(name))
-    return DeepSpeedStepper(network, plan, ranks, engine, place.clock, place.guard, place.objective)
+    return DeepSpeedStepper(network, plan, ranks, engine, context.clock, context.guard, context.objective)
 
 
 def load_deepspeed(device: str) -> ModuleType:

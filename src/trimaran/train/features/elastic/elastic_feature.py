@@ -12,7 +12,7 @@ from trimaran.train.features.elastic.elastic_outer import ElasticOuter, build_el
 from trimaran.train.features.elastic.replica import Replica
 from trimaran.train.features.replica_keys import OuterShards, ReplicaKeys
 from trimaran.train.inputs.training_data import TrainingData
-from trimaran.train.steppers.feature import DataPlace, Feature, Load, MakeTrainer, UpdatePart, UpdatePlace
+from trimaran.train.steppers.feature import Feature, Load, LoadContext, MakeTrainer, UpdateContext, UpdatePart
 from trimaran.train.trainer import Trainer
 
 SEED_STRIDE = 1_000_003  # between the random seeds of replicas, which drop different elements
@@ -38,14 +38,14 @@ class ElasticFeature(Feature):
         self.loader = DealtLoader(ledger)
         self.seed_offset = replica.number * SEED_STRIDE
 
-    def wrap_load(self, load: Load, place: DataPlace) -> Load:
+    def wrap_load(self, load: Load, context: LoadContext) -> Load:
         def load_dealt(share: DataShare) -> TrainingData:
             return dealt_data(load(share), self._ledger, self._number, share)
 
         return load_dealt
 
-    def update_parts(self, place: UpdatePlace) -> Sequence[UpdatePart]:
-        return (ElasticPart(build_elastic_outer(place.plan, place.networks), self._ledger),)
+    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+        return (ElasticPart(build_elastic_outer(context.plan, context.networks), self._ledger),)
 
     def wrap_trainer(self, make: MakeTrainer) -> MakeTrainer:
         """Return what makes a trainer that goes on with the same loader, and saves nothing between rounds."""

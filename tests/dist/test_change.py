@@ -159,7 +159,11 @@ def test_what_the_autopilot_may_change_is_applied_and_taken_back(folder: Path, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", [{"plan.precision": "bf16"}, {"plan.comm.compression": "powersgd"}])
+@pytest.mark.parametrize(
+    "patch",
+    [{"plan.precision": "bf16"}, {"plan.comm.compression": {"kind": "powersgd", "warmup_steps": 0}}],
+    ids=["precision", "compression"],
+)
 def test_a_recipe_that_allows_other_results_may_change_precision_and_compression(
     folder: Path, patch: dict[str, Any]
 ) -> None:

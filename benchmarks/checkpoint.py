@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from trimaran.checkpoint.copier import Copier, DeviceCopier
-from trimaran.checkpoint.find_copies import CopyFinder
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.memory_copies import CopyMetadata, RankMemory
 from trimaran.checkpoint.ownership import assign_rows
@@ -42,9 +41,9 @@ from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
 from trimaran.checkpoint.rank_share import build_share
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import step_path
-from trimaran.core import CheckpointSection, Recipe
+from trimaran.core import CheckpointSection
 from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.train.checkpointing.restore import Restorer
+from trimaran.train.checkpointing.restore import restore_from_disk
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.process.rank_info import join_process_group, read_rank_info
 
@@ -153,8 +152,7 @@ class Ours:
 
     def load(self) -> None:
         """Load the last checkpoint as a resume does: verify it, then fill the state."""
-        restorer = Restorer(self.subject.state, self.folder, self.rank_layout, Recipe())
-        restored = restorer.load(CopyFinder((), self.rank_layout), newest=self.number)
+        restored = restore_from_disk(self.subject.state, self.folder, self.rank_layout)
         assert (restored.step, restored.tier) == (self.number, "disk"), restored
 
     def remove(self) -> None:

@@ -36,6 +36,7 @@ from trimaran.parallel.gradient_norm import gradient_norm
 from trimaran.planner import choose
 from trimaran.run import Journal, RunDirectory, create_run
 from trimaran.train.build import build_worker_parts
+from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
@@ -131,7 +132,8 @@ def measure(recipe: Recipe, folder: Path, turn: int) -> tuple[TakingTurns, RunDi
         with agent.trainer.loader_from(0) as loader:
             turns = TakingTurns(loader, peer, turn)
             agent.trainer.loader_from = lambda start: nullcontext(turns)
-            agent.trainer.train(agent.trainer.checkpointer.resume())
+            checkpointer = Checkpointer.resume(agent.checkpoint)
+            agent.trainer.train(checkpointer, checkpointer.start)
     dist.destroy_process_group()
     return turns, run
 

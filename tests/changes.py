@@ -164,5 +164,5 @@ def _record_state(records: list[Any], leftovers: dict[str, list[int]]) -> None:
 
 
 def _state_of(parts: Any) -> tuple[list[HeldShard], dict[str, Any]]:
-    state = parts.trainer.checkpointer.state
+    state = parts.checkpoint.state
     return share_of(state), state.progress()

@@ -27,7 +27,15 @@ from trimaran.checkpoint import (
 )
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
 from trimaran.run import Journal, RunDirectory, create_run
-from trimaran.train import Checkpointer, LoopExit, RankInfo, StepDecision, SupervisorLink, read_rank_info
+from trimaran.train import (
+    Checkpointer,
+    CheckpointInputs,
+    LoopExit,
+    RankInfo,
+    StepDecision,
+    SupervisorLink,
+    read_rank_info,
+)
 
 ROWS = 12
 DIED = "died without a result|onnection (closed|reset) by peer"  # from the dead rank or from its peer
@@ -127,8 +135,18 @@ def run_attempt(path: Path, attempt: ToyAttempt) -> RankLog:
     if rank_info.rank == attempt.faulty_rank:
         inject_faults(attempt, disk)
     with Journal(RunDirectory(path), rank_info.rank, attempt=attempt.number) as journal:
-        checkpointer = Checkpointer(RunDirectory(path), rank_info, journal, link, state)
-        start = done = checkpointer.resume()
+        run = RunDirectory(path)
+        inputs = CheckpointInputs(
+            run=run,
+            rank_info=rank_info,
+            journal=journal,
+            link=link,
+            state=state,
+            recipe=run.read_recipe(),
+            plan=run.read_plan(),
+        )
+        checkpointer = Checkpointer.resume(inputs)
+        start = done = checkpointer.start
         while done < attempt.to:
             assert state.is_after(done)
             journal.resume(done)

@@ -158,12 +158,12 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
     """
     from trimaran.run import Journal  # noqa: PLC0415
     from trimaran.train.build import build_worker_parts  # noqa: PLC0415
-    from trimaran.train.checkpointing import checkpoint_backend  # noqa: PLC0415
+    from trimaran.train.checkpointing import checkpointer as checkpointing  # noqa: PLC0415
     from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415
     from trimaran.train.process.supervisor_link import SupervisorLink  # noqa: PLC0415
     from trimaran.train.rank_context import read_context  # noqa: PLC0415
 
-    checkpoint_backend._refuse_small_disk = lambda *_, **_options: None
+    checkpointing.refuse_small_disk = lambda *_, **_options: None
 
     def train(path: Path, recipe: Recipe, plan: Plan, timer: Any = None) -> None:
         run = create_run(path, recipe, plan)
@@ -172,11 +172,13 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
         link = SupervisorLink(rank_memories=(os.memfd_create("rank-memory"),) if copies else ())
         with Journal(run, 0) as journal:
             context = read_context(run, rank_info, journal, cache=cache_folder(os.environ), link=link)
-            trainer = build_worker_parts(context).trainer
+            parts = build_worker_parts(context)
+            trainer = parts.trainer
             if timer is not None:
                 loader_from = trainer.loader_from
                 trainer.loader_from = lambda start: TimedBatches(loader_from(start), timer, trainer.clock.restart)
-            ending = trainer.train(trainer.checkpointer.resume())
+            checkpointer = checkpointing.Checkpointer.resume(parts.checkpoint)
+            ending = trainer.train(checkpointer, checkpointer.start)
             assert ending.reason == "done", f"it ended with {ending.reason}"
 
     return train

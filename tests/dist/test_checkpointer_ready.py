@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.toy_run import DIED, RankLog, ToyAttempt, events, new_run, run_attempt
 from trimaran.checkpoint import Copier
 from trimaran.run import RunDirectory
-from trimaran.train.checkpointing import checkpoint_backend
+from trimaran.train.checkpointing import state_copies
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ class SlowMemory(LateMemory):
 
 
 def run_with(kind: type[Copier], path: Path, attempt: ToyAttempt) -> RankLog:
-    checkpoint_backend.Copier = kind  # in this forked rank only
+    state_copies.Copier = kind  # in this forked rank only
     return run_attempt(path, attempt)
 
 

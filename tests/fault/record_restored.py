@@ -5,21 +5,20 @@
 
 import os
 import pickle
-from typing import Any
 
 from tests.chaos import plugin  # noqa: F401 - the pause of every step
 from tests.fault.plugin import RUN
 from tests.resume import share_of
-from trimaran.train import Checkpointer
+from trimaran.train import Checkpointer, CheckpointInputs
 
 resume = Checkpointer.resume
 
 
-def resume_and_record(self: Checkpointer, **options: Any) -> int:
-    step = resume(self, **options)
+def resume_and_record(inputs: CheckpointInputs) -> Checkpointer:
+    checkpointer = resume(inputs)
     path = RUN / f"restored-{os.environ['TRIMARAN_ATTEMPT']}-{os.environ['RANK']}"
-    path.write_bytes(pickle.dumps((step, share_of(self.state), self.state.progress())))
-    return step
+    path.write_bytes(pickle.dumps((checkpointer.start, share_of(inputs.state), inputs.state.progress())))
+    return checkpointer
 
 
 Checkpointer.resume = resume_and_record  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fault import plugin as _plugin  # noqa: F401 - the pause of each step
-from trimaran.train import ElasticLoop, ElasticOuter, Membership, PlainStepper, Trainer
+from trimaran.train import ElasticLoop, ElasticOuter, Membership, PlainStepper, StepSaver, Trainer
 from trimaran.train.features.elastic import elastic_loop
 
 RANK, START = os.environ["RANK"], os.environ["TRIMARAN_REPLICA_START"]
@@ -47,9 +47,9 @@ def failing_vote(self: Membership, opened: Any, *, ok: bool) -> Any:
     return vote(self, opened, ok=ok)
 
 
-def failing_train(self: Trainer, start: int, **options: Any) -> Any:
+def failing_train(self: Trainer, saver: StepSaver, start: int, **options: Any) -> Any:
     fail("after", start)
-    return train_steps(self, start, **options)
+    return train_steps(self, saver, start, **options)
 
 
 def failing_receive(state: Any, group: Any) -> Any:

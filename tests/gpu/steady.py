@@ -22,6 +22,7 @@ from trimaran.core import Plan, Recipe
 from trimaran.data import Loader, StepBatch
 from trimaran.run import Journal, create_run
 from trimaran.train import (
+    Checkpointer,
     RankInfo,
     SupervisorLink,
     build_worker_parts,
@@ -129,7 +130,8 @@ def profile_plan(name: str, folder: Path, rank_info: RankInfo, cache: Path) -> d
             profiled_loader = ProfiledLoader(loader, trace)
             parts.trainer.loader_from = lambda _: nullcontext(profiled_loader)  # pyrefly: ignore[bad-assignment]
             try:
-                parts.trainer.train(parts.trainer.checkpointer.resume())
+                checkpointer = Checkpointer.resume(parts.checkpoint)
+                parts.trainer.train(checkpointer, checkpointer.start)
             except RuntimeError:
                 refused = traceback.format_exc()[-3000:]
             finally:

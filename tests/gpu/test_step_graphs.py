@@ -16,6 +16,7 @@ from trimaran.core import Plan, Recipe
 from trimaran.run import Journal, create_run
 from trimaran.train import (
     EAGER_STEPS,
+    Checkpointer,
     PlainStepper,
     StepGraphs,
     WorkerParts,
@@ -66,7 +67,8 @@ def train(folder: Path, plan: dict[str, Any], change: Any = None, **sections: An
         parts = build_worker_parts(read_context(run, read_rank_info({}), journal, cache=folder.parent / "cache"))
         if change is not None:
             change(parts)
-        parts.trainer.train(parts.trainer.checkpointer.resume())
+        checkpointer = Checkpointer.resume(parts.checkpoint)
+        parts.trainer.train(checkpointer, checkpointer.start)
         graphs = graphs_of(parts)
         weights = [each.detach().clone() for each in parts.networks[0].module.parameters()]
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]

@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import SGD, Optimizer
 
 from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.find_copies import CopyFinder
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.ownership import assign_rows
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
@@ -28,16 +27,15 @@ from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.core import CheckpointSection, Plan, Recipe, UserError
+from trimaran.core import CheckpointSection, Plan, UserError
 from trimaran.loop.weight_copies import copy_weights
 from trimaran.optim.optimizer_state import NamedParameters, OptimizerState
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
-from trimaran.train.checkpointing.restore import Restorer
+from trimaran.train.checkpointing.restore import restore_from_disk
 from trimaran.train.checkpointing.training_state import TrainingState, persistent_buffers, restore_counters
 
 log = logging.getLogger(__name__)
 
-ANY_STEP = 10**17  # no run has as many steps
 MAX_STATE_BYTES = 1 << 20  # of a tensor in the state of a scheduler or the like; it is kept in the manifest
 COPY_KEY = re.compile(r"model/copy_(\d+)\.")
 JSON_TYPES = (bool, int, float, str, type(None))
@@ -96,8 +94,7 @@ class LoopCheckpointer:
             with suppress(OSError):  # the disk may be read-only
                 remove_drafts(self._folder, DurableDisk())
         barrier()
-        restorer = Restorer(self._state, self._folder, self._rank_layout, Recipe())
-        return restorer.load(CopyFinder((), self._rank_layout), newest=ANY_STEP).step
+        return restore_from_disk(self._state, self._folder, self._rank_layout).step
 
 
 class LoopState:

@@ -6,6 +6,7 @@ from .build_check import check_build as check_build
 from .change_file import ChangeFile as ChangeFile
 from .checkpointing.base_hashing import assigned_files as assigned_files, file_holders as file_holders
 from .checkpointing.checkpointer import Checkpointer as Checkpointer
+from .checkpointing.inputs import CheckpointInputs as CheckpointInputs
 from .checkpointing.copy_time import CopyTime as CopyTime, StartFacts as StartFacts, when_to_copy as when_to_copy
 from .checkpointing.save_interval import (
     CopySchedule as CopySchedule, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
@@ -96,5 +97,5 @@ from .steppers.stepper import (
     build_loss_function as build_loss_function, compute_losses as compute_losses,
 )
 from .steppers.update import Updater as Updater
-from .trainer import Trainer as Trainer
+from .trainer import StepSaver as StepSaver, Trainer as Trainer
 from .worker import run_worker as run_worker

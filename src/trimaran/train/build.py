@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from trimaran.data.feed import BatchFeed, share_of
 from trimaran.nets import Network
@@ -11,9 +10,10 @@ from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.axes.stage_map import StageMap, map_stages
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.agreement import RunRequests
-from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.checkpointing.base import Base
+from trimaran.train.checkpointing.inputs import CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator
-from trimaran.train.health.replica_check import ReplicaCheck
+from trimaran.train.health.replica_check import CompareReplicas
 from trimaran.train.health.step_check import StepCheck
 from trimaran.train.inputs.rank_loader import build_loader
 from trimaran.train.inputs.training_data import TrainingData, load_training_data
@@ -27,15 +27,12 @@ from trimaran.train.steppers.feature import Load, LoadContext, MakeTrainer
 from trimaran.train.steppers.stepper import Stepper
 from trimaran.train.trainer import Trainer
 
-if TYPE_CHECKING:
-    from trimaran.train.checkpointing.base_hashing import AdapterBase
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
     """The parts of a rank: its networks, its data, and the trainer that connects them.
 
-    `base` is that of an adapter. `seconds` is the time that each phase of the build took.
+    `checkpoint` has the state to restore and save. `seconds` is the time that each phase of the build took.
     """
 
     context: RankContext
@@ -45,7 +42,7 @@ class WorkerParts:
     training_data: TrainingData
     instruments: Instruments
     trainer: Trainer
-    base: "AdapterBase | None"
+    checkpoint: CheckpointInputs
     seconds: dict[str, float]
 
 
@@ -62,8 +59,8 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
     timer.lap("network")
     training_data = load_data(context, ranks, networks)
     timer.lap("data")
-    instruments, base = build_instruments(context, networks), base_of(networks)
-    trainer = build_trainer(context, ranks, networks, training_data, instruments, base)
+    instruments = build_instruments(context, networks)
+    trainer, checkpoint = build_trainer(context, ranks, networks, training_data, instruments, base_of(networks))
     timer.lap("optimizer")
     return WorkerParts(
         context=context,
@@ -73,21 +70,24 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
         training_data=training_data,
         instruments=instruments,
         trainer=trainer,
-        base=base,
+        checkpoint=checkpoint,
         seconds=timer.seconds,
     )
 
 
-def begin_base(context: RankContext) -> "Callable[[tuple[Network, ...]], AdapterBase | None]":
+def begin_base(context: RankContext) -> Callable[[tuple[Network, ...]], Base]:
     """Start to hash the base of an adapter; return a function from the loaded networks to the base."""
     if context.recipe.model.adapter is None:
-        return lambda networks: None
+        return lambda networks: Base()
     from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing  # noqa: PLC0415  few runs have one
 
     hashing = BaseHashing(context.recipe, context.link, context.cache)
-    return lambda networks: AdapterBase(
-        hashing, partial(reload_base, networks, context.recipe, context.plan, context.rank_info)
-    )
+
+    def base_of(networks: tuple[Network, ...]) -> Base:
+        read_again = partial(reload_base, networks, context.recipe, context.plan, context.rank_info)
+        return AdapterBase(hashing, read_again, path=str(context.recipe.model.path))
+
+    return base_of
 
 
 def load_data(context: RankContext, ranks: RankMesh, networks: Sequence[Network]) -> TrainingData:
@@ -117,9 +117,9 @@ def build_trainer(
     networks: tuple[Network, ...],
     training_data: TrainingData,
     instruments: Instruments,
-    base: "AdapterBase | None",
-) -> Trainer:
-    """Return the trainer with its stepper, evaluator, checkpointer, recorder and checks."""
+    base: Base,
+) -> tuple[Trainer, CheckpointInputs]:
+    """Return the trainer with its stepper, evaluator, recorder and checks, and the state to restore and save."""
     recipe, plan = context.recipe, context.plan
     stepper = build_stepper(
         networks,
@@ -132,20 +132,21 @@ def build_trainer(
         groups_every=recipe.telemetry.details_every,
         features=context.features,
     )
-    state = stepper.state(recipe.train, without_base=base is not None)
+    state = stepper.state(recipe.train, without_base=base.is_apart)
     stepper.set_training(True)  # transformers loads models in eval mode
-    checkpointer = Checkpointer(
-        context.run,
-        context.rank_info,
-        context.journal,
-        context.link,
-        state,
+    compare_replicas = instruments.watch_memory(context, state)
+    trainer = connect_trainer(context, ranks, networks, training_data, instruments, stepper, compare_replicas)
+    return trainer, CheckpointInputs(
+        run=context.run,
+        rank_info=context.rank_info,
+        journal=context.journal,
+        link=context.link,
+        state=state,
+        recipe=recipe,
+        plan=plan,
         data=training_data.digest,
         base=base,
-        settings=(recipe, plan),
     )
-    replica_check = instruments.watch_memory(context, state)
-    return connect_trainer(context, ranks, networks, training_data, instruments, stepper, checkpointer, replica_check)
 
 
 def connect_trainer(
@@ -155,10 +156,9 @@ def connect_trainer(
     training_data: TrainingData,
     instruments: Instruments,
     stepper: Stepper,
-    checkpointer: Checkpointer,
-    replica_check: ReplicaCheck | None,
+    compare_replicas: CompareReplicas,
 ) -> Trainer:
-    """Return the trainer of a stepper and a checkpointer, with an evaluator, a recorder and a check."""
+    """Return the trainer of a stepper, with an evaluator, a recorder and a check."""
     recipe, plan, rank_info, link = context.recipe, context.plan, context.rank_info, context.link
     guard, journal = instruments.guard, context.journal
 
@@ -187,14 +187,12 @@ def connect_trainer(
             stop=context.stop,
             link=link,
         ),
-        checkpointer=checkpointer,
-        after_step=checkpointer.after_step,
         recorder=instruments.recorder(context, networks),
         check=StepCheck(
             plan=plan,
             guard=guard,
             journal=journal,
-            replica_check=replica_check,
+            compare_replicas=compare_replicas,
             search=instruments.nonfinite_search(context, networks, stepper, loader_from, reseed, ranks),
         ),
         clock=instruments.clock,

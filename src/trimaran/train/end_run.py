@@ -6,10 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trimaran.checkpoint.export_hf import save_network
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, UserError
 from trimaran.infer.generate import save_tokenizer
-from trimaran.models import model_folder
 from trimaran.run import Journal, RunDirectory
 from trimaran.train.after_training import evaluate_and_sample, planned_parts
 from trimaran.train.agreement import LoopExit
@@ -22,13 +20,18 @@ log = logging.getLogger(__name__)
 
 
 def end_run(
-    parts: WorkerParts, loop_exit: LoopExit, started: float, report_saved: Callable[[], None]
+    parts: WorkerParts,
+    checkpointer: Checkpointer,
+    loop_exit: LoopExit,
+    started: float,
+    report_saved: Callable[[], None],
 ) -> tuple[int, dict[str, str]]:
     """Save the end of training and do what follows it. `report_saved` is called once what must be saved is saved."""
     run, rank_info = parts.context.run, parts.context.rank_info
     journal, link = parts.context.journal, parts.context.link
-    trainer, checkpointer = parts.trainer, parts.trainer.checkpointer
-    not_saved = _save_last_checkpoint(parts, run, journal, rank_info, loop_exit) if loop_exit.weights_are_valid else ""
+    trainer, not_saved = parts.trainer, ""
+    if loop_exit.weights_are_valid:
+        not_saved = _save_last_checkpoint(parts, checkpointer, run, journal, rank_info, loop_exit)
     if loop_exit.reason != "done":
         checkpointer.wait_until_uploaded(loop_exit.step)
     if loop_exit.reason == "stop":
@@ -64,14 +67,19 @@ def end_without_saving(journal: Journal, loop_exit: LoopExit, started: float) ->
 
 
 def _save_last_checkpoint(
-    parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, loop_exit: LoopExit
+    parts: WorkerParts,
+    checkpointer: Checkpointer,
+    run: RunDirectory,
+    journal: Journal,
+    rank_info: RankInfo,
+    loop_exit: LoopExit,
 ) -> str:
     """Save the last checkpoint. After a numeric failure, return why it could not be saved instead of raising.
 
     The numeric failure is then the error to report.
     """
     try:
-        parts.trainer.checkpointer.finish(loop_exit.step)
+        checkpointer.finish(loop_exit.step)
     except UserError as error:
         if loop_exit.reason == "numeric":
             return f"; {error.what}"
@@ -104,23 +112,15 @@ def _save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_in
     """Save the trained weights; of a run with an adapter only the adapter, as a PEFT folder."""
     started, section = time.monotonic(), parts.trainer.recipe.model
     with parts.trainer.link.section("export", step) as report_progress:
-        where: dict[str, Any] = {"rank": rank_info.rank, "stages": parts.stages, "report_progress": report_progress}
-        where["read"] = parts.trainer.stepper.full_tensor
-        add_files = partial(save_tokenizer, parts.training_data.tokenizer)
-        if (base := parts.base) is not None:
-            from trimaran.checkpoint.export_peft import (  # noqa: PLC0415  few runs train an adapter
-                AdapterFacts,
-                save_adapter,
-                whole_modules,
-            )
-
-            def facts() -> AdapterFacts:
-                modules = whole_modules(section, parts.networks[0])
-                return AdapterFacts(section=section, base=base.hashing.wait(report_progress), modules=modules)
-
-            save_adapter(parts.networks, run.model, facts, add_files=add_files, **where)
-        else:
-            origin = model_folder(section.path) if section.path else None
-            save_network(parts.networks, run.model, origin=origin, add_files=add_files, **where)
+        parts.checkpoint.base.save_model(
+            parts.networks,
+            run.model,
+            section,
+            rank=rank_info.rank,
+            stages=parts.stages,
+            read=parts.trainer.stepper.full_tensor,
+            add_files=partial(save_tokenizer, parts.training_data.tokenizer),
+            report_progress=report_progress,
+        )
     kind = {"adapter": section.adapter.kind} if section.adapter else {}
     journal.event("saved", step=step, path=str(run.model), seconds=time.monotonic() - started, **kind)

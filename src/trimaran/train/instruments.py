@@ -17,7 +17,7 @@ from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.connection_watch import ConnectionWatch
 from trimaran.train.health.guard import Guard, RefusedStep, broadcast_quarantine
-from trimaran.train.health.replica_check import ReplicaCheck
+from trimaran.train.health.replica_check import CompareReplicas, ReplicaCheck
 from trimaran.train.health.shard_check import ShardCheck
 from trimaran.train.metrics.measured_axes import measured_axes
 from trimaran.train.metrics.meters import build_meters
@@ -66,17 +66,17 @@ class Instruments:
             connections=self.connections,
         )
 
-    def watch_memory(self, context: RankContext, state: CheckpointState) -> ReplicaCheck | None:
+    def watch_memory(self, context: RankContext, state: CheckpointState) -> CompareReplicas:
         """Let the guard check that memory changes in updates only, and return the check of replicas.
 
-        None with another engine, which keeps its state where these checks do not look.
+        With another engine neither is checked: it keeps its state where they do not look.
         """
         if context.plan.engine != "torch":
-            return None
+            return lambda step: None
         device = context.rank_info.device
         shards = state.checked_shards if isinstance(state, TrainingState) else state.shards
         self.guard.watch_memory(ShardCheck(shards, device=device, max_fraction=context.recipe.faults.shard_check))
-        return ReplicaCheck(shards, device=device)
+        return ReplicaCheck(shards, device=device).check
 
     def nonfinite_search(
         self,

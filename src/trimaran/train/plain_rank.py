@@ -9,6 +9,7 @@ from trimaran.run import Journal, RunDirectory
 from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile
+from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.process.rank_info import RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.rank_context import RankContext, read_context
@@ -18,21 +19,22 @@ if TYPE_CHECKING:
 
 
 class PartsOwner:
-    """Holds the parts of a rank. Nobody else may keep them: a change of the plan frees them."""
+    """Holds the parts of a rank and its checkpointer. Nobody else may keep them: a change of the plan frees them."""
 
-    def __init__(self, parts: WorkerParts) -> None:
-        self.parts = parts
+    def __init__(self, parts: WorkerParts, checkpointer: Checkpointer) -> None:
+        self.parts, self.checkpointer = parts, checkpointer
 
-    def replace(self, parts: WorkerParts) -> None:
-        """Hold these parts from now on."""
-        self.parts = parts
+    def replace(self, parts: WorkerParts, checkpointer: Checkpointer) -> None:
+        """Hold these from now on."""
+        self.parts, self.checkpointer = parts, checkpointer
 
 
 class Training:
-    """The training of a rank from step `start` on, once its state is restored."""
+    """The training of a rank from step `start` on, whose state its checkpointer has restored."""
 
-    def __init__(self, parts: WorkerParts, start: int, change_file: ChangeFile) -> None:
-        self.owner, self.start, self._change_file = PartsOwner(parts), start, change_file
+    def __init__(self, parts: WorkerParts, checkpointer: Checkpointer, change_file: ChangeFile) -> None:
+        self.owner, self._change_file = PartsOwner(parts, checkpointer), change_file
+        self.start = checkpointer.start
         self._changer: PlanChanger | None = None
 
     def run(self) -> LoopExit:
@@ -43,15 +45,15 @@ class Training:
         _check_first_loss(self.owner.parts, self.start)
         journal, start = self.owner.parts.context.journal, self.start
         while True:
-            self._change_file.watch(self.owner.parts.trainer.checkpointer)
-            loop_exit = self.owner.parts.trainer.train(start)
+            self._change_file.watch(self.owner.checkpointer)
+            loop_exit = self.owner.parts.trainer.train(self.owner.checkpointer, start)
             if loop_exit.reason == "change":
                 loop_exit = self._change(loop_exit.step)
             if loop_exit.reason not in ("rewind", "pause"):
                 return loop_exit
             start = loop_exit.step
             if loop_exit.reason == "rewind":
-                if (restored := self.owner.parts.trainer.checkpointer.rewind(loop_exit)) is None:
+                if (restored := self.owner.checkpointer.rewind(loop_exit)) is None:
                     return loop_exit
                 start = restored
                 journal.event("rewind", step=loop_exit.step, to_step=start)
@@ -101,9 +103,9 @@ class PlainRank:
 
     def begin(self, parts: WorkerParts, stop: StopRequest, change_file: ChangeFile) -> Training:
         """Restore the newest state, and return the training from there."""
-        start = parts.trainer.checkpointer.resume()
-        parts.context.journal.resume(start)
-        return Training(parts, start, change_file)
+        checkpointer = Checkpointer.resume(parts.checkpoint)
+        parts.context.journal.resume(checkpointer.start)
+        return Training(parts, checkpointer, change_file)
 
 
 def _check_first_loss(parts: WorkerParts, start: int) -> None:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -12,7 +13,6 @@ from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.optim.schedule import learning_rate
 from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepDecision
-from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.step_check import StepCheck
 from trimaran.train.metrics.step_clock import StepClock
@@ -21,11 +21,29 @@ from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.steppers.stepper import Stepper
 
 
+class StepSaver(Protocol):
+    """Saves the state while a trainer trains: a `Checkpointer`, as a rule. Every rank makes the same calls."""
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether a checkpoint is due; the ranks agree on it with the next step."""
+        ...
+
+    def before_update(self) -> None:
+        """Make the update wait for a copy in progress."""
+
+    def after_step(self, step: int, decision: StepDecision) -> None:
+        """Copy or save the state after `step` steps, if due."""
+
+    def wait_until_copied(self) -> None:
+        """Return when no copy reads the state any more."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Trainer:
     """Trains with parts that are already built; `_run_steps` is the training loop.
 
-    `feed` returns the training data without quarantined samples. `after_step` saves the state, if it is due.
+    `feed` returns the training data without quarantined samples.
     """
 
     recipe: Recipe
@@ -34,8 +52,6 @@ class Trainer:
     feed: Callable[[], BatchFeed]
     stepper: Stepper
     evaluator: HoldoutEvaluator
-    checkpointer: Checkpointer
-    after_step: Callable[[int, StepDecision], None]
     recorder: StepRecorder
     check: StepCheck
     clock: StepClock
@@ -43,17 +59,17 @@ class Trainer:
     link: SupervisorLink
     reseed: Callable[[int], None]
 
-    def train(self, start: int = 0, *, pause_after: int | None = None) -> LoopExit:
+    def train(self, saver: StepSaver, start: int, *, pause_after: int | None = None) -> LoopExit:
         """Train from step `start` until the recipe's last step, or until all ranks agree to stop, rewind or change.
 
-        `pause_after`: also return once this many steps are done and replicas are in sync.
+        `saver` saves the state. `pause_after`: also return once this many steps are done and replicas are in sync.
         """
         if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         with self.loader_from(start) as loader, self.recorder.profiler.active(start):
-            return self._run_steps(loader, start, pause_after or self.recipe.train.steps)
+            return self._run_steps(loader, saver, start, pause_after or self.recipe.train.steps)
 
-    def _run_steps(self, loader: Loader, done: int, pause_after: int) -> LoopExit:
+    def _run_steps(self, loader: Loader, saver: StepSaver, done: int, pause_after: int) -> LoopExit:
         pending: deque[PendingStep] = deque()
         loop_exit: LoopExit | None = None
         every, steps, start = self.recipe.train.evaluate.every, self.recipe.train.steps, done
@@ -64,10 +80,10 @@ class Trainer:
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
-            self.stepper.step(batch, requests=self._requests(batch.step))
+            self.stepper.step(batch, requests=self._requests(batch.step, saver))
             lr = learning_rate(batch.step, self.recipe.train)
             self.clock.enter("checkpoint")
-            self.checkpointer.before_update()
+            saver.before_update()
             self.clock.lap("checkpoint", then="optimizer")
             norm, refused = self.stepper.update(lr)
             read_numbers = self.stepper.numbers_later(norm, refused)
@@ -85,7 +101,7 @@ class Trainer:
                 self.clock.lap(
                     "data", then="checkpoint"
                 )  # the host's work since the update counts as data, saved or not
-                self.after_step(done, decision)
+                saver.after_step(done, decision)
                 self.clock.lap("checkpoint", then="data")
             pending.append(PendingStep(step=done, lr=lr, read_numbers=read_numbers, host_time=self.clock.host_time(),
                                        read_seconds=self.clock.end_step(), read_details=self.stepper.details(),
@@ -104,9 +120,9 @@ class Trainer:
         self.link.report_section("finish", done)
         return self._finish(self._read_last(pending, loader, loop_exit), done)
 
-    def _requests(self, done: int) -> tuple[int, ...]:
+    def _requests(self, done: int, saver: StepSaver) -> tuple[int, ...]:
         """Return what this rank requests of all ranks, in the order of RANK_REQUESTS, and then its measurements."""
-        requests = bool(self.requests.stop), self.checkpointer.wants_save, self.recorder.profiler.is_requested
+        requests = bool(self.requests.stop), saver.wants_save, self.recorder.profiler.is_requested
         return *requests, self.requests.change(done), *self.recorder.meters.rank_counts
 
     def _read(self, pending: deque[PendingStep], loader: Loader, *, keep: int = 0) -> StepDecision:

@@ -23,7 +23,7 @@ from trimaran.run.connection_lost import GLOO_NOISE, find_refusal, says_connecti
 from trimaran.train.agreement import StopRequest
 from trimaran.train.build import build_worker_parts
 from trimaran.train.change_file import ChangeFile
-from trimaran.train.checkpointing.checkpointer import UnwrittenCheckpointError
+from trimaran.train.checkpointing.disk_saves import UnwrittenCheckpointError
 from trimaran.train.end_run import end_run, end_without_saving, fail_numeric
 from trimaran.train.features.table import features_of
 from trimaran.train.metrics.step_clock import StartupTimer
@@ -153,19 +153,19 @@ def _train_rank(
     training = rank.begin(parts, stop, change_file)
     timer.lap("keep")
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
-    copies = parts.trainer.checkpointer.copy_memory
+    copies = training.owner.checkpointer.copy_memory
     journal.event("ready", step=training.start, seconds=time.monotonic() - started, phases=phases, copies=copies)
     change_file.begin(training.start)
     del parts  # a change of the plan frees them
     loop_exit = training.run()
     if loop_exit.reason == "leave":
         return end_without_saving(journal, loop_exit, started)
-    parts = training.owner.parts
+    parts, checkpointer = training.owner.parts, training.owner.checkpointer
     if loop_exit.reason == "rewind":
         why = ", and there is no earlier state to restore"
-        return fail_numeric(journal, parts.trainer.checkpointer, loop_exit, why), {}
+        return fail_numeric(journal, checkpointer, loop_exit, why), {}
     change_file.drop("the run has ended", status="refused")
     rank.link.report_section("finish", loop_exit.step)
     if not training.saves_end():
         return end_without_saving(journal, loop_exit, started)
-    return end_run(parts, loop_exit, started, training.report_saved)
+    return end_run(parts, checkpointer, loop_exit, started, training.report_saved)

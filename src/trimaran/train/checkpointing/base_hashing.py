@@ -4,23 +4,29 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from trimaran.checkpoint.export_peft import AdapterFacts, save_adapter, whole_modules
 from trimaran.checkpoint.saver import RANK_TIMEOUT_SECONDS, TorchStore
-from trimaran.core import Recipe, UserError
+from trimaran.core import ModelSection, Recipe, UserError
 from trimaran.models.base_digest import (
     BaseDigest,
+    base_difference,
     base_files,
     changed_base,
     file_digest,
     file_identity,
     initial_digest,
 )
-from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.nets import Network
+from trimaran.nets.whole_tensors import ReadTensor
+from trimaran.parallel.axes.stage_map import StageMap
+from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+from trimaran.train.checkpointing.base import Base
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.process.token_store import supervisor_store
 
@@ -121,11 +127,64 @@ class BaseHashing:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterBase:
-    """The frozen base that an adapter is trained on: its digest, and a function that reads it again, in place."""
+class AdapterBase(Base):
+    """The base of an adapter: its digest, and a function that reads it again, in place. See `Base`."""
 
     hashing: BaseHashing
-    reload: Callable[[], None]
+    read_again: Callable[[], None]
+    path: str
+    is_apart = True
+
+    def known(self) -> dict[str, Any]:
+        found = self.hashing.known()
+        return {"base": found} if found else {}
+
+    def name(self) -> dict[str, Any]:
+        return {"base": self.hashing.wait_unchanged()}
+
+    def is_named_in(self, progress: Mapping[str, Any]) -> bool:
+        return bool(broadcast_json(progress.get("base")))
+
+    def refuse_other(self, progress: Mapping[str, Any], report_progress: Callable[[], None]) -> None:
+        saved = broadcast_json(progress.get("base"))
+        now = self.hashing.wait_unchanged(report_progress)
+        if saved and (difference := base_difference(saved, now)):
+            raise changed_base(f"model.path ({self.path})", difference)
+
+    def reload(self) -> None:
+        self.read_again()
+
+    def save_model(
+        self,
+        networks: Sequence[Network],
+        folder: Path,
+        section: ModelSection,
+        *,
+        rank: int,
+        stages: StageMap,
+        read: ReadTensor,
+        add_files: Callable[[Path], None],
+        report_progress: Callable[[], None],
+    ) -> None:
+        """Write the adapter alone, as a PEFT folder."""
+
+        def facts() -> AdapterFacts:
+            modules = whole_modules(section, networks[0])
+            return AdapterFacts(section=section, base=self.hashing.wait(report_progress), modules=modules)
+
+        save_adapter(
+            networks,
+            folder,
+            facts,
+            rank=rank,
+            stages=stages,
+            add_files=add_files,
+            read=read,
+            report_progress=report_progress,
+        )
+
+    def of_networks(self, reload: Callable[[], None]) -> "AdapterBase":
+        return replace(self, read_again=reload)
 
 
 Holders = Mapping[str, Sequence[Sequence[int]]]

@@ -105,7 +105,7 @@ def max_repeated_steps(every: int, stride: int = 1, *, commit_steps: float = 0.0
 
     One interval, since a copy counts only once every rank has it, and the steps that may end until then: those that end
     while the last copy is committed, at least one, since it may end before the metrics of the copied step are written
-    (see `Restorer.load`), and at most an interval, since the next copy waits for it. `stride` is as in `SaveSchedule`.
+    (see `MemoryTier`), and at most an interval, since the next copy waits for it. `stride` is as in `SaveSchedule`.
     """
     interval = -(-every // stride) * stride
     return interval + min(interval, stride * max(1, math.ceil(commit_steps / stride)))

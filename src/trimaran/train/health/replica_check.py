@@ -55,6 +55,10 @@ class ReplicaDifference:
         }
 
 
+CompareReplicas = Callable[[int], ReplicaDifference | None]
+"""Takes the number of steps done. Every rank must call it with the same numbers."""
+
+
 class ReplicaCheck:
     """Compares the weights of all ranks every `every` steps. Every rank must call `check` with the same steps."""
 

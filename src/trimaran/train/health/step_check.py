@@ -10,7 +10,7 @@ from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal
 from trimaran.train.agreement import StepDecision
 from trimaran.train.health.guard import Guard, RefusedStep, Samples, StepNumbers
-from trimaran.train.health.replica_check import MAX_REPORTED_KEYS, ReplicaCheck
+from trimaran.train.health.replica_check import MAX_REPORTED_KEYS, CompareReplicas
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ class StepRecord:
 class StepCheck:
     """Decides after every step, the same on every rank. Every rank calls every method, in the same order.
 
-    `replica_check` is None with DeepSpeed, whose weights it cannot read. `search` finds where a NaN or Inf came from:
-    fields of the `skip` event.
+    `compare_replicas` finds differences between the weights of replicas, and `search` the origin of a NaN or Inf: it
+    returns fields of the `skip` event.
     """
 
     plan: Plan
     guard: Guard
     journal: Journal
-    replica_check: ReplicaCheck | None = None
+    compare_replicas: CompareReplicas
     search: Callable[[RefusedStep], dict[str, Any]] = lambda refusal: {}
 
     def decide(self, record: StepRecord, samples: Samples) -> StepDecision:
@@ -93,7 +93,7 @@ class StepCheck:
 
     def check_replicas(self, step: int, decision: StepDecision) -> StepDecision:
         """Return `decision`, with a refusal if replicas differ after `step`; then also write a `differ` event."""
-        difference = self.replica_check.check(step) if self.replica_check else None
+        difference = self.compare_replicas(step)
         if difference is None:
             return decision
         refusal = self.guard.on_replica_difference(difference)

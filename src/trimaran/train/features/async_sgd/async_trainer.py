@@ -15,7 +15,7 @@ from trimaran.train.features.async_sgd.async_stepper import AsyncStepper
 from trimaran.train.features.async_sgd.batch_counter import Batch, Pause
 from trimaran.train.features.async_sgd.shard_server import GradientFacts
 from trimaran.train.metrics.meters import MemoryMeter
-from trimaran.train.trainer import Trainer
+from trimaran.train.trainer import StepSaver, Trainer
 
 NUM_FIRST_BATCHES = 2  # of each start: they may take longer, see `Section`
 
@@ -43,7 +43,7 @@ class AsyncTrainer(Trainer):
             compilations=self.recorder.compilations,
         )
 
-    def train(self, start: int = 0, *, pause_after: int | None = None) -> LoopExit:
+    def train(self, saver: StepSaver, start: int, *, pause_after: int | None = None) -> LoopExit:
         """See `Trainer.train`. It does not pause."""
         if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
@@ -58,7 +58,7 @@ class AsyncTrainer(Trainer):
             if workers.counter is not None:
                 workers.counter.open(start=done, end=self._next_pause(done))
             done = self._run_segment(feed, segment)
-            loop_exit = self._pause(done)
+            loop_exit = self._pause(done, saver)
         self.link.report_section("finish", done)
         workers.connections.close()
         workers.server.close()
@@ -110,11 +110,11 @@ class AsyncTrainer(Trainer):
         self.batches_done += 1
         self.link.report_section("data", step)
 
-    def _pause(self, done: int) -> LoopExit | None:
+    def _pause(self, done: int, saver: StepSaver) -> LoopExit | None:
         """Save and evaluate what is due after `done` steps; return how the loop exits, or None if it continues."""
         self._write_lines()
         steps, evaluate = self.recipe.train.steps, self.recipe.train.evaluate.every
-        requests = all_gather_int64(np.array([bool(self.requests.stop), self.checkpointer.wants_save]))
+        requests = all_gather_int64(np.array([bool(self.requests.stop), saver.wants_save]))
         any_stops, any_saves = (bool(each) for each in requests.max(axis=0))
         refusal = self.workers.server.refusal
         if refusal is not None:
@@ -125,8 +125,8 @@ class AsyncTrainer(Trainer):
             return LoopExit(step=done, reason="stop")
         every = self.recipe.checkpoint.every
         is_turn = done % every == 0 if isinstance(every, int) and every else any_saves
-        self.checkpointer.after_step(done, StepDecision(save=is_turn and every != "off"))
-        self.checkpointer.wait_until_copied()
+        saver.after_step(done, StepDecision(save=is_turn and every != "off"))
+        saver.wait_until_copied()
         self.clock.lap("checkpoint")
         if evaluate and done % evaluate == 0:
             if self.evaluator.run(step=done):

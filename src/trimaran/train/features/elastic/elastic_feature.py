@@ -6,7 +6,6 @@ from typing import Any
 
 from trimaran.data.feed import DataShare
 from trimaran.data.row_ledger import RowLedger
-from trimaran.train.agreement import StepDecision
 from trimaran.train.features.elastic.dealt_loader import DealtLoader, dealt_data
 from trimaran.train.features.elastic.elastic_outer import ElasticOuter, build_elastic_outer
 from trimaran.train.features.elastic.replica import Replica
@@ -48,14 +47,10 @@ class ElasticFeature(Feature):
         return (ElasticPart(build_elastic_outer(context.plan, context.networks), self._ledger),)
 
     def wrap_trainer(self, make: MakeTrainer) -> MakeTrainer:
-        """Return what makes a trainer that goes on with the same loader, and saves nothing between rounds."""
+        """Return the constructor of a trainer that continues with the same loader."""
 
         def make_for_replica(**parts: Any) -> Trainer:
             loader_from = partial(self.loader.open, parts["loader_from"])
-            return make(**parts | {"loader_from": loader_from, "after_step": _save_later})
+            return make(**parts | {"loader_from": loader_from})
 
         return make_for_replica
-
-
-def _save_later(step: int, decision: StepDecision) -> None:
-    """Do nothing: the state is saved after a synchronisation."""

@@ -16,6 +16,8 @@ from trimaran.run.replica_records import Round, RoundResult, group_prefix
 from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile
+from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.checkpointing.inputs import CheckpointInputs
 from trimaran.train.features.elastic.dealt_loader import DealtLoader
 from trimaran.train.features.elastic.elastic_feature import ElasticFeature, ElasticPart
 from trimaran.train.features.elastic.elastic_outer import ElasticOuter, Received
@@ -45,6 +47,26 @@ class RoundState:
     last: Round | None = None
 
 
+class RoundSaver:
+    """Saves nothing between rounds: the state is saved after a synchronisation. See `StepSaver`."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.checkpointer = checkpointer
+
+    @property
+    def wants_save(self) -> bool:
+        return self.checkpointer.wants_save
+
+    def before_update(self) -> None:
+        self.checkpointer.before_update()
+
+    def wait_until_copied(self) -> None:
+        self.checkpointer.wait_until_copied()
+
+    def after_step(self, step: int, decision: StepDecision) -> None:
+        """Do nothing."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ElasticLoop:
     """The training loop of one rank of an elastic replica. `recipe` is that of the run, `stop` what asks it to stop.
@@ -55,6 +77,7 @@ class ElasticLoop:
     run_directory: RunDirectory
     recipe: Recipe
     trainer: Trainer
+    checkpoint: CheckpointInputs
     updater: Updater
     outer: ElasticOuter
     ledger: RowLedger
@@ -78,43 +101,41 @@ class ElasticLoop:
         """Whether this replica writes metrics, evaluations and checkpoints until the next synchronisation."""
         return self._now.savers[:1] == (self._number,)
 
-    def start(self) -> int:
-        """Restore the newest state, or get that of a replica that trains already; return its step."""
-        checkpointer, has_begun = self.trainer.checkpointer, self.membership.has_begun()
-        step = 0
-        if not has_begun:
-            step = checkpointer.resume()
+    def start(self) -> Checkpointer:
+        """Restore the newest state, or get that of a replica that trains already; return its checkpointer."""
+        resumed = None if self.membership.has_begun() else Checkpointer.resume(self.checkpoint)
+        step = resumed.start if resumed else 0
         opened, result = self.membership.join(step)
         receivers = [each for each in opened.joiners if each in result.members]
         if self._number in receivers:
             step, progress = self._receive(opened, receivers)
-            checkpointer.state.restore(progress)
+            self.checkpoint.state.restore(progress)
             self.outer.forget_error()
         elif self._number == opened.source:
             self._send(opened, receivers, step)
-        if has_begun:
-            checkpointer.resume(received=step)
+        checkpointer = resumed or Checkpointer.receive(self.checkpoint, step)
         self.ledger.begin(step, result.members)
         self._follow(opened, (*opened.contributors, *receivers) if opened.contributors else result.members)
         if self.leads:
             self.journal.resume(step)
         self.updater.record_shards()
         self.journal.hold_lines()
-        return step
+        return checkpointer
 
-    def run(self, start: int) -> LoopExit:
+    def run(self, checkpointer: Checkpointer, start: int) -> LoopExit:
         """Train from step `start` to the end of the run, or until it is asked to stop."""
-        step, every, steps = start, self.outer.local.steps, self.recipe.train.steps
+        saver, step = RoundSaver(checkpointer), start
+        every, steps = self.outer.local.steps, self.recipe.train.steps
         try:
             while step < steps:
-                loop_exit = self.trainer.train(step, pause_after=(step // every + 1) * every)
+                loop_exit = self.trainer.train(saver, step, pause_after=(step // every + 1) * every)
                 if loop_exit.reason not in ("pause", "done"):
                     self._leave(loop_exit)
                 before, step = step, loop_exit.step
-                opened = self._synchronise(step)
+                opened = self._synchronise(step, checkpointer)
                 if self._number in opened.leaving:
                     return LoopExit(step=step, reason="leave")
-                self._after(opened, before)
+                self._after(opened, before, checkpointer)
                 if opened.stop and step < steps:
                     return LoopExit(step=step, reason="stop")
         finally:
@@ -144,7 +165,7 @@ class ElasticLoop:
         why = loop_exit.refusal.reason if loop_exit.refusal else loop_exit.reason
         raise RuntimeError(f"this replica cannot go on by itself after step {loop_exit.step}: {why}")
 
-    def _synchronise(self, step: int) -> Round:
+    def _synchronise(self, step: int, checkpointer: Checkpointer) -> Round:
         """Exchange weights with the replicas that are alive, until all of them have the result."""
         began, members = time.perf_counter(), self.membership
         lines = [[each.step, each.loss, each.tokens, each.samples] for each in self.journal.held]
@@ -152,7 +173,7 @@ class ElasticLoop:
             # If the whole run is to stop, the supervisor creates the file before it sends signals.
             is_asked, is_for_all = bool(self.stop), self.run_directory.stop_request.exists()
             asked = {"stop": is_asked and is_for_all, "leave": is_asked and not is_for_all}
-            asked |= {"save": self.trainer.checkpointer.wants_save}
+            asked |= {"save": checkpointer.wants_save}
             opened = members.next_round(step, **asked, lines=lines)
             received = self._exchange(opened)
             result = members.vote(opened, ok=received is not None)
@@ -203,7 +224,7 @@ class ElasticLoop:
         """Send the state of this rank to those who join. If they are lost meanwhile, they join later."""
         if not receivers:
             return
-        state, prefix = self.trainer.checkpointer.state, self._prefix(opened, "state")
+        state, prefix = self.checkpoint.state, self._prefix(opened, "state")
 
         def send() -> None:
             send_state(state, step, make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix))
@@ -212,7 +233,7 @@ class ElasticLoop:
 
     def _receive(self, opened: Round, receivers: Sequence[int]) -> tuple[int, dict[str, Any]]:
         """Get the state of the source. Raises if it is lost meanwhile: this replica is then started again."""
-        state, prefix = self.trainer.checkpointer.state, self._prefix(opened, "state")
+        state, prefix = self.checkpoint.state, self._prefix(opened, "state")
 
         def receive() -> tuple[int, dict[str, Any]]:
             group = make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix)
@@ -223,13 +244,13 @@ class ElasticLoop:
             raise RuntimeError(f"replica {opened.source} was lost while it sent its state")
         return received
 
-    def _after(self, opened: Round, before: int) -> None:
+    def _after(self, opened: Round, before: int, checkpointer: Checkpointer) -> None:
         """Save and evaluate after a synchronisation, if it is due and this replica leads."""
         step, every, steps = opened.step, self.recipe.train.evaluate.every, self.recipe.train.steps
         if not self.leads:
             return
         self.change_file.drop("elastic replicas keep their plan while they run", status="refused", step=step)
-        self.trainer.checkpointer.after_step(step, StepDecision(save=opened.save))
+        checkpointer.after_step(step, StepDecision(save=opened.save))
         if every and step // every > before // every and step < steps:
             self.trainer.evaluator.run(step=step)
 
@@ -278,6 +299,7 @@ def build_elastic_loop(
         run_directory=context.run,
         recipe=context.run.read_recipe(),
         trainer=parts.trainer,
+        checkpoint=parts.checkpoint,
         updater=updater,
         outer=next(part.outer for part in updater.parts if isinstance(part, ElasticPart)),
         ledger=ledger,

@@ -27,7 +27,7 @@ class ElasticTraining(Training):
         self._loop = loop
 
     def run(self) -> LoopExit:
-        return self._loop.run(self.start)
+        return self._loop.run(self.owner.checkpointer, self.start)
 
     def saves_end(self) -> bool:
         return self._loop.saves_end()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trimaran.checkpoint.memory_copies import MemorySource
 from trimaran.checkpoint.saver import TorchStore
 from trimaran.core import UserError
 from trimaran.data.loader import LoaderFault
@@ -25,9 +26,10 @@ from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.run.change_phases import ChangePhase, reach_phase
 from trimaran.run.connection_lost import says_connection_lost
 from trimaran.run.replace_plan import replace_plan, replace_recipe
-from trimaran.train.agreement import LoopExit
+from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile, CheckedChange, change_from_dict
+from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.features.live_change.process_groups import (
     are_in_step,
     collective_counts,
@@ -65,6 +67,54 @@ class FirstStep:
     error: Exception | None = None
 
 
+class TrialSaver:
+    """Saves nothing in the first step under a new plan, which may be undone. Counts the updates. See `StepSaver`."""
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    @property
+    def wants_save(self) -> bool:
+        return False
+
+    def before_update(self) -> None:
+        self.num_updates += 1
+
+    def after_step(self, step: int, decision: StepDecision) -> None:
+        """Do nothing."""
+
+    def wait_until_copied(self) -> None:
+        """Return immediately: nothing is copied."""
+
+    def open_copy(self, step: int) -> MemorySource | None:
+        """Return None: nothing was copied."""
+
+
+class InPlaceSaver(TrialSaver):
+    """Saves and copies as before the change: the tensors of the state stay where they are."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        super().__init__()
+        self._checkpointer = checkpointer
+
+    @property
+    def wants_save(self) -> bool:
+        return self._checkpointer.wants_save
+
+    def before_update(self) -> None:
+        super().before_update()
+        self._checkpointer.before_update()
+
+    def after_step(self, step: int, decision: StepDecision) -> None:
+        self._checkpointer.after_step(step, decision)
+
+    def wait_until_copied(self) -> None:
+        self._checkpointer.wait_until_copied()
+
+    def open_copy(self, step: int) -> MemorySource | None:
+        return self._checkpointer.open_copy(step)
+
+
 class PlanChanger:
     """The parts of a rank, and how they change. Every rank has one, and calls `apply` after the same step.
 
@@ -89,19 +139,20 @@ class PlanChanger:
         change = change_from_dict(broadcast_json(checked.as_dict() if checked else None))
         features = features_of(change.plan, change.recipe)
         context = replace(old.context, recipe=change.recipe, plan=change.plan, features=features)
-        groups, progress = {*known_groups()}, old.trainer.checkpointer.state.progress()
+        groups, progress = {*known_groups()}, old.checkpoint.state.progress()
         with self._link.section("restore", step):
             new = self._build_or_keep(context, change, progress, step)
         if isinstance(new, FailedChangeError):
             destroy_groups(known_groups().keys() - groups)
             self._answer(change, "failed", began, error=new)
             return LoopExit(reason="pause", step=step)
-        first_began, num_updates = time.monotonic(), new.trainer.checkpointer.num_updates
-        first = self._try_step(new, step)
+        saver = InPlaceSaver(self._owner.checkpointer) if change.in_place else TrialSaver()
+        first_began = time.monotonic()
+        first = self._try_step(new, saver, step)
         began += time.monotonic() - first_began  # a step is not a part of the pause
         self._reach("step")
         with self._link.section("restore", step + 1):
-            failed = self._agree_on_step(first, new.trainer.checkpointer.num_updates - num_updates)
+            failed = self._agree_on_step(first, saver.num_updates)
             if failed is None:
                 assert first.loop_exit is not None
                 with self._timed("checkpoints"):
@@ -111,7 +162,7 @@ class PlanChanger:
                 loop_exit = first.loop_exit
             else:
                 groups = {*known_groups()}
-                self._undo(new, progress, step)
+                self._undo(new, saver, progress, step)
                 loop_exit = LoopExit(reason="pause", step=step)
             del old, new, first
             if failed is not None or not change.in_place:
@@ -131,7 +182,7 @@ class PlanChanger:
         shard_check = old.instruments.guard.shard_check
         self._reach("copy")
         with self._timed("copy"):
-            old.trainer.checkpointer.copy_before_change(step)
+            self._owner.checkpointer.copy_before_change(step)
             release_graphs(old)  # new parts need their memory, and if these stay, they capture again
         new, why = None, ""
         try:
@@ -146,7 +197,7 @@ class PlanChanger:
             free_earlier_parts()
             return FailedChangeError(why)
         with self._timed("copy"):
-            old.trainer.checkpointer.wait_until_copied()
+            self._owner.checkpointer.wait_until_copied()
         with self._timed("free"):
             if not change.in_place:
                 release_state(old)
@@ -170,7 +221,7 @@ class PlanChanger:
         """Return the parts of the new plan. Raises FailedChangeError on all ranks if that failed on one."""
         if in_place:
             return change_in_place(context, parts, self._agree)
-        return rebuild_with_room(context, parts, progress, step, self._agree, self._seconds)
+        return rebuild_with_room(context, parts, self._owner.checkpointer, progress, step, self._agree, self._seconds)
 
     def _agree(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns, once it has returned on all ranks; raise if it raised on one of them."""
@@ -184,10 +235,10 @@ class PlanChanger:
             raise FailedChangeError(reasons[0])
         return result
 
-    def _try_step(self, parts: WorkerParts, step: int) -> FirstStep:
+    def _try_step(self, parts: WorkerParts, saver: TrialSaver, step: int) -> FirstStep:
         """Train until the next step after which replicas are in sync, as a rule one step."""
         try:
-            return FirstStep(parts.trainer.train(step, pause_after=step + 1))
+            return FirstStep(parts.trainer.train(saver, step, pause_after=step + 1))
         except LoaderFault:
             raise  # the data is at fault, not the plan
         except Exception as error:
@@ -228,29 +279,30 @@ class PlanChanger:
             raise RuntimeError(f"the first step under a new plan failed, and only a restart undoes it: {why}")
         return FailedChangeError(why)
 
-    def _undo(self, new: WorkerParts, progress: dict[str, Any], step: int) -> None:
+    def _undo(self, new: WorkerParts, saver: TrialSaver, progress: dict[str, Any], step: int) -> None:
         """Build parts of the old plan, and hand them the state that `new` still holds after its failed step."""
-        old = self._owner.parts
-        self._owner.replace(new)
+        old, checkpointer = self._owner.parts, self._owner.checkpointer
+        self._owner.replace(new, checkpointer)
         clear_gradients(new)
         release_graphs(new)
         forget_compiled(new.context.plan.compile)
-        again = rebuild_with_room(old.context, new, progress, step, self._agree, self._seconds)
+        again = rebuild_with_room(old.context, new, saver, progress, step, self._agree, self._seconds)
         release_state(new)
-        again.trainer.checkpointer.take_over(old.trainer.checkpointer.close(step), step, copied_step=step)
-        self._owner.replace(again)
+        closed = checkpointer.close(step)
+        self._owner.replace(again, Checkpointer.take_over(again.checkpoint, closed, step, copied_step=step))
 
     def _commit(self, change: CheckedChange, new: WorkerParts, loop_exit: LoopExit, step: int) -> None:
         """Make the new plan that of the run: in its directory, and for the checkpoints."""
-        old = self._owner.parts
-        self._owner.replace(new)
+        old, checkpointer = self._owner.parts, self._owner.checkpointer
+        self._owner.replace(new, checkpointer)
         self._agree(lambda: self._replace_files(change))
         self._reach("switch")
         done = loop_exit.step if loop_exit.reason != "rewind" else step + 1
         if not change.in_place:
-            new.trainer.checkpointer.take_over(old.trainer.checkpointer.close(done), done, copied_step=step)
+            closed = checkpointer.close(done)
+            self._owner.replace(new, Checkpointer.take_over(new.checkpoint, closed, done, copied_step=step))
         elif change.recipe.checkpoint != old.context.recipe.checkpoint:
-            new.trainer.checkpointer.change_section(change.recipe, done)
+            self._owner.replace(new, checkpointer.change_section(change.recipe, done))
 
     def _replace_files(self, change: CheckedChange) -> None:
         """Write recipe and plan to the run directory, on each node that has its own."""

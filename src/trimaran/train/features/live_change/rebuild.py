@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trimaran.checkpoint.hand_over import HeldState, hand_over
 from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
+from trimaran.checkpoint.memory_copies import MemorySource
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, UserError
 from trimaran.parallel import build_mesh
@@ -21,6 +22,7 @@ from trimaran.parallel.mesh import forget_meshes
 from trimaran.run.change_phases import reach_phase
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.build import WorkerParts, build_trainer, connect_trainer, load_data
+from trimaran.train.checkpointing.inputs import CheckpointInputs
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState
 from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
@@ -35,6 +37,17 @@ class FailedChangeError(Exception):
     """The change failed on some rank, and all ranks know. The text says where and why."""
 
 
+class StepCopies(Protocol):
+    """The copies of the state in memory: a `Checkpointer`, or none."""
+
+    def open_copy(self, step: int) -> MemorySource | None:
+        """See `Checkpointer.open_copy`."""
+        ...
+
+    def wait_until_copied(self) -> None:
+        """Return when no copy reads the state any more."""
+
+
 Agree = Callable[[Callable[[], Any]], Any]
 """Calls a function that uses no collectives, and raises on all ranks if it raised on one."""
 
@@ -42,7 +55,7 @@ Agree = Callable[[Callable[[], Any]], Any]
 def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> WorkerParts:
     """Return the parts of a plan that `is_in_place` allows, or of other settings of the loader or the checkpoints.
 
-    Networks, optimizer, process groups and checkpointer stay. The data, the stepper and what reports steps are new.
+    Networks, optimizer and process groups stay. The data, the stepper and what reports steps are new.
     """
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
     assert isinstance(old.stepper, TorchStepper), "other engines do not change their plan"
@@ -61,8 +74,7 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
         training_data,
         parts.instruments,
         stepper,
-        old.checkpointer,
-        old.check.replica_check,
+        old.check.compare_replicas,
     )
     stages = map_stages(context.plan, ranks)
     return replace(parts, context=context, trainer=trainer, training_data=training_data, stages=stages)
@@ -95,6 +107,7 @@ def _change_networks(plan: Plan, parts: WorkerParts) -> None:
 def rebuild(
     context: RankContext,
     old: WorkerParts,
+    copies: StepCopies,
     progress: dict[str, Any],
     step: int,
     agree: Agree,
@@ -102,9 +115,10 @@ def rebuild(
 ) -> WorkerParts:
     """Return the parts of the plan in `context`, with the state that `old` holds. `old` stays as it is.
 
-    `shards` are those of `old` if their values are elsewhere, see `staged_state`. Otherwise, until `release_state(old)`
-    a rank holds both states, and two buffers of the exchange, but no gradients and no activations. Networks get memory
-    without values: nothing is read from disk, and nothing is drawn.
+    `copies` are those of the state in memory. `shards` are those of `old` if their values are elsewhere, see
+    `staged_state`. Otherwise, until `release_state(old)` a rank holds both states, and two buffers of the exchange, but
+    no gradients and no activations. Networks get memory without values: nothing is read from disk, and nothing is
+    drawn.
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
     set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
@@ -113,14 +127,13 @@ def rebuild(
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     networks = agree(lambda: build_empty_networks(recipe, plan, rank_info, ranks))
     training_data = agree(lambda: load_data(context, ranks, networks))
-    base = None
-    if old.base is not None:
-        base = replace(old.base, reload=partial(reload_base, networks, recipe, plan, rank_info))
+    base = old.checkpoint.base.of_networks(partial(reload_base, networks, recipe, plan, rank_info))
 
-    def build() -> Trainer:
+    def build() -> tuple[Trainer, CheckpointInputs]:
         old.instruments.follow(networks)
         return build_trainer(context, ranks, networks, training_data, old.instruments, base)
 
+    trainer, checkpoint = agree(build)
     parts = WorkerParts(
         context=context,
         networks=networks,
@@ -128,12 +141,12 @@ def rebuild(
         stages=map_stages(plan, ranks),
         training_data=training_data,
         instruments=old.instruments,
-        trainer=agree(build),
-        base=base,
+        trainer=trainer,
+        checkpoint=checkpoint,
         seconds={},
     )
     held = HeldState(shards if shards is not None else held_shards(old), step=step)
-    _fill(parts, old, held, progress, agree)
+    _fill(parts, old, copies, held, progress, agree)
     return parts
 
 
@@ -142,8 +155,10 @@ def held_shards(parts: WorkerParts) -> list[TensorShard]:
     return state_shards(parts, with_base=_hands_base_over(parts))
 
 
-def _fill(new: WorkerParts, old: WorkerParts, held: HeldState, progress: dict[str, Any], agree: Agree) -> None:
-    state, with_base = new.trainer.checkpointer.state, _hands_base_over(new)
+def _fill(
+    new: WorkerParts, old: WorkerParts, copies: StepCopies, held: HeldState, progress: dict[str, Any], agree: Agree
+) -> None:
+    state, with_base = new.checkpoint.state, _hands_base_over(new)
     forget_meshes()  # of the old tensors
 
     def targets() -> list[TensorShard]:
@@ -153,7 +168,7 @@ def _fill(new: WorkerParts, old: WorkerParts, held: HeldState, progress: dict[st
         return shards
 
     shards: Sequence[TensorShard] = agree(targets)
-    memory = old.trainer.checkpointer.open_copy(held.step) if _uses_sockets(new.context.rank_info) else None
+    memory = copies.open_copy(held.step) if _uses_sockets(new.context.rank_info) else None
     reach = partial(reach_phase, new.context.run, new.context.rank_info.rank)
     reach("build")
     hand_over(held, shards, new.trainer.device, memory, at_half=lambda: reach("hand-over"))
@@ -171,7 +186,7 @@ def _uses_sockets(rank_info: RankInfo) -> bool:
 
 def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorShard]:
     """Return what this rank holds of the state, up to date, and of an adapter's base."""
-    state = parts.trainer.checkpointer.state
+    state = parts.checkpoint.state
     state.gather()
     base = state.base_shards() if with_base and isinstance(state, TrainingState) else []
     return [*state.shards(), *base]
@@ -180,7 +195,7 @@ def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorSh
 def _hands_base_over(parts: WorkerParts) -> bool:
     """Whether the base of an adapter is handed over. One in 4 bits is read again, see `build_empty_networks`."""
     adapter = parts.trainer.recipe.model.adapter
-    return parts.base is not None and adapter is not None and adapter.base != "4bit"
+    return adapter is not None and adapter.base != "4bit"
 
 
 def clear_gradients(parts: WorkerParts) -> None:

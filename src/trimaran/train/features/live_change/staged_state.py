@@ -22,6 +22,7 @@ from trimaran.train.features.live_change.process_groups import destroy_groups, k
 from trimaran.train.features.live_change.rebuild import (
     Agree,
     FailedChangeError,
+    StepCopies,
     free_earlier_parts,
     held_shards,
     rebuild,
@@ -68,6 +69,7 @@ class StagedState:
 def rebuild_with_room(
     context: RankContext,
     old: WorkerParts,
+    copies: StepCopies,
     progress: dict[str, Any],
     step: int,
     agree: Agree,
@@ -81,7 +83,7 @@ def rebuild_with_room(
     if all(all_gather_json(has_room(context))):
         groups, why = {*known_groups()}, ""
         try:
-            return rebuild(context, old, progress, step, agree)
+            return rebuild(context, old, copies, progress, step, agree)
         except FailedChangeError as error:
             why = str(error)  # the error itself holds frames, and these the parts that were built
         if RAN_OUT not in why:
@@ -89,7 +91,7 @@ def rebuild_with_room(
         free_earlier_parts()
         destroy_groups(known_groups().keys() - groups)
     began = time.monotonic()
-    old.trainer.checkpointer.wait_until_copied()  # copies in memory read the state
+    copies.wait_until_copied()  # copies in memory read the state
     shards = held_shards(old)
     agree(lambda: refuse_without_host_room(shards, num_ranks=context.rank_info.local_world_size))
     staged = StagedState(shards)
@@ -97,7 +99,7 @@ def rebuild_with_room(
     seconds[STAGE] = time.monotonic() - began
     why = ""
     try:
-        return rebuild(context, old, progress, step, agree, staged.shards)
+        return rebuild(context, old, copies, progress, step, agree, staged.shards)
     except FailedChangeError as error:
         why = str(error)
     free_earlier_parts()

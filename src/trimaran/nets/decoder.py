@@ -178,10 +178,9 @@ class Decoder(nn.Module):
             self.layers.add_module(str(number), kind(spec, number) if number in held else None)
         self.norm: Norm | None = norm_of(spec.block.norm, spec.hidden, spec.block.norm_eps) if self.is_last else None
         self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
-        # Of multi-token prediction: the trainer sets how a summed loss is computed from the input of the head and
-        # labels. The sums of loss and labels of each layer since they were last taken are not a buffer: buffers are
-        # broadcast from rank 0 and saved in checkpoints.
-        self.loss_of_later: Callable[[Tensor, Tensor], Tensor] | None = None
+        # Of multi-token prediction. The sums of loss and labels of each layer since they were last taken are not a
+        # buffer: buffers are broadcast from rank 0 and saved in checkpoints.
+        self._loss_of_later: Callable[[Tensor, Tensor], Tensor] | None = None
         self.later_sums = torch.zeros(spec.prediction_layers, 2, dtype=torch.float64)
         self._tie()
 
@@ -257,9 +256,13 @@ class Decoder(nn.Module):
             return x, balance
         x = self.norm(x if extension is None else extension.last_of(x))
         logits = self.ended(self.lm_head(x))
-        if labels is not None and self.loss_of_later is not None:
+        if labels is not None and self._loss_of_later is not None:
             balance = balance + self._later_loss(x, (tokens, labels, documents), rotations, scopes)
         return logits, balance
+
+    def compute_later_loss_with(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Compute the summed loss of later tokens with `loss`, from the input of the head and labels."""
+        self._loss_of_later = loss
 
     def _later_loss(
         self,
@@ -272,7 +275,7 @@ class Decoder(nn.Module):
 
         `full` are tokens, labels and documents of the unsharded sequences, so that no rank needs tokens of another.
         """
-        prediction, compute_loss = self.spec.block.prediction, self.loss_of_later
+        prediction, compute_loss = self.spec.block.prediction, self._loss_of_later
         assert prediction is not None
         assert compute_loss is not None
         (tokens, labels, documents), sums = full, []

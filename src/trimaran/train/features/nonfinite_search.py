@@ -111,7 +111,7 @@ class NonfiniteSearch:
                     self._stepper.evaluate(batch)
                 return watch.first
             for _ in self._stepper.recompute_gradients(batch):
-                watch.first = watch.first or _in_gradients(self._networks)
+                watch.check_gradients(self._networks)
         return watch.first
 
 
@@ -129,6 +129,10 @@ class _ModuleWatch:
                 hook = partial(self._check_output, name)
                 hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             yield
+
+    def check_gradients(self, networks: Sequence[Network]) -> None:
+        """Check the gradients of the parameters, after a backward."""
+        self.first = self.first or _in_gradients(networks)
 
     def _check_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._calls += 1

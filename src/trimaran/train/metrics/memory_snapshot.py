@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class MemorySnapshotter:
         self._tracker: StepMemoryTracker | None = None
         if history and device.type == "cuda":
             _record_allocation_history(True)
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """Report what these modules hold from now on: the plan has changed."""
+        self.modules = tuple(modules)
 
     def begin(self) -> None:
         """Track memory that lives only within a step: gradients, activations and, on CUDA, all allocations."""

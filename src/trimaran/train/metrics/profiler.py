@@ -13,7 +13,7 @@ import platform
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 MAX_REPEATED_TRACES = 10  # of `telemetry.profile_every`, on each rank
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """A recording of the steps `first` to `last`: a `trace`, memory (`snapshotter`), `ranges`, or nothing here."""
 
@@ -88,7 +88,7 @@ class Profiler:
 
     def follow(self, networks: Sequence[Network]) -> None:
         """Record these networks from now on: the plan has changed."""
-        self._snapshotter.modules = tuple(each.module for each in networks)
+        self._snapshotter.follow(each.module for each in networks)
         if self._ranges is not None:
             self._ranges.follow(networks)
 
@@ -174,29 +174,27 @@ class Profiler:
         return request
 
     def _begin(self, request: ProfileRequest, done: int) -> None:
-        recording = Recording(request=request, first=done + 1, last=done + request.steps)
-        self._recording = recording
-        if not request.is_for(self._journal.rank):
-            return
-        with self._link.section("profile", done):  # profilers take seconds
-            self._start(recording)
+        nothing = Recording(request=request, first=done + 1, last=done + request.steps)
+        self._recording = nothing
+        if request.is_for(self._journal.rank):
+            try:
+                with self._link.section("profile", done):  # profilers take seconds
+                    self._recording = self._started(nothing)
+            except Exception as error:  # a failed profile must not stop training
+                self._write_failure_event(error)
 
-    def _start(self, recording: Recording) -> None:
-        try:
-            if self._ranges is not None and recording.request.id == RECIPE_ID:
-                start_capture(self._snapshotter.device)
-                self._ranges.install(recording.first)
-                recording.ranges = self._ranges
-            elif recording.request.memory:
-                self._snapshotter.begin()
-                recording.snapshotter = self._snapshotter
-            else:
-                recording.trace = _start_trace(self._snapshotter.device)
-                phases = TracedPhases(lambda: self._step)
-                recording.phases = phases.intervals
-                self._listening.callback(self._clock.listen(phases))
-        except Exception as error:  # a failed profile must not stop training
-            self._write_failure_event(error)
+    def _started(self, nothing: Recording) -> Recording:
+        """Start a recording on this rank and return it. `nothing` is the recording of a rank without one."""
+        if self._ranges is not None and nothing.request.id == RECIPE_ID:
+            start_capture(self._snapshotter.device)
+            self._ranges.install(nothing.first)
+            return replace(nothing, ranges=self._ranges)
+        if nothing.request.memory:
+            self._snapshotter.begin()
+            return replace(nothing, snapshotter=self._snapshotter)
+        trace, phases = _start_trace(self._snapshotter.device), TracedPhases(lambda: self._step)
+        self._listening.callback(self._clock.listen(phases))
+        return replace(nothing, trace=trace, phases=phases.intervals)
 
     def _end(self, done: int) -> None:
         recording, self._recording = self._recording, None

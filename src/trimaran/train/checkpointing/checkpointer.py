@@ -334,7 +334,9 @@ def _restore(
             restored = restore(state, tiers, run.checkpoints, report_progress, data=inputs.data, base=base)
             restored = replace(restored, store_failed=fetcher.failed)
     if own_disk and restored.tier is None and not restored.refused and not reported:
-        disk.refuse_lost_head()
+        from trimaran.train.checkpointing.node_disks import refuse_lost_head  # noqa: PLC0415  few runs have several
+
+        refuse_lost_head(run.checkpoints)
     return restored
 
 

@@ -3,8 +3,9 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +14,7 @@ from trimaran.checkpoint.fetch_copies import open_node_copy
 from trimaran.checkpoint.memory_budget import MemoryBudget, choose_budget
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource
 from trimaran.checkpoint.ownership import assign_rows
-from trimaran.checkpoint.peer_copies import PeerCopies
-from trimaran.checkpoint.rank_layout import all_true, barrier, can_pair
+from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, can_pair
 from trimaran.checkpoint.rank_share import build_share
 from trimaran.checkpoint.saver import Saver
 from trimaran.checkpoint.slot_pool import SlotPool
@@ -24,6 +24,9 @@ from trimaran.train.checkpointing.copy_time import CopyTime, StartFacts, when_to
 from trimaran.train.checkpointing.inputs import CheckpointInputs, RankMemories, SaveTotals
 from trimaran.train.checkpointing.restore import RestoredState
 from trimaran.train.checkpointing.save_interval import CopySchedule, LossBound, SaveSchedule, max_repeated_steps
+
+if TYPE_CHECKING:
+    from trimaran.checkpoint.peer_copies import PeerCopies
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +112,7 @@ class StateCopies:
         self._copier, self._share = slots.copier, slots.copier.share
         if on_gpu and num_slots:
             self._copier = DeviceCopier(self._share, memories.mine, device, pinned)
-        self._peers = (
-            PeerCopies(memories.layout, self._pool.peer_slots, self._copier.wait) if self._pool.peer_slots else None
-        )
+        self._peers = _open_peers(memories.layout, self._pool.peer_slots, self._copier)
         self._slots_decided = not self._copier.allocates_in_background  # do all know if there is memory?
         self._num_asks = 0  # how often the ranks have asked each other whether there is memory for copies
         self._incarnation = (self._link.attempt, 0)
@@ -347,3 +348,12 @@ class StateCopies:
         self._totals.stall_seconds += host_seconds
         self._schedule.record_copy(step, host_seconds)
         return slot
+
+
+def _open_peers(layout: RankLayout, peer_slots: Sequence[MemorySlot], copier: Copier) -> "PeerCopies | None":
+    """Return what exchanges copies with another node, if there are slots for its copies."""
+    if not peer_slots:
+        return None
+    from trimaran.checkpoint.peer_copies import PeerCopies  # noqa: PLC0415  few runs have several nodes
+
+    return PeerCopies(layout, peer_slots, copier.wait)

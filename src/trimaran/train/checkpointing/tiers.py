@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.fetch_copies import CopyFetcher
-from trimaran.checkpoint.fetch_files import (
-    gather_held,
-    gather_needed,
-    plan_transfers,
-    share_manifest,
-    transfer_files,
-)
 from trimaran.checkpoint.file_parts import num_io_threads
 from trimaran.checkpoint.find_copies import CopyFinder
 from trimaran.checkpoint.load_parts import PartLoader, has_parts
 from trimaran.checkpoint.load_state import fill_matched, match_shards
-from trimaran.checkpoint.manifest import INDEX, MANIFEST, DamagedError, FileRecord, Manifest, read_manifest
+from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.node_files import MissingFilesError, missing_files_error, nodes_of
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
 from trimaran.checkpoint.tensor_shards import CheckpointSource, CheckpointState, TensorShard
@@ -120,9 +112,8 @@ class MemoryTier:
 class DiskTier:
     """The checkpoints in `folder`, of at most `newest` steps. Damaged ones are renamed.
 
-    `own_disk`: every node has its own files in its own `folder`; files that no node has are fetched from the store.
-    `recipe` is compared with that of each checkpoint. Without files that are on other nodes, a copy in `memory` is
-    used instead if there is one.
+    `recipe` is compared with that of each checkpoint. `own_disk`: every node has its own files in its own `folder`, see
+    `open_on_nodes`; for files that no node has, there are the copies in `memory` and the store (`fetcher`).
     """
 
     name: TierName = "disk"
@@ -139,76 +130,43 @@ class DiskTier:
         own_disk: bool = False,
         fetcher: "StoreFetcher | None" = None,
     ) -> None:
-        self._state, self._folder, self._rank_layout, self._recipe = state, folder, rank_layout, recipe
-        self._memory, self._own_disk, self._fetcher = memory, own_disk, fetcher
-        self._num_threads = num_io_threads(rank_layout.local_size)
+        self.state, self.folder, self.rank_layout, self.recipe = state, folder, rank_layout, recipe
+        self.memory, self.own_disk, self.fetcher = memory, own_disk, fetcher
+        self.num_threads = num_io_threads(rank_layout.local_size)
         found = broadcast_json(complete_steps(folder) if rank_layout.rank == 0 else [])
-        self._steps = sorted(step for step in found if step <= newest)
+        self.steps = sorted(step for step in found if step <= newest)
 
     def next_step(self) -> int | None:
-        return self._steps[-1] if self._steps else None
+        return self.steps[-1] if self.steps else None
 
     def open(self, report_progress: Report) -> OpenedState | str:
-        """See `Tier.open`. Raises if files are on nodes that are not here, unless there are copies in memory."""
-        step = self._steps.pop()
-        try:
-            return self.open_folder(step_path(self._folder, step), report_progress)
-        except MissingFilesError as error:
-            if self._memory.next_step() is not None:
-                return error.what
-            raise self._name_complete_step(error, step) from None
+        return self.open_folder(step_path(self.folder, self.steps.pop()), report_progress)
 
     def open_folder(self, path: Path, report_progress: Report) -> OpenedState | str:
         """Return the state of a checkpoint, or why it cannot be used. Each rank verifies some of the files.
 
         Files with parts are verified as they are read, see `StateOnDisk.fill`.
         """
-        manifest, damages = _read_manifest(path)
-        if broadcast_json(manifest is not None and (self._own_disk or bool(manifest.nodes))):  # as rank 0 has it
-            return self._open_on_nodes(path, report_progress)
-        layout = self._rank_layout
+        manifest, damages = manifest_of(path)
+        if broadcast_json(manifest is not None and (self.own_disk or bool(manifest.nodes))):  # as rank 0 has it
+            from trimaran.train.checkpointing.node_disks import open_on_nodes  # noqa: PLC0415  few runs have several
+
+            return open_on_nodes(self, path, report_progress)
+        layout = self.rank_layout
         files = sorted(manifest.files)[layout.rank :: layout.world_size] if manifest is not None else []
         if manifest is not None:
-            damages = self._verify(path, manifest, files, report_progress)
+            damages = self.verify(path, manifest, files, report_progress)
         if why := self.refuse_damaged(path, damages):
             return why
         assert manifest is not None
-        _refuse_other_recipe(manifest, self._recipe, path)
+        self.refuse_other_recipe(manifest)
         source = DiskSource(path)
-        return StateOnDisk(self, source, self._state.shards_from(source.index), files, num_threads=self._num_threads)
+        return StateOnDisk(self, source, self.state.shards_from(source.index), files)
 
-    def _open_on_nodes(self, path: Path, report_progress: Report) -> OpenedState | str:
-        """See `open_folder`. First every node gets the files that its ranks need and that only other nodes have.
-
-        Raises MissingFilesError if no node has a file that is needed.
-        """
-        layout = self._rank_layout
-        if not share_manifest(path, layout):
-            return f"{MANIFEST} cannot be written on all nodes"
-        source = DiskSource(path)
-        manifest = source.manifest
-        _refuse_other_recipe(manifest, self._recipe, path)
-        shards = self._state.shards_from(source.index)
-        needed = gather_needed(manifest, match_shards(shards, source), layout)
-        transfers, missing = plan_transfers(gather_held(path, manifest, layout), needed)
-        if missing and self._fetcher is not None and self._fetcher.has(manifest.step, path):
-            wanted = {node: names & missing for node, names in needed.items()}
-            if why := self._fetcher.fetch_files(path, manifest, wanted, report_progress):
-                return why
-            missing = set[str]()
-        if missing:
-            raise missing_files_error(path, manifest.step, nodes_of(manifest, missing))
-        failed = transfer_files(path, manifest, transfers, layout, report_progress)
-        local = [rank for rank, node in enumerate(layout.nodes) if node == layout.node]
-        files = sorted(needed[layout.node])[local.index(layout.rank) :: len(local)]
-        damages = self._verify(path, manifest, files, report_progress)
-        if why := self.refuse_damaged(path, damages + ([failed] if failed else [])):
-            return why
-        return StateOnDisk(self, source, shards, files, num_threads=self._num_threads)
-
-    def _verify(self, path: Path, manifest: Manifest, files: Sequence[str], report_progress: Report) -> list[str]:
+    def verify(self, path: Path, manifest: Manifest, files: Sequence[str], report_progress: Report) -> list[str]:
+        """Return the damage that this rank finds in these files, except those with parts."""
         whole = [name for name in files if not has_parts(manifest.files[name])]
-        found = verify(path, files=whole, report_progress=report_progress, num_threads=self._num_threads)
+        found = verify(path, files=whole, report_progress=report_progress, num_threads=self.num_threads)
         return [str(damage) for damage in found]
 
     def refuse_damaged(self, path: Path, damages: list[str]) -> str:
@@ -216,43 +174,28 @@ class DiskTier:
         all_damages = sorted({each for row in all_gather_json(damages) for each in row})
         if not all_damages:
             return ""
-        layout = self._rank_layout
-        if layout.rank == (layout.node if self._own_disk else 0) and path.exists():
+        layout = self.rank_layout
+        if layout.rank == (layout.node if self.own_disk else 0) and path.exists():
             with suppress(OSError):  # on a read-only disk it is skipped without being renamed
                 refuse(path, "; ".join(all_damages), DurableDisk())
         barrier()  # no rank continues before this one is renamed
         return "; ".join(all_damages)
 
-    def refuse_lost_head(self) -> None:
-        """Raise if other nodes have checkpoints of this run. The head has neither checkpoints nor metrics."""
-        steps = sorted({step for row in all_gather_json(complete_steps(self._folder)) for step in row})
-        if steps:
-            what = f"the head has no checkpoint of this run, and other nodes have files of step {steps[-1]}"
-            raise UserError("L025", what, where=str(self._folder),
-                            fix="start the head with the disk that it had, or use another run directory")  # fmt: skip
-
-    def _name_complete_step(self, error: MissingFilesError, step: int) -> UserError:
-        """Return the error with the newest step whose files are all on the nodes that are here."""
-        complete: list[int] = []
-        for each in reversed(self._steps):
-            path = step_path(self._folder, each)
-            files = _read_manifest(path)[0] if self._rank_layout.rank == 0 else None
-            sizes = broadcast_json({name: record.bytes for name, record in files.files.items()} if files else {})
-            manifest = Manifest(step=each, files={name: FileRecord(size) for name, size in sizes.items()})
-            held = gather_held(path, manifest, self._rank_layout)
-            if sizes and set[str]().union(*held.values()) == sizes.keys() - {INDEX}:
-                complete = [each]
-                break
-        return missing_files_error(step_path(self._folder, step), step, error.missing, complete=complete)
+    def refuse_other_recipe(self, manifest: Manifest) -> None:
+        """Raise UserError if the checkpoint is from a run whose fixed fields differ. An imported one has no recipe."""
+        if manifest.recipe:
+            path = step_path(self.folder, manifest.step)
+            changed = fixed_field_changes(parse_recipe(manifest.recipe, name=str(path)), self.recipe)
+            for name, (saved, wanted) in changed.items():
+                what = f"this checkpoint is from a run with {name}={saved}, this run has {wanted}"
+                raise UserError("K041", what, where=str(path), fix=f"use the same {name}, or a new run directory")
 
 
 class StateOnDisk(OpenedState):
     """The state of a checkpoint on disk. `files` are those that this rank verifies."""
 
-    def __init__(
-        self, tier: DiskTier, source: DiskSource, shards: Sequence[TensorShard], files: list[str], *, num_threads: int
-    ) -> None:
-        super().__init__(source, shards, num_threads=num_threads)
+    def __init__(self, tier: DiskTier, source: DiskSource, shards: Sequence[TensorShard], files: Sequence[str]) -> None:
+        super().__init__(source, shards, num_threads=tier.num_threads)
         self._tier, self._disk_source, self._files = tier, source, files
 
     def fill(self, report_progress: Report) -> str:
@@ -293,7 +236,8 @@ class StoreTier:
         return self._disk.open_folder(step_path(self._folder, step), report_progress)
 
 
-def _read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
+def manifest_of(path: Path) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest of a checkpoint, or None and what is wrong with it."""
     try:
         return read_manifest(path), []
     except DamagedError as error:
@@ -302,12 +246,3 @@ def _read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
         if (path / MANIFEST).exists():  # a later format, not damage
             raise
         return None, [f"{MANIFEST} is missing"]
-
-
-def _refuse_other_recipe(manifest: Manifest, recipe: Recipe, path: Path) -> None:
-    if not manifest.recipe:
-        return  # an imported checkpoint
-    changed = fixed_field_changes(parse_recipe(manifest.recipe, name=str(path)), recipe)
-    for name, (saved, wanted) in changed.items():
-        what = f"this checkpoint is from a run with {name}={saved}, this run has {wanted}"
-        raise UserError("K041", what, where=str(path), fix=f"use the same {name}, or a new run directory")

@@ -1,0 +1,76 @@
+"""Opens checkpoints whose files are on the disks of several nodes."""
+
+from pathlib import Path
+
+from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.fetch_files import (
+    gather_held,
+    gather_needed,
+    plan_transfers,
+    share_manifest,
+    transfer_files,
+)
+from trimaran.checkpoint.load_state import match_shards
+from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest
+from trimaran.checkpoint.node_files import missing_files_error, nodes_of
+from trimaran.checkpoint.step_dirs import complete_steps, step_path
+from trimaran.core import UserError
+from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+from trimaran.train.checkpointing.tiers import DiskTier, OpenedState, Report, StateOnDisk, manifest_of
+
+
+def open_on_nodes(tier: DiskTier, path: Path, report_progress: Report) -> OpenedState | str:
+    """Return the state of a checkpoint, or why it cannot be used; see `DiskTier.open_folder`.
+
+    First every node gets the files that its ranks need and that only other nodes have. Raises MissingFilesError if no
+    node has a file that is needed, unless there is a copy in memory.
+    """
+    layout = tier.rank_layout
+    if not share_manifest(path, layout):
+        return f"{MANIFEST} cannot be written on all nodes"
+    source = DiskSource(path)
+    manifest = source.manifest
+    tier.refuse_other_recipe(manifest)
+    shards = tier.state.shards_from(source.index)
+    needed = gather_needed(manifest, match_shards(shards, source), layout)
+    transfers, missing = plan_transfers(gather_held(path, manifest, layout), needed)
+    if missing and tier.fetcher is not None and tier.fetcher.has(manifest.step, path):
+        wanted = {node: names & missing for node, names in needed.items()}
+        if why := tier.fetcher.fetch_files(path, manifest, wanted, report_progress):
+            return why
+        missing = set[str]()
+    if missing and tier.memory.next_step() is not None:
+        return missing_files_error(path, manifest.step, nodes_of(manifest, missing)).what
+    if missing:
+        nodes, complete = nodes_of(manifest, missing), _complete_steps(tier)
+        raise missing_files_error(path, manifest.step, nodes, complete=complete)
+    failed = transfer_files(path, manifest, transfers, layout, report_progress)
+    local = [rank for rank, node in enumerate(layout.nodes) if node == layout.node]
+    files = sorted(needed[layout.node])[local.index(layout.rank) :: len(local)]
+    damages = tier.verify(path, manifest, files, report_progress)
+    if why := tier.refuse_damaged(path, damages + ([failed] if failed else [])):
+        return why
+    return StateOnDisk(tier, source, shards, files)
+
+
+def _complete_steps(tier: DiskTier) -> list[int]:
+    """Return the newest of the steps left whose files are all on the nodes that are here, if there is one."""
+    layout = tier.rank_layout
+    for step in reversed(tier.steps):
+        path = step_path(tier.folder, step)
+        found = manifest_of(path)[0] if layout.rank == 0 else None
+        sizes = broadcast_json({name: record.bytes for name, record in found.files.items()} if found else {})
+        manifest = Manifest(step=step, files={name: FileRecord(size) for name, size in sizes.items()})
+        held = gather_held(path, manifest, layout)
+        if sizes and set[str]().union(*held.values()) == sizes.keys() - {INDEX}:
+            return [step]
+    return []
+
+
+def refuse_lost_head(folder: Path) -> None:
+    """Raise if other nodes have checkpoints of this run. The head has neither checkpoints nor metrics."""
+    steps = sorted({step for row in all_gather_json(complete_steps(folder)) for step in row})
+    if steps:
+        what = f"the head has no checkpoint of this run, and other nodes have files of step {steps[-1]}"
+        raise UserError("L025", what, where=str(folder),
+                        fix="start the head with the disk that it had, or use another run directory")  # fmt: skip

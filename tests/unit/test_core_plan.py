@@ -1,10 +1,17 @@
 """Properties of a plan."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from trimaran.core import Plan
+from trimaran.core.engine_traits import ENGINE_TRAITS
+from trimaran.train.steppers.engine import ENGINES
+
+
+def test_every_engine_has_traits_and_a_module_that_runs_it() -> None:
+    engines = get_args(Plan.model_fields["engine"].annotation)
+    assert {*engines} == ENGINE_TRAITS.keys() == ENGINES.keys()
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ def deepspeed_config(plan: Plan, train: TrainSection, *, pin_memory: bool = Fals
 
 
 def check_deepspeed(plan: Plan, train: TrainSection) -> None:
-    """Raise if plan or recipe ask for something that DeepSpeed does not support. Nothing is silently ignored."""
+    """Raise if DeepSpeed is to run the plan, and does not support all of it or of the recipe."""
+    if plan.engine != "deepspeed":
+        return
     for field, values in SUPPORTED_VALUES.items():
         if (value := attrgetter(field)(plan)) not in values:
             raise _refusal(f"{field} {value}", f"plan.{field}", f"set plan.{field} to {' or '.join(map(str, values))}")

@@ -14,7 +14,12 @@ def num_units(plan: Plan, block_parameters: float, num_blocks: int) -> int:
     are cut elsewhere, with experts that have units of their own, or with anything offloaded.
     """
     block_bytes, min_bytes = GRADIENT_BYTES * block_parameters, MEBIBYTE * plan.comm.bucket_mb
-    if block_bytes >= min_bytes or plan.sharding == "none" or plan.engine != "torch" or plan.offload != "none":
+    if (
+        block_bytes >= min_bytes
+        or plan.sharding == "none"
+        or not plan.engine_traits.uses_fsdp
+        or plan.offload != "none"
+    ):
         return num_blocks
     if plan.mesh.pp * plan.mesh.ep > 1:
         return num_blocks

@@ -15,8 +15,9 @@ RECIPE_MULTIPLES = {"tensor": FP8_FEATURE_MULTIPLE, "block": FP8_BLOCK, "mx": MX
 
 def refuse_missing_packages(plan: Plan) -> None:
     """Raise if the plan needs a package that is not installed here. Nothing is imported."""
-    if plan.engine == "deepspeed" and find_spec("deepspeed") is None:
-        raise deepspeed_missing("No module named 'deepspeed'")
+    package = plan.engine_traits.package
+    if package and find_spec(package) is None:
+        raise deepspeed_missing(f"No module named '{package}'")
 
 
 def no_fp8_layers(recipe: str = "tensor") -> UserError:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimaran.core.async_sgd import AsyncSgd
 from trimaran.core.compression_settings import Compression, CompressionField, settings_of
+from trimaran.core.engine_traits import ENGINE_TRAITS, EngineTraits
 from trimaran.core.local_steps import LocalSteps, LocalStepsField
 from trimaran.core.prediction import Prediction
 
@@ -217,9 +218,14 @@ class Plan(BaseModel):
         return self.rows_at_once * self.grad_accum
 
     @property
+    def engine_traits(self) -> EngineTraits:
+        """What the plan's engine does and supports."""
+        return ENGINE_TRAITS[self.engine]
+
+    @property
     def sync_every(self) -> int:
         """Steps from one at which all replicas hold the same weights to the next."""
-        return self.comm.async_sgd.pause_every if self.engine == "async" else self.comm.sync_every
+        return self.comm.sync_every if self.engine_traits.is_synchronous else self.comm.async_sgd.pause_every
 
     @property
     def is_elastic(self) -> bool:
@@ -233,7 +239,7 @@ class Plan(BaseModel):
         Together they are the fp32 weight, bit for bit. It pays if no gradient is communicated: gradients stay 16 bits
         wide, as backward produced them.
         """
-        alone = self.mesh.world_size == 1 and self.sharding == "none" and self.engine == "torch"
+        alone = self.mesh.world_size == 1 and self.sharding == "none" and not self.engine_traits.keeps_states_elsewhere
         alone = alone and not self.comm.local.is_on  # the exchange reads and writes whole weights
         # Host memory would be pinned for the lower halves; files are as large as they need to be.
         offloads = ("none", "activations", "optimizer") if self.disk.path else ("none", "activations")
@@ -263,7 +269,7 @@ class Plan(BaseModel):
         is_replicated = (
             self.mesh.world_size == self.mesh.dp_replicate and self.mesh.ep == 1 and {*shardings} == {"none"}
         )
-        is_plain = self.engine != "deepspeed" and self.precision == "fp32" and not self.compile
+        is_plain = self.precision == "fp32" and not self.compile and not self.engine_traits.shards_weights_itself
         return self.joins_projections or (is_replicated and is_plain and self.recompute not in RECOMPUTED_BY_OPERATOR)
 
     @property
@@ -280,7 +286,7 @@ class Plan(BaseModel):
         random number generator.
         """
         alone = (self.mesh.world_size == 1 or self.reduces_after_backward) and self.sharding == "none"
-        alone = alone and self.engine == "torch"
+        alone = alone and self.engine_traits.captures_steps
         waits = self.precision == "fp16" or self.offload != "none" or (self.recompute != "none" and not self.compile)
         return self.cuda_graphs and alone and not waits
 
@@ -324,7 +330,7 @@ class Plan(BaseModel):
         extras += ["compiled"] if self.compile else []
         extras += ["elastic replicas"] if self.is_elastic else []
         extras += [self.engine] if self.engine != "torch" else []
-        extras += [f"staleness {self.comm.async_sgd.staleness}"] if self.engine == "async" else []
+        extras += [] if self.engine_traits.is_synchronous else [f"staleness {self.comm.async_sgd.staleness}"]
         recipe = f" by {self.fp8.recipe}" if self.precision == "fp8" and self.fp8.recipe != "tensor" else ""
         return ", ".join([str(self.mesh), self.precision + recipe, batch, *extras])
 

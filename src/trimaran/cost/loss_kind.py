@@ -16,7 +16,7 @@ def loss_of(job: Job, plan: Plan) -> str:
     Tensor and pipeline parallelism need the logits, and so does a model whose logits are more than one matmul.
     Other stacks' losses are part of their profiles.
     """
-    is_ours = job.stack.name == "trimaran" and plan.engine != "deepspeed"
+    is_ours = job.stack.name == "trimaran" and not plan.engine_traits.needs_logits
     can_fuse = plan.mesh.tp == plan.mesh.pp == 1 and job.outline.main.bare_head
     return plan.loss if is_ours and can_fuse else "logits"
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.cost.job import ELEMENT_BYTES, Job, captures_steps, regathers, splits_weights
-from trimaran.cost.memory_profiles import DEEPSPEED_ENGINE, JOINT_PROJECTIONS, SPLIT_WEIGHTS, MemoryProfile, Saved
+from trimaran.cost.memory_profiles import ENGINE_PROFILES, JOINT_PROJECTIONS, SPLIT_WEIGHTS, MemoryProfile, Saved
 from trimaran.hardware import Cluster
 
 PRECISION_SUFFIX = {"fp32": " fp32", "fp8": " fp8"}
@@ -83,9 +83,8 @@ def _profile(job: Job, plan: Plan) -> MemoryProfile:
     """Return the stack's profile. Our own trainer has two more: on DeepSpeed's engine, and with split weights."""
     if job.stack.name != "trimaran":
         return job.stack.memory
-    if plan.engine == "deepspeed":
-        return DEEPSPEED_ENGINE
-    return SPLIT_WEIGHTS if splits_weights(job, plan) else job.stack.memory
+    ours = SPLIT_WEIGHTS if splits_weights(job, plan) else job.stack.memory
+    return ENGINE_PROFILES.get(plan.engine, ours)
 
 
 def _saved(profile: MemoryProfile, precision: str, *, compiled: bool, sharded: bool) -> Saved:

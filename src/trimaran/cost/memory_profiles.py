@@ -179,10 +179,16 @@ MEMORY_PROFILES = {
         logit_bytes=(14, 8, 14),
     ),
 }  # fmt: skip
-# Our trainer on DeepSpeed's engine: all 16-bit except gradients, which accumulate in fp32 (core/deepspeed_config.py).
-DEEPSPEED_ENGINE = replace(
-    MEMORY_PROFILES["trimaran"], saved=_by_execution(Saved(norm_bytes=4, projection_bytes=4)), weight_bytes=2, fsdp="no"
-)
+# Our trainer on other engines than its own. On DeepSpeed's, all is 16-bit except gradients, which accumulate in fp32
+# (core/deepspeed_config.py).
+ENGINE_PROFILES = {
+    "deepspeed": replace(
+        MEMORY_PROFILES["trimaran"],
+        saved=_by_execution(Saved(norm_bytes=4, projection_bytes=4)),
+        weight_bytes=2,
+        fsdp="no",
+    ),
+}
 # Our trainer on a single device (`Plan.splits_weights`): matmuls read the upper 16 bits of each matrix, the lower 16
 # bits lie beside it, and gradients stay in 16 bits as the matmuls produce them.
 SPLIT_WEIGHTS = replace(

@@ -41,7 +41,7 @@ def update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> 
         return moved / (cluster.device.memory_bandwidth * UPDATE_EFFICIENCY[kind])
     if plan.offload == "parameters":
         return host_update_seconds(moved, cluster)
-    if job.stack.time.update == "torch" or plan.engine == "deepspeed":
+    if job.stack.time.update == "torch" or not plan.engine_traits.updates_by_kernel:
         return moved / (cluster.device.memory_bandwidth * UPDATE_EFFICIENCY[kind])
     per_parameter = (
         KERNEL_UPDATE_BYTES["split" if splits_weights(job, plan) else "fp32"] + KERNEL_MOMENT_BYTES[job.state_bytes]

@@ -133,7 +133,7 @@ def _comm(evidence: Evidence, steps: Sequence[Line]) -> float:
     comm = median(phase_seconds(each, "comm") for each in steps)
     measured = axis_seconds(steps)
     inside = [axis for axis in ("tp", "cp", "ep", "pp") if getattr(mesh, axis) > 1]
-    is_hidden = any(axis not in measured for axis in inside) or evidence.plan.engine != "torch"
+    is_hidden = any(axis not in measured for axis in inside) or not evidence.plan.engine_traits.times_collectives
     if not is_hidden and any("waits" in each for each in steps):
         return comm
     time = evidence.plan.prediction.time if evidence.plan.prediction else {}

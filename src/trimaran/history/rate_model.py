@@ -159,7 +159,8 @@ def telling_phases(measured: Mapping[str, float], plan: Plan, time: StepTime) ->
     compiled layers and in older runs.
     """
     mesh = plan.mesh
-    if mesh.tp * mesh.pp * mesh.cp * mesh.ep > 1 or plan.offload != "none" or plan.engine != "torch":
+    is_split = mesh.tp * mesh.pp * mesh.cp * mesh.ep > 1
+    if is_split or plan.offload != "none" or not plan.engine_traits.times_collectives:
         return {}
     found = {
         "compute": measured.get("forward", 0.0) + measured.get("backward", 0.0),

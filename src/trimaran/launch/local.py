@@ -72,7 +72,7 @@ def worker_environment(
     if deterministic:
         ours["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if on_cpu:
-        ours |= {"DS_ACCELERATOR": "cpu"} if plan.engine == "deepspeed" else {}
+        ours |= plan.engine_traits.variables_on_cpu
     elif not any(name in outer for name in ALLOCATOR_VARIABLES):
         ours |= allocator_settings(plan)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}

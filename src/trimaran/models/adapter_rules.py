@@ -33,7 +33,7 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
                         "anyway")  # fmt: skip
     if spec is not None and section.family != "hf":
         _refuse_targets(adapter, spec)
-    if plan is not None and plan.engine == "deepspeed":
+    if plan is not None and not plan.engine_traits.trains_adapters:
         raise UserError("P064", "DeepSpeed's engine does not train adapters here", where="plan.engine",
                         fix="use the torch engine: with plan.sharding it shards the frozen weights too")  # fmt: skip
     if plan is not None and plan.precision == "fp8":

@@ -48,4 +48,4 @@ class LossScale:
 def build_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
     """Return a loss scale if anything computes in fp16; nothing else needs one. DeepSpeed has its own."""
     has_fp16 = "fp16" in (plan.precision, *train.precision.values())
-    return LossScale() if has_fp16 and plan.engine == "torch" else None
+    return LossScale() if has_fp16 and not plan.engine_traits.keeps_states_elsewhere else None

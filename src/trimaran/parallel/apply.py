@@ -61,7 +61,7 @@ def steps_of(plan: Plan) -> Iterator[Apply]:
         from trimaran.parallel.memory.compile import apply_compile  # noqa: PLC0415
 
         yield apply_compile
-    if plan.engine == "torch":  # DeepSpeed shards the module itself, later
+    if plan.engine_traits.uses_fsdp:  # DeepSpeed shards the module itself, later
         yield from sharding_steps(plan)
     if plan.comm.compression_settings.kind != "none":
         from trimaran.parallel.comm.compression import apply_compression  # noqa: PLC0415

@@ -206,7 +206,7 @@ def check_correction(plan: Plan, spec: ModelSpec) -> None:
     experts = spec.block.experts
     if experts is None or not experts.router.correction_rate:
         return
-    if plan.comm.local.is_on or plan.engine == "async":
+    if plan.comm.local.is_on or not plan.engine_traits.is_synchronous:
         raise UserError("P102", f"the routers of {spec.name} follow the loads of the global batch in every step, and "
                         "these replicas train alone", where="plan.comm.local_steps" if plan.comm.local.is_on else
                         "plan.engine", fix="set model.shape.experts.router.correction_rate to 0, which keeps the "
@@ -216,7 +216,7 @@ def check_correction(plan: Plan, spec: ModelSpec) -> None:
 def check_prediction(plan: Plan, spec: ModelSpec) -> None:
     """Raise if layers that predict later tokens could not be trained: they need our trainer, and one stage."""
     layers, stages = spec.prediction_layers, plan.pipeline.stages
-    if layers and plan.engine == "deepspeed":
+    if layers and plan.engine_traits.needs_logits:
         raise UserError("P120", "DeepSpeed's engine does not train layers that predict later tokens",
                         where="plan.engine", fix="set plan.engine to torch, or remove "
                         "model.multi_token_prediction")  # fmt: skip

@@ -104,7 +104,7 @@ def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = 
         if before != after:
             raise UserError("S040", f"plan.{name} changes the results: it is {before} in this run, not {after}",
                             where=f"plan.{name}", fix="leave it as it is, or start another run")  # fmt: skip
-    if old.engine != "torch":
+    if not old.engine_traits.can_change_live:
         raise UserError("S040", f"a run with engine {old.engine} cannot change its plan while it runs",
                         where="plan.engine", fix="stop and resume it: `trimaran resume RUN --set ...`")  # fmt: skip
     if "measured" in (old.micro_batches, new.micro_batches):

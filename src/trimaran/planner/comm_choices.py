@@ -34,7 +34,7 @@ class CommChoice(NamedTuple):
 
 def choose_comm(plan: Plan, question: Question) -> CommChoice:
     """Return the plan with the bucket size and prefetch depth that expose the least communication."""
-    if question.outline is None or plan.engine != "torch" or plan.mesh.data == 1:
+    if question.outline is None or not plan.engine_traits.uses_fsdp or plan.mesh.data == 1:
         return CommChoice(plan)
     if not question.for_trainer or question.job.stack.name != "trimaran":
         return CommChoice(plan)

@@ -13,7 +13,7 @@ def check_compression(plan: Plan) -> None:
     if not plan.comm.overlap:
         raise UserError("P003", "compression has its own way of reducing gradients",
                         where="plan.comm.overlap", fix="leave out overlap")  # fmt: skip
-    is_split = plan.engine != "torch" or mesh.pp > 1 or mesh.ep > 1
+    is_split = not plan.engine_traits.uses_fsdp or mesh.pp > 1 or mesh.ep > 1
     if is_split or (plan.sharding == "none" and mesh.tp > 1) or any(each.sharding for each in plan.towers.values()):
         raise UserError("P003", f"comm.compression needs full replicas or shards, but this plan splits the model in "
                         f"another way ({plan})", where="plan.comm.compression", fix="use dp_replicate alone with "

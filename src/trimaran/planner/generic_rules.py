@@ -39,8 +39,7 @@ def check_without_trainer(plan: Plan, question: Question) -> None:
     """Raise for what no training system could run: degrees that divide nothing, batches that do not add up."""
     recipe, cluster, outline = question.recipe, question.cluster, question.outline
     check_mesh(plan, cluster)
-    if plan.engine == "deepspeed":
-        check_deepspeed(plan, recipe.train)
+    check_deepspeed(plan, recipe.train)
     check_async(plan, recipe)
     check_sharding(plan)
     check_comm(plan, recipe.train.steps)

@@ -131,7 +131,7 @@ def question_changes(question: Question) -> Iterator[Hint]:
     if (larger := _larger(question)) is not None:
         yield Hint(f"use {larger}", replace(question, cluster=larger))
     train = recipe.train
-    if train.optimizer.states == "fp32" and pins.engine == "torch":
+    if train.optimizer.states == "fp32" and not pins.engine_traits.keeps_states_elsewhere:
         small = train.model_copy(update={"optimizer": train.optimizer.model_copy(update={"states": "8bit"})})
         yield Hint("set train.optimizer.states to 8bit", _with(question, train=small))
     if "precision" not in pins.model_fields_set and "fp8" in cluster.device.peak_flops:

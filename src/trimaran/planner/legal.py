@@ -39,8 +39,7 @@ def check_plan(
     `outline` adds checks for models without a spec of ours, `facts` for Hugging Face models.
     """
     check_mesh(plan, cluster)
-    if plan.engine == "deepspeed":
-        check_deepspeed(plan, recipe.train)
+    check_deepspeed(plan, recipe.train)
     check_async(plan, recipe)
     check_sharding(plan)
     check_comm(plan, recipe.train.steps)
@@ -84,7 +83,8 @@ def check_sharding(plan: Plan) -> None:
     and DeepSpeed's offload of parameters needs sharding even there.
     """
     shards, sharding, reshard = plan.mesh.shards, plan.sharding, plan.comm.reshard
-    if sharding != "none" and shards == 1 and plan.offload != "parameters" and plan.engine == "torch":
+    shards_one_rank = plan.offload == "parameters" or plan.engine_traits.shards_one_rank
+    if sharding != "none" and shards == 1 and not shards_one_rank:
         raise UserError("P004", f"sharding {sharding} needs ranks to shard over, but dp_shard and cp are 1",
                         where="plan.sharding", fix="set mesh.dp_shard above 1, or sharding to none")  # fmt: skip
     if sharding == "none" and plan.mesh.dp_shard > 1:
@@ -150,7 +150,7 @@ def check_fp8_gather(plan: Plan) -> None:
     reasons = {
         f"precision is {plan.precision}": plan.precision != "fp8",
         "weights are not sharded": plan.sharding == "none",
-        f"engine {plan.engine} gathers them itself": plan.engine != "torch",
+        f"engine {plan.engine} gathers them itself": not plan.engine_traits.uses_fsdp,
         "offloaded parameters are gathered from the host": plan.offload == "parameters",
         "recipe mx has other blocks in backward": plan.fp8.recipe == "mx",
         f"comm.reshard {plan.comm.reshard} keeps weights in bf16": isinstance(plan.comm.reshard, int),
@@ -196,7 +196,7 @@ def check_disk(plan: Plan) -> None:
         return
     exchanges = plan.comm.local.is_on or plan.comm.compression != "none"
     reasons = {
-        f"engine {plan.engine} keeps its states elsewhere": plan.engine != "torch",
+        f"engine {plan.engine} keeps its states elsewhere": plan.engine_traits.keeps_states_elsewhere,
         "the path is relative, and ranks may start in other folders": not plan.disk.path.startswith("/"),
         "local steps and compression use whole weights": exchanges and plan.offload == "parameters",
     }
@@ -225,7 +225,7 @@ def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) ->
     reasons = {
         "tp splits the vocabulary, so each rank has only a part of the logits": plan.mesh.tp > 1,
         "the last stage of a pipeline must return logits": plan.mesh.pp > 1,
-        "DeepSpeed's engine needs logits": plan.engine == "deepspeed",
+        "DeepSpeed's engine needs logits": plan.engine_traits.needs_logits,
         "a perception model has no vocabulary": isinstance(spec, PerceptionSpec),
         "the model's logits are more than one matmul": outline is not None and not outline.main.bare_head,
     }

@@ -18,7 +18,7 @@ def check_local_steps(plan: Plan, steps: int) -> None:
         raise _refusal("with local_steps no gradients are sent between replicas that could be compressed",
                        "leave out comm.compression, or local_steps; outer gradients have local_steps.compression",
                        where="plan.comm.compression")  # fmt: skip
-    if plan.engine != "torch":
+    if not plan.engine_traits.uses_fsdp:
         raise _refusal("DeepSpeed reduces gradients in every step", "set engine to torch, or leave out local_steps")
     if mesh.dp_replicate == 1 and mesh.world_size > 1:
         raise _refusal(f"comm.local_steps needs replicas, but dp_replicate is 1 ({plan})",

@@ -52,7 +52,7 @@ def losses_of(question: Question) -> LossChoices:
     Only our trainer fuses head and loss, only for language models, and only if nothing comes between the two.
     """
     pins, outline = question.pins, question.outline
-    ours = question.stack.name == "trimaran" and pins.engine != "deepspeed"
+    ours = question.stack.name == "trimaran" and not pins.engine_traits.needs_logits
     main = outline.main if outline else None
     has_logits = (
         main is not None and main.outputs > 0 and main.bare_head and not isinstance(question.spec, PerceptionSpec)

@@ -164,7 +164,7 @@ def _more_recompute(plan: Plan) -> Iterator[Patch]:
 
 def _sharding(plan: Plan) -> Iterator[Patch]:
     """Yield deeper sharding stages, over all data ranks."""
-    if plan.mesh.dp == 1 or plan.engine != "torch":
+    if plan.mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
         return
     for stage in SHARDING_ORDER[SHARDING_ORDER.index(plan.sharding) + 1 :]:
         shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": stage}
@@ -177,7 +177,7 @@ def _context(plan: Plan) -> Iterator[Patch]:
     Accumulation makes up for the data ranks, so the global batch stays.
     """
     replicas, shards = plan.mesh.dp_replicate, plan.mesh.dp_shard
-    if plan.micro_batches or plan.engine != "torch" or not plan.comm.overlap:
+    if plan.micro_batches or not plan.engine_traits.splits_models or not plan.comm.overlap:
         return
     for factor in (2, 4, 8):
         if replicas % factor and shards % factor:

@@ -57,7 +57,7 @@ def device_defaults(question: Question, mesh: Mesh, sharding: str) -> dict[str, 
     """
     pins, device = question.pins, question.cluster.device
     splits_backward = mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
-    compiled = device.kind == "cuda" and not splits_backward and pins.engine != "deepspeed"
+    compiled = device.kind == "cuda" and not splits_backward and pins.engine_traits.compiles
     return {"precision": precision_of(question, sharding), "compile": compiled}
 
 
@@ -78,9 +78,9 @@ def shardings(pins: Plan, mesh: Mesh) -> list[str]:
         return [pins.sharding]
     if mesh.dp_shard > 1 or pins.offload == "parameters":
         return ["parameters"]
-    if pins.engine == "deepspeed" and pins.offload == "optimizer" and mesh.dp == 1:
+    if pins.engine_traits.shards_one_rank and pins.offload == "optimizer" and mesh.dp == 1:
         return ["optimizer"]
-    return ["none", "parameters"] if mesh.cp > 1 and pins.engine == "torch" else ["none"]
+    return ["none", "parameters"] if mesh.cp > 1 and pins.engine_traits.splits_models else ["none"]
 
 
 def meshes(question: Question) -> list[Mesh]:
@@ -94,7 +94,7 @@ def meshes(question: Question) -> list[Mesh]:
     sharding_pin = pins.sharding if "sharding" in pins.model_fields_set else "any"
     sharding_pin = "parameters" if sharding_pin == "any" and pins.offload == "parameters" else sharding_pin
     needs_replicas = pins.comm.compression != "none" or pins.comm.local.is_on or not pins.comm.overlap
-    needs_replicas |= pins.engine == "async"
+    needs_replicas |= not pins.engine_traits.is_synchronous
     sharding_pin = "none" if sharding_pin == "any" and needs_replicas else sharding_pin
     inner = pins.mesh.tp * pins.mesh.pp * pins.mesh.cp
     if pinned.keys() & {"dp_replicate", "dp_shard"}:
@@ -113,10 +113,10 @@ def meshes(question: Question) -> list[Mesh]:
     in_node = math.gcd(data, max(1, cluster.devices_per_node // (pins.mesh.tp * pins.mesh.cp)))
     sharded = [(data // in_node, in_node)] if in_node > 1 else []
     sharded += [(1, data)]
-    if pins.engine == "deepspeed":  # it has no replicas of shards
-        layouts = [(data, 1)] if sharding_pin == "none" else [(1, data)]
-    else:
+    if pins.engine_traits.has_replicas_of_shards:
         layouts = [(data, 1)] * (sharding_pin in ("any", "none")) + sharded * (sharding_pin != "none")
+    else:
+        layouts = [(data, 1)] if sharding_pin == "none" else [(1, data)]
     return [Mesh(**pinned, dp_replicate=replicas, dp_shard=shards) for replicas, shards in dict.fromkeys(layouts)]
 
 

@@ -125,7 +125,7 @@ class Space:
     def _may_capture(self) -> bool:
         """Whether replicas may sum gradients after backward, and their steps can then be CUDA graphs."""
         job, pins, comm = self.question.job, self.pins, self.pins.comm
-        is_ours = job.can_capture and job.stack.name == "trimaran" and pins.engine == "torch"
+        is_ours = job.can_capture and job.stack.name == "trimaran" and pins.engine_traits.captures_steps
         is_plain = comm.compression == "none" and not comm.local.is_on and pins.cuda_graphs
         overlaps = "overlap" in comm.model_fields_set and comm.overlap
         cluster, states = self.question.cluster, (WEIGHT_AND_GRADIENT_BYTES + job.state_bytes)
@@ -207,7 +207,7 @@ class Space:
 
     def _free_shardings(self, dp: int, cp: int, replicated: tuple[str, ...]) -> Iterator[StateSharding]:
         replicas, shards = self.degree("dp_replicate"), self.degree("dp_shard")
-        free = ("none",) if self.pins.engine == "async" else SHARDINGS
+        free = SHARDINGS if self.pins.engine_traits.is_synchronous else ("none",)
         for sharding in (self.pins.sharding,) if self.pinned("sharding") else free:
             for dp_shard in divisors(dp, most=dp) if sharding != "none" else (1,):
                 if shards not in (None, dp_shard) or replicas not in (None, dp // dp_shard):
@@ -225,7 +225,7 @@ class Space:
         if not states.overlap and offload != "none":
             return False  # such a step is not captured, so that nothing is gained
         is_one_rank = states.sharding != "none" and states.dp_shard * split.microbatch.cp == 1
-        return not is_one_rank or offload == "parameters" or self.pins.engine == "deepspeed"
+        return not is_one_rank or offload == "parameters" or self.pins.engine_traits.shards_one_rank
 
     def recompute_choices(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be recomputed. Where logits are large, each choice also comes with a chunked loss."""
@@ -299,7 +299,7 @@ class Space:
         if self.pinned("offload"):
             return (self.pins.offload,)
         on_gpu = self.question.cluster.device.kind == "cuda"
-        if not on_gpu or not self._may_offload or self.pins.engine == "async":
+        if not on_gpu or not self._may_offload or not self.pins.engine_traits.is_synchronous:
             return ("none",)
         return OFFLOADS[:-1] if self.has_packed_weights else OFFLOADS
 
@@ -365,7 +365,7 @@ class Space:
         """
         question, comm = self.question, self.pins.comm
         needs_replicas = comm.compression != "none" or comm.local.is_on or not comm.overlap
-        if self.pins.engine != "torch" or needs_replicas:
+        if needs_replicas or not self.pins.engine_traits.splits_models:
             return False
         if axis in ("tp", "pp") and self.losses.pins_fusion:
             return False
@@ -497,7 +497,7 @@ class Space:
 
     def _shards_one_rank(self, sharding: str) -> bool:
         """Return whether one rank may have shards: offloaded parameters need them."""
-        if self.pins.engine == "deepspeed":
+        if self.pins.engine_traits.shards_one_rank:
             return True
         wanted = not self.pinned("sharding") or self.pins.offload == "parameters"
         return sharding == "parameters" and wanted and "parameters" in self.offloads()
@@ -543,7 +543,7 @@ class Space:
         one_backward = split.pp == 1 or split.schedule != "zero-bubble"
         if self.pins.comm.regather and split.microbatch.tp > 1 and self._has_experts:
             return False  # torch does not compile it
-        return self.question.cluster.device.kind == "cuda" and one_backward and self.pins.engine != "deepspeed"
+        return self.question.cluster.device.kind == "cuda" and one_backward and self.pins.engine_traits.compiles
 
 
 def precision_of(question: Question, sharding: str) -> str:
@@ -553,11 +553,12 @@ def precision_of(question: Question, sharding: str) -> str:
     workers of asynchronous training have no common loss scale.
     """
     pins, has = question.pins, question.cluster.device.peak_flops
-    if pins.engine == "deepspeed" and sharding == "none":
+    if sharding == "none" and pins.engine_traits.needs_shards_for_16_bits:
         return "fp32"
     if "bf16" in has:
         return "bf16"
-    return "fp16" if "fp16" in has and not pins.comm.local.is_on and pins.engine != "async" else "fp32"
+    has_one_scale = not pins.comm.local.is_on and pins.engine_traits.is_synchronous
+    return "fp16" if "fp16" in has and has_one_scale else "fp32"
 
 
 def rounds_of(schedule: str, layers: int, pp: int) -> tuple[int, ...]:

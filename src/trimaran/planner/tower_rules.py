@@ -37,7 +37,7 @@ def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
     if own.sharding is None or own.sharding == plan.sharding:
         return
     where = f"plan.towers.{name}.sharding"
-    if plan.engine == "deepspeed":
+    if plan.engine_traits.shards_weights_itself:
         raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
                         fix="leave it out, or set plan.engine to torch")  # fmt: skip
     if plan.sharding == "none" and not splits_images(name, plan):

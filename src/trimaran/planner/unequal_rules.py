@@ -13,7 +13,7 @@ def check_micro_batches(plan: Plan) -> None:
     if rows and len(rows) != dp:
         raise _refusal(f"micro_batches has {len(rows)} numbers, but there are {dp} data ranks ({plan.mesh})",
                        f"give {dp} numbers, one for each, or leave it out")  # fmt: skip
-    if plan.engine != "torch":
+    if not plan.engine_traits.uses_fsdp:
         raise _refusal(
             f"engine {plan.engine} gives every rank the same number of rows", "set engine to torch, or leave it out"
         )

@@ -71,7 +71,7 @@ class Instruments:
 
         With another engine neither is checked: it keeps its state where they do not look.
         """
-        if context.plan.engine != "torch":
+        if context.plan.engine_traits.keeps_states_elsewhere:
             return lambda step: None
         device = context.rank_info.device
         shards = state.checked_shards if isinstance(state, TrainingState) else state.shards

@@ -168,5 +168,5 @@ def _init_device(plan: Plan, rank_info: RankInfo) -> torch.device:
     """Return the device of the initial weights: the CPU if they are offloaded or if DeepSpeed takes them unsharded."""
     if rank_info.device.type == "meta":
         return rank_info.device
-    on_host = plan.engine == "deepspeed" or plan.offload == "parameters"
+    on_host = plan.engine_traits.shards_weights_itself or plan.offload == "parameters"
     return torch.device("cpu") if on_host else rank_info.device

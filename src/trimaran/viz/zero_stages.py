@@ -137,7 +137,7 @@ def _from_ranks(stage: int, parameters: float, limit: float, each: StateBytes) -
 def _stage_plans(subject: Subject) -> Sequence[tuple[str, Plan]]:
     """Return the subject's plan with each stage, if it has data ranks to shard over."""
     plan, mesh = subject.plan, subject.plan.mesh
-    if mesh.dp == 1 or plan.engine != "torch":
+    if mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
         return ()
     whole = mesh.model_copy(update={"dp_replicate": mesh.dp, "dp_shard": 1})
     split = mesh.model_copy(update={"dp_replicate": 1, "dp_shard": mesh.dp})

@@ -26,9 +26,9 @@ def read_rehearse_request(
     recipe = with_absolute_paths(question.recipe)
     refuse_freezing(recipe.model)
     plan = choose(recipe, question.spec, question.cluster, question.outline)
-    if plan.engine != "torch":
-        engine = "DeepSpeed's engine" if plan.engine == "deepspeed" else "engine async"
-        raise UserError("P092", f"{engine} cannot be rehearsed: it does not run without the other ranks",
+    engine = plan.engine_traits
+    if not engine.can_rehearse:
+        raise UserError("P092", f"{engine.label} cannot be rehearsed: it does not run without the other ranks",
                         where="plan.engine", fix="rehearse the plan with engine torch")  # fmt: skip
     if layers:
         refuse_fewer_layers(recipe, question.spec, plan, layers)

@@ -184,7 +184,7 @@ def _rehearsal(planned: Request, recipe: str | None, settings: Sequence[str]) ->
 
     A recipe from standard input cannot be read again.
     """
-    if planned.plan.mesh.world_size == 1 or recipe == "-" or planned.plan.engine != "torch":
+    if planned.plan.mesh.world_size == 1 or recipe == "-" or not planned.plan.engine_traits.can_rehearse:
         return []
     cluster = [f"cluster={planned.cluster}"] if planned.recipe.cluster == "auto" else []
     words = [word for each in (*settings, *cluster) for word in ("--set", each)]

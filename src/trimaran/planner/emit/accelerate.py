@@ -146,7 +146,7 @@ def machines(cluster: Cluster) -> dict[str, Any]:
 
 def launch(plan: Plan, cluster: Cluster) -> str:
     """Return the command. The environment sets an Accelerator's accumulation; DeepSpeed's file sets its own."""
-    command = [f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={plan.grad_accum}"] if plan.engine == "torch" else []
+    command = [f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={plan.grad_accum}"] if plan.engine_traits.uses_fsdp else []
     command += ["accelerate", "launch", "--config_file", FILE]
     if cluster.num_nodes > 1:
         command += ["--machine_rank", '"$NODE_RANK"', "--main_process_ip", '"$MASTER_ADDR"']
@@ -159,7 +159,7 @@ def launch(plan: Plan, cluster: Cluster) -> str:
 
 def checkpoints_itself(plan: Plan) -> bool:
     """Return whether the model itself recomputes its blocks: where FSDP2 does not wrap them."""
-    return plan.recompute == "full" and (plan.sharding == "none" or plan.engine == "deepspeed")
+    return plan.recompute == "full" and (plan.sharding == "none" or not plan.engine_traits.uses_fsdp)
 
 
 def notes(plan: Plan) -> list[str]:
@@ -168,7 +168,7 @@ def notes(plan: Plan) -> list[str]:
              "optimizer, the learning rate, the clipping and the data"]  # fmt: skip
     if checkpoints_itself(plan):
         notes.append("--gradient_checkpointing asks your script for model.gradient_checkpointing_enable()")
-    if plan.engine == "deepspeed":
+    if not plan.engine_traits.uses_fsdp:
         return notes
     if plan.mesh.tp > 1:
         notes.append("your script loads the model with distributed_config=DistributedConfig("

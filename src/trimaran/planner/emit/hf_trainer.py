@@ -137,12 +137,11 @@ def keeps_scores(question: Question) -> bool:
 def notes(plan: Plan) -> list[str]:
     """Return what is left to the user, and where the Trainer behaves differently."""
     notes = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
-    if plan.engine == "torch":
+    if plan.engine_traits.uses_fsdp:
         notes += fsdp_notes(plan)
     if plan.compile:
-        text = (
-            "is compiled as a whole, not block by block" if plan.engine == "torch" else "is not compiled by DeepSpeed"
-        )
+        is_compiled = plan.engine_traits.compiles
+        text = "is compiled as a whole, not block by block" if is_compiled else "is not compiled by DeepSpeed"
         notes.append(f"the model {text}")
     return notes
 
@@ -167,7 +166,7 @@ def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "full_determinism": train.deterministic,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
-        "torch_compile": plan.compile and plan.engine == "torch",
+        "torch_compile": plan.compile and plan.engine_traits.compiles,
         "dataloader_drop_last": True,
         # `auto` starts with none, and the Trainer does not add workers later.
         "dataloader_num_workers": 0 if recipe.data.workers == "auto" else recipe.data.workers,

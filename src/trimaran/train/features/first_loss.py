@@ -96,7 +96,7 @@ def check_first_loss(
 
     Does nothing where this takes more than about a second: see docs/guides/models.md.
     """
-    can_evaluate = plan.engine == "torch" and isinstance(stepper, TorchStepper)
+    can_evaluate = isinstance(stepper, TorchStepper) and not plan.engine_traits.keeps_states_elsewhere
     if not can_evaluate or not isinstance(objective, LanguageObjective):
         return
     device = ranks.device

@@ -18,7 +18,7 @@ def measured_axes(plan: Plan, networks: Sequence[Network]) -> dict[str, bool]:
     """
     measured = dict.fromkeys(comm_axes(plan), True)
     missing: list[str] = ["tp", "cp"] if plan.compile else []
-    if plan.engine != "torch":
+    if not plan.engine_traits.times_collectives:
         missing += [axis for axis in measured if axis != WORLD]
     if plan.sharding != "none" and plan.mesh.shards > 1 and not plan.comm.local.is_on:
         missing.append("dp_replicate")

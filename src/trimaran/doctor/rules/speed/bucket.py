@@ -28,8 +28,8 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
     idle; then the ring is as slow as it was measured.
     """
     measured, question, plan = step_breakdown(evidence), evidence.planner_inputs(), evidence.plan
-    is_ddp = plan.sharding == "none" and plan.mesh.data > 1 and not plan.comm.local.is_on and plan.engine == "torch"
-    is_ddp = is_ddp and plan.comm.overlap
+    is_ddp = plan.sharding == "none" and plan.mesh.data > 1 and not plan.comm.local.is_on
+    is_ddp = is_ddp and plan.comm.overlap and plan.engine_traits.uses_fsdp
     if measured is None or question is None or not is_ddp or plan.comm.compression not in WIDTHS:
         return
     mesh, is_cpu = plan.mesh, question.cluster.device.kind == "cpu"

@@ -189,7 +189,7 @@ def _course_changes(evidence: Evidence) -> Iterator[Patch]:
     plan, question = evidence.plan, evidence.planner_inputs()
     if question is None or not _may_change_course(evidence):
         return
-    if plan.precision == "fp32" and question.cluster.device.kind == "cuda":
+    if plan.precision == "fp32" and question.cluster.device.traits.prefers_16_bits:
         yield {"plan.precision": "bf16"}
     if plan.mesh.dp_replicate > 1 and plan.comm.compression == "none" and plan.comm.overlap:
         yield {"plan.comm.compression": "bf16"}

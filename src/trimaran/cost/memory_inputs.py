@@ -47,7 +47,7 @@ class MemoryInputs(NamedTuple):
 
 def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
     """Return the inputs of the plan's memory terms. On a CPU nothing is offloaded, except to disk."""
-    mesh, precision, cpu = plan.mesh, plan.precision, cluster.device.kind == "cpu"
+    mesh, precision, cpu = plan.mesh, plan.precision, not cluster.device.traits.has_own_memory
     profile = _profile(job, plan)
     source = job.stack.memory if profile is SPLIT_WEIGHTS and not plan.joins_projections else profile
     saved = _saved(source, precision, compiled=plan.compile, sharded=plan.sharding != "none")

@@ -37,7 +37,7 @@ KERNEL_EFFICIENCY = 0.82
 def update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> float:
     """Return how long a rank takes to update `num_owned` parameters, on its device or on its host."""
     kind, moved = cluster.device.kind, UPDATE_BYTES[job.state_bytes] * num_owned
-    if kind == "cpu":
+    if not cluster.device.traits.has_own_memory:
         return moved / (cluster.device.memory_bandwidth * UPDATE_EFFICIENCY[kind])
     if plan.offload == "parameters":
         return host_update_seconds(moved, cluster)
@@ -51,7 +51,7 @@ def update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> 
 
 def least_offloads(job: Job, cluster: Cluster) -> dict[str, float]:
     """Return a lower bound of the time that each kind of offload adds: some rank owns at least an even share."""
-    if cluster.device.kind == "cpu":
+    if not cluster.device.traits.has_own_memory:
         return dict.fromkeys(("none", "activations", "optimizer", "parameters"), 0.0)
     num_owned = job.outline.trained_parameters / cluster.world_size
     states = job.state_bytes * num_owned / _bandwidths(cluster)[1]
@@ -77,7 +77,7 @@ def offload_seconds(
     """
     if plan.offloads_to_disk:
         return _disk_seconds(job, cluster, plan, stage, update)
-    if plan.offload == "none" or cluster.device.kind == "cpu":
+    if plan.offload == "none" or not cluster.device.traits.has_own_memory:
         return 0.0
     copies, both = _bandwidths(cluster)
     if plan.offload == "optimizer":

@@ -102,7 +102,7 @@ KERNELS: dict[tuple[str, Generation], AttentionKernel] = {
 }
 GENERATIONS: dict[str, Generation] = {
     "H20": "hopper", "H100": "hopper", "H800": "hopper", "GH200": "hopper", "B200": "blackwell", "B300": "blackwell",
-    "GB200": "blackwell", "GB300": "blackwell", "MI3": "cdna",
+    "GB200": "blackwell", "GB300": "blackwell", "MI3": "cdna", "cpu": "cpu",
 }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def rates_of(device: Device, precision: str, own_fractions: tuple[tuple[str, flo
     other = NON_LAYER_PRECISION.get(rate, rate)
     burst = device.factor(other) * device.achievable_flops(other)
     return DeviceRates(
-        "cpu" if kind == "cpu" else _of_variant(name, GENERATIONS, "ampere"),  # also for older and unknown devices
+        _of_variant(name, GENERATIONS, "ampere"),  # also for older and unknown devices
         sustained * device.factor(rate) * device.achievable_flops(rate),
         sustained * burst,
         burst,

@@ -118,7 +118,7 @@ def captures_steps(outline: Outline, layout: Layout, device: Device) -> bool:
     """
     latents = [block.latent for block, _ in outline.main.runs if isinstance(block, OutlineLayer) and block.latent]
     has_kernel = all(each.narrow_cache for each in latents)
-    return device.kind == "cuda" and layout.devices == 1 and has_kernel
+    return device.traits.has_graphs and layout.devices == 1 and has_kernel
 
 
 def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> int:
@@ -151,7 +151,7 @@ def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Devic
     terms = {
         "weights": Bytes(int(WEIGHT_BYTES[layout.weights] * linear + element_bytes * (part.parameters - linear))),
         "buffers": Bytes(_buffer_bytes(outline, part, layout, element_bytes, traffic)),
-        "process" if device.kind == "cpu" else "driver": Bytes(_outside_bytes(outline, layout, device)),
+        "driver" if device.traits.has_own_memory else "process": Bytes(_outside_bytes(outline, layout, device)),
     }
     per_token = sum(
         group.count * cache_bytes_per_token(group.block, layout.tp, element_bytes)
@@ -190,7 +190,7 @@ def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_byte
 
 def _outside_bytes(outline: Outline, layout: Layout, device: Device) -> int:
     """Return what the driver, the allocator and NCCL hold; on a CPU, the process itself."""
-    if device.kind == "cpu":
+    if not device.traits.has_own_memory:
         return PROCESS_BYTES
     groups = (layout.tp > 1) + (layout.pp > 1)
     graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(outline, layout, device) else 0

@@ -117,7 +117,7 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
 
 def _layer_shape(layout: Layout, device: Device, element_bytes: int) -> LayerShape:
     weights, read_bytes, factor = layout.weights, WEIGHT_BYTES[layout.weights], 1.0
-    if device.kind == "cuda":
+    if device.traits.has_kernels:
         read_bytes = QUANTISED_READ_BYTES.get(weights, read_bytes)
         factor = INTEGER_MATMUL_FACTOR if weights in ("int8", "int4") else 1.0
     return LayerShape(tp=layout.tp, weight_bytes=read_bytes, element_bytes=element_bytes, matmul_factor=factor)

@@ -70,7 +70,7 @@ def predict_equal(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         time=terms,
         exposed=time.exposed,
         error=error_of(job, cluster, plan),
-        memory_error=CPU_MEMORY_ERROR if device.kind == "cpu" else None,
+        memory_error=None if device.traits.has_own_memory else CPU_MEMORY_ERROR,
         source=f"{device.name} at a steady {sustained / 1e12:.3g} TFLOP/s: {device.note}",
         cluster=str(cluster),
     )
@@ -82,7 +82,7 @@ def allocator_slowdown(memory: Memory, cluster: Cluster, job: Job) -> float:
     A plan that does not fit has no allocator to retry: its time is that on a device that is large enough.
     """
     occupancy = memory.device / cluster.device.memory_bytes
-    if cluster.device.kind == "cpu" or occupancy > 1:
+    if not cluster.device.traits.has_own_memory or occupancy > 1:
         return 0.0
     return max(0.0, occupancy - job.stack.time.crowded_fraction) / FRACTION_PER_SLOWDOWN
 
@@ -93,7 +93,7 @@ def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
     is_dense = all(
         isinstance(block, OutlineLayer) and block.experts is None for tower in towers for block, _ in tower.runs
     )
-    if cluster.device.kind == "cpu":
+    if cluster.device.traits.shares_cores:
         is_usual = is_dense and len(towers) == 1 and not job.outline.adapter
         kind = "dense" if is_usual and plan.sharding != "parameters" else "other"
         splits_layers = plan.mesh.tp * plan.mesh.pp * plan.mesh.cp * plan.mesh.ep > 1

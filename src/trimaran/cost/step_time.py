@@ -89,11 +89,12 @@ def _step_time(
     if job.stack.name == "trimaran" and cluster.num_nodes > 1 and not plan.comm.local.is_on:
         ring = ring_of(levels, cluster.world_size, 1, profile.comm.hops)
         # Gloo sends such a small message around a ring, NCCL up and down a tree.
-        hops = 2 * (cluster.world_size - 1 if device.kind == "cpu" else math.ceil(math.log2(cluster.num_nodes)))
+        is_ring = device.traits.backend == "gloo"
+        hops = 2 * (cluster.world_size - 1 if is_ring else math.ceil(math.log2(cluster.num_nodes)))
         exposed[f"sums of the step on {ring.link}"] = hops * ring.reduce_hop * ring.latency
     if copies := copy_seconds(job, plan, heaviest, rates):
         exposed[COPIES] = copies
-    if doublings := math.log2(cluster.world_size if device.kind == "cpu" else cluster.num_nodes):
+    if doublings := math.log2(cluster.world_size if device.traits.shares_cores else cluster.num_nodes):
         straggler = CALIBRATED_STRAGGLER_FRACTION if device.cpu_rates else STRAGGLER_FRACTION[device.kind]
         exposed["waiting for the slowest rank"] = straggler * doublings * (forward + backward)
     num_updated = _num_updated(job, plan, heaviest)
@@ -106,7 +107,7 @@ def _step_time(
         "offload": offload_seconds(job, cluster, plan, slowest, num_owned=num_updated, update=update),
         "optimizer": update,
     }
-    if device.kind != "cpu":
+    if device.traits.runs_async:
         _add_host_waits(terms, _host_seconds(profile, plan, slowest, rates), has_waited=slowest.has_waited)
     if plan.comm.local.is_on:
         path = traffic_path_of(levels, plan, rates, job)
@@ -141,7 +142,7 @@ def rank_compute_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> dic
     terms = {"forward": forward, "backward": backward, "optimizer": update}
     copies = copy_seconds(job, plan, stage, rates)
     terms |= {name: seconds for name, seconds in (("offload", offload), ("other", copies)) if seconds}
-    if cluster.device.kind != "cpu":
+    if cluster.device.traits.runs_async:
         _add_host_waits(terms, _host_seconds(job.stack.time, plan, stage, rates), has_waited=stage.has_waited)
     return {term: Seconds(num) for term, num in terms.items()}
 

@@ -109,7 +109,7 @@ def read_planner_inputs(recipe: Recipe, plan: Plan, *, calibrations: Path | None
         return None
     if outline is None or cluster.world_size != plan.mesh.world_size:
         return None
-    if cluster.device.kind == "cpu" and plan.prediction:
+    if not cluster.device.traits.has_data_sheet and plan.prediction:
         cluster = replace(
             cluster, device=replace(cluster.device, peak_flops={"fp32": plan.prediction.device_peak_flops})
         )

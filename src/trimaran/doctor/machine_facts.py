@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimaran.core import Bytes, Seconds
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.hardware import Cluster
 
 Kind = Literal["cuda", "cpu"]
@@ -161,6 +162,10 @@ class RunRequirements:
     ports: tuple[int, ...] = ()
     refusal: str = ""
     remedy: str = ""
+
+    @property
+    def needs_gpus(self) -> bool:
+        return not DEVICE_TRAITS[self.kind].shares_cores
 
     @property
     def ranks_here(self) -> int:

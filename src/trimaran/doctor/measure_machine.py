@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import Seconds, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.doctor.checks.node_pairs import first_round, second_round
 from trimaran.doctor.checks.result import CheckResult
 from trimaran.doctor.machine_facts import MachineMeasurements, NodeMeasurements, Pair
@@ -38,7 +39,9 @@ class RendezvousOptions:
 def measure_devices(probe: ProbeProcess, cluster: Cluster) -> MachineMeasurements:
     """Return measurements of this machine's devices. Errors are part of the result, or the reason for an empty one."""
     kind, devices = cluster.device.kind, cluster.devices_per_node
-    seconds, ranks = MEASURE_SECONDS[kind], max(2, min(devices, MAX_CPU_RANKS)) if kind == "cpu" else devices
+    seconds, ranks = MEASURE_SECONDS[kind], devices
+    if cluster.device.traits.shares_cores:
+        ranks = max(2, min(devices, MAX_CPU_RANKS))
     try:
         seen = probe.request("versions", within=START_SECONDS, kind=kind)
         all_reduce: Mapping[str, Any] = {}
@@ -82,7 +85,7 @@ def _all_reduce(probe: ProbeProcess, kind: str, ranks: int, seconds: float) -> M
     try:
         return probe.request("all_reduce", within=ANSWER_SECONDS, kind=kind, ranks=ranks, seconds=seconds)
     except ProbeError as error:
-        return {"error": str(error), "ranks": ranks, "backend": "nccl" if kind == "cuda" else "gloo"}
+        return {"error": str(error), "ranks": ranks, "backend": DEVICE_TRAITS[kind].backend}
 
 
 def _round(probe: ProbeProcess, pairs: Sequence[Pair], kind: str, devices: int) -> dict[Pair, float | None]:

@@ -91,11 +91,11 @@ def _adapter_patch(recipe: Recipe, section: AdapterSection) -> tuple[Patch, str]
 def _needed_bytes(evidence: Evidence, question: Question, now: Prediction, least: float) -> float:
     """Return what the present plan really needs: as predicted, as measured, or at least as many bytes as these."""
     peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
-    measured = peak if question.cluster.device.kind != "cpu" else 0.0
+    measured = peak if question.cluster.device.traits.has_own_memory else 0.0
     return max(plan_bytes(now), measured, least)
 
 
 def capacity(evidence: Evidence, question: Question) -> float:
     """Return the memory of one device that the run can use, from its metrics or else from the cluster."""
-    usable = usable_bytes(evidence) if question.cluster.device.kind != "cpu" else None
+    usable = usable_bytes(evidence) if question.cluster.device.traits.has_own_memory else None
     return usable or float(question.cluster.device.memory_bytes)

@@ -145,7 +145,7 @@ def _saved(was: float, will: float, seconds: float) -> float:
 def _fits_memory(evidence: Evidence, question: Question, now: Prediction, then: Prediction) -> bool:
     """Whether the patched plan fits, scaled by how much the run exceeded its own prediction."""
     device = question.cluster.device
-    if device.kind == "cpu":
+    if not device.traits.has_own_memory:
         return True
     peaks = [peak for each in evidence.steps if (peak := get_number(each, "peak_bytes"))]
     excess = max(1.0, max(peaks, default=0.0) / now.peak_bytes) if now.peak_bytes else 1.0

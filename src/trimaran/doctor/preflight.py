@@ -77,7 +77,8 @@ def check_before_run(
     need = (prediction.device_bytes or prediction.peak_bytes) if prediction else Bytes(0)
     error = prediction.error if prediction else 0.0
     requirements = RunRequirements(kind=kind, ranks=plan.mesh.world_size, nodes=nodes, device_bytes=need, error=error)
-    facts = replace(read_facts(environment, quick=True, gpus=kind == "cuda"), requirements=requirements)
+    facts = read_facts(environment, quick=True, gpus=requirements.needs_gpus)
+    facts = replace(facts, requirements=requirements)
     refuse_failed_checks(facts, where=where)
 
 

@@ -159,7 +159,7 @@ def apply_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
 
 def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     device = cluster.device
-    is_cpu = device.kind == "cpu"
+    is_cpu = device.traits.shares_cores
     # The ranks of a CPU cluster share what was measured on all cores. They compute in fp32: the planner may choose any
     # precision that a device lists, and a measurement is no reason to train in another precision.
     fraction = 1 / cluster.devices_per_node if is_cpu else 1

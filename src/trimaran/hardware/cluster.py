@@ -130,7 +130,7 @@ def mixed_cluster(parts: Sequence[Cluster]) -> Cluster:
         raise UserError("C012", f"the nodes of {'+'.join(map(str, parts))} have different numbers of devices",
                         where="cluster", fix="name the nodes so that each has the same number, such as "
                         "2x4xA100-80GB+4xL40S")  # fmt: skip
-    if any(part.device.kind == "cpu" for part in parts):
+    if any(part.device.traits.shares_cores for part in parts):
         raise UserError("C012", "a cluster with several kinds of devices has GPUs only", where="cluster",
                         fix="name GPUs alone; CPU ranks can use plan.micro_batches: measured")  # fmt: skip
     groups: list[DeviceGroup] = []
@@ -156,7 +156,7 @@ def refuse_mixed(cluster: Cluster, what: str) -> None:
 def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tuple[Link, ...]:
     """Return the link inside a node, and the network between nodes where there are several."""
     name = "NVLink" if device.link_bandwidth > 100e9 else "PCIe"  # no PCIe is that fast yet
-    name = "Infinity Fabric" if device.name.startswith("MI") else "loopback" if device.kind == "cpu" else name
+    name = "Infinity Fabric" if device.name.startswith("MI") else "loopback" if device.traits.shares_cores else name
     latency = Seconds(LATENCY_SECONDS[name])
     near = Link(name=name, devices=devices_per_node, bandwidth=device.link_bandwidth, latency=latency)
     return (near,) if num_nodes == 1 else (near, network_link(device, num_nodes * devices_per_node))
@@ -164,6 +164,6 @@ def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tupl
 
 def network_link(device: Device, num_devices: int) -> Link:
     """Return the link between nodes."""
-    name = "Ethernet" if device.kind == "cpu" or device.network_bandwidth < 5e9 else "InfiniBand"
-    latency = Seconds(LATENCY_SECONDS["loopback" if device.kind == "cpu" else "network"])
+    name = "Ethernet" if device.traits.shares_cores or device.network_bandwidth < 5e9 else "InfiniBand"
+    latency = Seconds(LATENCY_SECONDS["loopback" if device.traits.shares_cores else "network"])
     return Link(name=name, devices=num_devices, bandwidth=device.network_bandwidth, latency=latency)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.hardware.link_fit import LinkFit, fit_link
 from trimaran.hardware.validation_error import first_error
@@ -143,7 +144,7 @@ def make_points(measured: Sequence[Mapping[str, Any]], *, kind: str) -> tuple[Co
     for each in measured:
         rounds = each["rounds"]
         middle = statistics.median(rounds)
-        seconds = middle if kind == "cuda" else min(rounds)
+        seconds = min(rounds) if DEVICE_TRAITS[kind].shares_cores else middle
         points.append(CommPoint(num_bytes=each["bytes"], seconds=seconds, median_seconds=middle,
                                 max_seconds=max(rounds), rounds=len(rounds)))  # fmt: skip
     return tuple(points)

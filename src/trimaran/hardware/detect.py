@@ -143,7 +143,7 @@ def machine_name(cluster: Cluster) -> str:
 
     For GPUs the name has no count, because a rank may see any number of them. Cores are counted: ranks share them.
     """
-    if cluster.device.kind == "cuda":
+    if not cluster.device.traits.shares_cores:
         return _file_name(cluster.device.name)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -162,7 +162,7 @@ def gpu_device(gpus: Sequence[tuple[str, float]]) -> Device:
     name, mebibytes = min(gpus, key=lambda gpu: gpu[1])
     memory = Bytes(int(mebibytes * 2**20 * (1 - DRIVER_FRACTION)))
     words = set(re.split(r"[\s_-]+", name.upper()))
-    family = [each for each in DEVICES.values() if each.kind == "cuda" and model_words(each) <= words]
+    family = [each for each in DEVICES.values() if each.traits.has_data_sheet and model_words(each) <= words]
     if not family:
         return replace(
             UNKNOWN_GPU, name=name, memory_bytes=memory, note="not in the catalogue, so its rates are a guess"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trimaran.core import GIB, Bytes, Flops, Seconds, UserError, did_you_mean
+from trimaran.core.device_traits import DEVICE_TRAITS, DeviceTraits
 from trimaran.hardware.cpu_rates import CpuRates
 
 # Fraction of the peak that the best matmul reaches, for devices without a measurement. The measured devices below
@@ -46,9 +47,14 @@ class Device:
     fitted: tuple[tuple[str, float], ...] = ()
 
     @property
+    def traits(self) -> DeviceTraits:
+        """What follows from the device's kind."""
+        return DEVICE_TRAITS[self.kind]
+
+    @property
     def no_peak(self) -> str:
         """Why `peak_flops` is not a data sheet's, so that no MFU can be given; empty if it is."""
-        if self.kind == "cpu":
+        if not self.traits.has_data_sheet:
             return "the peak of this CPU is not known: there is no data sheet of it here"
         return "" if self.name in DEVICES else "this GPU is not in the catalogue, so its peak is not known"
 

@@ -119,7 +119,7 @@ def _scaled_device(cluster: Cluster, fitted: FittedRates) -> Device:
         note=f"{device.note}; {fitted.note}" if device.note else fitted.note,
     )  # fmt: skip
     reached = {name: rate * memory if name == "memory" else rate for name, rate in device.reached.items()}
-    if device.kind == "cuda":
+    if device.traits.has_data_sheet:
         factors = {**fitted.matmul, "host": fitted.host}
         names = dict.fromkeys([*dict(device.fitted), *factors])
         pairs = tuple((name, device.factor(name) * factors.get(name, 1.0)) for name in names)

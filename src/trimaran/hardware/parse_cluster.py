@@ -131,14 +131,14 @@ def _build(
         num_nodes, devices_per_node = counts
     else:
         num_devices = counts[0] if counts else 1
-        num_nodes = 1 if device.kind == "cpu" else -(-num_devices // device.node_size)
+        num_nodes = 1 if device.traits.shares_cores else -(-num_devices // device.node_size)
         if num_devices % num_nodes:
             raise UserError("C003", f"{num_devices} devices do not fill {num_nodes} equal nodes", where="cluster",
                             fix=f"name the nodes: {num_nodes}x{device.node_size}x{device.name}")  # fmt: skip
         devices_per_node = num_devices // num_nodes
     if num_nodes * devices_per_node > MAX_DEVICES:
         raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
-    if device.kind == "cpu":  # the other nodes are assumed to equal this one
+    if device.traits.shares_cores:  # the other nodes are assumed to equal this one
         here = cpu_cluster(devices_per_node, calibrations=calibrations, threads=threads)
         cluster = replace(here, num_nodes=num_nodes)
         calibration = find_calibration(calibrations, machine_name(cluster)) if num_nodes > 1 else None

@@ -15,7 +15,7 @@ from trimaran.hardware.parse_cluster import parse_cluster
 def cluster_of(recipe: Recipe, world_size: int, environment: Mapping[str, str]) -> Cluster:
     """Return the part of the recipe's cluster that `world_size` ranks use."""
     cluster = full_cluster(recipe, environment)
-    if cluster.world_size != world_size and cluster.device.kind == "cpu" and cluster.num_nodes == 1:
+    if cluster.world_size != world_size and cluster.device.traits.shares_cores and cluster.num_nodes == 1:
         return parse_cluster(f"{world_size}xcpu", calibrations=calibration_folder(environment))
     return part_of(cluster, world_size)
 

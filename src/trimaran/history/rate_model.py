@@ -100,7 +100,7 @@ def rate_of(parameter: Parameter, cluster: Cluster) -> tuple[float, str]:
     if parameter.kind == "memory":
         return device.stream_bandwidth / 1e9, "GB/s"
     if parameter.kind == "host":
-        if device.kind == "cpu":
+        if not device.traits.runs_async:
             return (device.cpu_rates.layer_us, "us a layer") if device.cpu_rates else (0.0, "us a layer")
         return device.launch_seconds * 1e6, "us a launch"
     link = next((each for each in cluster.levels if each.name == parameter.name), None)

@@ -40,9 +40,14 @@ def open_saved_tokenizer(folder: Path) -> Tokenizer:
     return open_tokenizer(description, folder)
 
 
+def first_device() -> torch.device:
+    """Return this machine's first device."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load_trained(section: ModelSection, folder: Path, device: torch.device | None = None) -> Network:
     """Return the unsharded network of the weights in `folder`, on `device`; by default this machine's first one."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or first_device()
     if section.family == "hf" and not weight_files(folder):  # they would be random
         raise UserError("M020", "the folder holds no weights", where=str(folder),
                         fix="name a folder with safetensors")  # fmt: skip

@@ -9,11 +9,12 @@ from trimaran.checkpoint.convert import MODEL_PREFIX, read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import ImageRules, ModelSection, Recipe, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data import TokenShards
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
 from trimaran.data.tokenizer_folder import has_tokenizer
 from trimaran.infer.adapted_weights import adapted_section, has_adapter, load_adapted_weights
-from trimaran.infer.generate import TOKENIZER, load_trained, open_saved_tokenizer, unfilled_network
+from trimaran.infer.generate import TOKENIZER, first_device, load_trained, open_saved_tokenizer, unfilled_network
 from trimaran.infer.trained_model import (
     TrainedModel,
     compute_in_bf16,
@@ -45,7 +46,7 @@ def open_trained(weights: TrainedWeights, dtype: str, *, cache: Path | None) -> 
 
     `dtype` auto computes as the run did, or as the folder's config says, on a GPU; and in fp32 on a CPU.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = first_device()
     network, computed = open_network(weights, device, dtype, cache=cache)
     texts = open_texts(weights)
     return TrainedModel(
@@ -71,7 +72,7 @@ def open_network(
         network = _load(weights, section, device)
     network.module.eval().requires_grad_(False)
     if dtype == "auto":
-        dtype = usual_dtype(weights, section) if device.type == "cuda" else "fp32"
+        dtype = usual_dtype(weights, section) if DEVICE_TRAITS[device.type].prefers_16_bits else "fp32"
     if dtype == "bf16":
         compute_in_bf16(network.module)
     return network, DTYPES[dtype]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.serving_layers import replace_projections
 from trimaran.nets import Network
 from trimaran.nets.decoder import DecoderLayer
@@ -150,7 +151,7 @@ def _quantised_in_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def refuse_device(kind: Quantisation, device: torch.device) -> None:
     """Raise UserError unless the device has kernels for these weights."""
-    if device.type != "cuda":
+    if not DEVICE_TRAITS[device.type].has_kernels:
         raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
                         fix="leave --quantise out, or serve on a GPU")  # fmt: skip
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY[kind]:

@@ -136,7 +136,7 @@ def run_on_this_machine(
     cluster = cluster_of(recipe, plan.mesh.world_size)
 
     def environment(plan: Plan) -> dict[str, str]:
-        on_cpu, deterministic = cluster.device.kind == "cpu", recipe.train.deterministic
+        on_cpu, deterministic = cluster.device.traits.shares_cores, recipe.train.deterministic
         debug = recipe.faults.debug
         return worker_environment(os.environ, plan, on_cpu=on_cpu, deterministic=deterministic, debug=debug)
 
@@ -161,7 +161,7 @@ def run_on_this_machine(
 def max_ranks(recipe: Recipe, plan: Plan, cluster: Cluster) -> int:
     """Return the most ranks that this machine may ever hold: those of the plan, or the recipe's `faults.ranks`."""
     now, most = plan.mesh.world_size, recipe.faults.ranks[1] if recipe.faults.ranks else 0
-    return max(now, most if cluster.device.kind == "cpu" else min(most, cluster.devices_per_node))
+    return max(now, most if cluster.device.traits.shares_cores else min(most, cluster.devices_per_node))
 
 
 if __name__ == "__main__":

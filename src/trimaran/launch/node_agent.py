@@ -33,11 +33,11 @@ class NodeAgent:
         self.run, self.node_options = run, node_options
         self.token, self.recipe = run_token(run), run.read_recipe()
         plan, interface = run.read_plan(), node_options.interface
-        self.kind = kind = cluster_of(self.recipe, plan.mesh.world_size).device.kind
-        self._on_cpu = kind == "cpu"
+        device = cluster_of(self.recipe, plan.mesh.world_size).device
+        self.kind, self._on_cpu = device.kind, device.traits.shares_cores
         num_ranks = node_options.ranks or -(-plan.mesh.world_size // node_options.num_at_start)
         nodes, where = -(-plan.mesh.world_size // num_ranks), f"node {node_options.name}"
-        self.preflight = PreflightProcess(run, kind=kind, nodes=nodes, where=where) if check else None
+        self.preflight = PreflightProcess(run, kind=self.kind, nodes=nodes, where=where) if check else None
         ours = {
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,

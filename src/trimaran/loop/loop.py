@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.plan import Sharding
 from trimaran.core.renamed import warn_of_old_name
 from trimaran.loop.batch_agreement import as_tree
@@ -245,7 +246,7 @@ class Loop:
         if reduction == "mean":
             loss = loss * count
             is_empty = count == 0  # a mean of nothing is NaN, and counts nothing
-            if isinstance(is_empty, Tensor) and is_empty.device.type != "cpu":  # the host must not wait for it
+            if isinstance(is_empty, Tensor) and not is_empty.is_cpu:  # the host must not wait for it
                 loss = loss.masked_fill(is_empty, 0.0)
             elif is_empty:
                 loss = loss.nan_to_num() * 0.0
@@ -277,7 +278,7 @@ class Loop:
                             where="loop.backward(loss, ...)", fix="pass num_tokens=..., or num_samples=... for pictures"
                             " and the like; reduction is 'sum' or 'mean'")  # fmt: skip
         (count,), self._num_backwards = given, self._num_backwards + 1
-        is_on_device = isinstance(count, Tensor) and count.device.type != "cpu"
+        is_on_device = isinstance(count, Tensor) and not count.is_cpu
         is_read = not is_on_device or self._num_backwards <= NUM_READ_COUNTS
         if is_read:
             check_reduction(loss, claimed=reduction, count=float(count))
@@ -621,7 +622,7 @@ def _prepare(
 def _join_process_group() -> torch.device:
     """Initialise the default process group unless the user has; return this rank's device."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = DEVICE_TRAITS["cuda" if torch.cuda.is_available() else "cpu"].group_backends
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=TIMEOUT, **({} if dist.is_torchelastic_launched() else alone))
     if not torch.cuda.is_available():

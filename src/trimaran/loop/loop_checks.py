@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.loop.gradient_watch import GradientWatch, local_tensor
 from trimaran.loop.loop_context import LoopContext
 from trimaran.loop.loop_optimizers import parameters_of
@@ -297,5 +298,7 @@ def is_computed(value: Any) -> bool:
 
 def random_state(device: torch.device) -> bytes:
     """Return the states of torch's generators of the CPU and the device."""
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    states = [torch.get_rng_state()]
+    if DEVICE_TRAITS[device.type].has_own_generator:
+        states.append(torch.cuda.get_rng_state(device))
     return b"".join(each.numpy().tobytes() for each in states)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_loader import LoopLoader
@@ -62,7 +63,7 @@ def _evaluation_mode(model: nn.Module, context: LoopContext) -> Iterator[None]:
         dist.broadcast(buffer, src=0)
     modes = [(module, module.training) for module in model.modules()]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state(context.device) if context.device.type == "cuda" else None
+    cuda = torch.cuda.get_rng_state(context.device) if DEVICE_TRAITS[context.device.type].has_own_generator else None
     model.eval()
     try:
         yield

@@ -66,7 +66,7 @@ def check_divisor(loss: Tensor, *, count: float, reads_device: bool) -> None:
     for node in _means(loss.grad_fn, MAX_DEPTH):
         if hasattr(node, "_saved_total_weight"):
             weight = node._saved_total_weight
-            if weight.device.type != "cpu" and not reads_device:
+            if not weight.is_cpu and not reads_device:
                 sizes.append(1)
                 continue
             divisor, num_labels = float(weight), node._saved_target.numel()
@@ -146,7 +146,7 @@ def _divisors_of_sums(node: Any, depth: int, reads_device: bool) -> list[int]:
     inner = [each for each, _ in node.next_functions if each is not None]
     if name.startswith("DivBackward") and len(inner) == 1 and _reduction(inner[0], depth - 1) == "sum":
         divisor = node._saved_other
-        is_read = isinstance(divisor, Tensor) and (divisor.device.type == "cpu" or reads_device)
+        is_read = isinstance(divisor, Tensor) and (divisor.is_cpu or reads_device)
         divisor = float(divisor) if is_read and divisor.numel() == 1 else 0.0
         return [int(divisor)] if divisor > 1 and divisor == int(divisor) else []
     if name.startswith((*TRANSPARENT, "AddBackward", "SubBackward", "MulBackward")):
@@ -196,7 +196,7 @@ def _constant(node: Any, name: str) -> float | None:
     """Return the constant that the loss was multiplied by; None if it is a tensor of the device or not saved."""
     other = getattr(node, "_saved_other", None)
     if isinstance(other, Tensor):
-        other = other.item() if other.device.type == "cpu" and other.numel() == 1 else None
+        other = other.item() if other.is_cpu and other.numel() == 1 else None
     if not isinstance(other, (int, float)) or other == 0:
         return None
     return float(other) if name.startswith("Mul") else 1 / other

@@ -195,7 +195,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     def moved(tensor: Tensor) -> Tensor:
         if tensor.device.type == "meta":
             return torch.empty_like(tensor, device=device)
-        return tensor.to(device) if tensor.device.type == "cpu" else tensor
+        return tensor.to(device) if tensor.is_cpu else tensor
 
     module._apply(moved)
     for name, first in pairs:

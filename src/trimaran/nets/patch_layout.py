@@ -61,7 +61,7 @@ def layout_patches(
     """
     if spec.variant == "tiled":
         return _tiled_layout(spec, patches)
-    host_grids = grids if grids.device.type == "cpu" else host_grids
+    host_grids = grids if grids.is_cpu else host_grids
     shapes = None if host_grids is None else host_grids.tolist()
     positions, counts = _PatchPositions.of(grids, len(patches), merge), grids.long().prod(1)
     lengths = counts if shapes is None else [rows * columns for rows, columns in shapes]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimaran.core.device_traits import DEVICE_TRAITS
+
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 # The cost of one more attention call, forward and backward, in pairs of positions x heads x head_dim: 0.5 ms on one CPU
 # core (measured), 0.15 ms on a GPU.
@@ -42,7 +44,7 @@ class Segments:
 
         Reading the lengths from the device would synchronise with it, so a batch on a device brings them from the host.
         """
-        if lengths is None and documents.device.type == "cpu" and not torch.compiler.is_compiling():
+        if lengths is None and documents.is_cpu and not torch.compiler.is_compiling():
             lengths = run_lengths(documents)
         if lengths is None:
             return cls(documents, None, max_length_tensor(documents.shape[1]), None)
@@ -56,7 +58,7 @@ class Segments:
     @classmethod
     def of_lengths(cls, lengths: Tensor | Sequence[int], total: int, device: torch.device) -> Self:
         """Return one row of `total` positions, split into segments of these lengths, which may be on the device."""
-        if isinstance(lengths, Tensor) and lengths.device.type != "cpu":
+        if isinstance(lengths, Tensor) and not lengths.is_cpu:
             cu_seqlens = _mark_dynamic(F.pad(lengths.cumsum(0), (1, 0)).int()) if has_flash(device) else None
             return cls(_ids(lengths, total), cu_seqlens, max_length_tensor(total), None)
         host_lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
@@ -149,7 +151,7 @@ def _mark_dynamic(tensor: Tensor) -> Tensor:
 @cache
 def has_flash(device: torch.device) -> bool:
     """Return whether the device has the varlen attention kernel."""
-    if device.type != "cuda" or torch.version.hip:
+    if not DEVICE_TRAITS[device.type].has_kernels or torch.version.hip:
         return False
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -219,7 +219,7 @@ def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool, store: DiskStore
     With a store large states are on disk. The others are on the device: they are few.
     """
     device = torch.device("cpu") if on_host else shard.device
-    pinned = on_host and shard.device.type != "cpu"
+    pinned = on_host and not shard.is_cpu
     return {
         key: store.allocate(shape, dtype)
         if store is not None and goes_to_disk(math.prod(shape) * dtype.itemsize)

@@ -91,7 +91,7 @@ def optimizer_of(
 
 def _is_fp32_on_gpu(parameter: nn.Parameter) -> bool:
     """Return whether our kernel is faster than torch's: it clips in the same pass over the gradient."""
-    return parameter.device.type == "cuda" and parameter.dtype == torch.float32
+    return parameter.is_cuda and parameter.dtype == torch.float32
 
 
 def named_groups(

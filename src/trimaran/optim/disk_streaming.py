@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.optim.moments import States
 from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, padded, store_of
 
@@ -58,7 +59,7 @@ class DiskStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type != "cpu"
+        self._device, self._on_gpu = device, DEVICE_TRAITS[device.type].has_own_memory
         self._slots: list[DiskSlot] = []
         if self._on_gpu:
             self._torch = torch.get_device_module(device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of BatchNorm1d, 2d and 3d
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 
 BATCH_NORM = ("local", "sync", "frozen")
 
@@ -28,7 +29,7 @@ def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, devic
             _freeze(name, layer)
         elif how == "sync" and group.size() > 1:
             # torch's SyncBatchNorm does not run on a CPU. Both classes have the same state as the original layer.
-            layer.__class__ = DeviceBatchNorm if device.type == "cuda" else GroupBatchNorm
+            layer.__class__ = DeviceBatchNorm if DEVICE_TRAITS[device.type].has_kernels else GroupBatchNorm
             layer.process_group = group  # pyrefly: ignore[bad-argument-type]
 
 

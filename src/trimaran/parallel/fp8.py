@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trimaran.core import Plan, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.optional_packages import MIN_FP8_FEATURES, RECIPE_MULTIPLES, no_fp8_layers, refused_recipe
 from trimaran.nets import Network
 from trimaran.parallel.fp8_linear import LAYERS
@@ -54,7 +55,7 @@ def fp8_layers(network: Network, recipe: str = "tensor") -> list[nn.Module]:
 
 def require_fp8_device(device_type: str, recipe: str = "tensor") -> None:
     """Raise unless this rank's device supports fp8 matmuls with the recipe's scales."""
-    on_gpu = device_type == "cuda"
+    on_gpu = DEVICE_TRAITS[device_type].has_kernels
     if not on_gpu or torch.cuda.get_device_capability() < MIN_CAPABILITY:
         name = torch.cuda.get_device_name() if on_gpu else "a CPU"
         raise UserError("P031", f"{name} does not compute in fp8", where="plan.precision",

@@ -137,7 +137,7 @@ def _multiply(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Return `left @ right.T`. On a CPU the values are multiplied in fp32."""
-    if left.device.type == "cpu":
+    if left.is_cpu:
         with torch.autocast("cpu", enabled=False):  # in bf16 a CPU without its instructions is a hundred times slower
             return (dequantized(Blocks(left, left_scales)) @ dequantized(Blocks(right, right_scales)).t()).to(dtype)
     left, right = left.contiguous(), right.contiguous()
@@ -189,7 +189,7 @@ define_operator(
 def _row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a matrix in fp8 and its scales, transposed, and the same of its transpose, see `row_blocks`."""
     out = _empty_row_blocks(x, plain, turned)
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         from trimaran.nets.kernels.fp8_block_casts import row_blocks  # noqa: PLC0415  needs Triton
 
         row_blocks(x, *out)
@@ -215,7 +215,7 @@ def _empty_row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Ten
 def _square_blocks(x: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
     """Return a matrix, or its transpose, in fp8, and the scale of each 128x128 block."""
     values, scales = out = _empty_square_blocks(x, turned)
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         from trimaran.nets.kernels.fp8_block_casts import square_blocks  # noqa: PLC0415  needs Triton
 
         square_blocks(x, values, scales, turned=turned)

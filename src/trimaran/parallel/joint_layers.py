@@ -25,7 +25,7 @@ def apply_joint_projections(networks: Sequence[Network], plan: Plan) -> None:
     Call it once the weights have their values and their dtype. Towers with recompute by operator are left as they are.
     """
     matrices = {each for network in networks for each in matmul_weights(network)}
-    on_cpu = all(each.device.type == "cpu" for each in matrices)
+    on_cpu = all(each.is_cpu for each in matrices)
     if not (plan.joins_projections_on_cpu if on_cpu else plan.joins_projections):
         return
     for decoder in (each for network in networks for each in network.module.modules() if isinstance(each, Decoder)):

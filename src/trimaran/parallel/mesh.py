@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimaran.core import Mesh
+from trimaran.core.device_traits import DEVICE_TRAITS, DeviceTraits
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,14 @@ class RankMesh:
     def device(self) -> torch.device:
         """The device that this rank computes on. Offloaded weights are on the CPU."""
         kind = self.axes.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        if self.device_traits.shares_cores:
+            return torch.device(kind)
+        return torch.device(kind, torch.cuda.current_device())
+
+    @cached_property
+    def device_traits(self) -> DeviceTraits:
+        """What follows from the kind of the device that this rank computes on."""
+        return DEVICE_TRAITS[self.axes.device_type]
 
     @cached_property
     def data_rank(self) -> int:
@@ -80,7 +88,7 @@ class RankMesh:
         number = self.dropout_seed(seed, step)
         # `torch.manual_seed` also records a traceback for lazy CUDA initialization, which takes 180 us.
         torch.default_generator.manual_seed(number)
-        if self.axes.device_type == "cuda":
+        if self.device_traits.has_own_generator:
             torch.cuda.manual_seed(number)
 
     @cached_property

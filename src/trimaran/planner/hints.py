@@ -86,7 +86,7 @@ def memory_hints(question: Question) -> tuple[str, ...]:
         f"use nodes with {show_bytes(larger_host.host_bytes)} of memory", replace(question, cluster=larger_host)
     )
     others = [change for change in question_changes(question) if change.question.cluster == cluster]
-    changes = [*_unpinned(question), *([hosts] if cluster.device.kind == "cuda" else []), *others]
+    changes = [*_unpinned(question), *([hosts] if cluster.device.traits.has_own_memory else []), *others]
     fitting = (f"{change.text}: a plan fits" for change in changes if fits_on(change.question, change.question.cluster))
     return (*fitting, *(() if question.recipe.model.adapter else _adapter_hint(question)))
 
@@ -94,7 +94,7 @@ def memory_hints(question: Question) -> tuple[str, ...]:
 def adapter_changes(question: Question) -> Iterator[Hint]:
     """Yield the question with an adapter on frozen weights, of which another thing is trained; then with 4-bit ones."""
     assert question.outline is not None
-    model, main, on_gpu = question.recipe.model, question.outline.main, question.cluster.device.kind == "cuda"
+    model, main, on_gpu = question.recipe.model, question.outline.main, question.cluster.device.traits.has_kernels
     has_linears = model.family != "perception" and all(isinstance(block, OutlineLayer) for block, _ in main.runs)
     if question.stack.name != "trimaran" or not has_linears:
         return
@@ -156,7 +156,7 @@ def _larger(question: Question) -> Cluster | None:
     """Return the next larger cluster over which the batch splits: a fuller node, or up to twice as many nodes."""
     cluster, batch = question.cluster, question.recipe.train.global_batch
     node = cluster.devices_per_node
-    if cluster.device.kind != "cuda":
+    if cluster.device.traits.shares_cores:
         return None
     if cluster.num_nodes == 1 and 2 * node <= cluster.device.node_size:
         return resized_cluster(cluster, 1, 2 * node)
@@ -203,7 +203,7 @@ def _free_memory(best: Plan, question: Question) -> Iterator[str]:
     """Yield how much memory stays free, if that is much: a smaller device would be enough."""
     assert best.prediction is not None
     size, used = question.cluster.device.memory_bytes, best.prediction.device_bytes
-    if used < 0.5 * size and question.cluster.device.kind == "cuda":
+    if used < 0.5 * size and question.cluster.device.traits.has_own_memory:
         yield f"{show_bytes(size - used)} of each device stay free"
 
 

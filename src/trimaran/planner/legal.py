@@ -23,7 +23,7 @@ from trimaran.planner.unequal_rules import check_micro_batches
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 # Names of the devices whose tensor cores have the scales of a recipe: Hopper, and Blackwell in data centres.
 RECIPE_DEVICES = {"block": ("H100", "H200", "H800", "GH200", "H20"), "mx": ("B100", "B200", "B300", "GB200", "GB300")}
-CPU_PRECISIONS, GPU_PRECISIONS = PRECISIONS[:3], ("fp32", "fp16")
+ALWAYS_SUPPORTED = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("fp32", "fp16")}  # also if a device does not list them
 
 
 def check_plan(
@@ -123,7 +123,7 @@ def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
 def check_device_precision(precision: str, cluster: Cluster) -> None:
     """Raise unless all devices support the precision."""
     for device in cluster.devices:
-        has = CPU_PRECISIONS if device.kind == "cpu" else dict.fromkeys((*GPU_PRECISIONS, *device.peak_flops))
+        has = {*ALWAYS_SUPPORTED[device.kind], *device.peak_flops}
         if precision not in has:
             works = either([each for each in PRECISIONS if each in has])
             raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
@@ -209,7 +209,7 @@ def check_disk(plan: Plan) -> None:
 def check_compiled(plan: Plan, cluster: Cluster) -> None:
     """Raise where torch cannot compile what the plan asks for."""
     recomputes = plan.recompute == "full" or isinstance(plan.recompute, int)
-    if plan.compile and recomputes and plan.mesh.tp > 1 and cluster.device.kind == "cpu":
+    if plan.compile and recomputes and plan.mesh.tp > 1 and not cluster.device.traits.compiles_recomputed_slices:
         raise UserError("P020", f"torch cannot compile blocks with tp and recompute {plan.recompute} for a CPU",
                         where="plan.compile",
                         fix="set compile to false, or recompute to selective, elementwise or none")  # fmt: skip

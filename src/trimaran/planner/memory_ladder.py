@@ -202,7 +202,7 @@ def _others(plan: Plan) -> Iterator[Patch]:
 
 def _rung(plan: Plan, patch: Patch, question: Question) -> Rung | None:
     """Return the change with its prediction; None if the changed plan cannot run. A CPU has no host to offload to."""
-    if "plan.offload" in patch and question.cluster.device.kind != "cuda":
+    if "plan.offload" in patch and not question.cluster.device.traits.has_own_memory:
         return None
     try:
         changed = plan_with(plan, patch)

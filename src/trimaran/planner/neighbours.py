@@ -135,7 +135,7 @@ def _recomputes(plan: Plan, question: Question) -> Iterator[Patch]:
 
 def _offloads(plan: Plan, question: Question) -> Iterator[Patch]:
     """Yield the other kinds of offload. A CPU has no host to offload to, but may stop doing so."""
-    kinds = OFFLOADS if question.cluster.device.kind == "cuda" else ("none",)
+    kinds = OFFLOADS if question.cluster.device.traits.has_own_memory else ("none",)
     yield from ({"plan.offload": kind} for kind in kinds if kind != plan.offload)
 
 
@@ -155,7 +155,7 @@ def _compiled(plan: Plan, question: Question) -> Iterator[Patch]:
 
 
 def _graphs(plan: Plan, question: Question) -> Iterator[Patch]:
-    if question.cluster.device.kind == "cuda" and plan.model_copy(update={"cuda_graphs": True}).captures_steps:
+    if question.cluster.device.traits.has_graphs and plan.model_copy(update={"cuda_graphs": True}).captures_steps:
         yield {"plan.cuda_graphs": not plan.cuda_graphs}
 
 

@@ -25,7 +25,7 @@ class Shortage(NamedTuple):
 def near_misses(ranked: Sequence[Plan], question: Question) -> tuple[NearMiss, ...]:
     """Return plans that nearly won, and why they lost: the winner with one change, then other meshes."""
     best = ranked[0]
-    on_gpu = question.cluster.device.kind == "cuda"  # when gradients are summed matters only for CUDA graphs
+    on_gpu = question.cluster.device.traits.has_graphs  # when gradients are summed matters only for CUDA graphs
     near = [plan for plan in variations(best) if _runs(plan, question) and (on_gpu or plan.comm == best.comm)]
     near = [plan.model_copy(update={"prediction": predict(question.job, question.cluster, plan)}) for plan in near]
     reasons = ((plan, reason_lost(best, plan, question)) for plan in [*near, *ranked[1:]])
@@ -149,7 +149,7 @@ def _exposed_comm(best_prediction: Prediction, prediction: Prediction) -> str:
 
 
 def _compute_reason(best: Plan, plan: Plan, longer: float, question: Question) -> str:
-    job, is_cuda = question.job, question.cluster.device.kind == "cuda"
+    job, is_cuda = question.job, question.cluster.device.traits.has_graphs
     if is_cuda and captures_steps(job, best) and not captures_steps(job, plan):
         is_like_best = best.model_copy(update={"comm": plan.comm, "prediction": plan.prediction}) == plan
         why = "its gradients are summed during backward, so " if is_like_best else ""

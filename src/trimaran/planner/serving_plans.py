@@ -138,12 +138,13 @@ def _formats(question: ServingQuestion) -> Iterator[WeightFormat]:
         _refuse_format(question.weights, question.cluster)
         yield question.weights
         return
-    yield "fp32" if device.kind == "cpu" else "bf16" if "bf16" in device.peak_flops else "fp16"
+    half = "bf16" if "bf16" in device.peak_flops else "fp16"
+    yield half if device.traits.prefers_16_bits else "fp32"
     yield from (each for each in FEWER_BITS[device.kind] if each != "fp8" or "fp8" in device.peak_flops)
 
 
 def _refuse_format(weights: WeightFormat, cluster: Cluster) -> None:
-    if weights in ("fp8", "bf16") and weights not in cluster.device.peak_flops and cluster.device.kind == "cuda":
+    if weights in ("fp8", "bf16") and weights not in cluster.device.peak_flops and cluster.device.traits.has_data_sheet:
         usable = [each for each in WEIGHT_FORMATS if each not in ("fp8", "bf16") or each in cluster.device.peak_flops]
         raise UserError("P096", f"{cluster.device.name} has no {weights} arithmetic", where="--weights",
                         fix=f"use {', '.join(usable)}")  # fmt: skip

@@ -57,7 +57,7 @@ def device_defaults(question: Question, mesh: Mesh, sharding: str) -> dict[str, 
     """
     pins, device = question.pins, question.cluster.device
     splits_backward = mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
-    compiled = device.kind == "cuda" and not splits_backward and pins.engine_traits.compiles
+    compiled = device.traits.compiles_by_default and not splits_backward and pins.engine_traits.compiles
     return {"precision": precision_of(question, sharding), "compile": compiled}
 
 

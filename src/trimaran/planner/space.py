@@ -114,7 +114,7 @@ class Space:
     def _max_tokens(self) -> float:
         """The most tokens of a useful micro-batch: more if it takes long to launch than if it is busy anyway."""
         question, cluster = self.question, self.question.cluster
-        if cluster.device.kind == "cpu":
+        if not cluster.device.traits.runs_async:
             return MAX_MICRO_BATCH_TOKENS
         is_captured = cluster.world_size == 1 and captures_steps(question.job, self.pins)
         rates = rates_of(cluster.device, precision_of(question, "none"), question.job.stack.time.sustained)
@@ -129,7 +129,7 @@ class Space:
         is_plain = comm.compression == "none" and not comm.local.is_on and pins.cuda_graphs
         overlaps = "overlap" in comm.model_fields_set and comm.overlap
         cluster, states = self.question.cluster, (WEIGHT_AND_GRADIENT_BYTES + job.state_bytes)
-        has_replicas = cluster.world_size > 1 and cluster.device.kind == "cuda"
+        has_replicas = cluster.world_size > 1 and cluster.device.traits.has_graphs
         fits = states * job.outline.trained_parameters < cluster.device.memory_bytes  # saves time for large models
         return is_ours and is_plain and has_replicas and fits and not overlaps
 
@@ -247,7 +247,8 @@ class Space:
             return nothing
         assert self.question.outline is not None
         by_operator = [RecomputeChoice("elementwise")] * self._is_ours + [RecomputeChoice("selective")]
-        if self.pins.compile and split.microbatch.tp > 1 and self.question.cluster.device.kind == "cpu":
+        device = self.question.cluster.device
+        if self.pins.compile and split.microbatch.tp > 1 and not device.traits.compiles_recomputed_slices:
             return *nothing, *by_operator  # torch cannot compile the others for a CPU
         layers = self.question.outline.layers
         strides = (
@@ -298,8 +299,8 @@ class Space:
         """
         if self.pinned("offload"):
             return (self.pins.offload,)
-        on_gpu = self.question.cluster.device.kind == "cuda"
-        if not on_gpu or not self._may_offload or not self.pins.engine_traits.is_synchronous:
+        has_host = self.question.cluster.device.traits.has_own_memory
+        if not has_host or not self._may_offload or not self.pins.engine_traits.is_synchronous:
             return ("none",)
         return OFFLOADS[:-1] if self.has_packed_weights else OFFLOADS
 
@@ -543,7 +544,8 @@ class Space:
         one_backward = split.pp == 1 or split.schedule != "zero-bubble"
         if self.pins.comm.regather and split.microbatch.tp > 1 and self._has_experts:
             return False  # torch does not compile it
-        return self.question.cluster.device.kind == "cuda" and one_backward and self.pins.engine_traits.compiles
+        device = self.question.cluster.device
+        return device.traits.compiles_by_default and one_backward and self.pins.engine_traits.compiles
 
 
 def precision_of(question: Question, sharding: str) -> str:

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.probe.calibrate_disk import measure_disk
 from trimaran.probe.calibrate_links import measure_collectives
+from trimaran.probe.collective_calls import synchronize
 
 MIN_BATCH_SECONDS = 0.01  # of calls between two readings of the clock; reading it and waiting for the device take less
 
@@ -73,9 +75,10 @@ def measure_memory(device: torch.device, *, seconds: float) -> dict[str, float]:
     host = torch.device("cpu")
     host_rate = stream_bandwidth(host, HOST_BYTES, seconds=seconds, fresh=False)
     # Training on a CPU writes into new memory; on a GPU the caching allocator reuses it.
-    rate = stream_bandwidth(device, STREAM_BYTES[device.type], seconds=seconds, fresh=device.type == "cpu")
+    is_gpu = DEVICE_TRAITS[device.type].has_own_memory
+    rate = stream_bandwidth(device, STREAM_BYTES[device.type], seconds=seconds, fresh=not is_gpu)
     measured = {"host_gb_per_second": host_rate / 1e9, "memory_gb_per_second": rate / 1e9}
-    if device.type == "cuda":
+    if is_gpu:
         measured["pcie_gb_per_second"] = copy_bandwidth(device, seconds=seconds) / 1e9
     tiny = torch.zeros(8, device=device)
     measured["launch_us"] = seconds_per_call(lambda: tiny.add_(1.0), device, seconds=seconds / 4) * 1e6
@@ -101,7 +104,7 @@ def seconds_per_call(call: Callable[[], object], device: torch.device, *, second
         now = time.perf_counter()
         batches.append((now - start) / repeats)
         repeats = repeats * 2 if now - start < MIN_BATCH_SECONDS else repeats
-    return statistics.median(batches) if device.type == "cuda" else min(batches)
+    return min(batches) if DEVICE_TRAITS[device.type].shares_cores else statistics.median(batches)
 
 
 def matmul_flops(
@@ -147,11 +150,6 @@ def copy_bandwidth(device: torch.device, *, seconds: float) -> float:
     gpu = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     copies = (lambda: gpu.copy_(host, non_blocking=True), lambda: host.copy_(gpu, non_blocking=True))
     return COPY_BYTES / max(seconds_per_call(copy, device, seconds=seconds / 2) for copy in copies)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.probe.collective_calls import (
     Call,
     CommGroup,
@@ -17,6 +18,7 @@ from trimaran.probe.collective_calls import (
     all_reduce,
     all_to_all,
     make_message,
+    take_device,
     timed,
 )
 
@@ -53,11 +55,9 @@ def measure_collectives(kind: str, ranks: int, *, seconds: float) -> dict[str, f
 
 def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float, sender: Connection) -> None:
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
+    device = take_device(kind, rank)
     store = dist.FileStore(store_path, ranks)
-    backend, timeout = "nccl" if kind == "cuda" else "gloo", timedelta(seconds=START_SECONDS)
+    backend, timeout = DEVICE_TRAITS[kind].backend, timedelta(seconds=START_SECONDS)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     sizes = (SMALL_BYTES, MIDDLE_BYTES[kind], LARGE_BYTES[kind])
     each = seconds / (len(CALLS) * len(sizes))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trimaran.core.device_traits import DEVICE_TRAITS
+
 MAX_EXACT_RANKS = 64  # whose sum of integers up to 4 is exact in bf16
 
 # The new names of torch 2.13.
@@ -88,12 +90,12 @@ CALLS: dict[str, Call] = {
 def timed(call: Call, message: Message, group: CommGroup, *, repeats: int) -> float:
     """Return the seconds of one call here, the mean of `repeats` calls without a pause."""
     device = message.first.device
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         call(message, group)
         message.calls += 1
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / repeats
 
 
@@ -112,7 +114,7 @@ def count_wrong(name: str, group: CommGroup, *, device: torch.device, dtype: tor
     message.first.fill_(own)
     message.second.fill_(own)
     CALLS[name](message, group)
-    _synchronize(device)
+    synchronize(device)
     got = message.first.double().cpu()
     blocks = torch.tensor(every, dtype=torch.float64).repeat_interleave(length)
     wanted = {
@@ -138,6 +140,19 @@ def _part(tensor: torch.Tensor, group: CommGroup) -> torch.Tensor:
     return tensor[group.place * size : (group.place + 1) * size]
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+def take_device(kind: str, index: int) -> torch.device:
+    """Return the device that a rank works on: the CPU of all ranks, or a GPU, which becomes torch's current one.
+
+    Ranks beyond the number of GPUs share them.
+    """
+    if DEVICE_TRAITS[kind].shares_cores:
+        return torch.device(kind)
+    device = torch.device(kind, index % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if DEVICE_TRAITS[device.type].runs_async:
         torch.cuda.synchronize(device)

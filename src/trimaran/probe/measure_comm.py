@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.probe.collective_calls import (
     CALLS,
     Call,
@@ -29,6 +30,7 @@ from trimaran.probe.collective_calls import (
     count_wrong,
     make_message,
     send_recv,
+    take_device,
     timed,
 )
 from trimaran.probe.probe_ranks import DTYPES, START_SECONDS, run_forked
@@ -100,7 +102,7 @@ def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
         pairs = _measure_pairs(this, seconds=request["seconds"] * PAIR_TIME_FRACTION)
     hosts: list[Any] = [None] * this.world_size
     dist.all_gather_object(hosts, socket.gethostname())
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if this.device.type == "cuda" else ""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if this.request["backend"] == "nccl" else ""
     versions = {"torch": torch.__version__, "nccl": nccl}
     dist.barrier()
     return {"points": points, "pairs": pairs, "skipped": skipped, "wrong": wrong, "hosts": hosts, **versions}
@@ -108,19 +110,15 @@ def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
 
 def _open_rank(request: Fields, rank: int, store_path: str) -> CommRank:
     kind, world_size, limit = request["kind"], request["world_size"], timedelta(seconds=request["timeout_seconds"])
-    if kind == "cuda":
-        local = rank - request["first_rank"] + request["first_device"]
+    if not DEVICE_TRAITS[kind].shares_cores:
         for name, value in request["rank_environments"][rank - request["first_rank"]].items():
             os.putenv(name, value)  # NCCL reads it with getenv
-        device = torch.device("cuda", local % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = take_device(kind, rank - request["first_rank"] + request["first_device"])
     store = _connect(request, limit) if request["address"] else dist.FileStore(store_path, world_size)
     # Small messages between the ranks, such as the number of rounds, go over gloo, also between GPUs.
-    backend = "cpu:gloo,cuda:nccl" if request["backend"] == "nccl" else "gloo"
+    backends = DEVICE_TRAITS[kind].group_backends
     dist.init_process_group(
-        backend, store=dist.PrefixStore("bench", store), rank=rank, world_size=world_size, timeout=limit
+        backends, store=dist.PrefixStore("bench", store), rank=rank, world_size=world_size, timeout=limit
     )
     return CommRank(rank=rank, world_size=world_size, device=device, dtype=DTYPES[request["dtype"]], request=request)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.probe.probe_ranks import all_reduce_with, merge_answers, run_forked
 
 PAIR_SECONDS = 20.0  # for a pair to meet and to all-reduce
@@ -95,7 +96,7 @@ class NodeRendezvous:
         return {node: value for node, value in values.items() if value is not None}
 
     def _measure_pair(self, name: str, side: int, *, kind: str, devices: int) -> float | None:
-        local = devices if kind == "cuda" else 1
+        local = 1 if DEVICE_TRAITS[kind].shares_cores else devices
         arguments = [(self._host, self._port, name, kind, side * local + each, 2 * local) for each in range(local)]
         answer = merge_answers(run_forked(_run_pair_rank, arguments, seconds=PAIR_SECONDS), kind)
         return None if "error" in answer or answer["wrong"] else float(answer["seconds"])

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.probe.calibrate import matmul_flops
+from trimaran.probe.collective_calls import synchronize, take_device
 
 START_SECONDS = 60.0  # ranks may take this long to meet, on a busy machine
 MATMUL_SHAPE = {"cuda": (8192, 8192, 8192), "cpu": (768, 768, 768)}
@@ -68,13 +70,12 @@ def _child(pipe: Connection, function: Work, arguments: tuple[Any, ...]) -> None
 
 def measure_matmuls(kind: str, *, devices: int, cores: int, seconds: float) -> dict[str, Any]:
     """Return the matmul flops per second of each device; all cores of a CPU are one device."""
-    precision = "bf16" if kind == "cuda" else "fp32"
-    if kind == "cpu":
-        arguments: list[tuple[Any, ...]] = [("cpu", 0, cores, "fp32", seconds)]
-    else:
-        arguments = [("cuda", index, 1, precision, seconds) for index in range(devices)]
+    traits = DEVICE_TRAITS[kind]
+    precision = "bf16" if traits.prefers_16_bits else "fp32"
+    num_devices, threads = (1, cores) if traits.shares_cores else (devices, 1)
+    arguments = [(kind, index, threads, precision, seconds) for index in range(num_devices)]
     answers = run_forked(_matmul, arguments, seconds=START_SECONDS + seconds)
-    names = ["the CPU"] if kind == "cpu" else [f"GPU {index}" for index in range(devices)]
+    names = ["the CPU"] if traits.shares_cores else [f"GPU {index}" for index in range(devices)]
     by_name = {
         name: answer or {"error": "it did not finish a matmul"} for name, answer in zip(names, answers, strict=True)
     }
@@ -93,11 +94,10 @@ def cuda_versions() -> dict[str, Any]:
 
 
 def _matmul(kind: str, index: int, cores: int, precision: str, seconds: float) -> dict[str, Any]:
-    if kind == "cpu":
+    device = take_device(kind, index)
+    if DEVICE_TRAITS[kind].shares_cores:
         torch.set_num_threads(cores)
-        return {"flops": matmul_flops(DTYPES[precision], MATMUL_SHAPE[kind], torch.device(kind), seconds=seconds)}
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+        return {"flops": matmul_flops(DTYPES[precision], MATMUL_SHAPE[kind], device, seconds=seconds)}
     major, minor = torch.cuda.get_device_capability(device)
     capability = {"capability": f"sm_{major}{minor}"}
     dtype = DTYPES[precision] if (major, minor) >= (8, 0) else torch.float16
@@ -107,11 +107,10 @@ def _matmul(kind: str, index: int, cores: int, precision: str, seconds: float) -
 
 def measure_all_reduce(kind: str, ranks: int, *, seconds: float) -> dict[str, Any]:
     """Return whether all-reduces over `ranks` were right, and how long a large one takes."""
-    backend = "nccl" if kind == "cuda" else "gloo"
     with TemporaryDirectory() as folder:
         arguments = [(kind, rank, ranks, f"{folder}/store", seconds) for rank in range(ranks)]
         answers = run_forked(_all_reduce_here, arguments, seconds=START_SECONDS + 4 * seconds)
-    return merge_answers(answers, backend)
+    return merge_answers(answers, DEVICE_TRAITS[kind].backend)
 
 
 def merge_answers(answers: list[Any], backend: str) -> dict[str, Any]:
@@ -141,12 +140,10 @@ def all_reduce_with(
 ) -> dict[str, Any]:  # fmt: skip
     """Join a group of `ranks` in `store`; return how many sums were wrong here, and the time of a large all-reduce."""
     torch.set_num_threads(1)
-    local = rank % max(1, torch.cuda.device_count()) if kind == "cuda" else 0
-    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit))
+    device = take_device(kind, rank)
+    dist.init_process_group(
+        DEVICE_TRAITS[kind].backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=limit)
+    )
     wrong, checked = count_wrong_values(rank, ranks, CHECKED_LENGTHS[kind], device), sum(CHECKED_LENGTHS[kind])
     took = time_all_reduce(TIMED_BYTES[kind], device, seconds=seconds)
     return {"wrong": wrong, "checked": checked, "bytes": TIMED_BYTES[kind], "seconds": took}
@@ -177,12 +174,10 @@ def time_all_reduce(num_bytes: int, device: torch.device, *, seconds: float) -> 
     dist.all_reduce(message)  # the first one opens connections
     best, spent = float("inf"), 0.0
     while spent < seconds:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(message)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         took = time.perf_counter() - start
         slowest = torch.tensor([took], device=device, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

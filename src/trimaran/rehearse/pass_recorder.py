@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.axes.pp import TimedStage
 from trimaran.train.metrics.step_clock import cuda_seconds
 
@@ -28,7 +29,7 @@ class PassRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.passes: list[TimedPass] = []
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = DEVICE_TRAITS[device.type].runs_async
 
     def restart(self) -> None:
         """Forget the passes so far: a step begins."""

@@ -41,7 +41,7 @@ class RehearsalRequest:
 
     @property
     def is_on_cpu(self) -> bool:
-        return self.here.device.kind == "cpu"
+        return self.here.device.traits.shares_cores
 
     @property
     def device_cluster(self) -> Cluster:
@@ -191,7 +191,7 @@ def compose_step(request: RehearsalRequest, reports: list[RehearsedRank]) -> tup
     measured = [each for each in reports if each.measured is not None]
     if not measured:
         return None, "no rank was measured"
-    if request.is_on_cpu != (request.cluster.device.kind == "cpu"):
+    if request.is_on_cpu != request.cluster.device.traits.shares_cores:
         return None, f"a CPU says nothing about the time of {request.cluster.device.name}"
     job, cluster, plan = request.job, request.cluster, request.plan
     costs = step_costs_of(job, cluster, plan)

@@ -16,6 +16,7 @@ import torch
 
 from trimaran.core import Plan, Recipe
 from trimaran.core.comm_axes import DATA_AXES
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
 from trimaran.optim.loss_scale import build_loss_scale
@@ -48,7 +49,7 @@ def rehearse_rank(
 ) -> MeasuredRank:
     """Train `steps` steps of one rank of the plan, alone, and return what it needed."""
     register_backend()
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].has_own_memory:
         torch.cuda.init()  # before the mesh, which would choose a device by the rank's number
         torch.cuda.set_device(device)
     with fake_rank(plan, rank, device, backend=BACKEND) as fake, without_other_ranks(recipe, plan, fake.ranks):
@@ -59,7 +60,7 @@ def measure_rank(
     recipe: Recipe, plan: Plan, info: RankInfo, ranks: RankMesh, *, steps: int, cache: Path
 ) -> MeasuredRank:
     """Train `steps` steps after a warm-up and return what this rank needed. It may be one of a real process group."""
-    began, on_gpu = time.monotonic(), info.device.type == "cuda"
+    began, on_gpu = time.monotonic(), DEVICE_TRAITS[info.device.type].has_own_memory
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     warmup = CAPTURE_STEPS if on_gpu and plan.captures_steps else WARMUP_STEPS
@@ -93,7 +94,7 @@ def measure_rank(
 
 
 def _begin_steady_steps(peak: TensorPeak, device: torch.device) -> None:
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].has_own_memory:
         peak.whole, peak.reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -62,7 +62,7 @@ def calibrate(
     if disk is not None:
         check_disk_folder(str(disk), any_filesystem=True)
     measured = _measure(cluster, seconds, open_console(stderr=True), disk)
-    name = cluster.device.name if cluster.device.kind == "cuda" else f"cpu, {num_cores()} cores"
+    name = f"cpu, {num_cores()} cores" if cluster.device.traits.shares_cores else cluster.device.name
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
     write_calibration(path, calibration)
     for old in path.parent.glob(f"{machine_name(cluster)}-*x*-torch-*.json") if output is None else ():
@@ -174,7 +174,7 @@ def _measure(cluster: Cluster, seconds: float, console: Any, disk: Path | None =
     from trimaran.app.request.measure_process import run_measurement
 
     # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
-    ranks = max(2, cluster.world_size) if cluster.device.kind == "cpu" else cluster.world_size
+    ranks = max(2, cluster.world_size) if cluster.device.traits.shares_cores else cluster.world_size
     options: dict[str, object] = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
     options |= {"disk": disk.resolve()} if disk else {}
     command = [sys.executable, "-m", "trimaran.probe.calibrate"]

@@ -76,7 +76,7 @@ def resume(
     replan = _needs_new_plan(found, old, request)
     if is_torchrun:
         refuse_wrong_world_size(request.plan if replan else found.read_plan(), os.environ)
-        refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
+        refuse_unusable(os.environ, kernels=request.cluster.device.traits.has_kernels)
         from trimaran.app.session.torchrun_rank import resume_as_rank
 
         return resume_as_rank(request, found, replan=replan, as_json=as_json, check=not no_check)

@@ -102,7 +102,7 @@ def train(
     request = replace(request, recipe=with_model_tokenizer(with_local_files(request.recipe)))
     if is_torchrun:
         refuse_wrong_world_size(request.plan, os.environ)
-        refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
+        refuse_unusable(os.environ, kernels=request.cluster.device.traits.has_kernels)
         from trimaran.app.session.torchrun_rank import run_as_rank
 
         return run_as_rank(request, path, as_json=as_json, check=not no_check)

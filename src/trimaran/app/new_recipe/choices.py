@@ -101,7 +101,7 @@ def run_name(model: ModelFacts, method: Method) -> str:
 def _methods(model: ModelFacts, cluster: Cluster) -> list[Method]:
     if not model.has_weights:
         return ["full"]
-    return ["full", "lora", "qlora"] if cluster.device.kind == "cuda" else ["full", "lora"]
+    return ["full", "lora", "qlora"] if cluster.device.traits.has_kernels else ["full", "lora"]
 
 
 def _plan(model: ModelFacts, data: DataFacts, choices: Choices, cluster: Cluster) -> Plan:
@@ -110,7 +110,7 @@ def _plan(model: ModelFacts, data: DataFacts, choices: Choices, cluster: Cluster
 
 
 def _values(model: ModelFacts, data: DataFacts, cluster: Cluster, method: Method, cluster_name: str) -> Choices:
-    device = "cuda" if cluster.device.kind == "cuda" else "cpu"
+    device = cluster.device.kind
     targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS
     one_a_row = data.is_samples and model.mixes_documents
     seq_len = _seq_len(model, data, MIN_SEQ_LEN["cpu" if one_a_row else device])

@@ -42,7 +42,7 @@ def cluster_of_text(
     cluster = parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
     rates, ranks = cluster.device.cpu_rates, cluster.devices_per_node
     path = cpu_rates_file(folder, ranks, threads)
-    is_here = cluster.device.kind == "cpu" and not text.endswith((".yaml", ".yml"))
+    is_here = cluster.device.traits.shares_cores and not text.endswith((".yaml", ".yml"))
     if not is_here or path is None or ranks > max(MAX_RANKS, usable_cores()):
         return cluster
     if rates is None or (rates.scatter > MAX_SCATTER and _is_old(path, retry_seconds)):

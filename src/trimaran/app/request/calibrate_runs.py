@@ -51,7 +51,7 @@ class DeviceFit:
     @property
     def device(self) -> str:
         device = self.observed[0].cluster.device
-        return self.name if device.kind == "cpu" else device.name
+        return self.name if device.traits.shares_cores else device.name
 
     def as_dict(self) -> dict[str, Any]:
         result, left_out = self.result, self.result.left_out
@@ -245,5 +245,5 @@ def _calibration(
     fitted = combined(known.fitted if known else None, factors.model_copy(update={"runs": sources}))
     fitted = fitted.model_copy(update={"date": time.strftime("%Y-%m-%d")})
     device = observed[0].cluster.device
-    base = known or Calibration(device=name if device.kind == "cpu" else device.name)
+    base = known or Calibration(device=name if device.traits.shares_cores else device.name)
     return base.model_copy(update={"fitted": fitted})

@@ -22,6 +22,7 @@ from trimaran.app.request.comm_links import planned_link
 from trimaran.app.request.machine_check import interface_to
 from trimaran.app.request.measure_process import run_measurement
 from trimaran.core import Mesh, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.hardware import Cluster, detect, num_cores
 from trimaran.hardware.comm_result import CommCurve, CommPair, CommResult, make_points
 from trimaran.launch.shared_gpu import shared_gpu_environment
@@ -115,7 +116,7 @@ def find_places(options: CommOptions, cluster: Cluster, environ: Mapping[str, st
     """Return which ranks run here: one of torchrun's, those of one of several nodes, or all of them."""
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return _torchrun_places(options, environ)
-    is_cpu = cluster.device.kind == "cpu"
+    is_cpu = cluster.device.traits.shares_cores
     here = options.ranks or (max(2, min(num_cores(), MAX_CPU_RANKS)) if is_cpu else cluster.devices_per_node)
     if options.nodes > 1 and options.ranks is None and is_cpu:
         here = 1  # a rank for each node shows the link between them
@@ -163,7 +164,7 @@ def _backend(name: str, environ: Mapping[str, str]) -> tuple[str, Cluster]:
     if name and name not in BACKENDS:
         raise _wrong(f"'{name}' is not a backend", "--backend", f"use one of {', '.join(BACKENDS)}")
     cluster = detect(visible_devices="" if name == "gloo" else environ.get("CUDA_VISIBLE_DEVICES"))
-    backend = name or ("nccl" if cluster.device.kind == "cuda" else "gloo")
+    backend = name or cluster.device.traits.backend
     if BACKENDS[backend] != cluster.device.kind:
         raise _wrong("NCCL needs GPUs, and this machine shows none", "--backend", "use --backend gloo")
     return backend, cluster
@@ -171,7 +172,7 @@ def _backend(name: str, environ: Mapping[str, str]) -> tuple[str, Cluster]:
 
 def _refuse_too_large(num_bytes: int, ranks: int, kind: str) -> None:
     free = psutil.virtual_memory().available
-    if kind == "cpu" and 2 * num_bytes * ranks > HOST_MEMORY_FRACTION * free:
+    if not DEVICE_TRAITS[kind].has_own_memory and 2 * num_bytes * ranks > HOST_MEMORY_FRACTION * free:
         raise _wrong(f"{ranks} ranks with two messages of {num_bytes / 2**20:,.0f} MiB each do not fit into half of "
                      f"the free memory, {free / 2**30:.1f} GiB", "--sizes", "end with a smaller size")  # fmt: skip
 
@@ -204,7 +205,7 @@ def _result(
                       num_bytes=pair["bytes"], seconds=pair["seconds"]) for pair in measured["pairs"]]  # fmt: skip
     return CommResult(
         date=f"{date.today():%Y-%m-%d}",
-        device=cluster.device.name if kind == "cuda" else f"cpu, {num_cores()} cores",
+        device=f"cpu, {num_cores()} cores" if DEVICE_TRAITS[kind].shares_cores else cluster.device.name,
         backend=request["backend"],
         dtype=request["dtype"],
         world_size=cluster.world_size,

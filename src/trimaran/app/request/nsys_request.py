@@ -85,7 +85,7 @@ def nsys_request(source: str, settings: Sequence[str], *, steps: int, ranks: str
         recipe=_short_recipe(recipe, plan, steps=steps, ranks=ranks),
         plan=plan,
         ranks=tuple(ProfileRequest(ranks=ranks).ranks_of(world)),
-        on_cpu=cluster.device.kind == "cpu",
+        on_cpu=cluster.device.traits.shares_cores,
         nsys=nsys or "nsys",
     )
 

@@ -77,7 +77,8 @@ def _needs_reference(arguments: Sequence[str]) -> bool:
     """Return whether a bare model is too large for this machine, which has no GPU, and no cluster is named."""
     if _names_cluster(arguments):
         return False
-    if detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")).device.kind != "cpu":
+    here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not here.device.traits.shares_cores:
         return False
     return _is_large(read_question(None, [*arguments, f"cluster={REFERENCE_CLUSTER}"]))
 
@@ -100,7 +101,7 @@ def say_reference(request: PlanRequest) -> None:
     elif (
         question.recipe.cluster == "auto"
         and not _names_cluster(request.settings)
-        and question.cluster.device.kind == "cpu"
+        and question.cluster.device.traits.shares_cores
         and _is_large(question)
     ):
         typer.echo("planned for this machine, as the recipe's cluster is auto, and it has no GPU; for another, "

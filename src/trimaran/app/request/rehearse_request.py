@@ -65,6 +65,6 @@ def chosen_ranks(text: str | None, plan: Plan) -> tuple[int, ...]:
 
 def _device_at_hand(cluster: Cluster) -> Cluster:
     """Return this machine, on whose first device ranks are measured. Ranks of a cluster of CPUs stay on a CPU."""
-    if cluster.device.kind == "cpu":
+    if cluster.device.traits.shares_cores:
         return cluster
     return detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), calibrations=calibration_folder(os.environ))

@@ -126,7 +126,7 @@ def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
                         where="the environment variables WORLD_SIZE, LOCAL_WORLD_SIZE", fix=TORCHRUN_FIX)  # fmt: skip
     measured = calibration_folder(environment)
     here = detect(visible_devices=environment.get("CUDA_VISIBLE_DEVICES"), calibrations=measured)
-    if here.device.kind == "cpu":
+    if here.device.traits.shares_cores:
         return parse_cluster(f"{world_size // devices_per_node}x{devices_per_node}xcpu", calibrations=measured)
     return replace(here, num_nodes=world_size // devices_per_node, devices_per_node=devices_per_node)
 
@@ -153,7 +153,7 @@ def refuse_wrong_world_size(plan: Plan, environment: Mapping[str, str]) -> None:
 
 def refuse_other_machine(cluster: Cluster) -> None:
     """Raise unless this machine is the cluster: one node, and as many GPUs as it asks for, unless ranks share them."""
-    if cluster.num_nodes == 1 and cluster.device.kind == "cpu":
+    if cluster.num_nodes == 1 and cluster.device.traits.shares_cores:
         return
     here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     is_enough = here.world_size >= cluster.world_size or os.environ.get(SHARE_GPUS) == "1"

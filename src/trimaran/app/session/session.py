@@ -147,7 +147,7 @@ def print_result(state: RunState, console: Console, code: int, *, as_json: bool)
 
 def _check_before_start(request: Request, path: Path) -> None:
     """Raise now what a rank would find minutes later: a missing package, missing weights, a full disk."""
-    refuse_unusable(os.environ, kernels=request.cluster.device.kind == "cuda")
+    refuse_unusable(os.environ, kernels=request.cluster.device.traits.has_kernels)
     refuse_before_start(request)
     if request.spec and request.outline:
         refuse_full_disk(path, _disk_bytes(request.recipe, request.outline.saved_parameters, RunDirectory(path)))

@@ -94,7 +94,7 @@ def _run_rank(
 ) -> int:
     raise_soft_limits()
     os.environ.update(compile_cache(os.environ))
-    rank_info = read_rank_info(os.environ, on_cpu=request.cluster.device.kind == "cpu")
+    rank_info = read_rank_info(os.environ, on_cpu=request.cluster.device.traits.shares_cores)
     console = open_console(stderr=as_json)
     check_machine = partial(refuse_unfit_machine, request, where=f"node {platform.node()}") if check else None
 

@@ -49,7 +49,7 @@ def tune_here(
     `min_gain` is the expected gain below which there are no more trials; None: the noise.
     """
     check_data(request.recipe)
-    refuse_unusable(os.environ, kernels=request.question.cluster.device.kind == "cuda")
+    refuse_unusable(os.environ, kernels=request.question.cluster.device.traits.has_kernels)
     refuse_before_start(request.as_run)
     if check:
         from trimaran.app.request.machine_check import refuse_unfit_machine

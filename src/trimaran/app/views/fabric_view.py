@@ -29,7 +29,7 @@ MARKS = {"set": ("+", GREEN), "unset": ("-", RED), "try": ("?", ORANGE)}
 def show_fabric(name: str, *, several_nodes: bool, as_json: bool) -> int:
     """Print how the environment differs from the preset of the fabric `name`, or of this machine's (`auto`)."""
     check_fabric(name)
-    has_gpus = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")).device.kind == "cuda"
+    has_gpus = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")).device.traits.backend == "nccl"
     facts = read_fabric(has_gpus=has_gpus, several_nodes=several_nodes)
     if name != "auto":
         # The cards of another fabric than the one that is named are not for it.

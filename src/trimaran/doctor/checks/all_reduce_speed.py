@@ -45,6 +45,6 @@ def _expected(cluster: Cluster | None, ranks: int) -> tuple[float, float, str]:
     link = next((each for each in cluster.levels if each.devices >= ranks), cluster.levels[-1])
     if "all_reduce" in link.reached:
         return link.reached["all_reduce"], MIN_FRACTION_OF_CALIBRATION, "calibration measured"
-    return (
-        (0.0, 0.0, "") if cluster.device.kind == "cpu" else (link.bandwidth, MIN_FRACTION_OF_LINK, f"{link.name} has")
-    )
+    if not cluster.device.traits.has_data_sheet:
+        return 0.0, 0.0, ""
+    return link.bandwidth, MIN_FRACTION_OF_LINK, f"{link.name} has"

@@ -27,7 +27,7 @@ MIN_TYPO_SIMILARITY = 0.9  # of two names, from which on one is taken for a miss
 def check(facts: Facts) -> CheckResult:
     """List the variables to unset or rename. Unknown variables are not reported."""
     environment = facts.environment
-    on_gpus = bool(facts.gpus) and (facts.requirements is None or facts.requirements.kind == "cuda")
+    on_gpus = bool(facts.gpus) and (facts.requirements is None or facts.requirements.needs_gpus)
     problems = [*useless(environment), *harmful(environment, on_gpus=on_gpus), *misspelt(environment)]
     problems += [*wrong_algorithms(environment), *_allocator(environment), *_interfaces(facts), *_threads(facts)]
     return INFO.worst(problems, "none that is harmful or has no effect")

@@ -12,7 +12,7 @@ def check(facts: Facts) -> CheckResult:
     """List the GPUs, and what would keep a run from using them."""
     gpus, requirements = facts.gpus, facts.requirements
     if not gpus:
-        if requirements and requirements.kind == "cuda":
+        if requirements and requirements.needs_gpus:
             # Not a failure: GPUs of other vendors have other tools, and the launcher counts devices itself.
             return INFO.warn(f"the run needs {requirements.ranks} GPUs, but NVIDIA's driver reports none",
                              "see `nvidia-smi`; without GPUs: --set cluster=auto")  # fmt: skip

@@ -48,10 +48,10 @@ def expectation(facts: Facts) -> tuple[float, float, str]:
         return 0.0, 0.0, ""
     device = cluster.device
     if measured.precision in device.reached:
-        ranks = cluster.devices_per_node if device.kind == "cpu" else 1  # the ranks of a CPU share its cores
+        ranks = cluster.devices_per_node if device.traits.shares_cores else 1  # the ranks of a CPU share its cores
         rate = device.reached[measured.precision] * ranks
         return rate, MIN_FRACTION_OF_CALIBRATION, "this machine's calibration"
-    if device.kind == "cpu" or "guess" in device.note:
+    if not device.traits.has_data_sheet or "guess" in device.note:
         return 0.0, 0.0, ""
     return device.achievable_flops(measured.precision), MIN_FRACTION_OF_CATALOGUE, "best published result"
 

@@ -21,10 +21,10 @@ def check(facts: Facts) -> CheckResult:
     if free is None or not requirements.device_bytes:
         return INFO.skipped("the driver reports no free memory" if free is None else "the plan has no prediction")
     need, low = requirements.device_bytes, requirements.device_bytes * (1 - requirements.error)
-    kind = "GPU" if requirements.kind == "cuda" else "rank"
+    kind = "GPU" if requirements.needs_gpus else "rank"
     what = f"the plan needs {show_bytes(need)} per {kind}, {show_bytes(free)} are free"
     evidence = {"need": need, "free": free, "error": requirements.error}
-    if low > free and requirements.kind == "cuda":
+    if low > free and requirements.needs_gpus:
         fix = "stop other programs on the GPUs (`nvidia-smi`), or make a plan that needs less: `trimaran plan`"
         return INFO.fail(what, fix, **evidence)
     if need > free:
@@ -38,7 +38,7 @@ def free_bytes(facts: Facts) -> Bytes | None:
     """Return the free memory of the fullest device of the run; None if the driver does not report it."""
     requirements = facts.requirements
     assert requirements is not None
-    if requirements.kind == "cpu":
+    if not requirements.needs_gpus:
         return Bytes(facts.host.memory_free // requirements.ranks_here)
     gpus = facts.gpus[: requirements.ranks_here]
     return Bytes(min(gpu.memory - gpu.used for gpu in gpus)) if gpus and all(gpu.memory for gpu in gpus) else None

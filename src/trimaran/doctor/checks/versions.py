@@ -65,7 +65,7 @@ def _too_old(versions: Versions) -> list[Problem]:
 
 def _unusable(facts: Facts) -> list[Problem]:
     """Return why torch cannot use this machine's GPUs; nothing if it can, or if the run needs none."""
-    versions, needs_gpus = facts.versions, facts.requirements is None or facts.requirements.kind == "cuda"
+    versions, needs_gpus = facts.versions, facts.requirements is None or facts.requirements.needs_gpus
     if not facts.gpus or not needs_gpus:
         return []
     if versions.torch.endswith("+cpu"):

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.engine_batch import EngineBatch
 from trimaran.infer.engine.token_choice import moved
 
@@ -28,7 +29,7 @@ class ChosenTokens:
 
     def __init__(self, device: torch.device) -> None:
         self.tokens = torch.zeros(MAX_LAUNCHED, dtype=torch.int64, device=device)
-        self._is_gpu = device.type == "cuda"
+        self._is_gpu = DEVICE_TRAITS[device.type].has_own_memory
         # Two: that of a step is written before that of the step before is read.
         self._host = [torch.zeros(MAX_LAUNCHED, dtype=torch.int64, pin_memory=self._is_gpu) for _ in range(2)]
         self._steps = 0

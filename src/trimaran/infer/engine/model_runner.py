@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.chosen_tokens import ChosenTokens, PendingTokens
 from trimaran.infer.engine.engine_batch import EMBEDDING, LAST, EngineBatch
 from trimaran.infer.engine.token_choice import TokenChooser, choose_on_device, moved
@@ -191,7 +192,7 @@ def step_inputs(
 
 def _moved_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return i64 arrays as tensors on `device`, with one copy for all of them."""
-    if device.type == "cpu":
+    if not DEVICE_TRAITS[device.type].has_own_memory:
         return [torch.from_numpy(each) for each in arrays]
     flat = moved(np.concatenate([each.reshape(-1) for each in arrays]), device)
     parts = flat.split([each.size for each in arrays])

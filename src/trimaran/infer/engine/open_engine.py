@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from trimaran.core import ModelSection, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.adapted_network import refuse_other_base, saved_base
 from trimaran.infer.adapted_weights import has_adapter
 from trimaran.infer.engine.adapter_loading import load_peft_folder
@@ -19,6 +20,7 @@ from trimaran.infer.engine.json_constraint import constraint_maker
 from trimaran.infer.engine.model_runner import ModelRunner, Runner, output_head
 from trimaran.infer.engine.open_runner import CacheSettings, open_runner
 from trimaran.infer.engine.scheduler import EngineSettings
+from trimaran.infer.generate import first_device
 from trimaran.infer.open_weights import load_checkpoint, open_network, open_texts, section_of
 from trimaran.infer.weight_quantisation import quantise
 from trimaran.infer.weights_location import TrainedWeights
@@ -41,14 +43,14 @@ class OpenEngine:
 
 def open_engine(config: EngineConfig) -> OpenEngine:
     """Return the engine of a single process. Raises UserError if something does not fit."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = first_device()
     cache_folder = None if config.cache is None else Path(config.cache)
     network, dtype = open_network(config.weights, device, config.dtype, cache=cache_folder)
     bank = _open_adapters(network, config) if config.adapters else None
     if config.quantise is not None:
         quantise(network, config.quantise, device)
     runner = open_runner(network, device, dtype, cache_settings(network, device, config), bank=bank)
-    if type(runner) is ModelRunner and device.type == "cuda" and bank is None:
+    if type(runner) is ModelRunner and DEVICE_TRAITS[device.type].has_graphs and bank is None:
         runner = _with_graphs(runner, config)
     engine = new_engine(runner, config)
     return OpenEngine(engine, lambda weights: _load_into(network, weights, config, cache_folder))
@@ -71,7 +73,7 @@ def cache_settings(network: Network, device: torch.device, config: EngineConfig)
     most = sizes.max_running * network.max_seq_len
     if sizes.cache_bytes is not None:
         return CacheSettings(max_bytes=sizes.cache_bytes, max_tokens=most, page_size=sizes.page_size)
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].has_own_memory:
         free = int(torch.cuda.mem_get_info(device)[0] * GPU_FRACTION)
     else:
         free = min(int(psutil.virtual_memory().available * CPU_FRACTION), MAX_CPU_BYTES)

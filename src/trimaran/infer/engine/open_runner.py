@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.engine_batch import LAST, EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits, output_head
 from trimaran.infer.engine.sequence_runner import SequenceRunner
@@ -52,7 +53,7 @@ def open_runner(
     if num_pages < 1:
         raise UserError("E010", f"a key-value cache of {cache.max_bytes} bytes has no room for a page of {page_bytes}",
                         where="the cache", fix="give the cache more memory")  # fmt: skip
-    traits = replace(traits, overlaps=device.type == "cuda")  # a CPU would wait for itself
+    traits = replace(traits, overlaps=DEVICE_TRAITS[device.type].runs_async)  # a CPU would wait for itself
     return ModelRunner(network, device, dtype, PagedCache(num_pages, cache.page_size), traits, bank)
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from trimaran.core import UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.engine_config import EngineConfig
 from trimaran.infer.engine.open_engine import (
     OpenEngine,
@@ -44,7 +45,7 @@ def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[Ran
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     name = config.dtype
     if name == "auto":
-        name = usual_dtype(config.weights, section) if device.type == "cuda" else "fp32"
+        name = usual_dtype(config.weights, section) if DEVICE_TRAITS[device.type].prefers_16_bits else "fp32"
     dtype = DTYPES[name]
 
     def num_pages(network: Network, on: torch.device) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.engine_request import TokenConstraint, TopTokens
 from trimaran.infer.sampling import FEW_TOKENS, Sampling
 
@@ -79,7 +80,7 @@ def likeliest_tokens(logits: Tensor) -> Tensor:
 def moved(array: np.ndarray, device: torch.device) -> Tensor:
     """Return an array as a tensor on `device`. The host does not wait for the copy to a GPU."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if DEVICE_TRAITS[device.type].has_own_memory else tensor
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Mesh, ModelSection, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.engine_batch import EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
 from trimaran.infer.engine.open_runner import traits_of
@@ -168,7 +169,7 @@ class OpenRank:
         agreed(lambda: check_weights(weights))
         cache = self.runner.cache
         del self.runner
-        if self.ranks.device.type == "cuda":
+        if self.ranks.device_traits.has_own_memory:
             torch.cuda.empty_cache()
         self.runner = self._runner_of(open_part(weights, self.ranks, self.model.settings), cache)
 
@@ -225,10 +226,10 @@ def _load_if_there(rank: OpenRank, folder: Path, step: int | None) -> None:
 def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
     """Return the mesh of all ranks, and the watch over them. Every rank must call it."""
     host, _, port = place.address.rpartition(":")
-    backend = "gloo"
-    if place.device.type == "cuda":
+    traits = DEVICE_TRAITS[place.device.type]
+    if not traits.shares_cores:
         torch.cuda.set_device(place.device)
-        backend = "cpu:gloo,cuda:nccl"
+    backend = traits.group_backends
     store = dist.TCPStore(
         host, int(port), place.world, is_master=place.rank == 0, timeout=timedelta(seconds=START_SECONDS)
     )

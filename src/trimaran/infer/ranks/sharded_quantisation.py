@@ -58,7 +58,7 @@ def quantise_part(network: Network, kind: Quantisation, ranks: RankMesh) -> None
             maxima = local_part(layer.weight).float().abs().amax(dim=1)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=ranks.group("tp"))
         quantise_linear(layer, kind, maxima)
-    if ranks.device.type == "cuda":
+    if ranks.device_traits.has_own_memory:
         torch.cuda.empty_cache()  # the cache of keys and values may have the memory of the old weights
     log.info("%d linear layers of this rank have %s weights", len(layers), kind)
 

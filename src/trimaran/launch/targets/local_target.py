@@ -46,7 +46,7 @@ class LocalTarget:
         if request is None:
             return [SiteCheck(name="devices", found=str(here))]
         error = None
-        wanted, is_gpu = request.cluster, request.cluster.device.kind != "cpu"
+        wanted, is_gpu = request.cluster, not request.cluster.device.traits.shares_cores
         if is_gpu and (here.device.kind != wanted.device.kind or here.world_size < wanted.world_size):
             error = UserError("A007", f"the run needs {wanted}, but this machine is {here}", where="cluster",
                               fix="launch with --set cluster=auto, or on other machines: --on ssh")  # fmt: skip

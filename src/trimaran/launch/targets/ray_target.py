@@ -176,7 +176,7 @@ def _resources(request: LaunchRequest) -> dict[str, float]:
     """Return what each node must have free: the bundle of the placement group."""
     site: RaySection = request.site
     cpus = request.ranks_per_node if site.cpus_per_node is None else site.cpus_per_node
-    gpus = {} if request.cluster.device.kind == "cpu" else {"GPU": request.ranks_per_node}
+    gpus = {} if request.cluster.device.traits.shares_cores else {"GPU": request.ranks_per_node}
     return {"CPU": cpus, **gpus, **site.resources}
 
 
@@ -193,7 +193,7 @@ def _node_addresses(request: LaunchRequest) -> Sequence[str]:
 
 
 def _local_error(request: LaunchRequest | None) -> UserError | None:
-    if request is None or request.cluster.device.kind == "cpu" or request.num_nodes == 1:
+    if request is None or request.cluster.device.traits.shares_cores or request.num_nodes == 1:
         return None
     return UserError("L061", f"a local Ray cluster cannot give the GPUs of this machine to {request.num_nodes} nodes",
                      where="address of ray", fix="name a cluster: --site address=http://HEAD:8265")  # fmt: skip

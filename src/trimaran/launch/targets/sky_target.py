@@ -144,7 +144,7 @@ def _command(request: LaunchRequest) -> list[str]:
 def _job(request: LaunchRequest) -> str:
     """Return the task for SkyPilot."""
     site: SkySection = request.site
-    is_cpu = request.cluster.device.kind == "cpu"
+    is_cpu = request.cluster.device.traits.shares_cores
     resources = {
         "infra": site.infra,
         "accelerators": site.accelerators

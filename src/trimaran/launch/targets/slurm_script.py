@@ -259,7 +259,7 @@ def python_of(site: SlurmSite) -> str:
 
 
 def _on_gpu(request: LaunchRequest) -> bool:
-    return request.cluster.device.kind != "cpu"
+    return not request.cluster.device.traits.shares_cores
 
 
 def _cpus(request: LaunchRequest) -> int:

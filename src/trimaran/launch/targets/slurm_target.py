@@ -273,7 +273,7 @@ def _partition_error(request: LaunchRequest, site: SlurmSite, partition: Mapping
     if longest is not None and asked is not None and asked > longest:
         return UserError("L033", f"partition {name} allows {partition['MaxTime']}, and slurm.time is {site.time}",
                          where="slurm.time", fix="use a shorter time: the run goes on in the next job")  # fmt: skip
-    if request.cluster.device.kind != "cpu" and (gpus := gpus_per_node(name)) < request.ranks_per_node:
+    if not request.cluster.device.traits.shares_cores and (gpus := gpus_per_node(name)) < request.ranks_per_node:
         return UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
                          f"{request.ranks_per_node} on each", where=where,
                          fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip

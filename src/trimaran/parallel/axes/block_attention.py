@@ -106,7 +106,7 @@ def attention_for(query: Tensor, value: Tensor, scores: Scores) -> BlockAttentio
     """Return the implementation for these tensors."""
     width = query.shape[-1]
     is_plain = scores.window is None and not scores.softcap and value.shape[-1] <= width
-    if is_plain and query.device.type == "cpu":
+    if is_plain and query.is_cpu:
         return CpuAttention(scores)
     if is_plain and has_flash(query.device) and value.dtype in HALF_PRECISION and width % 8 == 0 and width <= 256:
         return PackedAttention(scores)

@@ -250,4 +250,4 @@ def _offload(plan: Plan, ranks: RankMesh) -> OffloadPolicy:
     if plan.offload != "parameters":
         return OffloadPolicy()
     # A file cannot be pinned.
-    return CPUOffloadPolicy(pin_memory=ranks.axes.device_type == "cuda" and not plan.disk.path)
+    return CPUOffloadPolicy(pin_memory=ranks.device_traits.has_own_memory and not plan.disk.path)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets.shard_types import is_dtensor
 
 HAS_TRITON = find_spec("triton") is not None
@@ -21,14 +22,14 @@ class DeviceNumbers:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._is_pinned = device, dtype, DEVICE_TRAITS[device.type].has_own_memory
         self._numbers: list[int] | list[float] = []
         self._tensor = torch.empty(0, dtype=dtype, device=device)
 
     def set(self, numbers: list[int] | list[float]) -> Tensor:
         """Return these numbers on the device, flat."""
         if numbers != self._numbers:
-            staged = torch.tensor(numbers, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+            staged = torch.tensor(numbers, dtype=self._dtype, pin_memory=self._is_pinned)
             if len(self._tensor) != len(staged):
                 self._tensor = torch.empty_like(staged, device=self._device)
             self._tensor.copy_(staged, non_blocking=True)
@@ -49,7 +50,9 @@ class ProgramMap:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a tensor in host memory on the device, without waiting for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if not DEVICE_TRAITS[device.type].has_own_memory:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def rows_to_device(rows: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
@@ -75,4 +78,4 @@ def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
 
 def has_kernels(device_type: str) -> bool:
     """Return whether kernels in Triton can run on such a device. The compiler can trace this."""
-    return device_type == "cuda" and HAS_TRITON
+    return DEVICE_TRAITS[device_type].has_kernels and HAS_TRITON

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.core import Plan
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.local_steps import LocalSteps, synchronisation_bytes
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
@@ -219,7 +220,7 @@ class ExchangeTimer:
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
         self._times: list[float] = []
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = DEVICE_TRAITS[device.type].runs_async
         self.stop()
 
     def stop(self) -> None:

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trimaran.core import Plan
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.dtensor_shards import LocalShard
 from trimaran.parallel.mesh import RankMesh
@@ -33,7 +34,7 @@ def apply_activation_offload(network: Network, plan: Plan, ranks: RankMesh) -> N
     """
     if plan.offload == "activations":
         device = ranks.axes.device_type
-        copies = StreamCopies() if device == "cuda" else SynchronousCopies()
+        copies = StreamCopies() if DEVICE_TRAITS[device].runs_async else SynchronousCopies()
         offload_blocks(network, ActivationOffload(copies, device=device, min_bytes=MIN_OFFLOAD_BYTES[device]))
 
 

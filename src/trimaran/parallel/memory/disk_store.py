@@ -69,7 +69,7 @@ class DiskStore:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor, or what it is a view of, is in this file."""
-        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._start < self._size
+        return tensor.is_cpu and 0 <= tensor.data_ptr() - self._start < self._size
 
     def read(self, source: Tensor, target: Tensor, after: Sequence[object] = ()) -> list[Future[None]]:
         """Start to read a tensor of this store into the bytes of `target`, after these futures and CUDA events."""
@@ -125,7 +125,7 @@ def _pool_of(process: int) -> ThreadPoolExecutor:
 
 def store_of(tensor: Tensor) -> DiskStore | None:
     """Return the store that holds a tensor; None if it is in memory."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return None
     return next((store for store in STORES if store.holds(tensor)), None)
 

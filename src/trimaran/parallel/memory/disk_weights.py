@@ -13,6 +13,7 @@ from torch import Tensor
 # Private in torch: what FSDP2 knows of one parameter.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, goes_to_disk, padded
 
 SLOT_BYTES = 16 << 20
@@ -75,7 +76,7 @@ class DiskWeights:
         """Start reads into the free slots."""
         assert self.store is not None
         if not self._slots:
-            pinned = self._device.type != "cpu"
+            pinned = DEVICE_TRAITS[self._device.type].has_own_memory
             self._slots = [ReadSlot(aligned_buffer(self._slot_bytes, pinned=pinned)) for _ in range(NUM_SLOTS)]
         while self._waiting and len(self._reading) < READ_AHEAD:
             slot, self._next_slot = self._slots[self._next_slot], (self._next_slot + 1) % NUM_SLOTS
@@ -111,7 +112,7 @@ class DiskParameter(FSDPParam):
         super().reset_sharded_param()
         # Gradients are copied to pinned memory, which is used again in every step: a copy to new pages takes 40 times
         # as long, and backward waits for it.
-        self.pin_memory = self.offload_to_cpu and self.device.type == "cuda"
+        self.pin_memory = self.offload_to_cpu and DEVICE_TRAITS[self.device.type].has_own_memory
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:

@@ -58,7 +58,7 @@ def refuse_for_deepspeed(tool: str, plan: Plan, train: TrainSection) -> None:
 
 def full_config(plan: Plan, question: Question) -> dict[str, Any]:
     """Return DeepSpeed's configuration with its optimizer."""
-    pinned = question.cluster.device.kind == "cuda"
+    pinned = question.cluster.device.traits.has_own_memory
     return deepspeed_config(plan.model_copy(update=IGNORED_FIELDS), question.recipe.train, pin_memory=pinned)
 
 

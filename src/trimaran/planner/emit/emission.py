@@ -68,7 +68,7 @@ def refuse_settings(tool: str, train: TrainSection, *, states: Iterable[str] = (
 
 def refuse_cpu(tool: str, cluster: Cluster) -> None:
     """Raise when there are no GPUs."""
-    if cluster.device.kind == "cpu":
+    if cluster.device.traits.shares_cores:
         raise refusal(tool, f"a run on {cluster}", "the emitted command starts it on GPUs", where="cluster",
                       fix="name a cluster of GPUs, such as 8xH100")  # fmt: skip
 

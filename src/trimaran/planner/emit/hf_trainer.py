@@ -93,7 +93,7 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
     recipe, cluster = question.recipe, question.cluster
     files = {FILE: "", SCRIPT: "", **peft_files(TOOL, question)}
     fields = common(plan, recipe)
-    on_cpu = cluster.device.kind == "cpu"
+    on_cpu = cluster.device.traits.shares_cores
     refuse_unless(TOOL, plan, TAKES | (ON_CPU if on_cpu else {}))
     if plan.engine == "deepspeed":
         refuse_settings(TOOL, recipe.train)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.data.sequences import IGNORED
@@ -100,7 +101,7 @@ def check_first_loss(
     if not can_evaluate or not isinstance(objective, LanguageObjective):
         return
     device = ranks.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if DEVICE_TRAITS[device.type].has_own_generator else []):
         with Loader(feed, steps=1) as loader:
             inputs = next(loader).to(device).micro(0)
         multiple = 2 * plan.mesh.cp * plan.mesh.tp  # what a sequence is split into
@@ -115,7 +116,7 @@ def check_first_loss(
         own = _own_losses(model, weights, row, plan, device)
         del weights
         ours = _our_loss(stepper, row, plan)
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].has_own_memory:
         torch.cuda.empty_cache()
     mine = [ranks.data_rank, ours, _as_list(own) if ranks.counts_samples else None]
     everywhere = all_gather_json(mine)
@@ -222,7 +223,8 @@ def _is_cheap(networks: Sequence[Network], plan: Plan, rank_info: RankInfo, devi
     whole = loadable_weights(networks[0].whole_module)
     missing = sum(each.numel() for name, each in whole.items() if name not in held - changed)
     width = 4 if plan.precision == "fp32" else 2
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes() // rank_info.local_world_size
+    on_gpu = DEVICE_TRAITS[device.type].has_own_memory
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_bytes() // rank_info.local_world_size
     return missing <= MAX_GATHERED and width * missing <= free // 2
 
 

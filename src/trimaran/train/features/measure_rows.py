@@ -16,6 +16,7 @@ from torch import Tensor
 from trimaran.core import Plan, UserError
 from trimaran.core.comm_axes import data_axis
 from trimaran.core.deal_rows import RowSeconds, deal_rows
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.feed import DataShare, share_of
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import Inputs, StepBatch
@@ -180,7 +181,7 @@ class _Passes:
 
     def _rows_that_fit(self, rows: int) -> int | None:
         """Run one micro-batch and return how many rows a GPU has memory for beside all that does not depend on them."""
-        if self._device.type != "cuda":
+        if not DEVICE_TRAITS[self._device.type].has_own_memory:
             self._time(1)
             return None
         before = torch.cuda.memory_allocated(self._device)
@@ -206,7 +207,7 @@ def _num_bytes(gradient: Tensor) -> int:
 
 @contextmanager
 def _unchanged_random_numbers(device: torch.device) -> Iterator[None]:
-    devices: list[Any] = [device] if device.type == "cuda" else []
+    devices: list[Any] = [device] if DEVICE_TRAITS[device.type].has_own_generator else []
     with torch.random.fork_rng(devices=devices):
         yield
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.tensor_shards import TensorShard
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.batched.address_table import addresses_of
 from trimaran.parallel.batched.tensor_checksums import TensorChecksums, can_sum
 from trimaran.parallel.memory.disk_store import store_of
@@ -193,7 +194,7 @@ class ShardCheck:
         """Return into how many parts to split, so that checks take no more than their time."""
         num_parts = max(1, len(self._parts))
         if self._num_records >= FIRST_STEPS:
-            on_device = 0.0 if self._device.type == "cpu" else 2 / DEVICE_BYTES_PER_SECOND
+            on_device = 2 / DEVICE_BYTES_PER_SECOND if DEVICE_TRAITS[self._device.type].has_own_memory else 0.0
             steps = FIRST_STEPS - 1 if self._num_records == FIRST_STEPS else REVIEW_STEPS
             device_seconds = steps * on_device * sum(each.tensor.nbytes for each in tensors)
             fraction = (self._check_seconds + device_seconds) / max(1e-9, self._step_seconds)
@@ -224,7 +225,7 @@ def checked_tensors(shard: TensorShard, device: torch.device) -> list[CheckedTen
 
 def _flat_bytes(tensor: Tensor) -> np.ndarray | None:
     """Return the memory of a contiguous tensor on the host as bytes; None for any other."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not tensor.is_contiguous():
         return None
     return tensor.reshape(-1).view(torch.uint8).numpy()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trimaran.core import Recipe
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
@@ -34,7 +35,7 @@ def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimi
     return LoaderLimits(
         cores=max(0, _allowed_cores(cgroup) // ranks - 1),
         free_bytes=free_bytes(cgroup) // ranks,
-        pin_memory=rank_info.device.type == "cuda",
+        pin_memory=DEVICE_TRAITS[rank_info.device.type].has_own_memory,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 
@@ -35,5 +36,6 @@ def time_gathers(module: nn.Module, axis: str) -> None:
     """Make the FSDP parameter groups of `module` time their waits, as those of `axis`."""
     for group in parameter_groups(module):
         if type(group) in (FSDPParamGroup, TimedParamGroup, TimedParamGroupOnCPU):  # leave other subclasses alone
-            group.__class__ = TimedParamGroupOnCPU if group.device.type == "cpu" else TimedParamGroup
+            runs_async = DEVICE_TRAITS[group.device.type].runs_async
+            group.__class__ = TimedParamGroup if runs_async else TimedParamGroupOnCPU
             group.axis = axis  # pyrefly: ignore[missing-attribute]

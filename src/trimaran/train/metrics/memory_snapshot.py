@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.run import RunDirectory
 from trimaran.run.out_of_memory import says_out_of_memory
@@ -35,8 +36,9 @@ class MemorySnapshotter:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, *, history: bool = False) -> None:
         self.device, self.modules, self._history = device, tuple(modules), history
+        self.has_allocator = DEVICE_TRAITS[device.type].has_own_memory  # which records what it allocates
         self._tracker: StepMemoryTracker | None = None
-        if history and device.type == "cuda":
+        if history and self.has_allocator:
             _record_allocation_history(True)
 
     def follow(self, modules: Iterable[nn.Module]) -> None:
@@ -45,7 +47,7 @@ class MemorySnapshotter:
 
     def begin(self) -> None:
         """Track memory that lives only within a step: gradients, activations and, on CUDA, all allocations."""
-        if self.device.type == "cuda" and not self._history:
+        if self.has_allocator and not self._history:
             _record_allocation_history(True)
         self._tracker = StepMemoryTracker(self.modules)
 
@@ -57,7 +59,7 @@ class MemorySnapshotter:
         try:
             self.write(path, step=step, within=tracker)
         finally:
-            if self.device.type == "cuda" and not self._history:
+            if self.has_allocator and not self._history:
                 _record_allocation_history(False)
 
     def write(self, path: Path, *, step: int, within: "StepMemoryTracker | None" = None, **why: Any) -> None:
@@ -72,7 +74,7 @@ class MemorySnapshotter:
         """Return what holds this rank's memory: now and, with a tracker, `within` the tracked step."""
         owners = [*{each.address: each for each in find_owners(self.modules, self.device)}.values()]
         tree: dict[str, Any] = {"device": str(self.device), "history": self._history or within is not None}
-        if self.device.type == "cuda":
+        if self.has_allocator:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             tree |= {"total": torch.cuda.get_device_properties(index).total_memory}
             tree |= read_snapshot(torch.cuda.memory._snapshot(index), owners, device=index)
@@ -194,7 +196,7 @@ def snapshot_on_oom(snapshotter: MemorySnapshotter, run: RunDirectory, *, rank: 
 
     An error in the snapshot itself is suppressed, so that it does not hide the out-of-memory error.
     """
-    if snapshotter.device.type != "cuda":
+    if not snapshotter.has_allocator:
         return
 
     def observe(device: int, wanted: int, total: int, free: int) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Plan, Recipe
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.hardware.host_limits import CGROUP, total_bytes
 from trimaran.nets import Network
 from trimaran.telemetry.rank_table import RankTableWriter
@@ -31,8 +32,8 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device, *, cgroup: Path = CGROUP, now: Callable[[], float] = monotonic) -> None:
-        self._device, on_gpu = device, device.type == "cuda"
-        self._total = torch.cuda.get_device_properties(device).total_memory if on_gpu else total_bytes(cgroup)
+        self._device, self._on_gpu = device, DEVICE_TRAITS[device.type].has_own_memory
+        self._total = torch.cuda.get_device_properties(device).total_memory if self._on_gpu else total_bytes(cgroup)
         self._now, self._num_reads, self._due = now, 0, 0.0
         self._last: tuple[int, dict[str, Any]] = (0, {})
 
@@ -44,7 +45,7 @@ class MemoryMeter:
         return self._last
 
     def _read(self) -> tuple[int, dict[str, Any]]:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             stats = torch.cuda.memory_stats_as_nested_dict(self._device)
             return _bytes(stats, "allocated_bytes", "peak"), allocator_memory(stats) | {"total": self._total}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trimaran.core import Phase, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.train.metrics.collective_ranges import CollectiveRanges
 from trimaran.train.metrics.layer_ranges import LayerRanges
@@ -108,14 +109,14 @@ class StepRanges:
 
 def start_capture(device: torch.device) -> None:
     """Have a tool that waits for it record from now on: `cudaProfilerStart`. Without a GPU it records all the time."""
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].runs_async:
         torch.cuda.synchronize(device)  # kernels of the step before are not part of the recording
         torch.cuda.profiler.start()
 
 
 def stop_capture(device: torch.device) -> None:
     """End what `start_capture` began, after the kernels of the last step."""
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].runs_async:
         with contextlib.suppress(RuntimeError):  # the tool may have stopped by itself
             torch.cuda.synchronize(device)
             torch.cuda.profiler.stop()

@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.core import TelemetrySection
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.run import Journal, RunDirectory
 from trimaran.run.profile_request import (
@@ -298,7 +299,7 @@ def build_profiler(
 
 def _start_trace(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].runs_async:
         activities.append(ProfilerActivity.CUDA)
     trace = profile(activities=activities)
     trace.start()

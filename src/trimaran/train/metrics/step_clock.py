@@ -11,6 +11,7 @@ import torch
 
 from trimaran.core import Phase
 from trimaran.core.comm_axes import WORLD
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
 from trimaran.train.metrics.timeline import PhaseEvent, StepSeconds, attribute
 
@@ -81,7 +82,7 @@ class StepClock:
     def __init__(self, device: torch.device, *, timed_axes: Sequence[str] | None = None) -> None:
         self._timed_axes = timed_axes
         self._listeners: tuple[PhaseListener, ...] = ()  # mostly none, and a loop over them would cost 4 % of a span
-        self._cuda_events = CudaEvents() if device.type == "cuda" else None
+        self._cuda_events = CudaEvents() if DEVICE_TRAITS[device.type].runs_async else None
         self._mark: Callable[[], Any] = time.perf_counter if self._cuda_events is None else self._cuda_events.record
         self._depth = 0  # of the innermost open span
         self.restart()

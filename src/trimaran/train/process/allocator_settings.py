@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import torch
 
+from trimaran.core.device_traits import DEVICE_TRAITS
+
 log = logging.getLogger(__name__)
 
 
@@ -15,7 +17,7 @@ def set_expandable_segments(wanted: Literal["auto"] | bool, device: torch.device
     torch reads this setting whenever it reserves memory. Segments that hold live tensors stay as they are; those that
     are free are given back, so that they are reserved anew. Does nothing on a CPU.
     """
-    if device.type != "cuda":
+    if not DEVICE_TRAITS[device.type].has_own_memory:
         return
     at_start = _at_start()
     value = at_start if wanted == "auto" else wanted

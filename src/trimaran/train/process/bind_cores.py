@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.hardware.numa import SYS, cores_near, numa_node_of, pci_device
 
 
@@ -16,7 +17,7 @@ def bind_cores(device: torch.device) -> dict[str, int]:
     Call it before threads and loader processes are started: they inherit it. A process that is already bound to one
     NUMA node stays as it is, and so does a machine with only one.
     """
-    if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
+    if DEVICE_TRAITS[device.type].shares_cores or not hasattr(os, "sched_setaffinity"):
         return {}
     return bind_near(pci_device(_pci_bus(device)))
 

@@ -5,6 +5,8 @@ import time
 import torch
 from torch import Tensor
 
+from trimaran.core.device_traits import DEVICE_TRAITS
+
 SIZE = {"cpu": 256, "cuda": 4096}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 MAX_MATMULS = 64  # between two readings of the clock
@@ -15,7 +17,7 @@ def measure_speed(kind: str, *, devices: int, seconds: float) -> float:
 
     The number is only comparable with others of the same machine.
     """
-    names = ["cpu"] if kind == "cpu" else [f"cuda:{index}" for index in range(devices)]
+    names = ["cpu"] if DEVICE_TRAITS[kind].shares_cores else [f"cuda:{index}" for index in range(devices)]
     return min(_rate(torch.device(name), seconds) for name in names)
 
 

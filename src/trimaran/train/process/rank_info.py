@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.process.token_store import supervisor_store
@@ -54,10 +55,10 @@ def join_process_group(rank_info: RankInfo, link: SupervisorLink = NO_SUPERVISOR
     store of its own.
     """
     dist.set_debug_level_from_env()  # torch reads it when it is imported, which may have been in another process
-    backend = "gloo"
-    if rank_info.device.type == "cuda":
+    traits = DEVICE_TRAITS[rank_info.device.type]
+    if not traits.shares_cores:
         torch.cuda.set_device(rank_info.device)
-        backend = "cpu:gloo,cuda:nccl"
+    backend = traits.group_backends
     rank, world_size = rank_info.rank, rank_info.world_size
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)

@@ -44,7 +44,7 @@ class LossPartSums:
             held.append(later_loss_sums(self._networks, self._ranks).flatten())
         if batch.metrics:
             counts = [float(each) if self._ranks.counts_samples else 0.0 for each in batch.metrics.values()]
-            host = torch.tensor(counts, dtype=torch.float64, pin_memory=self._ranks.device.type == "cuda")
+            host = torch.tensor(counts, dtype=torch.float64, pin_memory=self._ranks.device_traits.has_own_memory)
             held.append(host.to(self._ranks.device, non_blocking=True))
         return torch.cat(held) if held else None
 

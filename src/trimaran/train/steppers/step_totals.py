@@ -54,7 +54,7 @@ class StepTotals:
         self._batch, self._ranks, self._guard = batch, ranks, guard
         counts = [batch.num_valid if ranks.counts_samples else 0, *requests, batch_checksum_term(batch, ranks)]
         # From pinned memory: otherwise the host would wait for the device.
-        host = torch.tensor(counts, dtype=torch.int64, pin_memory=ranks.device.type == "cuda")
+        host = torch.tensor(counts, dtype=torch.int64, pin_memory=ranks.device_traits.has_own_memory)
         self._counts = host.to(ranks.device, non_blocking=True)
         self._is_alone = ranks.degrees.world_size == 1
         self._work = self._sum_counts()

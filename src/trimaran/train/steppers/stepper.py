@@ -140,7 +140,7 @@ class PlainStepper:
         self._reduced: ReducedStep | None = None
         trained = [each for each in network.module.parameters() if each.requires_grad]
         self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
-        captures = plan.captures_steps and self._device.type == "cuda" and has_known_code(network.module)
+        captures = plan.captures_steps and ranks.device_traits.has_graphs and has_known_code(network.module)
         captures = captures and not torch.is_anomaly_enabled()  # kernels of a graph do not run one by one
         self._graphs = (
             StepGraphs(self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets)

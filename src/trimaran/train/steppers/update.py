@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, TrainSection
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
@@ -53,6 +54,7 @@ class Updater:
         # are frozen has no weights.
         held = (each for group in optimizer.param_groups for each in group["params"])
         self._weights_device = next((each.device for each in held), ranks.device)
+        self._updates_on_host = not DEVICE_TRAITS[self._weights_device.type].has_own_memory
         towers = [*trained.towers.values()]
         self._gradients = GradientSquares(towers, pp=ranks.degrees.pp, device=self._weights_device)
         self._meter = meter or GroupMeter({}, every=0, pp=1, device=self._weights_device)
@@ -161,7 +163,7 @@ class Updater:
         torch's fused kernel reads it before it changes anything. A copy to the CPU must be complete by then. Without
         it torch does not correct the number of steps of each parameter, a small operator each.
         """
-        is_applied = refused.device.type == self._weights_device.type == "cpu" and not bool(refused)
+        is_applied = refused.is_cpu and self._updates_on_host and not bool(refused)
         found_inf = None if is_applied else refused.to(self._weights_device)
         self._optimizer.found_inf = found_inf  # pyrefly: ignore[missing-attribute]
 
@@ -187,7 +189,7 @@ def merged(*readers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients in place. They may be sharded over different meshes, which torch's clipping refuses."""
-    if factor.device.type == "cpu" and float(factor) == 1:
+    if factor.is_cpu and float(factor) == 1:
         return
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in parameters:

@@ -32,7 +32,7 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
     is_ddp = is_ddp and plan.comm.overlap and plan.engine_traits.uses_fsdp
     if measured is None or question is None or not is_ddp or plan.comm.compression not in WIDTHS:
         return
-    mesh, is_cpu = plan.mesh, question.cluster.device.kind == "cpu"
+    mesh, is_cpu = plan.mesh, question.cluster.device.traits.shares_cores
     if is_cpu and _has_idle_cores(evidence):
         question, backward = with_measured_links(question, plan, measured), _backward(evidence)
     else:

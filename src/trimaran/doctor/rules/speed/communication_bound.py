@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, Prediction, show_seconds
 from trimaran.core.comm_axes import WORLD, predicted_comm
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch, forecast
 from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown
@@ -26,7 +27,7 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
     prediction = forecast(question, evidence.plan) if question else evidence.plan.prediction
     expected = prediction.time.get("comm", 0.0) if prediction else 0.0
     slow = prediction is not None and _is_slow(measured, prediction)
-    if kind == "cpu" and not slow:
+    if DEVICE_TRAITS[kind].shares_cores and not slow:
         return
     best = best_patch(evidence, measured, _candidates(evidence.plan))
     if best is None and not slow:

@@ -22,7 +22,7 @@ def launch_bound(evidence: Evidence) -> Iterator[Finding]:
     The cost model predicts compute with and without launch overhead; the run must be nearly as slow as with it.
     """
     measured, question = step_breakdown(evidence), evidence.planner_inputs()
-    if measured is None or question is None or question.cluster.device.kind == "cpu":
+    if measured is None or question is None or not question.cluster.device.traits.runs_async:
         return
     job, plan = question.job, evidence.plan
     free = replace(job, stack=replace(job.stack, time=replace(job.stack.time, host=NO_HOST_OVERHEAD)))

@@ -21,7 +21,7 @@ MIN_PREDICTION_RATIO, MAX_PREDICTION_RATIO = (
 def memory_bound(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if much of compute waits for memory bandwidth, and another setting needs fewer bytes."""
     measured, question = step_breakdown(evidence), evidence.planner_inputs()
-    if measured is None or question is None or question.cluster.device.kind == "cpu":
+    if measured is None or question is None or not question.cluster.device.traits.has_data_sheet:
         return
     cluster = question.cluster
     infinite = replace(cluster, device=replace(cluster.device, reached={**cluster.device.reached, "memory": inf}))

@@ -74,7 +74,7 @@ def efficiency(evidence: Evidence) -> float | None:
 def _shares_cores(evidence: Evidence) -> bool:
     """Whether ranks share CPU cores: then they wait for each other, and only the machine is the cause."""
     question = evidence.planner_inputs()
-    return question is not None and question.cluster.device.kind == "cpu"
+    return question is not None and question.cluster.device.traits.shares_cores
 
 
 def _losses(evidence: Evidence) -> dict[str, float] | None:

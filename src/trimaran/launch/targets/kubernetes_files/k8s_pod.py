@@ -69,7 +69,7 @@ def environment(request: LaunchRequest) -> list[dict[str, Any]]:
 
 def resources(request: LaunchRequest) -> dict[str, Any]:
     """Return the resources of a pod. What cannot be shared has equal requests and limits."""
-    site, ranks, on_cpu = request.site, request.ranks_per_node, request.cluster.device.kind == "cpu"
+    site, ranks, on_cpu = request.site, request.ranks_per_node, request.cluster.device.traits.shares_cores
     limits = {} if on_cpu else {site.gpu: str(ranks)}
     limits |= {site.rdma: "1"} if site.rdma else {}
     limits |= {"memory": site.memory} if site.memory else {}

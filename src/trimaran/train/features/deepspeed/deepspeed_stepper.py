@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.deepspeed_config import deepspeed_config
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.optional_packages import deepspeed_missing
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
@@ -193,7 +194,7 @@ def build_stepper(context: StepperContext) -> DeepSpeedStepper:
     network, train, plan, ranks = context.networks[0], context.train, context.plan, context.ranks
     device = ranks.axes.device_type
     deepspeed = load_deepspeed(device)
-    config = deepspeed_config(plan, train, pin_memory=device == "cuda")
+    config = deepspeed_config(plan, train, pin_memory=DEVICE_TRAITS[device].has_own_memory)
     trained = {name: each for name, each in network.module.named_parameters() if each.requires_grad}
     fp32_weights = {name: each.data for name, each in trained.items()} if plan.precision != "fp32" else {}
     with redirect_stdout(StringIO()) as output:

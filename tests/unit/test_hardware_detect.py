@@ -23,6 +23,10 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return answer
 
 
+def test_ranks_share_the_cores_of_a_cpu_and_no_other_device() -> None:
+    assert [name for name, each in DEVICES.items() if each.traits.shares_cores] == ["cpu"]
+
+
 def test_gpus_are_counted_and_named_by_the_driver(driver) -> None:
     driver("printf 'NVIDIA H200, 143771\\nNVIDIA H200, 143771\\n'")
     cluster = detect()

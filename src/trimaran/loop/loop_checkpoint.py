@@ -28,6 +28,7 @@ from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.checkpoint.tensor_regions import TensorIndex
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Plan, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.loop.weight_copies import copy_weights
 from trimaran.optim.optimizer_state import NamedParameters, OptimizerState
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
@@ -366,7 +367,7 @@ class RngStates:
 
     def gather(self) -> None:
         states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
+        if DEVICE_TRAITS[self._device.type].has_own_generator:
             states.append(torch.cuda.get_rng_state(self._device))
         self._states = all_gather_json([base64.b64encode(each.numpy().tobytes()).decode() for each in states])
 
@@ -384,7 +385,7 @@ class RngStates:
         states = [bytearray(base64.b64decode(each)) for each in ranks[dist.get_rank()]]
         cpu, *cuda = (torch.frombuffer(each, dtype=torch.uint8) for each in states)
         torch.set_rng_state(cpu)
-        if cuda and self._device.type == "cuda":
+        if cuda and DEVICE_TRAITS[self._device.type].has_own_generator:
             torch.cuda.set_rng_state(cuda[0], self._device)
 
 

@@ -19,6 +19,7 @@ from trimaran.checkpoint.rank_share import build_share
 from trimaran.checkpoint.saver import Saver
 from trimaran.checkpoint.slot_pool import SlotPool
 from trimaran.core import Seconds, show_bytes
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 from trimaran.train.checkpointing.copy_time import CopyTime, StartFacts, when_to_copy
 from trimaran.train.checkpointing.inputs import CheckpointInputs, RankMemories, SaveTotals
@@ -99,18 +100,18 @@ class StateCopies:
         self._link, self._layout, self._stride = inputs.link, memories.layout, inputs.plan.sync_every
         # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
         device = inputs.rank_info.device
-        on_gpu = device.type == "cuda"
+        has_own_memory = DEVICE_TRAITS[device.type].has_own_memory
         self._pool = SlotPool(
             memories.mine,
             slots.budget,
             num_bytes=slots.num_bytes,
             items_bytes=slots.items_bytes,
-            allocate=not on_gpu or slots.budget.peer_slots > 0,
+            allocate=not has_own_memory or slots.budget.peer_slots > 0,
         )
         num_slots = self._pool.budget.num_slots
         log.info("checkpoints: %s in each of %d slots", show_bytes(slots.num_bytes), num_slots)
         self._copier, self._share = slots.copier, slots.copier.share
-        if on_gpu and num_slots:
+        if has_own_memory and num_slots:
             self._copier = DeviceCopier(self._share, memories.mine, device, pinned)
         self._peers = _open_peers(memories.layout, self._pool.peer_slots, self._copier)
         self._slots_decided = not self._copier.allocates_in_background  # do all know if there is memory?

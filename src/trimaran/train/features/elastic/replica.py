@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Plan, Recipe, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.data_kind import data_kind_of
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.process.rank_info import TIMEOUT, RankInfo
@@ -75,11 +76,12 @@ def _refusal(what: str, fix: str) -> UserError:
 
 def join_replica(replica: Replica, rank_info: RankInfo, link: SupervisorLink) -> None:
     """Initialise torch's default process group with the ranks of this replica. `rank_info` counts in the replica."""
-    backend = "gloo"
-    if rank_info.device.type == "cuda":
+    traits = DEVICE_TRAITS[rank_info.device.type]
+    if traits.has_own_memory:
         torch.cuda.set_device(rank_info.device)
-        backend = "cpu:gloo,cuda:nccl"
     prefix = f"replicas/world/{replica.number}/{link.replica_start}/"
     store = dist.PrefixStore(prefix, supervisor_store(link)) if replica.size > 1 else dist.HashStore()
     with closed_listeners():
-        dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=replica.size, timeout=TIMEOUT)
+        dist.init_process_group(
+            traits.group_backends, store=store, rank=rank_info.rank, world_size=replica.size, timeout=TIMEOUT
+        )

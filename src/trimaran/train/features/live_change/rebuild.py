@@ -15,6 +15,7 @@ from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.memory_copies import MemorySource
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel import build_mesh
 from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
@@ -181,7 +182,7 @@ def _fill(
 
 def _uses_sockets(rank_info: RankInfo) -> bool:
     """Whether collectives of ranks of one node go through sockets: on CPUs, and on GPUs that several ranks share."""
-    return rank_info.device.type == "cpu" or rank_info.local_world_size > torch.cuda.device_count()
+    return DEVICE_TRAITS[rank_info.device.type].shares_cores or rank_info.local_world_size > torch.cuda.device_count()
 
 
 def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorShard]:

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage
 from trimaran.checkpoint.hand_over import ROUND_BYTES
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, UserError, show_bytes
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.hardware.host_limits import free_bytes
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.build import WorkerParts
@@ -123,7 +124,7 @@ def new_state_bytes(plan: Plan) -> float | None:
 
 def free_device_bytes(device: torch.device) -> int | None:
     """Return the free memory of a GPU, with what torch keeps for later; None for a CPU: its state is in host memory."""
-    if device.type != "cuda":
+    if not DEVICE_TRAITS[device.type].has_own_memory:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

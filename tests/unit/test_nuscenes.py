@@ -133,7 +133,7 @@ def test_a_model_trains_on_batches_of_nuscenes(written: Path, changes: dict[str,
     made = perception_network(spec)
     initialise(made.module, seed=0, spec=spec)
     output, _ = made.forward(inputs)
-    loss = PerceptionObjective(spec).losses(made, output, inputs).total
+    loss = PerceptionObjective(spec.scenes()).losses(made, output, inputs).total
     loss.backward()
     assert loss.isfinite()
     if "cameras" in inputs:
@@ -155,10 +155,10 @@ def test_cells_without_ground_truth_have_no_loss(tmp_path: Path) -> None:
     made = perception_network(SPEC)
     initialise(made.module, seed=0, spec=SPEC)
     output, _ = made.forward(inputs)
-    losses = PerceptionObjective(SPEC).losses(made, output, inputs)
+    losses = PerceptionObjective(SPEC.scenes()).losses(made, output, inputs)
     assert losses.parts is not None
     assert losses.parts[2, 0] == 0 < losses.parts[0, 0]
-    assert PerceptionObjective(SPEC).score(made, output, inputs)[2].tolist() == [0, 0]
+    assert PerceptionObjective(SPEC.scenes()).score(made, output, inputs)[2].tolist() == [0, 0]
 
 
 def test_points_are_counted_for_predictions(written: Path) -> None:

@@ -59,7 +59,7 @@ def only(inputs: Inputs, row: int) -> Inputs:
 
 def loss_of(made: PerceptionNetwork, inputs: Inputs) -> Tensor:
     output, _ = made.forward(inputs)
-    return PerceptionObjective(made.spec).losses(made, output, inputs).total
+    return PerceptionObjective(made.spec.scenes()).losses(made, output, inputs).total
 
 
 def test_a_scene_is_a_function_of_seed_and_number() -> None:
@@ -113,7 +113,7 @@ def test_the_loss_of_a_scene_does_not_depend_on_the_others_in_its_batch() -> Non
 def test_the_loss_is_the_sum_of_its_parts() -> None:
     made, inputs = network(), batch()
     output, _ = made.forward(inputs)
-    losses = PerceptionObjective(SMALL).losses(made, output, inputs)
+    losses = PerceptionObjective(SMALL.scenes()).losses(made, output, inputs)
     assert losses.parts is not None
     assert losses.parts[:, 0].sum().item() == pytest.approx(losses.total.item())
     assert losses.parts[:, 1].tolist() == [4, 4, 4]
@@ -149,7 +149,7 @@ def test_perfect_predictions_score_one_and_empty_ones_zero() -> None:
     numbers = torch.zeros(4, 8, rules.cells, rules.cells)
     numbers[rows, :, x, y] = box_targets(boxes, rules)
     ground = torch.nn.functional.one_hot(inputs["segmentation"], 3).permute(0, 3, 1, 2) * 20.0
-    made, objective = network(TINY), PerceptionObjective(TINY)
+    made, objective = network(TINY), PerceptionObjective(TINY.scenes())
     right = objective.score(made, torch.cat([heat, numbers, ground], dim=1), inputs)
     assert right[:, 0].tolist() == right[:, 1].tolist()
     assert right[0, 1] == len(boxes) > 0
@@ -173,7 +173,7 @@ def test_a_taxi_predicted_as_a_car_does_not_count() -> None:
     for kind, hits in (("car", 0), ("taxi", 1)):
         output[:, :4] = -9
         output[0, OBJECTS.index(kind), 14, 14] = 9
-        score = PerceptionObjective(TINY).score(network(TINY), output, inputs)
+        score = PerceptionObjective(TINY.scenes()).score(network(TINY), output, inputs)
         assert score[:2].tolist() == [[hits, 1], [hits, 1]]
 
 

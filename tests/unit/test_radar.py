@@ -117,7 +117,7 @@ def test_a_model_trains_with_any_sensors_and_its_stages_compute_the_same(name: s
     spec = SPECS[name]
     inputs, full = batch(spec), network(spec)
     output, _ = full.forward(inputs)
-    PerceptionObjective(spec).losses(full, output, inputs).total.backward()
+    PerceptionObjective(spec.scenes()).losses(full, output, inputs).total.backward()
     assert all(each.grad is not None for each in full.module.parameters())
     for split in range(1, spec.layers, 1 if name == "all" else 3):
         first, second = network(spec, range(split)), network(spec, range(split, spec.layers))

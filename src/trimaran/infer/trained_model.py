@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trimaran.core import ImageRules, ModelSection, UserError
 from trimaran.data.tokenizer import Tokenizer
 from trimaran.infer.next_token import CachedLogits, NextTokenModel, whole_sequence_logits
-from trimaran.models import VlmSpec, read_json, spec_of
+from trimaran.models import read_json, spec_of
 from trimaran.models.from_hf import unsupported
 from trimaran.models.from_hf_vlm import vlm_from_disk
 from trimaran.models.internvl_tokens import with_image_tokens
@@ -95,7 +95,7 @@ def section_of_folder(folder: Path) -> ModelSection:
 def image_rules_of(section: ModelSection) -> ImageRules | None:
     """Return how the model sees images; None if it does not."""
     spec = spec_of(section)
-    return spec.images() if isinstance(spec, VlmSpec) else None
+    return None if spec is None else spec.images()
 
 
 def end_ids_of(folder: Path | None) -> frozenset[int]:

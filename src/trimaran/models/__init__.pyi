@@ -2,7 +2,10 @@
 
 from .adapted_outline import with_adapter as with_adapter
 from .adapter_rules import refuse_adapter as refuse_adapter
-from .any_spec import Spec as Spec, disk_config as disk_config
+from .any_spec import (
+    Spec as Spec, decoder_of as decoder_of, disk_config as disk_config, language_of as language_of,
+    vision_of as vision_of,
+)
 from .base_digest import (
     BaseDigest as BaseDigest, base_difference as base_difference, base_reference as base_reference,
     compute_base_digest as compute_base_digest, file_digest as file_digest, file_identity as file_identity,
@@ -43,7 +46,10 @@ from .resolve import (
 )
 from .rope import Rope as Rope, Yarn as Yarn
 from .section_spec import model_folder as model_folder, spec_of as spec_of
-from .spec import Block as Block, ExpertSpec as ExpertSpec, LayerSpec as LayerSpec, ModelSpec as ModelSpec
+from .spec import (
+    Block as Block, ExpertSpec as ExpertSpec, InitialRules as InitialRules, LayerSpec as LayerSpec,
+    ModelSpec as ModelSpec,
+)
 from .stages import (
     cheapest_split as cheapest_split, split_by_cost as split_by_cost, split_outline as split_outline,
     stage_ranges as stage_ranges, stages_of_rank as stages_of_rank,

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from trimaran.core import AdapterSection, ModelSection, Plan, UserError, did_you_mean
 from trimaran.models.any_spec import Spec
 from trimaran.models.module_names import is_named, linear_names, linear_sizes
-from trimaran.models.vlm_spec import VlmSpec
 
 ALL_LINEAR, HEAD = "all-linear", "lm_head"
 MAX_LISTED_NAMES = 12
@@ -89,7 +88,7 @@ def refuse_unknown_targets(targets: Sequence[str], names: Iterable[str]) -> None
 
 def _adapted_linears(adapter: AdapterSection, spec: Spec) -> list[str]:
     """Return the names of the linear layers of the adapted towers."""
-    if not isinstance(spec, VlmSpec):
+    if spec.vision is None:
         return linear_names(spec)
     return [name for name in linear_names(spec) if name.split(".")[0] in (adapter.towers or ("language",))]
 

@@ -20,7 +20,6 @@ from trimaran.core import ModelSection, UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.hub.hub_names import hub_repo_of
 from trimaran.models.section_spec import model_folder, spec_of
-from trimaran.models.vlm_spec import VlmSpec
 from trimaran.models.weight_files import weight_files
 
 CONFIG = "config.json"
@@ -71,7 +70,7 @@ def initial_digest(section: ModelSection, seed: int) -> str:
         return ""
     spec = spec_of(section)
     shape = asdict(spec) if spec is not None else None
-    if shape is not None and isinstance(spec, VlmSpec):
+    if shape is not None and "vision" in shape:
         del shape["vision"]["ends"]["positions_per_second"]  # no weight depends on it
     facts = [seed, type(spec).__name__, shape]
     return sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

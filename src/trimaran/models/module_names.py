@@ -19,9 +19,13 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 def module_names(spec: Spec) -> list[str]:
     """Return the name of every module of the network that `spec` describes."""
-    if isinstance(spec, PerceptionSpec):
-        return perception_module_names(spec)
-    return _vlm(spec) if isinstance(spec, VlmSpec) else _decoder(spec)
+    match spec:
+        case ModelSpec():
+            return _decoder(spec)
+        case VlmSpec():
+            return _vlm(spec)
+        case PerceptionSpec():
+            return perception_module_names(spec)
 
 
 def _vlm(spec: VlmSpec) -> list[str]:
@@ -80,7 +84,7 @@ def linear_sizes(spec: Spec) -> dict[str, tuple[int, int]]:
 
 def _sizes(spec: Spec, name: str) -> tuple[int, int]:
     part = name.rpartition(".")[2]
-    if isinstance(spec, VlmSpec):
+    if spec.vision is not None:
         tower, _, rest = name.partition(".")
         if tower == "language":
             return _sizes(spec.language, rest)
@@ -88,14 +92,15 @@ def _sizes(spec: Spec, name: str) -> tuple[int, int]:
         ends = {"linear_1": (spec.feature_width, middle), "linear_2": (middle, spec.hidden)}
         hidden, ffn = spec.vision.hidden, spec.vision.ffn
         return ends.get(part) or _block_sizes(part, hidden, (hidden, hidden), ffn)
-    assert isinstance(spec, ModelSpec), "a perception model has no adapter"
+    decoder = spec.language
+    assert decoder is not None, "a perception model has no adapter"
     if part == "lm_head":
-        return spec.hidden, spec.vocab
-    if (latent := spec.block.attention.latent) is not None and ".self_attn." in name:
-        return _latent_sizes(part, latent, spec)
-    experts = spec.layer(int(name.split(".")[1])).experts
-    widths = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    return _block_sizes(part, spec.hidden, widths, experts.shared_ffn if experts else spec.ffn)
+        return decoder.hidden, decoder.vocab
+    if (latent := decoder.block.attention.latent) is not None and ".self_attn." in name:
+        return _latent_sizes(part, latent, decoder)
+    experts = decoder.layer(int(name.split(".")[1])).experts
+    widths = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    return _block_sizes(part, decoder.hidden, widths, experts.shared_ffn if experts else decoder.ffn)
 
 
 def _latent_sizes(part: str, latent: LatentSpec, spec: ModelSpec) -> tuple[int, int]:

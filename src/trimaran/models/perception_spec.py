@@ -1,6 +1,6 @@
 """The shape of a perception model: cameras, LiDAR, radar, their fusion and two heads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from trimaran.core.user_folders import expand_user
 from trimaran.models.json_file import read_json
 from trimaran.models.outline import LayerOperators, Opaque, Outline, Tower, TowerLayer
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
+from trimaran.models.spec import InitialRules
 
 MODEL_TYPE = "trimaran_perception"
 MAX_CONFIG_BYTES = 1_000_000
@@ -101,6 +102,20 @@ class PerceptionSpec:
         return len(self.block_names)
 
     @property
+    def num_blocks(self) -> int:
+        return self.layers
+
+    @property
+    def language(self) -> None:
+        """The decoder of the model: none."""
+        return
+
+    @property
+    def vision(self) -> None:
+        """The vision tower of a vision-language model: none."""
+        return
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of tokens of one camera."""
         stride = 2 ** len(self.camera_widths)
@@ -122,6 +137,17 @@ class PerceptionSpec:
     @property
     def num_parameters(self) -> int:
         return perception_outline(self).num_parameters
+
+    def initial_rules(self, name: str) -> InitialRules:
+        """Return how the parameter `name` starts."""
+        return InitialRules(depth=max(1, self.fusion_layers), by_fan_in=True)
+
+    def tensor_sizes(self, whole: Collection[str] = ()) -> dict[str, int]:
+        """Return what tensor parallelism splits, by name: heads and widths of the fusion."""
+        return {"heads of the fusion": self.heads, "features of the fusion's feed-forward": self.ffn}
+
+    def images(self) -> None:
+        """Return the rules by which the data preprocesses images of conversations: none."""
 
     def scenes(self) -> SceneRules:
         """Return the rules by which the data renders scenes for this model."""

@@ -13,7 +13,7 @@ QWEN_25_RATE = 4  # time positions of a second, if a folder of Qwen2.5-VL does n
 def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
     """Return the model's image rules, within the recipe's pixel limits; None for a model without vision."""
     spec, samples = spec_of(recipe.model), recipe.data.samples
-    if not isinstance(spec, VlmSpec):
+    if spec is None or spec.vision is None:
         return None
     rules = spec.images()
     if samples.temporal_patches:

@@ -11,14 +11,14 @@ from trimaran.core.scene_rules import ScenePoints
 from trimaran.core.user_folders import expand_user
 from trimaran.hub import repo_name
 from trimaran.models.adapted_outline import with_adapter
+from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
 from trimaran.models.json_file import read_json
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
-from trimaran.models.perception_spec import PerceptionSpec, perception_outline
 from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_spec import ImageLimits, VlmSpec
+from trimaran.models.vlm_spec import ImageLimits
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
@@ -27,19 +27,16 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
     spec = spec_of(section)
     if is_plugin_family(section.family):
         return _family_outline(section, (data or DataSection()).seq_len)
-    if isinstance(spec, VlmSpec) and section.family == "vlm":
-        from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
-
-        outline = vlm_outline(spec, images)
-    elif isinstance(spec, PerceptionSpec):
-        outline = perception_outline(spec, points)
-    elif isinstance(spec, ModelSpec):
-        outline = _with_wide_cache(outline_of(spec)) if section.family == "hf" else outline_of(spec)
-        if section.path is not None and section.family == "decoder":
-            outline = replace(outline, code=f"Trimaran's decoder ({spec.family}); model.family=hf uses transformers'")
+    decoder = decoder_of(spec)
+    if section.family == "hf":
+        outline = _hf_outline(section, decoder, images)
     else:
-        assert section.path is not None, "only a folder can hold a network that is not our decoder"
-        outline = _outline_in(model_folder(section.path) / "config.json", images)
+        assert spec is not None, "our own networks always have a spec"
+        outline = spec_outline(spec, images, points)
+        if section.path is not None and decoder is not None:
+            outline = replace(
+                outline, code=f"Trimaran's decoder ({decoder.family}); model.family=hf uses transformers'"
+            )
     if data is not None:
         _refuse_crowding(outline, data)
     outline = _frozen(outline, section.freeze)
@@ -88,10 +85,18 @@ def outline_named(text: str) -> Outline:
 
 def refuse_freezing(section: ModelSection) -> None:
     """Raise if towers of a Hugging Face model should be frozen that training cannot locate."""
-    if section.freeze and section.family == "hf" and not isinstance(spec_of(section), VlmSpec):
+    if section.freeze and section.family == "hf" and vision_of(spec_of(section)) is None:
         raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
                         where="model.freeze", fix="use family vlm if it supports the model, remove model.freeze, or "
                         "use `trimaran plan`")  # fmt: skip
+
+
+def _hf_outline(section: ModelSection, decoder: ModelSpec | None, images: ImageLimits) -> Outline:
+    """Return the outline of a Hugging Face model: by its spec if it is a decoder like ours, else by its config.json."""
+    if decoder is not None:
+        return _with_wide_cache(outline_of(decoder))
+    assert section.path is not None, "a section of family hf without a path is refused"
+    return _outline_in(model_folder(section.path) / "config.json", images)
 
 
 def _outline_in(file: Path, images: ImageLimits) -> Outline:

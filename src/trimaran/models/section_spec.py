@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import ModelSection, UserError, did_you_mean
+from trimaran.core.recipe import PredictionSection
 from trimaran.core.user_folders import expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.json_file import read_json
 from trimaran.models.layer_variations import PredictionSpec
 from trimaran.models.model_presets import PRESETS
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.validate_spec import first_invalid_field
@@ -26,57 +26,80 @@ def spec_of(section: ModelSection) -> Spec | None:
     None, too, for a plug-in's family: only its code knows the network.
     """
     _refuse_contradictions(section)
-    spec = None if is_plugin_family(section.family) else _spec_of(section)
-    return spec if section.multi_token_prediction is None else _predicting(spec, section)
+    match section.family:
+        case "decoder":
+            return _decoder_of(section)
+        case "vlm":
+            from trimaran.models.vlm_section import vlm_of  # noqa: PLC0415
+
+            spec = vlm_of(section)
+        case "perception":
+            from trimaran.models.perception_spec import perception_spec  # noqa: PLC0415
+
+            spec = perception_spec(section)
+        case "hf":
+            spec = _hf_of(section)
+        case _:
+            spec = None
+    if section.multi_token_prediction is not None:
+        raise _no_prediction(f"the family {section.family} has no layers that predict later tokens")
+    return spec
 
 
-def _spec_of(section: ModelSection) -> Spec | None:
-    if section.family == "vlm":
-        from trimaran.models.vlm_section import vlm_of  # noqa: PLC0415
-
-        return vlm_of(section)
-    if section.family == "perception":
-        from trimaran.models.perception_spec import perception_spec  # noqa: PLC0415
-
-        return perception_spec(section)
+def _decoder_of(section: ModelSection) -> ModelSpec:
     if section.path is None:
-        return reshaped(preset_of(section.preset or DEFAULT_PRESET), section.shape)
-    folder = model_folder(section.path)
-    config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+        spec = reshaped(preset_of(section.preset or DEFAULT_PRESET), section.shape)
+    else:
+        folder = model_folder(section.path)
+        spec = _decoder_in(folder, read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES), section.shape)
+    return (
+        spec if section.multi_token_prediction is None else _predicting(spec, section, section.multi_token_prediction)
+    )
+
+
+def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any]) -> ModelSpec:
+    """Return the decoder of a Hugging Face folder with this config.json."""
     from trimaran.hub import repo_name  # noqa: PLC0415
-    from trimaran.models.from_hf import lacks_expert_field, spec_from_hf, unsupported  # noqa: PLC0415
+    from trimaran.models.from_hf import spec_from_hf  # noqa: PLC0415
+
+    spec = spec_from_hf(config, where=str(folder / "config.json"))
+    return reshaped(replace(spec, name=repo_name(folder)), shape)
+
+
+def _hf_of(section: ModelSection) -> Spec | None:
+    """Return the shape of a Hugging Face model; None if no spec of ours describes it."""
+    from trimaran.models.from_hf import lacks_expert_field, unsupported  # noqa: PLC0415
     from trimaran.models.from_hf_vlm import FOREIGN  # noqa: PLC0415
 
-    if section.family == "hf" and config.get("model_type") in FOREIGN:
+    assert section.path is not None, "a section of family hf without a path is refused"
+    folder = model_folder(section.path)
+    config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    if config.get("model_type") in FOREIGN:
         from trimaran.models.vlm_section import foreign_vlm  # noqa: PLC0415
 
         return foreign_vlm(config, folder)
-    if section.family == "hf" and (unsupported(config) or lacks_expert_field(config)):
+    if unsupported(config) or lacks_expert_field(config):
         return None
-    spec = spec_from_hf(config, where=str(folder / "config.json"))
-    return reshaped(replace(spec, name=repo_name(folder)), section.shape)
+    return _decoder_in(folder, config, section.shape)
 
 
-def _predicting(spec: Spec | None, section: ModelSection) -> ModelSpec:
+def _predicting(spec: ModelSpec, section: ModelSection, wanted: PredictionSection) -> ModelSpec:
     """Return the decoder with layers that predict later tokens, if its architecture has them."""
     from trimaran.models.from_hf import has_prediction_layers  # noqa: PLC0415
 
-    wanted = section.multi_token_prediction
-    assert wanted is not None
-    reason = ""
-    if section.family != "decoder" or not isinstance(spec, ModelSpec):
-        reason = f"the family {section.family} has no layers that predict later tokens"
-    elif not has_prediction_layers(spec):
-        reason = f"{spec.family or spec.name} has no layers that predict later tokens"
-    elif section.adapter is not None:
-        reason = "an adapter trains no new layers"
-    if reason or not isinstance(spec, ModelSpec):
-        raise UserError("M085", f"multi-token prediction is not possible: {reason}",
-                        where="model.multi_token_prediction",
-                        fix="remove it, or train a folder of DeepSeek-V3, Kimi-K2 or GLM-4.5 in full with "
-                        "model.family decoder")  # fmt: skip
+    if not has_prediction_layers(spec):
+        raise _no_prediction(f"{spec.family or spec.name} has no layers that predict later tokens")
+    if section.adapter is not None:
+        raise _no_prediction("an adapter trains no new layers")
     prediction = PredictionSpec(layers=wanted.layers, weight=wanted.weight)
     return replace(spec, block=replace(spec.block, prediction=prediction))
+
+
+def _no_prediction(reason: str) -> UserError:
+    return UserError("M085", f"multi-token prediction is not possible: {reason}",
+                     where="model.multi_token_prediction",
+                     fix="remove it, or train a folder of DeepSeek-V3, Kimi-K2 or GLM-4.5 in full with "
+                     "model.family decoder")  # fmt: skip
 
 
 def model_folder(path: str) -> Path:

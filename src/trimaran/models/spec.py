@@ -1,5 +1,6 @@
 """The shape of a decoder, and its parameter count."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -83,6 +84,19 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InitialRules:
+    """How weights start. Norms start at `norm`, matrices with a standard deviation.
+
+    It is a constant, or 1 / sqrt(fan_in) if `by_fan_in`. Matrices that add to a residual stream of `depth` layers start
+    with less.
+    """
+
+    depth: int
+    by_fan_in: bool = False
+    norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder. `ffn` is the width of the dense feed-forward; with experts it is unused.
 
@@ -101,6 +115,27 @@ class ModelSpec:
     tied: bool = False
     block: Block = Block()
     family: str = field(default="", compare=False)
+
+    @property
+    def language(self) -> "ModelSpec":
+        """The decoder of the model: itself."""
+        return self
+
+    @property
+    def vision(self) -> None:
+        """The vision tower: none."""
+        return
+
+    @property
+    def tower_names(self) -> tuple[str, ...]:
+        """The towers, in forward order."""
+        return ("language",)
+
+    def images(self) -> None:
+        """Return the rules by which the data preprocesses images: none."""
+
+    def scenes(self) -> None:
+        """Return the rules by which the data renders scenes: none."""
 
     @property
     def is_uniform(self) -> bool:
@@ -128,6 +163,21 @@ class ModelSpec:
     def shares_embedding(self) -> bool:
         """Whether the last pipeline stage needs the embedding, too: as the head, or to predict later tokens."""
         return self.tied or self.prediction_layers > 0
+
+    def initial_rules(self, name: str) -> InitialRules:
+        """Return how the parameter `name` starts. A norm that adds 1 to its weights starts at 0."""
+        return InitialRules(depth=self.layers, norm=0.0 if self.block.norm.unit_offset else 1.0)
+
+    def tensor_sizes(self, whole: Collection[str] = ()) -> dict[str, int]:
+        """Return what tensor parallelism splits, by name: heads and widths."""
+        experts, sizes = self.block.experts, {"heads": self.heads, "KV heads": self.kv_heads}
+        if experts is None:
+            sizes["features of the feed-forward"] = self.ffn
+        else:
+            sizes["features of an expert"] = experts.ffn
+            sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
+            sizes |= {"features of the dense layers": self.ffn} if experts.dense_layers else {}
+        return sizes
 
     def layer(self, number: int) -> LayerSpec:
         """Return what layer `number` has."""

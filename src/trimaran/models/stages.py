@@ -5,20 +5,16 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from trimaran.core import Plan
-from trimaran.models.outline import Outline, outline_of
-from trimaran.models.perception_spec import PerceptionSpec, perception_outline
-from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_spec import ImageLimits, VlmSpec
-
-Spec = ModelSpec | VlmSpec | PerceptionSpec
+from trimaran.models.any_spec import Spec, spec_outline
+from trimaran.models.outline import Outline
+from trimaran.models.vlm_spec import ImageLimits
 
 
 def stage_ranges(spec: Spec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
     """Return the blocks of each stage, in order: as the plan lists them, or split by cost. One without a pipeline."""
-    num_blocks = spec.num_blocks if isinstance(spec, ModelSpec) else spec.layers
-    counts = plan.pipeline.stages if plan.mesh.pp > 1 else (num_blocks,)
+    counts = plan.pipeline.stages if plan.mesh.pp > 1 else (spec.num_blocks,)
     counts = counts or split_by_cost(spec, plan.num_stages, seq_len=seq_len)
-    assert sum(counts) == num_blocks, "a legal plan's stages hold every layer once"
+    assert sum(counts) == spec.num_blocks, "a legal plan's stages hold every layer once"
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
@@ -37,16 +33,7 @@ def split_by_cost(spec: Spec, num_stages: int, *, seq_len: int) -> tuple[int, ..
 
     A vision-language model is assumed to get one image of its own size per sequence.
     """
-    match spec:
-        case ModelSpec():
-            outline = outline_of(spec)
-        case VlmSpec():
-            from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
-
-            outline = vlm_outline(spec, ImageLimits())
-        case PerceptionSpec():
-            outline = perception_outline(spec)
-    return split_outline(outline, num_stages, seq_len=seq_len)
+    return split_outline(spec_outline(spec, ImageLimits()), num_stages, seq_len=seq_len)
 
 
 @lru_cache(maxsize=1024)  # a search asks again for each plan

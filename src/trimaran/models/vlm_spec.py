@@ -1,10 +1,11 @@
 """The shape of a vision-language model: a vision tower, a projector and our decoder."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from trimaran.core import ImageRules
-from trimaran.models.spec import ModelSpec
+from trimaran.models.spec import InitialRules, ModelSpec
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -164,6 +165,15 @@ class VlmSpec:
         return self.vision.layers + 1 + self.language.layers
 
     @property
+    def num_blocks(self) -> int:
+        return self.layers
+
+    @property
+    def tower_names(self) -> tuple[str, ...]:
+        """The towers, in forward order."""
+        return ("vision", "projector", "language")
+
+    @property
     def hidden(self) -> int:
         return self.language.hidden
 
@@ -214,6 +224,34 @@ class VlmSpec:
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
         return self.vision.num_parameters + self.projector_parameters + self.language.num_parameters
+
+    def scenes(self) -> None:
+        """Return the rules by which the data renders scenes: none."""
+
+    def initial_rules(self, name: str) -> InitialRules:
+        """Return how the parameter `name` starts.
+
+        Vision towers of small models are narrow: with the constant standard deviation they take long to start learning.
+        In large towers both are about equal.
+        """
+        tower, _, rest = name.partition(".")
+        if tower == "language":
+            return self.language.initial_rules(rest)
+        depth = self.vision.layers if tower == "vision" else self.language.layers
+        return InitialRules(depth=depth, by_fan_in=name.endswith(".weight"))
+
+    def tensor_sizes(self, whole: Collection[str] = ()) -> dict[str, int]:
+        """Return what tensor parallelism splits, by name: heads and widths, without those of the `whole` towers.
+
+        The language model is always split.
+        """
+        sizes = self.language.tensor_sizes()
+        if "vision" not in whole:
+            sizes |= {"heads of the vision": self.vision.heads}
+            sizes |= {"features of the vision's feed-forward": self.vision.ffn}
+        if "projector" not in whole:
+            sizes |= {"features of the projector": self.projector_middle}
+        return sizes
 
     def images(self) -> ImageRules:
         """Return the rules by which the data preprocesses images for this model."""

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from trimaran.core import ModelSection
-from trimaran.models import ModelSpec, Spec, VlmSpec, model_folder, spec_of, weight_files
-from trimaran.models.from_hf import disk_layout
-from trimaran.models.to_hf_vlm import disk_form
+from trimaran.models import model_folder, spec_of, weight_files
 from trimaran.nets.family import network_of
-from trimaran.nets.hf_weights import correction_biases, is_stacked, open_weights, read_part
+from trimaran.nets.hf_weights import correction_biases, open_weights
 from trimaran.nets.initialise import initialise
 from trimaran.nets.moe import MoeLayer
 from trimaran.nets.network import Network
-from trimaran.nets.vlm_names import canonical, on_disk
 
 CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -56,40 +53,7 @@ def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> Bas
         drawn = network_of(spec)
         initialise(drawn.module, seed=seed, spec=spec)
         return BaseWeights(network, lambda name: drawn.module.get_parameter(name).detach(), dtype)
-    read = _vlm_reader(network, spec, files) if isinstance(spec, VlmSpec) else _reader(network, spec, files)
-    return BaseWeights(network, read, dtype, frozenset(correction_biases(network.module)))
-
-
-def _reader(network: Network, spec: Spec, files: dict[str, Any]) -> Callable[[str], Tensor]:
-    """Return the function that reads a parameter of our decoder."""
-    assert isinstance(spec, ModelSpec), "the others have readers of their own"
-    layout = disk_layout(spec)
-    held = dict(network.module.named_parameters(remove_duplicate=False)) | correction_biases(network.module)
-    shapes = {name: tuple(each.shape) for name, each in held.items()}
-
-    def read(name: str) -> Tensor:
-        shape = shapes[name]
-        parts, whole = layout(name, shape, spec), tuple(slice(0, size) for size in shape)
-        if not is_stacked(parts, len(shape)):
-            return read_part(parts[0], whole, files)
-        return torch.stack([read_part(each, whole[1:], files) for each in parts])
-
-    return read
-
-
-def _vlm_reader(network: Network, spec: VlmSpec, files: dict[str, Any]) -> Callable[[str], Tensor]:
-    """Return the function that reads a parameter of our vision-language model."""
-    form = disk_form(spec)
-    sources = {canonical(name, form): (file, name) for name, file in files.items()}
-
-    def read(name: str) -> Tensor:
-        stored = on_disk(name, spec, form)
-        file, name_in_file = sources[stored.name]
-        value = file.get_tensor(name_in_file)
-        value = stored.taken_from(value) if stored.parts > 1 or stored.transposed else value
-        return value.reshape(network.module.get_parameter(name).shape)
-
-    return read
+    return BaseWeights(network, network.weight_reader(files), dtype, frozenset(correction_biases(network.module)))
 
 
 def _open_hf(section: ModelSection, seed: int, files: dict[str, Any], dtype: str) -> BaseWeights:

@@ -75,7 +75,7 @@ def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
     kind = module.config.model_type  # pyrefly: ignore[missing-attribute]
     if kind not in VISION_ADAPTERS:
         return network
-    if not isinstance(spec, VlmSpec):
+    if spec is None or spec.vision is None:
         raise _no_images(network, f"its configuration is not supported ({_difference(module)})")
     if vision_utils is None:
         raise _no_images(network, "that needs transformers 5")

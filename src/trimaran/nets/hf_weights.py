@@ -56,6 +56,22 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
             raise damaged(folder, error) from None
 
 
+def decoder_reader(module: nn.Module, spec: ModelSpec, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
+    """Return the function that reads a parameter or a correction bias of a Decoder from these open files."""
+    layout = disk_layout(spec)
+    held = dict(module.named_parameters(remove_duplicate=False)) | correction_biases(module)
+    shapes = {name: tuple(each.shape) for name, each in held.items()}
+
+    def read(name: str) -> Tensor:
+        shape = shapes[name]
+        parts, whole = layout(name, shape, spec), tuple(slice(0, size) for size in shape)
+        if not is_stacked(parts, len(shape)):
+            return read_part(parts[0], whole, files)
+        return torch.stack([read_part(each, whole[1:], files) for each in parts])
+
+    return read
+
+
 def absent_layers(module: nn.Module, folder: Path) -> tuple[str, ...]:
     """Return the prefixes of layers that predict later tokens and that the weights in `folder` do not have.
 

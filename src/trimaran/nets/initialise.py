@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, Spec, VlmSpec
-from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.models import InitialRules, Spec
 from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.local_shards import local_part, local_slices
 
 CHUNK_VALUES = 2**20
 STD = 0.02
 RESIDUAL = ("o_proj", "down_proj")  # modules that add to the residual stream, 2 * layers times in total
+UNKNOWN = InitialRules(depth=0)  # of a plug-in's network, whose residual streams have names of their own
 
 
 def initialise(module: nn.Module, *, seed: int, spec: Spec | None, within: tuple[str, ...] = ("",)) -> None:
@@ -45,13 +45,15 @@ def initialise(module: nn.Module, *, seed: int, spec: Spec | None, within: tuple
 def _fill(name: str, parameter: Tensor, seed: int, spec: Spec | None, pool: ThreadPoolExecutor) -> list[Future[None]]:
     """Fill one parameter, and return the threads that still write to it."""
     local, here = local_part(parameter).detach(), local_slices(parameter)
+    rules = UNKNOWN if spec is None else spec.initial_rules(name)
     if name.endswith((".bias", "_proj_bias")) or name == "bias":
         local.zero_()
     elif parameter.ndim == 1:
-        local.fill_(_vector_value(name, spec))
+        local.fill_(0.0 if name.endswith(".sinks") else rules.norm)
     elif local.numel():
-        residual = spec is not None and any(part in RESIDUAL for part in name.split("."))
-        std = _std(name, parameter.shape, spec) / math.sqrt(2 * _depth(name, spec) if residual else 1)
+        std = 1 / math.sqrt(math.prod(parameter.shape[1:])) if rules.by_fan_in else STD
+        if rules.depth and any(part in RESIDUAL for part in name.split(".")):
+            std /= math.sqrt(2 * rules.depth)
         normal = NormalRows(parameter.shape, here[0], key=f"{seed}/{name}", std=std)
         if local.is_contiguous() and local.shape[1:] == parameter.shape[1:]:
             return [pool.submit(normal.draw_chunk, number, local.view(-1)) for number in normal.chunks]
@@ -59,33 +61,6 @@ def _fill(name: str, parameter: Tensor, seed: int, spec: Spec | None, pool: Thre
         list(pool.map(partial(normal.draw_chunk, into=rows), normal.chunks))
         local.copy_(rows.view(-1, *parameter.shape[1:])[(slice(None), *here[1:])])
     return []
-
-
-def _vector_value(name: str, spec: Spec | None) -> float:
-    """Return the first value of a vector that is no bias: 1 for a norm, 0 for a difference from 1, and for sinks."""
-    language = spec.language if isinstance(spec, VlmSpec) and name.startswith("language.") else spec
-    is_offset = isinstance(language, ModelSpec) and language.block.norm.unit_offset
-    return 0.0 if is_offset or name.endswith(".sinks") else 1.0
-
-
-def _std(name: str, shape: torch.Size, spec: Spec | None) -> float:
-    """Return the standard deviation of a matrix: a constant, or 1 / sqrt(fan_in) in vision towers and projectors.
-
-    Vision towers of small models are narrow, and with the constant they take long to start learning. In large towers
-    both are about equal.
-    """
-    vision = isinstance(spec, VlmSpec) and name.endswith(".weight") and not name.startswith("language.")
-    return 1 / math.sqrt(math.prod(shape[1:])) if vision or isinstance(spec, PerceptionSpec) else STD
-
-
-def _depth(name: str, spec: Spec | None) -> int:
-    """Return the number of layers of the residual stream that the parameter `name` adds to."""
-    assert spec is not None, "only our own networks name these parameters"
-    if isinstance(spec, VlmSpec):
-        return (spec.vision if name.startswith("vision.") else spec.language).layers
-    if isinstance(spec, PerceptionSpec):
-        return max(1, spec.fusion_layers)
-    return spec.layers
 
 
 def _seed(key: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, Spec
+from trimaran.models import ModelSpec, Spec, decoder_of, language_of
 from trimaran.nets.attention_context import Context
 from trimaran.nets.decoder import Decoder
 from trimaran.nets.key_value_cache import KeyValueCache
@@ -48,7 +48,8 @@ class Network:
     @property
     def predicts_later(self) -> bool:
         """Whether `forward` also computes the loss of later tokens (multi-token prediction): in training only."""
-        has_layers = isinstance(self.spec, ModelSpec) and self.spec.prediction_layers > 0
+        language = language_of(self.spec)
+        has_layers = language is not None and language.prediction_layers > 0
         return has_layers and self.module.training and torch.is_grad_enabled()
 
     @property
@@ -155,8 +156,8 @@ class Network:
     @property
     def has_bare_head(self) -> bool:
         """Whether the logits are the output of `head`, unchanged: not scaled, and not capped."""
-        language = getattr(self.spec, "language", self.spec)
-        return not isinstance(language, ModelSpec) or language.block.ends.bare_head
+        language = language_of(self.spec)
+        return language is None or language.block.ends.bare_head
 
     @property
     def vocabulary(self) -> int:
@@ -177,9 +178,10 @@ class Network:
 
         Keys that a cache holds by then were rotated by other angles.
         """
-        language = getattr(self.spec, "language", self.spec)
-        rope = language.block.rope if isinstance(language, ModelSpec) else None
-        return rope.original_max_seq_len if rope is not None and rope.longrope is not None else sys.maxsize
+        language = language_of(self.spec)
+        if language is None or language.block.rope.longrope is None:
+            return sys.maxsize
+        return language.block.rope.original_max_seq_len
 
     def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item.
@@ -212,10 +214,17 @@ class Network:
 
         load_hf_weights(self.module, folder, report_progress)
 
+    def weight_reader(self, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
+        """Return a function that reads a parameter, unsharded, by its name from these open files."""
+        from trimaran.nets.hf_weights import decoder_reader  # noqa: PLC0415  few runs start from weights
+
+        return decoder_reader(self.module, self._decoder_spec, files)
+
     @property
     def _decoder_spec(self) -> ModelSpec:
-        assert isinstance(self.spec, ModelSpec), "other networks override these methods"
-        return self.spec
+        decoder = decoder_of(self.spec)
+        assert decoder is not None, "other networks override these methods"
+        return decoder
 
 
 def decoder_network(spec: ModelSpec, layers: range | None = None) -> Network:

@@ -16,7 +16,7 @@ from trimaran.nets.tp_plan import vlm_tensor_plan
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm_model import Vlm
 from trimaran.nets.vlm_names import DiskTensor, in_memory
-from trimaran.nets.vlm_weights import load_vlm_weights, vlm_tensors
+from trimaran.nets.vlm_weights import load_vlm_weights, vlm_reader, vlm_tensors
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 IMAGE_INPUTS = ("positions", "patches", "grids", "features")
@@ -92,6 +92,9 @@ class VlmNetwork(Network):
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         load_vlm_weights(self.module, folder, report_progress)
+
+    def weight_reader(self, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
+        return vlm_reader(self.module, files)
 
 
 def vlm_network(spec: VlmSpec, blocks: range | None = None) -> VlmNetwork:

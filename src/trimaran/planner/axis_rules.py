@@ -3,10 +3,9 @@
 import math
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.models import ModelSpec, VlmSpec
+from trimaran.models import ModelSpec, Spec, language_of, vision_of
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.plugin_family import check_plugin_family
-from trimaran.models.stages import Spec
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.degrees import degrees, divisors, either, multiples_around
 
@@ -23,9 +22,9 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     check_plugin_family(plan, recipe)
     check_regather(plan, recipe, spec)
     check_pipeline(plan, recipe)
-    if isinstance(spec, PerceptionSpec):
-        check_perception(plan, spec)
     if spec is not None:
+        if spec.language is None:
+            check_perception(plan, spec)
         check_tensor(plan, spec)
         if recipe.model.family != "hf":
             check_vocabulary(plan, spec)
@@ -35,13 +34,8 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
         check_experts(plan, language)
         check_correction(plan, language)
         check_prediction(plan, language)
-    if not isinstance(spec, PerceptionSpec):
+    if spec is None or spec.language is not None:
         check_positions(plan, recipe, known=spec is not None)
-
-
-def language_of(spec: Spec | None) -> ModelSpec | None:
-    """Return the decoder that the model is or contains; None if it has none."""
-    return spec.language if isinstance(spec, VlmSpec) else spec if isinstance(spec, ModelSpec) else None
 
 
 def check_perception(plan: Plan, spec: PerceptionSpec) -> None:
@@ -60,7 +54,7 @@ def check_perception(plan: Plan, spec: PerceptionSpec) -> None:
 
 def check_hf_model(plan: Plan, spec: Spec | None) -> None:
     """Raise for axes along which a Hugging Face model with images is not split. For others its code decides."""
-    for axis in ("pp", "ep", "tp", "cp") if isinstance(spec, VlmSpec) else ():
+    for axis in ("pp", "ep", "tp", "cp") if vision_of(spec) is not None else ():
         if getattr(plan.mesh, axis) > 1:
             raise UserError("P013", f"a Hugging Face model with images cannot be split by {axis}: Trimaran does not "
                             "change its forward", where=f"plan.mesh.{axis}", fix="use dp_shard or dp_replicate, or "
@@ -83,13 +77,14 @@ def check_regather(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
 
 def check_tensor(plan: Plan, spec: Spec) -> None:
     """Raise unless tp divides the heads and every width that it splits, except for the vocabulary."""
-    tp = plan.mesh.tp
-    if tp > 1 and isinstance(spec, VlmSpec) and spec.vision.block.qk_norm and tower_degree("vision", plan) > 1:
+    tp, vision = plan.mesh.tp, spec.vision
+    whole = [tower for tower in spec.tower_names if tower_degree(tower, plan) == 1]
+    if tp > 1 and vision is not None and vision.block.qk_norm and "vision" not in whole:
         raise UserError("P054", f"the vision tower of {spec.name} normalises all heads together, so tp {tp} "
                         "cannot split it",
                         where="plan.towers.vision.tp", fix="set it to 1: every rank then holds the full tower "
                         "and processes other images")  # fmt: skip
-    sizes = tensor_sizes(spec, plan)
+    sizes = spec.tensor_sizes(whole)
     works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
     for name, size in sizes.items():
         if size % tp:
@@ -104,28 +99,6 @@ def check_vocabulary(plan: Plan, spec: Spec) -> None:
         raise UserError("P008", f"tp {tp} leaves ranks without any of the {language.vocab:,} tokens of the vocabulary "
                         f"of {spec.name}", where="plan.mesh.tp",
                         fix=f"use a tp whose square is at most {language.vocab:,}")  # fmt: skip
-
-
-def tensor_sizes(spec: Spec, plan: Plan) -> dict[str, int]:
-    """Return what tp splits, by name: heads and widths of every tower that is split."""
-    if isinstance(spec, PerceptionSpec):
-        return {"heads of the fusion": spec.heads, "features of the fusion's feed-forward": spec.ffn}
-    if isinstance(spec, VlmSpec):
-        sizes = tensor_sizes(spec.language, plan)
-        if tower_degree("vision", plan) > 1:
-            sizes |= {"heads of the vision": spec.vision.heads}
-            sizes |= {"features of the vision's feed-forward": spec.vision.ffn}
-        if tower_degree("projector", plan) > 1:
-            sizes |= {"features of the projector": spec.projector_middle}
-        return sizes
-    experts, sizes = spec.block.experts, {"heads": spec.heads, "KV heads": spec.kv_heads}
-    if experts is None:
-        sizes["features of the feed-forward"] = spec.ffn
-    else:
-        sizes["features of an expert"] = experts.ffn
-        sizes |= {"features of the shared expert": experts.shared_ffn} if experts.shared_ffn else {}
-        sizes |= {"features of the dense layers": spec.ffn} if experts.dense_layers else {}
-    return sizes
 
 
 def tower_degree(tower: str, plan: Plan) -> int:
@@ -236,7 +209,7 @@ def check_stages(plan: Plan, spec: Spec) -> None:
     Layers that predict later tokens count as the last ones, and stay together.
     """
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
-    layers = spec.num_blocks if isinstance(spec, ModelSpec) else spec.layers
+    layers = spec.num_blocks
     parts = min(layers, spec.layers + 1)
     if pp == 1 and not stages:
         return

@@ -2,9 +2,8 @@
 
 from trimaran.core import Plan, Recipe, UserError, show_bytes
 from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec, Outline, outline_of, with_adapter
+from trimaran.models import Outline, Spec, decoder_of, outline_of, with_adapter
 from trimaran.models.hf_facts import HfFacts
-from trimaran.models.stages import Spec
 from trimaran.planner.comm_choices import choose_comm
 from trimaran.planner.legal import check_sequence
 from trimaran.planner.question import PlanAnswer, Question
@@ -26,8 +25,8 @@ def choose(
     The same question always gets the same answer. Raises UserError for wrong pins, or if nothing fits.
     """
     check_sequence(recipe.data.seq_len, spec)
-    if outline is None and isinstance(spec, ModelSpec):
-        outline = outline_of(spec)
+    if outline is None and (decoder := decoder_of(spec)) is not None:
+        outline = outline_of(decoder)
         outline = with_adapter(outline, recipe.model.adapter) if recipe.model.adapter else outline
     question = Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, max_plans=1, facts=facts)
     if outline is None:

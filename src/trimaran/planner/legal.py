@@ -5,13 +5,11 @@ from trimaran.core.deepspeed_config import check_deepspeed
 from trimaran.core.optional_packages import MIN_FP8_FEATURES, RECIPE_MULTIPLES, refused_recipe
 from trimaran.core.plugins import KINDS
 from trimaran.hardware import Cluster
-from trimaran.models import ModelSpec, Outline, module_names, refuse_unmatched
+from trimaran.models import ModelSpec, Outline, Spec, language_of, module_names, refuse_unmatched
 from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.models.hf_facts import HfFacts
-from trimaran.models.perception_spec import PerceptionSpec
-from trimaran.models.stages import Spec
 from trimaran.planner.async_rules import check_async
-from trimaran.planner.axis_rules import check_axes, fills_pipeline, language_of
+from trimaran.planner.axis_rules import check_axes, fills_pipeline
 from trimaran.planner.compression_rules import check_compression
 from trimaran.planner.degrees import divisors, either
 from trimaran.planner.hf_rules import check_hf_facts
@@ -226,7 +224,7 @@ def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) ->
         "tp splits the vocabulary, so each rank has only a part of the logits": plan.mesh.tp > 1,
         "the last stage of a pipeline must return logits": plan.mesh.pp > 1,
         "DeepSpeed's engine needs logits": plan.engine_traits.needs_logits,
-        "a perception model has no vocabulary": isinstance(spec, PerceptionSpec),
+        "a perception model has no vocabulary": spec is not None and spec.language is None,
         "the model's logits are more than one matmul": outline is not None and not outline.main.bare_head,
     }
     for why, holds in reasons.items():

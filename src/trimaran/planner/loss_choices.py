@@ -5,7 +5,6 @@ from typing import NamedTuple
 from trimaran.core.plugins import KINDS
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.loss_kind import chunk_rows
-from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.planner.question import Question
 
 FUSED, CHUNKED = "fused", "chunked"
@@ -54,9 +53,7 @@ def losses_of(question: Question) -> LossChoices:
     pins, outline = question.pins, question.outline
     ours = question.stack.name == "trimaran" and not pins.engine_traits.needs_logits
     main = outline.main if outline else None
-    has_logits = (
-        main is not None and main.outputs > 0 and main.bare_head and not isinstance(question.spec, PerceptionSpec)
-    )
+    has_logits = main is not None and main.outputs > 0 and main.bare_head
     is_plugin = question.recipe.objective.name not in KINDS["objective"].reserved  # which takes logits
     return LossChoices(
         pinned=pins.loss if "loss" in pins.model_fields_set else "",

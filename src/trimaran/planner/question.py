@@ -7,9 +7,8 @@ from trimaran.core import Bytes, DataSection, Plan, Recipe, RowSizes
 from trimaran.core.plugins import SOURCES
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.hardware import Cluster
-from trimaran.models import Outline
+from trimaran.models import Outline, Spec
 from trimaran.models.hf_facts import HfFacts
-from trimaran.models.stages import Spec
 
 Goal = Literal["throughput", "memory", "cost", "fewest-gpus", "goodput"]
 GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus", "goodput")

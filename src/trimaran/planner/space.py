@@ -12,10 +12,8 @@ from trimaran.core.plan import CONTEXTS, TowerPlan
 from trimaran.cost.host_time import positions_to_hide_launches
 from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import rates_of
-from trimaran.models import ModelSpec, Tower, VlmSpec, split_outline
-from trimaran.models.perception_spec import PerceptionSpec
+from trimaran.models import Spec, Tower, split_outline, vision_of
 from trimaran.models.plugin_family import is_plugin_family
-from trimaran.models.stages import Spec
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.axis_rules import check_axes, takes_micro_batches
 from trimaran.planner.degrees import divisors
@@ -379,10 +377,12 @@ class Space:
     def _may_use_hf(self, axis: str) -> bool:
         """Return whether the planner may split a Hugging Face model along the axis, by what its code says."""
         facts, spec = self.question.facts, self.question.spec
+        if vision_of(spec) is not None:
+            return False
         if axis in ("pp", "ep"):
             without = None if facts is None else facts.without_pp if axis == "pp" else facts.without_ep
-            return facts is not None and without is None and not isinstance(spec, VlmSpec)
-        return axis in ("tp", "cp") and isinstance(spec, ModelSpec)
+            return facts is not None and without is None
+        return axis in ("tp", "cp") and spec is not None
 
     def _max_tp(self) -> int:
         cluster = self.question.cluster
@@ -413,7 +413,7 @@ class Space:
         mesh, towers = mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep), towers_of((), (), replicated)
         comm = comm_of(NO_PINS.comm, context, NO_PINS.comm.overlap, NO_PINS.comm.regather)
         plan = NO_PINS.model_copy(update={"mesh": mesh, "comm": comm, "towers": self.pins.towers or towers})
-        if question.for_trainer and isinstance(question.spec, VlmSpec | PerceptionSpec):
+        if question.for_trainer and question.spec is not None and len(question.spec.tower_names) > 1:
             return self._trainer_accepts(plan, question.spec)
         if any(
             size % degree
@@ -507,14 +507,14 @@ class Space:
         """Return the towers besides the main one that may have their own settings: those with several layers."""
         outline = self.question.outline
         assert outline is not None
-        can = not self.question.for_trainer or isinstance(self.question.spec, VlmSpec)
+        can = not self.question.for_trainer or vision_of(self.question.spec) is not None
         free = can and not self.pinned("towers")
         return [tower for tower in outline.towers[:-1] if free and tower.layers > 2]
 
     def _replicated_towers(self, tp: int) -> list[tuple[str, ...]]:
         """Return which towers tensor-parallel ranks may replicate: none, or all that come before the main one."""
         question, outline = self.question, self.question.outline
-        is_ours = question.for_trainer and isinstance(question.spec, VlmSpec) and question.recipe.model.family == "vlm"
+        is_ours = question.for_trainer and question.recipe.model.family == "vlm"
         if tp == 1 or self.pinned("towers") or not is_ours:
             return [()]
         assert outline is not None

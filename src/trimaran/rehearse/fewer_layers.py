@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.models import ModelSpec, model_folder
-from trimaran.models.stages import Spec
+from trimaran.models import Spec, decoder_of, model_folder
 from trimaran.rehearse.rank_task import MeasuredRank
 
 
 def refuse_fewer_layers(recipe: Recipe, spec: Spec | None, plan: Plan, layers: int) -> None:
     """Raise unless the model can be rehearsed with so many layers in a stage, and with twice as many."""
     where, fix = "--layers", "rehearse the whole rank: leave out --layers"
-    if not isinstance(spec, ModelSpec) or recipe.model.family != "decoder":
+    decoder = decoder_of(spec)
+    if decoder is None or recipe.model.family != "decoder":
         raise UserError("P091", "only a decoder can be rehearsed with fewer layers", where=where, fix=fix)
-    if spec.prediction_layers:
+    if decoder.prediction_layers:
         raise UserError("P091", "a decoder with multi-token prediction cannot be rehearsed with fewer layers: its "
                         "stages differ", where=where, fix=fix)  # fmt: skip
-    most = spec.layers // plan.num_stages // 2
+    most = decoder.layers // plan.num_stages // 2
     if layers > most:
         least = f"name at most {most}, or leave out --layers" if most else fix
         raise UserError("P091", f"{layers} and {2 * layers} layers in a stage are not fewer than the "
-                        f"{spec.layers / plan.num_stages:g} of the model", where=where, fix=least)  # fmt: skip
+                        f"{decoder.layers / plan.num_stages:g} of the model", where=where, fix=least)  # fmt: skip
     every = plan.recompute if isinstance(plan.recompute, int) else 1
     if layers % every:
         raise UserError("P091", f"every {every}. layer is recomputed, and {layers} is not a multiple", where=where,

@@ -10,8 +10,8 @@ from trimaran.cost import Job
 from trimaran.cost.peak_memory import rank_memory_of
 from trimaran.cost.step_time import rank_compute_of
 from trimaran.hardware import Cluster
-from trimaran.models import outline_for
-from trimaran.models.stages import Spec, stage_ranges, stages_of_rank
+from trimaran.models import Spec, outline_for
+from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.rehearse.fewer_layers import extrapolated, with_layers
 from trimaran.rehearse.rank_process import run_rank
 from trimaran.rehearse.rank_task import MeasuredRank, RankAnswer, RankTask

@@ -11,8 +11,7 @@ from trimaran.core import ModelSection, Recipe, UserError, show_bytes, show_coun
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
 from trimaran.data.tokenizer_folder import chat_template_names, has_tokenizer
 from trimaran.hub import hub_repo_of, is_hub_name, repo_name
-from trimaran.models import model_folder, outline_if_known, spec_of, weight_files
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models import model_folder, outline_if_known, spec_of, vision_of, weight_files
 
 Family = Literal["decoder", "vlm", "hf"]
 OWN_FAMILIES: tuple[Family, ...] = ("vlm", "decoder")  # preferred, because they support every axis
@@ -80,7 +79,7 @@ def look_at_model(named: str) -> ModelFacts:
     outline = outline_if_known(section)
     files = weight_files(folder)
     projector = [tower.positions for tower in outline.towers if tower.name == "projector"] if outline else []
-    spec = spec_of(section)
+    takes_images = vision_of(spec_of(section)) is not None
     return ModelFacts(
         named=named,
         folder=folder,
@@ -92,8 +91,8 @@ def look_at_model(named: str) -> ModelFacts:
         weight_bytes=sum(file.stat().st_size for file in files),
         tokenizer=load_tokenizer(str(folder)) if has_tokenizer(folder) else None,
         has_chat_template=has_tokenizer(folder) and bool(chat_template_names(folder)),
-        takes_images=isinstance(spec, VlmSpec),
-        image_tokens=sum(projector) if isinstance(spec, VlmSpec) else 0,
+        takes_images=takes_images,
+        image_tokens=sum(projector) if takes_images else 0,
         mixes_documents=facts is not None and facts.without_documents is not None,
     )
 

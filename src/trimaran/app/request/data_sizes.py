@@ -4,8 +4,7 @@ from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.core import Recipe, RowSizes, UserError
 from trimaran.core.scene_rules import ScenePoints
 from trimaran.hub import is_hub_name
-from trimaran.models import PerceptionSpec, Spec, VlmSpec
-from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.models import Spec, recipe_image_rules, vision_of
 
 
 def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
@@ -15,7 +14,7 @@ def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
     reports why), and for a model without vision.
     """
     data = recipe.data
-    if not isinstance(spec, VlmSpec) or {"images_per_sample", "image_size"} & data.model_fields_set:
+    if vision_of(spec) is None or {"images_per_sample", "image_size"} & data.model_fields_set:
         return None
     from trimaran.data.data_kind import SAMPLE_SOURCES
 
@@ -37,14 +36,14 @@ def scene_points_of(recipe: Recipe, spec: Spec | None) -> ScenePoints | None:
 
     None for simulated scenes, and for scenes that cannot be read here (training reports why).
     """
-    data = recipe.data
-    if not isinstance(spec, PerceptionSpec) or data.source != "scenes" or data.path is None:
+    data, rules = recipe.data, None if spec is None else spec.scenes()
+    if rules is None or data.source != "scenes" or data.path is None:
         return None
     from trimaran.data.open_scenes import measure_points
     from trimaran.data.quarantine import BadSampleError
     from trimaran.data.scene_feed import recorded_scenes
 
     try:
-        return measure_points(recorded_scenes(data, spec.scenes()))
+        return measure_points(recorded_scenes(data, rules))
     except (UserError, BadSampleError, OSError):
         return None

@@ -5,8 +5,7 @@ from typing import Any
 
 from trimaran.core import Recipe, UserError
 from trimaran.core.user_folders import expand_user
-from trimaran.models import ModelSpec, model_folder, read_json, spec_of, weight_files
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models import language_of, model_folder, read_json, spec_of, weight_files
 
 MAX_CONFIG_BYTES = 10_000_000
 
@@ -38,8 +37,8 @@ def with_model_tokenizer(recipe: Recipe) -> Recipe:
 def model_vocabulary(recipe: Recipe) -> int | None:
     """Return how many token ids the recipe's model has; None if its config does not say."""
     spec = spec_of(recipe.model)
-    if isinstance(spec, ModelSpec | VlmSpec):
-        return spec.vocab
+    if (language := language_of(spec)) is not None:
+        return language.vocab
     if spec is not None or recipe.model.path is None:
         return None
     config = read_json(model_folder(recipe.model.path) / "config.json", limit_bytes=MAX_CONFIG_BYTES)

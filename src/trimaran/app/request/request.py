@@ -18,8 +18,7 @@ from trimaran.hardware import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.hardware.parse_cluster import MAX_DEVICES
 from trimaran.hub import is_hub_name
 from trimaran.launch.shared_gpu import SHARE_GPUS
-from trimaran.models import Outline, VlmSpec, outline_for, outline_if_known, refuse_freezing, spec_of
-from trimaran.models.stages import Spec
+from trimaran.models import Outline, Spec, outline_for, outline_if_known, refuse_freezing, spec_of
 from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -88,7 +87,7 @@ def read_question(
             _add_other_mistakes(mistakes, recipe, trains=trains)
     raise_together(mistakes)
     assert cluster is not None, "a cluster that cannot be read is a mistake"
-    if rows is not None and outline is not None and isinstance(spec, VlmSpec):
+    if rows is not None and outline is not None and spec is not None and spec.vision is not None:
         from trimaran.models.vlm_outline import with_row_sizes
 
         outline = with_row_sizes(outline, spec, rows)

@@ -7,7 +7,7 @@ from typing import Any
 from trimaran.app.request.request import Request
 from trimaran.core.optional_packages import refuse_missing_packages
 from trimaran.data.feature_cache import refuse_trained_tower
-from trimaran.models import ModelSpec, model_folder, spec_to_hf, weight_files
+from trimaran.models import decoder_of, model_folder, spec_to_hf, weight_files
 
 NO_TORCH = "torch is not installed here"
 
@@ -19,8 +19,8 @@ def refuse_before_start(request: Request) -> None:
         refuse_trained_tower(request.recipe)
     if folder := request.recipe.model.path:
         weight_files(model_folder(folder))
-    if isinstance(request.spec, ModelSpec) and request.recipe.train.save:
-        spec_to_hf(request.spec)
+    if request.recipe.train.save and (decoder := decoder_of(request.spec)) is not None:
+        spec_to_hf(decoder)
 
 
 def check_ranks(request: Request) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from trimaran.data.feed import DataShare
 from trimaran.data.sequences import split
 from trimaran.data.token_feed import TokenFeed
 from trimaran.data.tokenizer import check_vocabulary, load_tokenizer
-from trimaran.models import spec_of
 
 if TYPE_CHECKING:
     from trimaran.data.samples.sample_index import SampleIndex
@@ -123,11 +122,10 @@ def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> Prepared
 
 def _scenes(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
     from trimaran.data.scene_feed import scene_feeds
-    from trimaran.models.perception_spec import PerceptionSpec
+    from trimaran.models.perception_spec import perception_spec
 
-    spec = spec_of(recipe.model)
-    assert isinstance(spec, PerceptionSpec), "only a perception model trains on scenes"
-    return PreparedData(scene_feeds(recipe.data, spec.scenes(), seed=0, share=_single_rank(recipe))[0].steps_in, [])
+    rules = perception_spec(recipe.model).scenes()
+    return PreparedData(scene_feeds(recipe.data, rules, seed=0, share=_single_rank(recipe))[0].steps_in, [])
 
 
 def _refuse_unknown(recipe: Recipe, tokens: "TokenShards | SampleIndex") -> None:

@@ -12,7 +12,6 @@ from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.infer.engine.engine_batch import LAST, EngineBatch
 from trimaran.infer.engine.model_runner import ModelRunner, Runner, RunnerTraits, output_head
 from trimaran.infer.engine.sequence_runner import SequenceRunner
-from trimaran.models import VlmSpec
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.paged_cache import PagedCache
@@ -63,9 +62,10 @@ def traits_of(network: Network) -> RunnerTraits:
     parameters = signature(network.module.forward).parameters
     keeps = "tokens" in parameters or "logits_to_keep" in parameters
     traits = RunnerTraits(embeds=keeps and output_head(network) is not None)
-    if not isinstance(network.spec, VlmSpec):
+    images = None if network.spec is None else network.spec.images()
+    if images is None:
         return traits
-    return replace(traits, has_grid=bool(network.spec.sections), image_token=network.spec.image_token)
+    return replace(traits, has_grid=images.positions == "grid", image_token=images.image_token)
 
 
 def bytes_of_page(network: Network, device: torch.device, dtype: torch.dtype, page_size: int) -> int:

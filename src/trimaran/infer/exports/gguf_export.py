@@ -272,9 +272,8 @@ def check_rope_factors(file: Path, spec: ModelSpec) -> None:
 
 def with_rope(network: Network, rope: Rope) -> Network:
     """Return the network that was read, with these rotary positions: a file has them only as factors."""
-    spec = network.spec
-    assert isinstance(spec, ModelSpec)
     assert isinstance(network.module, Decoder)
+    spec = network.module.spec
     network.module.spec = changed = replace(spec, block=replace(spec.block, rope=rope))
     for layer in network.module.blocks:
         layer.self_attn.rope = rope

@@ -21,7 +21,7 @@ from trimaran.infer.ranks.sharded_adapters import DescribedAdapter, describe_ada
 from trimaran.infer.ranks.sharded_quantisation import quantise_part, refuse_inexact_slices
 from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.infer.weight_quantisation import Quantisation
-from trimaran.models import ModelSpec, VlmSpec, spec_of, weight_files
+from trimaran.models import language_of, spec_of, vision_of, weight_files
 from trimaran.models.stages import stage_ranges
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.nets import Network, network_of
@@ -136,17 +136,11 @@ def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
             raise _not_split("pipeline stages are for our own networks, and this model is one of transformers")
         return
     spec = spec_of(section)
-    if not isinstance(spec, ModelSpec | VlmSpec):
+    if (language := language_of(spec)) is None:
         raise _not_split("this network generates no text")
-    if mesh.pp > 1 and not isinstance(spec, ModelSpec):
+    if mesh.pp > 1 and vision_of(spec) is not None:
         raise _not_split("pipeline stages are for language models, and this one also sees images")
-    language = spec if isinstance(spec, ModelSpec) else spec.language
-    experts = language.block.experts
-    sizes = {"heads": language.heads, "KV heads": language.kv_heads}
-    sizes |= {"features of the feed-forward": language.ffn} if experts is None else {
-        "features of an expert": experts.ffn, "features of the shared expert": experts.shared_ffn,
-        "features of the dense layers": language.ffn if experts.dense_layers else 0}  # fmt: skip
-    for name, size in sizes.items():
+    for name, size in language.tensor_sizes().items():
         if size % mesh.tp:
             raise UserError("S050", f"tp {mesh.tp} does not divide the {size:,} {name} of {language.name}",
                             where="--tp", fix="use a degree that divides them")  # fmt: skip

@@ -6,7 +6,7 @@ Argument names are those of `megatron/training/arguments.py` at commit 000c4ac24
 from collections.abc import Iterator
 
 from trimaran.core import Plan, TrainSection
-from trimaran.models import ModelSpec, stage_ranges
+from trimaran.models import ModelSpec, decoder_of, stage_ranges
 from trimaran.planner.emit.emission import (
     Emission,
     Takes,
@@ -35,12 +35,12 @@ DECAYS = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "con
 
 def emit_megatron(plan: Plan, question: Question) -> Emission:
     """Return the script that starts `pretrain_gpt.py` on every rank of a node."""
-    spec, cluster, train = question.spec, question.cluster, question.recipe.train
+    spec, cluster, train = decoder_of(question.spec), question.cluster, question.recipe.train
     sharded = plan.sharding == "optimizer"
     refuse_cpu(TOOL, cluster)
     refuse_adapter(TOOL, question)
     refuse_settings(TOOL, train, states=("fp32", "bf16") if sharded else ("fp32",))
-    if not isinstance(spec, ModelSpec):
+    if spec is None:
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",
                             "only decoders like Llama and Qwen are emitted for pretrain_gpt.py")  # fmt: skip
     refuse_network(TOOL, spec)

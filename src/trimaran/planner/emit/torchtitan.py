@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimaran.core import Plan, TrainSection
-from trimaran.models import ModelSpec, stage_ranges
+from trimaran.models import ModelSpec, decoder_of, stage_ranges
 from trimaran.planner.emit.emission import (
     Emission,
     Takes,
@@ -38,11 +38,11 @@ TAKES = {
 
 def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     """Return torchtitan's job as TOML, with a module for a model that it has no flavor of."""
-    spec, cluster, recipe = question.spec, question.cluster, question.recipe
+    spec, cluster, recipe = decoder_of(question.spec), question.cluster, question.recipe
     refuse_cpu(TOOL, cluster)
     refuse_adapter(TOOL, question)
     refuse_settings(TOOL, recipe.train)
-    if not isinstance(spec, ModelSpec):
+    if spec is None:
         raise unknown_model(TOOL, question.outline.name if question.outline else "this model",
                             "it is not a decoder like Llama or Qwen 3")  # fmt: skip
     refuse_network(TOOL, spec)

@@ -21,7 +21,8 @@ from trimaran.data.feature_cache import BF16, FeatureCache, refuse_trained_tower
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.vision.image_grid import grids_of, measure_images
 from trimaran.data.vision.patches import fill_patches
-from trimaran.models import model_folder, spec_of, weight_files
+from trimaran.models import model_folder, weight_files
+from trimaran.models.vlm_section import vlm_of
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.patch_layout import black_image
@@ -52,9 +53,12 @@ class VisionEncoder:
     rules: ImageRules
 
     @cached_property
+    def spec(self) -> VlmSpec:
+        return vlm_of(self.recipe.model)
+
+    @cached_property
     def network(self) -> Network:
-        spec = spec_of(self.recipe.model)
-        assert isinstance(spec, VlmSpec), "nothing else has images"
+        spec = self.spec
         with torch.device("meta"):
             network = network_of(spec, range(spec.vision.layers))
         # The same modules, precision and initial weights as in training.
@@ -130,8 +134,6 @@ def build_feature_cache(
 
 def _open_cache(encoder: VisionEncoder, index: SampleIndex, cache: Path) -> FeatureCache:
     """Return the cache for these features. Rank 0 computes its key and dtype and broadcasts them."""
-    spec = spec_of(encoder.recipe.model)
-    assert isinstance(spec, VlmSpec)
     message = bytearray(KEY_CHARACTERS + 1)
     if dist.get_rank() == 0:
         arithmetic = [encoder.plan.precision, sorted(encoder.recipe.train.precision.items())]
@@ -140,7 +142,7 @@ def _open_cache(encoder: VisionEncoder, index: SampleIndex, cache: Path) -> Feat
         message[-1] = [*STORED_DTYPES].index(_feature_dtype(encoder, cache / "features" / message[:-1].decode()))
     dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)
     dtype, tokens = [*STORED_DTYPES.values()][message[-1]], measure_images(index.image_sizes, encoder.rules).tokens
-    width = spec.feature_width * spec.num_projections
+    width = encoder.spec.feature_width * encoder.spec.num_projections
     return FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=width, dtype=dtype)
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.core.scene_rules import GROUND, UNKNOWN_GROUND, SceneRules
+from trimaran.core.scene_rules import GROUND, OBJECTS, UNKNOWN_GROUND, SceneRules
 from trimaran.data.step_batch import Inputs
-from trimaran.models.perception_spec import BOX_OUTPUTS, PerceptionSpec
+from trimaran.models.perception_spec import BOX_OUTPUTS
 from trimaran.nets import Network
 from trimaran.train.loss.objective import LossSums
 
@@ -38,8 +38,8 @@ class PerceptionObjective:
     part_names = ("heat", "box", "segmentation")
     score_names = ("recall", "precision", "cells", "road_iou")
 
-    def __init__(self, spec: PerceptionSpec) -> None:
-        self._rules, self._num_heats = spec.scenes(), spec.num_heats
+    def __init__(self, rules: SceneRules) -> None:
+        self._rules = rules
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
         cells, valid = self._split_output(output), inputs["valid"].float()
@@ -73,7 +73,7 @@ class PerceptionObjective:
         return torch.stack([torch.stack(row) for row in rows]).double()
 
     def _split_output(self, output: Tensor) -> PerceptionOutput:
-        heats = self._num_heats
+        heats = len(OBJECTS)
         sizes = [heats, BOX_OUTPUTS, output.shape[1] - heats - BOX_OUTPUTS]
         return PerceptionOutput(*output.float().split(sizes, dim=1))
 
@@ -97,8 +97,8 @@ class PerceptionObjective:
         indices = torch.arange(size, device=heat.device)
         squares = ((indices[None, None] - centres[:, :, None]) ** 2).unbind(1)
         gaussians = (-(squares[0][:, :, None] + squares[1][:, None, :]) / (2 * HEAT_SIGMA_CELLS**2)).exp().flatten(1)
-        channels = rows * self._num_heats + boxes[:, -1].long()
-        target = heat.new_zeros(len(heat) * self._num_heats, size * size)
+        channels = rows * len(OBJECTS) + boxes[:, -1].long()
+        target = heat.new_zeros(len(heat) * len(OBJECTS), size * size)
         target = target.scatter_reduce(0, channels[:, None].expand_as(gaussians), gaussians, "amax")
         return target.view_as(heat)
 

@@ -7,7 +7,7 @@ from trimaran.core import Finding, Recipe, UserError
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import Patch
-from trimaran.models import ExpertSpec, ModelSpec, spec_of
+from trimaran.models import ExpertSpec, decoder_of, spec_of
 
 WINDOW_STEPS = 50  # the last ones, whose medians count
 FIRST_STEPS = 50  # not judged: a router that starts from random weights needs some steps to spread its tokens
@@ -57,7 +57,7 @@ def _patch(recipe: Recipe) -> Patch:
 
 def _experts(recipe: Recipe) -> ExpertSpec | None:
     try:
-        spec = spec_of(recipe.model)
+        decoder = decoder_of(spec_of(recipe.model))
     except UserError:
         return None
-    return spec.block.experts if isinstance(spec, ModelSpec) else None
+    return None if decoder is None else decoder.block.experts

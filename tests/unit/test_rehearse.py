@@ -15,10 +15,10 @@ from torch.distributed import _functional_collectives as funcol
 
 from tests.ranks import run_ranks
 from trimaran.app import chosen_ranks, main, read_rehearse_request
-from trimaran.core import Mesh, Pipeline, Plan, Recipe, UserError
+from trimaran.core import Mesh, ModelSection, Pipeline, Plan, Recipe, UserError
 from trimaran.cost import Job, peak_memory_of, rank_compute_of, rank_memory_of, step_time_of
 from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS, outline_of
+from trimaran.models import PRESETS, VLM_PRESETS, Spec, outline_of
 from trimaran.rehearse import (
     BACKEND,
     MESSAGE_BLOCK,
@@ -132,13 +132,17 @@ def test_fewer_layers_are_in_every_stage_and_extrapolate_linearly(tmp_path: Path
     assert replace(whole, build_seconds=0.0) == measured(8)
 
 
-@pytest.mark.parametrize(("changes", "layers"), [({}, 5), ({"recompute": 2}, 3), ({"family": "vlm"}, 1)])
+@pytest.mark.parametrize(("changes", "layers"), [({}, 5), ({"recompute": 2}, 3)])
 def test_layers_that_cannot_be_rehearsed_are_refused(changes: dict[str, object], layers: int) -> None:
-    recipe, plan = Recipe(), PIPELINE.model_copy(update=changes)
-    if "family" in changes:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
     with pytest.raises(UserError, match="P091"):
-        refuse_fewer_layers(recipe, PRESETS["llama-3.1-8b"], plan, layers)
+        refuse_fewer_layers(Recipe(), PRESETS["llama-3.1-8b"], PIPELINE.model_copy(update=changes), layers)
+
+
+@pytest.mark.parametrize(("family", "spec"), [("vlm", VLM_PRESETS["tiny"]), ("hf", PRESETS["llama-3.1-8b"])])
+def test_only_our_decoder_is_rehearsed_with_fewer_layers(family: str, spec: Spec) -> None:
+    recipe = Recipe(model=ModelSection(family=family, path="model"))
+    with pytest.raises(UserError, match="P091"):
+        refuse_fewer_layers(recipe, spec, PIPELINE, 1)
 
 
 def test_deepspeed_is_refused() -> None:

@@ -101,7 +101,7 @@ def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *,
 
 def meta_network(section: ModelSection) -> Network:
     """Return the unsharded network of `section`, with its parameters on the meta device."""
-    if section.family == "hf":
+    if section.kind.is_hf:
         from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
         from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 

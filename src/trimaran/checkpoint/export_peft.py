@@ -100,7 +100,7 @@ def write_peft_folder(
 
 def whole_modules(section: ModelSection, network: Network) -> frozenset[str]:
     """Return the modules of the whole network, given a stage of it, for `AdapterFacts`."""
-    if section.family != "hf":
+    if not section.kind.is_hf:
         spec = spec_of(section)
         assert spec is not None, "only an unknown Hugging Face architecture has no spec"
         with torch.device("meta"):

@@ -24,6 +24,9 @@ from .local_steps import (
     LocalSteps as LocalSteps, exposed_outer_seconds as exposed_outer_seconds,
     outer_bytes_per_step as outer_bytes_per_step, synchronisation_bytes as synchronisation_bytes,
 )
+from .model_family import (
+    MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named,
+)
 from .optional_packages import (
     FP8_FEATURE_MULTIPLE as FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES as MIN_FP8_FEATURES,
     refuse_missing_packages as refuse_missing_packages,

@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 from trimaran.core.errors import UserError, did_you_mean
+from trimaran.core.model_family import MODEL_FAMILIES
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-FAMILIES = ("decoder", "vlm", "perception", "hf")
 SOURCES = (
     "python-stdlib", "text", "jsonl", "shards", "datasets", "megatron", "nanogpt",
     "chat", "webdataset", "parquet", "image-folder", "shapes", "scenes",
@@ -55,7 +55,7 @@ KINDS: dict[str, PluginKind] = {
         reserved=SOURCES,
     ),
     "network family": PluginKind(
-        group="trimaran.families", methods=("build",), field="model.family", reserved=FAMILIES
+        group="trimaran.families", methods=("build",), field="model.family", reserved=tuple(MODEL_FAMILIES)
     ),
     "sink": PluginKind(
         group="trimaran.sinks",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trimaran.core.autopilot_section import AutopilotMode, AutopilotSection, section_of_mode
+from trimaran.core.model_family import ModelFamily, family_named
 from trimaran.core.plan import BatchSize, Plan
 from trimaran.core.plugin_fields import FamilyName, ObjectiveName, SinkName, SourceName
 from trimaran.core.scene_rules import Sensor
@@ -89,6 +90,11 @@ class ModelSection(BaseModel):
         Field(description="train layers that predict later tokens, such as {layers: 1, weight: 0.3}; not by default"),
     ] = None
     trust_remote_code: Annotated[bool, Field(description="run the Python code that comes with the hf model")] = False
+
+    @property
+    def kind(self) -> ModelFamily:
+        """What all networks of the family have in common."""
+        return family_named(self.family)
 
 
 class MixtureSource(BaseModel):

@@ -10,14 +10,14 @@ SAMPLE_SOURCES = frozenset({"chat", "webdataset", "parquet", "image-folder", "sh
 
 def data_kind_of(recipe: Recipe) -> DataKind:
     """Return the kind of the recipe's data. For a vision-language model, text is a sample without images."""
-    section, family = recipe.data, recipe.model.family
+    section, family = recipe.data, recipe.model.kind
     scenes = section.source == "scenes"
-    if scenes != (family == "perception"):
+    if scenes != (family.reads == "scenes"):
         fix = "set model.family to perception" if scenes else "set data.source to scenes"
-        raise UserError("T052", f"the family {family} cannot be trained on {section.source}", where="data.source",
+        raise UserError("T052", f"the family {family.name} cannot be trained on {section.source}", where="data.source",
                         fix=f"{fix}, or train another family")  # fmt: skip
     if scenes and section.mixture:
         raise UserError("T052", "scenes cannot be part of a mixture", where="data.mixture", fix="remove data.mixture")
     if scenes:
         return "scenes"
-    return "samples" if section.mixture or section.source in SAMPLE_SOURCES or family == "vlm" else "text"
+    return "samples" if section.mixture or section.source in SAMPLE_SOURCES or family.reads == "images" else "text"

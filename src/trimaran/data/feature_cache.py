@@ -106,7 +106,7 @@ class FeatureCache:
 
 def refuse_trained_tower(recipe: Recipe) -> None:
     """Raise if features are cached for a tower that is trained, or for a model without a vision tower."""
-    if recipe.model.family != "vlm":
+    if recipe.model.kind.reads != "images":
         raise UserError("T062", f"only the family vlm can cache image features, and the model is of family "
                         f"{recipe.model.family}", where="data.samples.cache_features",
                         fix="set data.samples.cache_features to false")  # fmt: skip

@@ -33,7 +33,7 @@ def load_adapted(
     PEFT folder `adapter`. `seed` is that of a base without weight files.
     """
     network = unfilled_network(section, device)
-    if section.family != "hf":
+    if not section.kind.is_hf:
         spec = spec_of(section)
         assert spec is not None, "our own networks always have a spec"
         if section.path and weight_files(model_folder(section.path)):

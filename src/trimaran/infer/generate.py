@@ -17,7 +17,6 @@ from trimaran.data.tokenizer import Tokenizer, open_tokenizer
 from trimaran.infer.next_token import NextTokenModel
 from trimaran.infer.sampling import TokenSampler
 from trimaran.models import spec_of, weight_files
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.nets import Network
 from trimaran.nets.local_shards import to_empty
 
@@ -48,15 +47,15 @@ def first_device() -> torch.device:
 def load_trained(section: ModelSection, folder: Path, device: torch.device | None = None) -> Network:
     """Return the unsharded network of the weights in `folder`, on `device`; by default this machine's first one."""
     device = device or first_device()
-    if section.family == "hf" and not weight_files(folder):  # they would be random
+    if section.kind.is_hf and not weight_files(folder):  # they would be random
         raise UserError("M020", "the folder holds no weights", where=str(folder),
                         fix="name a folder with safetensors")  # fmt: skip
-    if is_plugin_family(section.family):  # its code alone knows the network of a shape
+    if section.kind.is_plugin:  # its code alone knows the network of a shape
         own = section.model_copy(update={"path": str(folder)})
     else:
         own = ModelSection(family=section.family, path=str(folder), trust_remote_code=section.trust_remote_code)
     network = unfilled_network(own, device)
-    if section.family != "hf":
+    if not section.kind.is_hf:
         network.load(folder)
     return network
 
@@ -67,7 +66,7 @@ def unfilled_network(section: ModelSection, device: torch.device) -> Network:
     Layers that predict later tokens are left out: only training needs them.
     """
     section = section.model_copy(update={"multi_token_prediction": None})
-    if section.family == "hf":
+    if section.kind.is_hf:
         from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
         from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
 

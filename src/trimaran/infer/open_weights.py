@@ -25,7 +25,6 @@ from trimaran.infer.trained_model import (
 )
 from trimaran.infer.weights_location import TrainedWeights
 from trimaran.models import model_folder
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.nets import Network
 from trimaran.parallel.precision import DTYPES
@@ -100,7 +99,7 @@ def section_of(weights: TrainedWeights, recipe: Recipe | None) -> ModelSection:
         return section_of_folder(weights.path)
     if weights.step is not None:
         return recipe.model
-    if is_plugin_family(recipe.model.family):  # its folder does not describe it to anybody else
+    if recipe.model.kind.is_plugin:  # its folder does not describe it to anybody else
         return recipe.model.model_copy(update={"path": str(weights.path)})
     return ModelSection(
         family=recipe.model.family, path=str(weights.path), trust_remote_code=recipe.model.trust_remote_code

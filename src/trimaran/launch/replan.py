@@ -74,7 +74,7 @@ def _known_facts(plan: Plan, recipe: Recipe) -> "HfFacts | None":
     from trimaran.models.hf_facts import HfFacts, cached_facts  # noqa: PLC0415
 
     facts = cached_facts(recipe.model, os.environ)
-    if facts is not None or recipe.model.family != "hf":
+    if facts is not None or not recipe.model.kind.is_hf:
         return facts
     unknown = UserError("M026", "whether the model supports this axis is not known", where="plan.mesh",
                         fix="plan the run for this number of ranks: `trimaran plan`")  # fmt: skip

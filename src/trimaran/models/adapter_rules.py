@@ -20,7 +20,7 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
     adapter = section.adapter
     if adapter is None:
         return
-    if section.family == "perception":
+    if section.kind.reads == "scenes":
         raise UserError("M055", "a perception model is not trained with an adapter", where="model.adapter",
                         fix="remove model.adapter: these models are small enough to train in full")  # fmt: skip
     both = [tower for tower in section.freeze if tower in (*adapter.towers, *adapter.train)]
@@ -30,7 +30,7 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
         raise UserError("M056", f"the tower {both[0]} is frozen, and the adapter trains it", where="model.freeze",
                         fix=f"remove {both[0]} from model.freeze: towers without an adapter are frozen "
                         "anyway")  # fmt: skip
-    if spec is not None and section.family != "hf":
+    if spec is not None and not section.kind.is_hf:
         _refuse_targets(adapter, spec)
     if plan is not None and not plan.engine_traits.trains_adapters:
         raise UserError("P064", "DeepSpeed's engine does not train adapters here", where="plan.engine",

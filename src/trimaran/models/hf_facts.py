@@ -132,7 +132,7 @@ def missing_package(packages: Sequence[str] = PACKAGES) -> str:
 def cached_facts(section: ModelSection, environ: Mapping[str, str]) -> HfFacts | None:
     """Return the facts of a Hugging Face model that an earlier command found; None if there are none."""
     try:
-        if section.family != "hf" or (path := facts_file(section, environ)) is None:
+        if not section.kind.is_hf or (path := facts_file(section, environ)) is None:
             return None
         tree = json.loads(read_regular_bytes(path, follow_links=False, limit_bytes=MAX_FACTS_BYTES))
         return _at(facts_from_dict(tree), str(section.path))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
-from trimaran.core.plugins import FAMILIES, load_plugin, plugin_errors
+from trimaran.core.plugins import load_plugin, plugin_errors
 
 AXES_OF_OURS = ("tp", "pp", "cp", "ep")
 
@@ -34,11 +34,6 @@ class NetworkFamily(Protocol):
     def build(self, model: ModelSection) -> FamilyModule:
         """Return the network that the recipe's section describes: `preset`, `shape`. torch's device may be meta."""
         ...
-
-
-def is_plugin_family(family: str) -> bool:
-    """Return whether the family is a plug-in's."""
-    return family not in FAMILIES
 
 
 def build_family(section: ModelSection) -> FamilyModule:
@@ -71,7 +66,7 @@ def _broken_promise(built: Any) -> str:
 
 def check_plugin_family(plan: Plan, recipe: Recipe) -> None:
     """Raise for what needs more of a network than a plug-in's family says about it."""
-    if not is_plugin_family(recipe.model.family):
+    if not recipe.model.kind.is_plugin:
         return
     reasons = {f"plan.mesh.{axis}": getattr(plan.mesh, axis) > 1 for axis in AXES_OF_OURS}
     reasons["plan.precision"] = plan.precision == "fp8"

@@ -15,7 +15,6 @@ from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
 from trimaran.models.json_file import read_json
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of
 from trimaran.models.spec import ModelSpec
 from trimaran.models.vlm_spec import ImageLimits
@@ -25,10 +24,10 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
     """Return the outline of the model in `section`, with the images per sample of `data`, or the points of a scene."""
     images = _images(data)
     spec = spec_of(section)
-    if is_plugin_family(section.family):
+    if section.kind.is_plugin:
         return _family_outline(section, (data or DataSection()).seq_len)
     decoder = decoder_of(spec)
-    if section.family == "hf":
+    if section.kind.is_hf:
         outline = _hf_outline(section, decoder, images)
     else:
         assert spec is not None, "our own networks always have a spec"
@@ -85,7 +84,7 @@ def outline_named(text: str) -> Outline:
 
 def refuse_freezing(section: ModelSection) -> None:
     """Raise if towers of a Hugging Face model should be frozen that training cannot locate."""
-    if section.freeze and section.family == "hf" and vision_of(spec_of(section)) is None:
+    if section.freeze and section.kind.is_hf and vision_of(spec_of(section)) is None:
         raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
                         where="model.freeze", fix="use family vlm if it supports the model, remove model.freeze, or "
                         "use `trimaran plan`")  # fmt: skip

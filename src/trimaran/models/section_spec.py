@@ -127,10 +127,10 @@ def _refuse_contradictions(section: ModelSection) -> None:
     if section.preset is not None and section.path is not None:
         raise UserError("M002", "a model has either a preset or a path", where="model",
                         fix="remove model.preset to take the shape from the path")  # fmt: skip
-    if section.family == "hf" and section.path is None:
+    if section.kind.is_hf and section.path is None:
         raise UserError("M002", "the hf family needs a model to load", where="model.path",
                         fix="set model.path to a local Hugging Face model folder, or use family decoder")  # fmt: skip
-    if section.family == "hf" and section.shape:
+    if section.kind.is_hf and section.shape:
         raise UserError("M002", "an hf model keeps the shape of its config.json", where="model.shape",
                         fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
 

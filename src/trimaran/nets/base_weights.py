@@ -40,7 +40,7 @@ def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> Bas
     files = open_weights(folder, stack) if folder and weight_files(folder) else {}
     counts = Counter(str(file.get_slice(name).get_dtype()) for name, file in files.items())
     dtype = CONFIG_DTYPES.get(counts.most_common(1)[0][0] if counts else "F32", "float32")
-    if section.family == "hf":
+    if section.kind.is_hf:
         return _open_hf(section, seed, files, dtype)
     spec = spec_of(section)
     assert spec is not None, "only an unknown Hugging Face architecture has no spec"

@@ -2,13 +2,12 @@
 
 from trimaran.core import ModelSection
 from trimaran.models import ModelSpec, PerceptionSpec, Spec, VlmSpec, spec_of
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.nets.network import Network, decoder_network
 
 
 def network_of_section(section: ModelSection) -> Network:
     """Return the whole network of a section that is not of family hf, on the default device, uninitialised."""
-    if is_plugin_family(section.family):
+    if section.kind.is_plugin:
         from trimaran.nets.plugin_network import plugin_network  # noqa: PLC0415
 
         return plugin_network(section)

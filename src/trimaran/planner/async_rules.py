@@ -3,8 +3,6 @@
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.async_sgd import AsyncSgd
 
-FAMILIES = ("decoder", "hf")
-
 
 def check_async(plan: Plan, recipe: Recipe) -> None:
     """Raise unless `engine: async` can run the plan: whole replicas, whose only exchange is with the servers."""
@@ -31,7 +29,7 @@ def check_async(plan: Plan, recipe: Recipe) -> None:
         "plan.comm.overlap": (not plan.comm.overlap, "replicas do not sum gradients", "leave out overlap"),
         "train.optimizer.states": (recipe.train.optimizer.states != "fp32", "the servers' moments are fp32",
                                    "set it to fp32"),
-        "model.family": (recipe.model.family not in FAMILIES, f"it does not train the family {recipe.model.family}",
+        "model.family": (not recipe.model.kind.is_language_model, f"it does not train the family {recipe.model.family}",
                          "train a decoder, or a language model of Hugging Face"),
         "model.adapter": (recipe.model.adapter is not None, "it does not train adapters", "leave out the adapter"),
         "faults.not_finite": (recipe.faults.not_finite == "rewind", "workers cannot rewind together",

@@ -17,7 +17,7 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
 
     Without a spec (Hugging Face) only the worker knows the sizes.
     """
-    if recipe.model.family == "hf":
+    if recipe.model.kind.is_hf:
         check_hf_model(plan, spec)
     check_plugin_family(plan, recipe)
     check_regather(plan, recipe, spec)
@@ -26,7 +26,7 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
         if spec.language is None:
             check_perception(plan, spec)
         check_tensor(plan, spec)
-        if recipe.model.family != "hf":
+        if not recipe.model.kind.is_hf:
             check_vocabulary(plan, spec)
         check_stages(plan, spec)
     if (language := language_of(spec)) is not None:
@@ -66,7 +66,7 @@ def check_regather(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """Raise where tensor-parallel ranks do not gather inputs, or cannot gather them again."""
     if not plan.comm.regather or plan.mesh.tp == 1:
         return
-    if recipe.model.family not in ("decoder", "vlm"):
+    if not recipe.model.kind.splits_sequence:
         raise UserError("P058", f"the tensor parallelism of a model of family {recipe.model.family} gathers no inputs",
                         where="plan.comm.regather", fix="leave it out")  # fmt: skip
     language = language_of(spec)
@@ -142,7 +142,7 @@ def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
         raise UserError("P009", f"a sequence of {seq_len:,} does not split into the {chunks} equal chunks of cp "
                         f"{mesh.cp}", where="data.seq_len", fix=f"set it to {multiples_around(seq_len, chunks)}, or "
                         f"use cp of {works}")  # fmt: skip
-    if known and recipe.model.family in ("decoder", "vlm") and seq_len // mesh.cp % mesh.tp:
+    if known and recipe.model.kind.splits_sequence and seq_len // mesh.cp % mesh.tp:
         step = math.lcm(chunks, mesh.cp * mesh.tp)
         raise UserError("P008", f"tp {mesh.tp} does not divide the {seq_len // mesh.cp:,} positions of a rank",
                         where="data.seq_len", fix=f"set it to {multiples_around(seq_len, step)}, or use tp of "

@@ -95,7 +95,7 @@ def adapter_changes(question: Question) -> Iterator[Hint]:
     """Yield the question with an adapter on frozen weights, of which another thing is trained; then with 4-bit ones."""
     assert question.outline is not None
     model, main, on_gpu = question.recipe.model, question.outline.main, question.cluster.device.traits.has_kernels
-    has_linears = model.family != "perception" and all(isinstance(block, OutlineLayer) for block, _ in main.runs)
+    has_linears = all(isinstance(block, OutlineLayer) for block, _ in main.runs)
     if question.stack.name != "trimaran" or not has_linears:
         return
     if model.adapter is None:

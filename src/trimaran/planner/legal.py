@@ -45,7 +45,7 @@ def check_plan(
     check_batch(plan, recipe.train.global_batch)
     check_sequence(recipe.data.seq_len, spec)
     check_precision(plan, spec, cluster)
-    if recipe.train.precision and recipe.model.family != "hf" and spec is not None:
+    if recipe.train.precision and not recipe.model.kind.is_hf and spec is not None:
         refuse_unmatched(recipe.train.precision, module_names(spec))
     check_memory(plan, spec)
     check_compiled(plan, cluster)
@@ -235,7 +235,7 @@ def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) ->
 
 def check_objective(plan: Plan, recipe: Recipe) -> None:
     """Raise for an objective that does not suit the model, or that cannot be fused with the head."""
-    objective, is_perception = recipe.objective, recipe.model.family == "perception"
+    objective, is_perception = recipe.objective, recipe.model.kind.reads == "scenes"
     if objective.name not in ("auto", "perception" if is_perception else "language") and is_reserved(objective.name):
         raise UserError("K079", f"the objective {objective.name} is not for the family {recipe.model.family}",
                         where="objective.name", fix="leave it at auto")  # fmt: skip

@@ -57,7 +57,7 @@ class Question:
     @property
     def job(self) -> Job:
         assert self.outline is not None, "nothing is known about this model"
-        is_hf = self.recipe.model.family == "hf" and self.stack is STACKS["trimaran"]
+        is_hf = self.recipe.model.kind.is_hf and self.stack is STACKS["trimaran"]
         return Job(
             outline=self.outline,
             seq_len=self.recipe.data.seq_len,
@@ -72,7 +72,7 @@ class Question:
         """Whether steps can be CUDA graphs: every batch has the same shapes, and the model's code is known."""
         data, model = self.recipe.data, self.recipe.model
         is_text = is_sequence_source(data.source) and not data.mixture and not data.isolate_documents
-        return is_text and model.family in ("decoder", "hf") and not model.trust_remote_code
+        return is_text and model.kind.is_language_model and not model.trust_remote_code
 
     @property
     def isolates_documents(self) -> bool:

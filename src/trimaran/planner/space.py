@@ -13,7 +13,6 @@ from trimaran.cost.host_time import positions_to_hide_launches
 from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import rates_of
 from trimaran.models import Spec, Tower, split_outline, vision_of
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.axis_rules import check_axes, takes_micro_batches
 from trimaran.planner.degrees import divisors
@@ -275,7 +274,7 @@ class Space:
     @cached_property
     def _may_regather(self) -> bool:
         question = self.question
-        is_ours = self._is_ours and question.recipe.model.family in ("decoder", "vlm")
+        is_ours = self._is_ours and question.recipe.model.kind.splits_sequence
         return is_ours and question.for_trainer and "regather" not in self.pins.comm.model_fields_set
 
     @cached_property
@@ -370,9 +369,9 @@ class Space:
             return False
         if (axis == "tp" and self.has_packed_weights) or (axis == "ep" and not self._has_experts):
             return False
-        if question.for_trainer and question.recipe.model.family == "hf":
+        if question.for_trainer and question.recipe.model.kind.is_hf:
             return self._may_use_hf(axis)
-        return not (question.for_trainer and is_plugin_family(question.recipe.model.family))
+        return not (question.for_trainer and question.recipe.model.kind.is_plugin)
 
     def _may_use_hf(self, axis: str) -> bool:
         """Return whether the planner may split a Hugging Face model along the axis, by what its code says."""
@@ -422,7 +421,7 @@ class Space:
             for _, size in split_sizes(outline, plan, recipe.data.seq_len, axis)
         ):
             return False
-        ours = question.for_trainer and recipe.model.family == "decoder"
+        ours = question.for_trainer and recipe.model.kind.splits_sequence
         indivisible = ours and (recipe.data.seq_len // cp % tp or not every_rank_has_rows(outline.main.vocab, tp))
         opaque = any(not hasattr(block, "heads") for tower in outline.towers for block, _ in tower.runs)
         return not indivisible and not (opaque and tp * cp > 1)
@@ -514,7 +513,7 @@ class Space:
     def _replicated_towers(self, tp: int) -> list[tuple[str, ...]]:
         """Return which towers tensor-parallel ranks may replicate: none, or all that come before the main one."""
         question, outline = self.question, self.question.outline
-        is_ours = question.for_trainer and question.recipe.model.family == "vlm"
+        is_ours = question.for_trainer and question.recipe.model.kind.reads == "images"
         if tp == 1 or self.pinned("towers") or not is_ours:
             return [()]
         assert outline is not None

@@ -24,7 +24,7 @@ def check_known_towers(names: Iterable[str], towers: list[str], *, of: str, code
 def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """Raise for settings that a single tower cannot have."""
     for name, own in plan.towers.items():
-        if recipe.model.family == "hf" and vision_of(spec) is None and own != TowerPlan():
+        if recipe.model.kind.is_hf and vision_of(spec) is None and own != TowerPlan():
             raise UserError("P023", "towers of a Hugging Face model cannot have their own settings",
                             where=f"plan.towers.{name}",
                             fix="set plan.sharding and plan.recompute for the whole model")  # fmt: skip

@@ -17,8 +17,8 @@ from trimaran.rehearse.rank_task import MeasuredRank
 def refuse_fewer_layers(recipe: Recipe, spec: Spec | None, plan: Plan, layers: int) -> None:
     """Raise unless the model can be rehearsed with so many layers in a stage, and with twice as many."""
     where, fix = "--layers", "rehearse the whole rank: leave out --layers"
-    decoder = decoder_of(spec)
-    if decoder is None or recipe.model.family != "decoder":
+    decoder = None if recipe.model.kind.is_hf else decoder_of(spec)
+    if decoder is None:
         raise UserError("P091", "only a decoder can be rehearsed with fewer layers", where=where, fix=fix)
     if decoder.prediction_layers:
         raise UserError("P091", "a decoder with multi-token prediction cannot be rehearsed with fewer layers: its "

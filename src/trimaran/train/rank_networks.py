@@ -8,7 +8,6 @@ import torch
 
 from trimaran.core import Plan, Recipe
 from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.local_shards import is_on_meta, to_empty
@@ -57,7 +56,7 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
     for network, fill in shard_networks(recipe, plan, ranks):
         if attachment_of(recipe).packs:
             fill(device)
-        elif recipe.model.family == "hf":
+        elif recipe.model.kind.is_hf:
             from trimaran.nets.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
 
             materialise(network.module, device)
@@ -75,7 +74,7 @@ def shard_networks(
     That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
     """
     attachment = attachment_of(recipe)
-    if recipe.model.family == "hf":
+    if recipe.model.kind.is_hf:
         from trimaran.train.build_hf import open_hf_stages  # noqa: PLC0415  other families do not need it
 
         networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
@@ -87,7 +86,7 @@ def shard_networks(
         for network in networks:
             _shard_network(network, whole, recipe, plan, ranks)
         return [(network, partial(fill_hf, network)) for network in networks]
-    if is_plugin_family(recipe.model.family):
+    if recipe.model.kind.is_plugin:
         from trimaran.train.build_family import open_family_network  # noqa: PLC0415  few runs have such a model
 
         network = open_family_network(recipe)
@@ -149,7 +148,7 @@ def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_
     for module in (each for network in networks for each in network.module.modules()):
         if is_fsdp_module(module):
             module.reshard()
-    if recipe.model.family == "hf":
+    if recipe.model.kind.is_hf:
         from trimaran.train.build_hf import open_hf_network  # noqa: PLC0415  other families do not need it
 
         again, fill = open_hf_network(recipe.model, recipe.train.seed)

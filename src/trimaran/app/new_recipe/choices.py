@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from trimaran.app.new_recipe.data_facts import DataFacts
 from trimaran.app.new_recipe.model_facts import ModelFacts
-from trimaran.core import Plan, Recipe, UserError
+from trimaran.core import Plan, Recipe, UserError, family_named
 from trimaran.hardware import Cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
@@ -71,7 +71,7 @@ def recipe_fields(model: ModelFacts, data: DataFacts, choices: Choices, *, path:
     if choices.method != "full":
         base = {"base": "4bit"} if choices.method == "qlora" else {}
         section["adapter"] = {"kind": "lora", "rank": RANK, "alpha": ALPHA, **base}
-    elif model.family == "vlm":
+    elif family_named(model.family).reads == "images":
         section["freeze"] = ["vision"]
     source: dict[str, Any] = {"source": data.source, "path": data.named}
     source |= {"text_field": data.text_field} if data.text_field != "text" else {}

@@ -84,8 +84,8 @@ def _bullets(lines: list[str]) -> list[str]:
 def _front_matter(request: ExportRequest, state: RunState, manifest: Manifest) -> dict[str, Any]:
     """Return the metadata that the Hub reads."""
     tree: dict[str, Any] = {"library_name": LIBRARY_NAMES.get(request.form, "transformers")}
-    if state.recipe.model.family != "perception":
-        tree["pipeline_tag"] = "image-text-to-text" if state.recipe.model.family == "vlm" else "text-generation"
+    if tag := state.recipe.model.kind.pipeline_tag:
+        tree["pipeline_tag"] = tag
     tree["tags"] = ["trimaran", *([state.recipe.model.adapter.kind] if state.recipe.model.adapter else [])]
     if state.recipe.model.path:
         tree["base_model"] = Path(state.recipe.model.path).name

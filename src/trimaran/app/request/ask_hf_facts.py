@@ -21,7 +21,7 @@ def ask_hf_facts(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfF
 
     Both are empty for our own models. What was found is kept in the user's cache.
     """
-    if section.family != "hf" or section.path is None:
+    if not section.kind.is_hf or section.path is None:
         return None, ""
     if (facts := cached_facts(section, environ)) is not None:
         return facts, ""

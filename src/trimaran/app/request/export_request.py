@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 from trimaran.core import UserError
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.run import RunDirectory
 
 Format = Literal["hf", "dcp", "gguf", "onnx", "torch-export"]
@@ -82,9 +81,9 @@ def make_request(
 
 def _refuse_model(run: RunDirectory, to: Format, quantise: Quantise | None) -> None:
     """Raise UserError for models that take more than token ids, where a format has no place for that."""
-    family, where = run.read_recipe().model.family, f"--to {to}" if to not in ("hf", "dcp") else "--quantise"
-    if (family in ("perception", "vlm") or is_plugin_family(family)) and (to not in ("hf", "dcp") or quantise):
-        why = {"perception": "takes scenes", "vlm": "takes images"}.get(family, f"has the family {family} of a plug-in")
+    family, where = run.read_recipe().model.kind, f"--to {to}" if to not in ("hf", "dcp") else "--quantise"
+    if not family.is_language_model and (to not in ("hf", "dcp") or quantise):
+        why = f"has the family {family.name} of a plug-in" if family.is_plugin else f"takes {family.reads}"
         what = f"{to} exports of Trimaran" if to not in ("hf", "dcp") else "quantised exports"
         raise UserError("K070", f"{what} are of language models: this one {why}", where=where,
                         fix="export it with --to hf, in fp32 or bf16")  # fmt: skip

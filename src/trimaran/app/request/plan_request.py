@@ -17,7 +17,6 @@ from trimaran.core.user_folders import expand_user
 from trimaran.hardware import detect
 from trimaran.hub import is_hub_name
 from trimaran.models import PRESETS, outline_for, spec_of
-from trimaran.models.plugin_family import is_plugin_family
 from trimaran.planner import Question
 
 DEFAULT_SEQ_LEN = 4096
@@ -68,7 +67,7 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
         recipe = _with_fields(question.recipe, defaults)
         question = replace(question, recipe=recipe, outline=outline_for(recipe.model, recipe.data))
     # The limits of our trainer do not apply to a model that it does not have: any framework may run the plan.
-    is_ours = question.spec is not None or is_plugin_family(question.recipe.model.family)
+    is_ours = question.spec is not None or question.recipe.model.kind.is_plugin
     question = replace(question, for_trainer=is_ours)
     return PlanRequest(question=question, file=file, settings=tuple(arguments), is_reference=is_reference)
 

@@ -17,7 +17,7 @@ def with_model_tokenizer(recipe: Recipe) -> Recipe:
     if a model with weights has no tokenizer: on bytes it would learn to read again.
     """
     data = recipe.data
-    if data.source == "scenes" or recipe.model.family == "perception":
+    if data.source == "scenes" or recipe.model.kind.reads == "scenes":
         return recipe
     if data.source == "shards" and not data.mixture:
         _refuse_other_shards(recipe)

@@ -53,7 +53,7 @@ def _choose_for_trainer(question: Question) -> Plan:
     """
     inputs = (question.recipe, question.spec, question.cluster, question.outline)
     plan = choose(*inputs)
-    if question.recipe.model.family != "hf" or (plan.mesh.tp == plan.mesh.cp == 1 and plan.precision != "fp8"):
+    if not question.recipe.model.kind.is_hf or (plan.mesh.tp == plan.mesh.cp == 1 and plan.precision != "fp8"):
         return plan
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0":
         return plan  # under torchrun the plan of rank 0 counts
@@ -105,7 +105,8 @@ def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bo
     with collected(mistakes):
         if trains and recipe.data.path and not is_hub_name(recipe.data.path):
             named_path(recipe.data)
-            if recipe.data.source in ("text", "jsonl", "datasets") and recipe.model.family == "decoder":
+            is_decoder = recipe.model.kind.is_language_model and not recipe.model.kind.is_hf
+            if recipe.data.source in ("text", "jsonl", "datasets") and is_decoder:
                 check(recipe.data)
 
 

@@ -45,7 +45,7 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
                             fix="leave --step out, or name a run")  # fmt: skip
         return TrainedWeights(path=path)
     run = find_run(name)
-    if for_text and run.read_recipe().model.family == "perception":
+    if for_text and run.read_recipe().model.kind.reads == "scenes":
         raise UserError("A016", "a perception model generates no text", where=str(run.recipe),
                         fix="see its accuracy with `trimaran watch`")  # fmt: skip
     newest = newest_step(run.checkpoints)

@@ -33,7 +33,7 @@ def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
     progress("loading the weights", 0.0)
     trained = open_trained(weights, "fp32")
     plan = weights.run.read_plan() if weights.run else Plan()
-    tokenizer = trained.tokenizer if recipe is None or recipe.model.family != "perception" else None
+    tokenizer = trained.tokenizer if recipe is None or recipe.model.kind.reads != "scenes" else None
     subject = EvaluatedNetwork(network=trained.network, tokenizer=tokenizer, device=trained.device, plan=plan)
     if request.data is None:
         assert recipe is not None

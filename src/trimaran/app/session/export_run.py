@@ -47,7 +47,6 @@ from trimaran.infer.exports.torchao_weights import hf_logits, quantise_hf_folder
 from trimaran.infer.generate import TOKENIZER, open_saved_tokenizer, save_tokenizer
 from trimaran.infer.trained_model import TrainedModel, stored_dtype
 from trimaran.infer.weights_location import TrainedWeights
-from trimaran.models.plugin_family import is_plugin_family
 
 Progress = Callable[[str, float], None]
 
@@ -96,8 +95,7 @@ def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progre
             progress("quantising", 0.5)
             quantise_hf_folder(Path(scratch) / "plain", Path(scratch) / "quantised", width)
             write_folder(target, lambda draft: _copy_folder(Path(scratch) / "quantised", draft, add_files))
-    family = recipe.model.family  # transformers knows neither perception models nor plug-ins
-    if not request.check or family == "perception" or is_plugin_family(family) or recipe.model.trust_remote_code:
+    if not request.check or not recipe.model.kind.in_transformers or recipe.model.trust_remote_code:
         return {}
     trained = _open(request, path)
     return {"check": _compare(request, trained, _hf_reader(request, target), target, progress).as_dict()}
@@ -188,7 +186,7 @@ def _program_reader(target: Path, trained: TrainedModel) -> Logits:
 def _hf_reader(request: ExportRequest, target: Path) -> Logits:
     """Return how a Hugging Face folder is read: by transformers, if it knows the model and is installed."""
     recipe = request.run.read_recipe()
-    if request.form != "adapter" and recipe.model.family != "vlm" and (logits := hf_logits(target)) is not None:
+    if request.form != "adapter" and recipe.model.kind.reads != "images" and (logits := hf_logits(target)) is not None:
         return logits
     return network_logits(open_trained(TrainedWeights(path=target), "fp32").network)
 

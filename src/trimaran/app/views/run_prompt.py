@@ -30,9 +30,9 @@ def recipe_prompt(recipe: Recipe) -> str:
 def generate_command(recipe: Recipe, run: str) -> list[str] | None:
     """Return a `trimaran generate` command that fits what the run was trained on; None for a model without text."""
     command = [program_name(), "generate", run]
-    if recipe.model.family == "perception":
+    if recipe.model.kind.reads == "scenes":
         return None
     if data_kind_of(recipe) == "samples":
-        return [*command, "--chat", *(["--image", "FILE"] if recipe.model.family == "vlm" else [])]
+        return [*command, "--chat", *(["--image", "FILE"] if recipe.model.kind.reads == "images" else [])]
     shown = SHOWN_PROMPTS.get(recipe.data.source)
     return [*command, "--prompt", shown] if shown else command

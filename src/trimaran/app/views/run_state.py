@@ -437,7 +437,7 @@ class RunState:
     @property
     def unit(self) -> str:
         """The unit of throughput."""
-        return "scenes" if self.recipe.model.family == "perception" else "tokens"
+        return "scenes" if self.recipe.model.kind.reads == "scenes" else "tokens"
 
     @property
     def remaining_seconds(self) -> float | None:

@@ -82,7 +82,7 @@ def open_part(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -
     Raises UserError on every rank if one of them cannot load its part.
     """
     refuse_unservable(weights.described, ranks.degrees)
-    load = _open_hf if weights.section.family == "hf" else _open_own
+    load = _open_hf if weights.section.kind.is_hf else _open_own
     network, described = agreed(lambda: load(weights, ranks, settings))
     if reason := network.paged_difference(ranks.device):
         raise _not_split(f"{type(network.module).__name__} cannot attend to pages: it {reason}")
@@ -131,7 +131,7 @@ def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
     if section.adapter is not None:
         raise UserError("S052", "an adapter is served by one rank", where="model.adapter",
                         fix="leave out --tp and --pp, or export the merged model and serve that")  # fmt: skip
-    if section.family == "hf":
+    if section.kind.is_hf:
         if mesh.pp > 1:
             raise _not_split("pipeline stages are for our own networks, and this model is one of transformers")
         return

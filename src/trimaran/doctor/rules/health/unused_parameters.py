@@ -38,6 +38,6 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
 def _patch(evidence: Evidence, names: list[str]) -> Patch:
     """Return the patch that freezes a tower if all unused parameters are in it."""
     tower = names[0].partition(".")[0]
-    if evidence.recipe.model.family != "vlm" or any(name.partition(".")[0] != tower for name in names):
+    if evidence.recipe.model.kind.reads != "images" or any(name.partition(".")[0] != tower for name in names):
         return {}
     return {"model.freeze": [*evidence.recipe.model.freeze, tower]}

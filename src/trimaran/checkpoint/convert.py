@@ -15,9 +15,8 @@ from trimaran.checkpoint.load_state import fill_shards
 from trimaran.checkpoint.rank_share import TORCH_DTYPES
 from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorShard
 from trimaran.core import ModelSection, UserError
-from trimaran.models import model_folder, spec_of
-from trimaran.nets import Network
-from trimaran.nets.family import network_of_section
+from trimaran.models import model_folder
+from trimaran.nets import open_network
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 MODEL_PREFIX = "model/"
@@ -48,7 +47,7 @@ def export_hf(
     The result is the same as the run's own `model/` folder. `add_files` adds the tokenizer.
     """
     refuse_occupied(folder)
-    network = meta_network(section)
+    network, _ = open_network(section)
     read = _reader(network.module, source)
     total = sum(each.numel() for each in network.module.parameters())
 
@@ -74,7 +73,7 @@ def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *,
     """
     refuse_occupied(folder)
     if section.adapter is None:
-        keys = exported_keys(meta_network(section).module, source.index)
+        keys = exported_keys(open_network(section)[0].module, source.index)
     else:  # a part of the weights, which transformers cannot load
         keys = {key: key for key in source.index}
     draft = folder.with_name(f".{folder.name}.draft")
@@ -97,19 +96,6 @@ def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *,
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return keys
-
-
-def meta_network(section: ModelSection) -> Network:
-    """Return the unsharded network of `section`, with its parameters on the meta device."""
-    if section.kind.is_hf:
-        from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-        from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
-
-        assert section.path is not None, "a section without a path has no spec to plan with"
-        module, _ = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
-        return network_of_hf(module, spec_of(section))
-    with torch.device("meta"):
-        return network_of_section(section)
 
 
 def refuse_occupied(folder: Path) -> None:

@@ -12,7 +12,6 @@ from trimaran.checkpoint.convert import (
     DTYPES,
     MODEL_PREFIX,
     Progress,
-    meta_network,
     not_written,
     read_full_tensor,
     refuse_occupied,
@@ -22,6 +21,7 @@ from trimaran.checkpoint.export_peft import AdapterFacts, whole_modules, write_p
 from trimaran.checkpoint.tensor_shards import CheckpointSource
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder
+from trimaran.nets import open_network
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout, attach_adapter
 from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
 from trimaran.nets.adapters.peft_format import peft_tensors
@@ -40,7 +40,7 @@ def export_adapter(
 ) -> None:
     """Write the adapter in `source`, a checkpoint of the model in `section`, as a PEFT folder."""
     refuse_occupied(folder)
-    network = meta_network(section)
+    network, _ = open_network(section)
     modules = whole_modules(section, network)
     attach_adapter(network, _adapter_of(section))
     trained = dict(adapter_parameters(network.module))

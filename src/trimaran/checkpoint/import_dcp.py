@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.convert import Progress, meta_network, read_full_tensor, refuse_occupied
+from trimaran.checkpoint.convert import Progress, read_full_tensor, refuse_occupied
 from trimaran.checkpoint.dcp_read import DcpSource
 from trimaran.checkpoint.durable import DurableDisk, remove_tree
 from trimaran.checkpoint.manifest import Manifest
@@ -20,7 +20,7 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, UserError
 from trimaran.models.from_hf import disk_layout
-from trimaran.nets import Decoder, Network
+from trimaran.nets import Decoder, Network, open_network
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.lora_linear import adapter_parameters
 
@@ -128,7 +128,8 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
     to fp32, and so are moments if the run has them in fp32. Missing moments start as zeros. Of a run with an adapter,
     only what is trained is imported: the base is that of the recipe.
     """
-    network, adapter = meta_network(recipe.model), recipe.model.adapter
+    network, _ = open_network(recipe.model)
+    adapter = recipe.model.adapter
     if adapter is not None:
         attach_adapter(network, adapter)
     parameters = network.module.named_parameters() if adapter is None else adapter_parameters(network.module)

@@ -16,9 +16,8 @@ from trimaran.core.regular_files import read_regular_bytes
 from trimaran.data.tokenizer import Tokenizer, open_tokenizer
 from trimaran.infer.next_token import NextTokenModel
 from trimaran.infer.sampling import TokenSampler
-from trimaran.models import spec_of, weight_files
-from trimaran.nets import Network
-from trimaran.nets.local_shards import to_empty
+from trimaran.models import weight_files
+from trimaran.nets import Network, open_network
 
 TOKENIZER = "trimaran-tokenizer.json"
 
@@ -65,21 +64,8 @@ def unfilled_network(section: ModelSection, device: torch.device) -> Network:
 
     Layers that predict later tokens are left out: only training needs them.
     """
-    section = section.model_copy(update={"multi_token_prediction": None})
-    if section.kind.is_hf:
-        from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-        from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
-
-        assert section.path is not None, "the hf family has a folder"
-        module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
-        network = network_of_hf(module, spec_of(section))
-        fill(network.module, device)
-        return network
-    with torch.device("meta"):
-        from trimaran.nets.family import network_of_section  # noqa: PLC0415
-
-        network = network_of_section(section)
-    to_empty(network.module, device)
+    network, fill = open_network(section.model_copy(update={"multi_token_prediction": None}))
+    fill(device)
     return network
 
 

@@ -25,7 +25,7 @@ from .attention_options import (
 )
 from .base_weights import open_base_weights as open_base_weights
 from .decoder import Decoder as Decoder, DecoderLayer as DecoderLayer
-from .family import network_of as network_of
+from .family import network_of as network_of, open_network as open_network
 from .flex_kernel import (
     BLOCK as BLOCK, block_mask as block_mask, flexible_attention as flexible_attention,
     has_flex_kernel as has_flex_kernel,

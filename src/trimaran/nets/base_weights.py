@@ -4,15 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimaran.core import ModelSection
-from trimaran.models import model_folder, spec_of, weight_files
-from trimaran.nets.family import network_of
+from trimaran.models import model_folder, weight_files
+from trimaran.nets.family import network_of, open_network
 from trimaran.nets.hf_weights import correction_biases, open_weights
 from trimaran.nets.initialise import initialise
 from trimaran.nets.moe import MoeLayer
@@ -42,31 +41,26 @@ def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> Bas
     dtype = CONFIG_DTYPES.get(counts.most_common(1)[0][0] if counts else "F32", "float32")
     if section.kind.is_hf:
         return _open_hf(section, seed, files, dtype)
-    spec = spec_of(section)
-    assert spec is not None, "only an unknown Hugging Face architecture has no spec"
-    with torch.device("meta"):
-        network = network_of(spec)
+    network, _ = open_network(section)
     for layer in (each for each in network.module.modules() if isinstance(each, MoeLayer)):
         if layer.correction_bias is not None:  # buffers are read at once, parameters when they are needed
             layer.correction_bias = torch.zeros(layer.spec.num_experts)
     if not files:
-        drawn = network_of(spec)
-        initialise(drawn.module, seed=seed, spec=spec)
+        assert network.spec is not None, "a network of ours has a spec"
+        drawn = network_of(network.spec)
+        initialise(drawn.module, seed=seed, spec=network.spec)
         return BaseWeights(network, lambda name: drawn.module.get_parameter(name).detach(), dtype)
     return BaseWeights(network, network.weight_reader(files), dtype, frozenset(correction_biases(network.module)))
 
 
 def _open_hf(section: ModelSection, seed: int, files: dict[str, Any], dtype: str) -> BaseWeights:
-    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-    from trimaran.nets.hf_read import WeightSource, find_weight_sources  # noqa: PLC0415
-    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+    from trimaran.nets.hf_read import WeightSource, find_weight_sources  # noqa: PLC0415  transformers takes seconds
 
     assert section.path is not None, "a section without a path has no spec to plan with"
-    path = Path(section.path)
-    module, fill = open_hf_model(path, trust_remote_code=section.trust_remote_code, seed=seed)
-    network = network_of_hf(module, spec_of(section))
+    network, fill = open_network(section, seed=seed)
+    module = network.module
     if not files or not all(each.is_meta for each in module.parameters()):
-        fill(module, torch.device("cpu"))
+        fill(torch.device("cpu"))
         named = dict(module.named_parameters(remove_duplicate=False))
         return BaseWeights(network, lambda name: named[name].detach(), dtype)
     sources, _ = find_weight_sources(module, model_folder(section.path))

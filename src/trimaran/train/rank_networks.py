@@ -20,6 +20,9 @@ from trimaran.train.process.rank_info import RankInfo
 
 log = logging.getLogger(__name__)
 
+# Networks of stages, and the function that gives each its weights on a device.
+Stages = list[tuple[Network, Callable[[torch.device], None]]]
+
 
 def refuse_unsavable(recipe: Recipe, networks: tuple[Network, ...]) -> None:
     """Raise now, not after training, if the trained model cannot be saved."""
@@ -68,37 +71,51 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
 
 def shard_networks(
     recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
-) -> list[tuple[Network, Callable[[torch.device], None]]]:
+) -> Stages:
     """Return this rank's stages, sharded and on the meta device, and for each a function that gives it its weights.
 
     That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
     """
+    match recipe.model.kind.built_by:
+        case "transformers":
+            return _shard_hf(recipe, plan, ranks, report_progress)
+        case "plugin":
+            return _shard_plugin(recipe, plan, ranks, report_progress)
+        case "trimaran":
+            return _shard_own(recipe, plan, ranks, report_progress)
+
+
+def _shard_hf(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
+    from trimaran.train.build_hf import open_hf_stages  # noqa: PLC0415  other families do not need it
+
     attachment = attachment_of(recipe)
-    if recipe.model.kind.is_hf:
-        from trimaran.train.build_hf import open_hf_stages  # noqa: PLC0415  other families do not need it
+    networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
 
-        networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
+    def fill(network: Network, device: torch.device) -> None:
+        read_weights(network.module, device)
+        attachment.fill(network, whole)
 
-        def fill_hf(network: Network, device: torch.device) -> None:
-            read_weights(network.module, device)
-            attachment.fill(network, whole)
+    for network in networks:
+        _shard_network(network, whole, recipe, plan, ranks)
+    return [(network, partial(fill, network)) for network in networks]
 
-        for network in networks:
-            _shard_network(network, whole, recipe, plan, ranks)
-        return [(network, partial(fill_hf, network)) for network in networks]
-    if recipe.model.kind.is_plugin:
-        from trimaran.train.build_family import open_family_network  # noqa: PLC0415  few runs have such a model
 
-        network = open_family_network(recipe)
-        _shard_network(network, None, recipe, plan, ranks)
+def _shard_plugin(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
+    from trimaran.train.build_family import open_family_network  # noqa: PLC0415  few runs have such a model
 
-        def fill_family(device: torch.device) -> None:
-            to_empty(network.module, device)
-            fill_base(network, recipe, None, report_progress)
+    network = open_family_network(recipe)
+    _shard_network(network, None, recipe, plan, ranks)
 
-        return [(network, fill_family)]
-    spec = spec_of(recipe.model)
-    assert spec is not None, "only a foreign Hugging Face architecture has no spec"
+    def fill(device: torch.device) -> None:
+        to_empty(network.module, device)
+        fill_base(network, recipe, None, report_progress)
+
+    return [(network, fill)]
+
+
+def _shard_own(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
+    attachment, spec = attachment_of(recipe), spec_of(recipe.model)
+    assert spec is not None, "our own networks always have a spec"
     refuse_unmatched(recipe.train.precision, module_names(spec))
     ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
     with torch.device("meta"):

@@ -24,7 +24,7 @@ from trimaran.infer.weight_quantisation import Quantisation
 from trimaran.models import language_of, spec_of, vision_of, weight_files
 from trimaran.models.stages import stage_ranges
 from trimaran.models.vocabulary_split import every_rank_has_rows
-from trimaran.nets import Network, network_of
+from trimaran.nets import Network, network_of, open_network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
 from trimaran.nets.moe import ExpertWeights
@@ -182,19 +182,15 @@ def _open_own(
 
 def _open_hf(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> tuple[Network, list[DescribedAdapter]]:
     """Return a slice of a Hugging Face model, with its weights; and what its adapters change."""
-    from trimaran.nets.hf_build import materialise, open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
-
-    section = weights.described
-    assert section.path is not None, "the hf family has a folder"
     check_weights(weights)
-    module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=0)
-    network = network_of_hf(module, spec_of(section))
+    network, fill = open_network(weights.described)
     described = _described(network, ranks, settings)
     _shard(network, ranks, settings.dtype)
     if weights.step is None:
-        fill(network.module, ranks.device)
+        fill(ranks.device)
     else:
+        from trimaran.nets.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
+
         materialise(network.module, ranks.device)
         _load_checkpoint(network.module, weights.folder)
     return network, described

@@ -9,9 +9,13 @@ import pytest
 
 from trimaran.core import DataSection, ModelSection, UserError
 from trimaran.models import (
+    PERCEPTION_PRESETS,
     PRESETS,
+    VLM_PRESETS,
     ExpertSpec,
     ModelSpec,
+    decoder_of,
+    language_of,
     outline_for,
     outline_if_known,
     outline_named,
@@ -19,6 +23,7 @@ from trimaran.models import (
     refuse_freezing,
     spec_of,
     spec_to_hf,
+    vision_of,
 )
 
 TINY = PRESETS["tiny"]
@@ -47,6 +52,13 @@ def folder(tmp_path: Path) -> Path:
 def test_the_default_model_is_tiny_and_a_preset_gives_its_spec() -> None:
     assert spec_of(ModelSection()) == TINY
     assert spec_of(ModelSection(preset="qwen3-8b")) == PRESETS["qwen3-8b"]
+
+
+def test_a_spec_says_what_its_model_contains() -> None:
+    vlm, scenes = VLM_PRESETS["tiny"], PERCEPTION_PRESETS["tiny"]
+    assert [language_of(each) for each in (TINY, vlm, scenes, None)] == [TINY, vlm.language, None, None]
+    assert [vision_of(each) for each in (TINY, vlm, scenes, None)] == [None, vlm.vision, None, None]
+    assert [decoder_of(each) for each in (TINY, vlm, scenes, None)] == [TINY, None, None, None]
 
 
 def test_a_mistyped_preset_gets_a_suggestion() -> None:

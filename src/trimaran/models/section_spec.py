@@ -52,9 +52,8 @@ def _decoder_of(section: ModelSection) -> ModelSpec:
     else:
         folder = model_folder(section.path)
         spec = _decoder_in(folder, read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES), section.shape)
-    return (
-        spec if section.multi_token_prediction is None else _predicting(spec, section, section.multi_token_prediction)
-    )
+    wanted = section.multi_token_prediction
+    return spec if wanted is None else _predicting(spec, section, wanted)
 
 
 def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any]) -> ModelSpec:

@@ -85,10 +85,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialRules:
-    """How weights start. Norms start at `norm`, matrices with a standard deviation.
+    """How a weight starts: a norm at `norm`, a matrix with normal values.
 
-    It is a constant, or 1 / sqrt(fan_in) if `by_fan_in`. Matrices that add to a residual stream of `depth` layers start
-    with less.
+    Their standard deviation is a constant, or 1 / sqrt(fan_in) if `by_fan_in`. It is smaller for a matrix that adds to
+    a residual stream, of `depth` layers.
     """
 
     depth: int

@@ -112,7 +112,7 @@ def _check_first_loss(parts: WorkerParts, start: int) -> None:
     """Raise UserError if a Hugging Face model begins with another loss than transformers computes."""
     context, trainer, data = parts.context, parts.trainer, parts.training_data
     recipe = context.recipe
-    if start > 0 or recipe.model.family != "hf" or not recipe.train.check_first_loss:
+    if start > 0 or not recipe.model.kind.is_hf or not recipe.train.check_first_loss:
         return
     from trimaran.train.features.first_loss import check_first_loss  # noqa: PLC0415  transformers takes seconds to import
 

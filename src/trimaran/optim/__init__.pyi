@@ -1,6 +1,6 @@
 """Public names of `trimaran.optim`, and the modules that they come from. They are imported on first use."""
 
-from .adamw import LowMemoryAdamW as LowMemoryAdamW, split_weights_of as split_weights_of
+from .adamw import LowMemoryAdamW as LowMemoryAdamW
 from .block_layout import BlockLayout as BlockLayout, BlockReshard as BlockReshard
 from .block_quantization import (
     codebook as codebook, dequantize as dequantize, lower_bounds as lower_bounds, num_blocks as num_blocks,
@@ -10,6 +10,7 @@ from .build_optimizer import (
     LR_FACTOR as LR_FACTOR, ShardAdamW as ShardAdamW, build_optimizer as build_optimizer, decay_groups as decay_groups,
 )
 from .disk_streaming import DiskStream as DiskStream
+from .eager_optimizer import split_weights_of as split_weights_of
 from .loss_scale import (
     INITIAL_SCALE as INITIAL_SCALE, LossScale as LossScale, MAX_SCALE as MAX_SCALE,
     build_loss_scale as build_loss_scale,

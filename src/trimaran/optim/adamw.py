@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim.batched_update import BatchedUpdate
 from trimaran.optim.disk_streaming import DiskStream
-from trimaran.optim.eager_optimizer import EagerOptimizer
+from trimaran.optim.eager_optimizer import SplitWeightsOptimizer
 from trimaran.optim.moments import (
     FORMATS,
     AdamWConstants,
@@ -37,7 +36,7 @@ CHUNK_ROW_MULTIPLE = 16  # so that every chunk starts at an address that is alig
 NOT_MOMENTS = ("step", "low")
 
 
-class LowMemoryAdamW(EagerOptimizer):
+class LowMemoryAdamW(SplitWeightsOptimizer):
     """AdamW with its moments in one of three formats: on the parameters' device, on the host, or on a disk.
 
     Takes groups of named parameters, and updates this rank's shard of each, whatever mesh it is on. States are plain
@@ -65,8 +64,7 @@ class LowMemoryAdamW(EagerOptimizer):
         super().__init__(groups, defaults)
         self._chunk_values = chunk_values
         self.split_weights = split
-        self.found_inf: Tensor | None = None
-        self.factor: Tensor | None = None
+        self.found_inf = self.factor = None
         self._formats: dict[Tensor, MomentFormat] = {}
         self._index_runs: dict[tuple[Tensor, int, int], IndexRuns] = {}  # a cache: they are the same at every step
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -200,11 +198,6 @@ class LowMemoryAdamW(EagerOptimizer):
             update_chunk(chunk, states, self._formats[chunk.parameter])
         else:
             self._kernel(chunk, states, self.found_inf)
-
-
-def split_weights_of(optimizer: Optimizer) -> SplitWeights:
-    """Return the split weights that an optimizer owns."""
-    return optimizer.split_weights if isinstance(optimizer, LowMemoryAdamW) else NO_SPLIT_WEIGHTS
 
 
 def _format_of(parameter: Tensor, states: str) -> str:

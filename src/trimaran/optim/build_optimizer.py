@@ -14,7 +14,6 @@ from trimaran.core.recipe import TowerOptimizer
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
-from trimaran.optim.adamw import LowMemoryAdamW
 from trimaran.optim.eager_optimizer import EagerOptimizer
 from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 
@@ -78,6 +77,8 @@ def optimizer_of(
     use_ours = states != "fp32" or on_host or disk or split.lower_halves or all(_is_fp32_on_gpu(each) for each in names)
     if not groups or not use_ours:
         return ShardAdamW(groups or [{"params": []}], fused=True, **defaults)
+    from trimaran.optim.adamw import LowMemoryAdamW  # noqa: PLC0415  fp32 states on a CPU do not need it
+
     return LowMemoryAdamW(
         groups,
         defaults=defaults,

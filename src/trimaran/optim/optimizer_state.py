@@ -13,8 +13,8 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.optim.adamw import LowMemoryAdamW, split_weights_of
 from trimaran.optim.block_layout import SCALE_SUFFIX, BlockLayout, BlockReshard, block_layout, saved_layouts
+from trimaran.optim.eager_optimizer import SplitWeightsOptimizer, split_weights_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class OptimizerState:
     def shards_from(self, index: TensorIndex) -> Iterator[TensorShard]:
         """Yield what is to be filled from a state with this index, then `settle`; see `CheckpointState.shards_from`."""
         self._create_moments()
-        if not isinstance(self._optimizer, (Adam, AdamW, LowMemoryAdamW)):
+        if not isinstance(self._optimizer, (Adam, AdamW, SplitWeightsOptimizer)):
             self._create_by_a_step(index)
         layouts, self._reshards = saved_layouts(index), []
         for parameter, shard in self._all_shards():
@@ -80,12 +80,12 @@ class OptimizerState:
 
     def wait(self) -> None:
         """Wait until states on the host have been copied back from the device."""
-        if isinstance(self._optimizer, LowMemoryAdamW):
+        if isinstance(self._optimizer, SplitWeightsOptimizer):
             self._optimizer.wait()
 
     def _all_shards(self) -> Iterator[tuple[nn.Parameter, TensorShard]]:
         self._create_moments()
-        in_blocks = isinstance(self._optimizer, LowMemoryAdamW)
+        in_blocks = isinstance(self._optimizer, SplitWeightsOptimizer)
         for name, parameter in self._named:
             for state, value in self._optimizer.state[parameter].items():
                 if state == LOW and parameter in self._split.lower_halves:

@@ -13,7 +13,7 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import TrainSection, UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
-from trimaran.optim.adamw import split_weights_of
+from trimaran.optim.eager_optimizer import split_weights_of
 from trimaran.optim.optimizer_state import OptimizerState
 from trimaran.parallel.memory.disk_store import release_pages
 

@@ -13,11 +13,10 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim import LR_FACTOR
-from trimaran.optim.adamw import LowMemoryAdamW, split_weights_of
+from trimaran.optim.eager_optimizer import SplitWeightsOptimizer, split_weights_of
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.image_split import sum_partial_gradients
 from trimaran.parallel.axes.stage_map import TrainedParameters
-from trimaran.parallel.gradient_norm import GradientSquares
+from trimaran.parallel.gradient_norm import GradientSquares, sum_partial_gradients
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter
@@ -173,7 +172,7 @@ class Updater:
         if self._clip_norm:
             clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             factors = clip if factors is None else factors * clip
-        if isinstance(self._optimizer, LowMemoryAdamW):  # it multiplies the gradients in its own kernel
+        if isinstance(self._optimizer, SplitWeightsOptimizer):  # it multiplies the gradients itself
             self._optimizer.factor = None if factors is None else factors.to(self._weights_device)
         elif factors is not None:
             multiply_gradients((each for group in groups for each in group["params"]), factors)

@@ -9,7 +9,6 @@ from torch import nn
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_fsdp_module
-from trimaran.parallel.axes.image_split import apply_image_split
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import sharding_of_module
 
@@ -44,7 +43,10 @@ def steps_of(plan: Plan) -> Iterator[Apply]:
         from trimaran.parallel.axes.cp import apply_cp  # noqa: PLC0415
 
         yield apply_cp
-    yield apply_image_split
+    if plan.mesh.tp > 1 or plan.mesh.cp > 1:
+        from trimaran.parallel.axes.image_split import apply_image_split  # noqa: PLC0415
+
+        yield apply_image_split
     if plan.recompute != "none" or any(each.recompute not in (None, "none") for each in towers):
         from trimaran.parallel.memory.recompute import apply_recompute  # noqa: PLC0415
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.batched.address_table import to_device
 from trimaran.parallel.batched.tensor_squares import TensorSquares
-from trimaran.parallel.comm.axis_waits import AXIS_WAITS
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS, axis_span
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
@@ -21,6 +22,19 @@ def gradient_norm(parameters: Sequence[nn.Parameter], *, pp: int = 1) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     return squares.sum().sqrt().float()
+
+
+def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """All-reduce gradients over the tensor-parallel ranks of `group`, in place: each has those of its own images."""
+    gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
+    gradients = [each for each in gradients if each.numel()]  # a rank's shard of a small parameter may be empty
+    if not gradients:
+        return
+    flat = torch.cat([each.flatten() for each in gradients])
+    with axis_span("tp"):
+        dist.all_reduce(flat, group=group)
+    parts = flat.split([each.numel() for each in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
 
 class GradientSquares:

@@ -7,6 +7,7 @@ from torch import nn
 from trimaran.core import Plan
 from trimaran.core.plan import Recompute, Sharding
 from trimaran.nets import Network
+from trimaran.nets.image_assignment import ImageAssignment
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
 
 SHARDING_ATTRIBUTE = "_trimaran_sharding"  # of the module of an FSDP unit
@@ -54,3 +55,19 @@ def tp_degree(tower: str, plan: Plan) -> int:
 def tp_replicated_towers(network: Network, plan: Plan) -> list[str]:
     """Return the towers with tp 1 in a plan with tensor parallelism: their weights are replicated."""
     return [tower for tower in network.towers if tp_degree(tower, plan) == 1 < plan.mesh.tp]
+
+
+def image_split_towers(network: Network, plan: Plan) -> list[str]:
+    """Return the replicated towers in which the ranks of a tensor-parallel group encode different images.
+
+    The gradients of these towers are partial on each of these ranks.
+    """
+    replicated = tp_replicated_towers(network, plan)
+    if "vision" not in replicated or not takes_images(network):
+        return []
+    return [tower for tower in ("vision", "projector") if tower in replicated]
+
+
+def takes_images(network: Network) -> bool:
+    """Return whether the network takes images."""
+    return isinstance(getattr(network.module, "image_assignment", None), ImageAssignment)

@@ -5,15 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.image_assignment import ImageAssignment, ImagePatches
-from trimaran.nets.local_shards import local_part
 from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import tp_replicated_towers
+from trimaran.parallel.tower_plan import image_split_towers, takes_images
 
 
 def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -22,7 +21,7 @@ def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:
     Context-parallel ranks have the same images. So do tensor-parallel ranks; they split the images if the tower is
     replicated (tp 1).
     """
-    if not _takes_images(network):
+    if not takes_images(network):
         return
     towers, cp = image_split_towers(network, plan), ranks.degrees.cp > 1
     axes = (*(["cp"] if cp else []), *(["tp"] if towers else []))
@@ -34,22 +33,6 @@ def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:
         gathers_after_projector=not towers or "projector" in towers,
         parts=ranks.group("cp") if cp else None,
     )
-
-
-def image_split_towers(network: Network, plan: Plan) -> list[str]:
-    """Return the replicated towers in which the ranks of a tensor-parallel group encode different images.
-
-    The gradients of these towers are partial on each of these ranks.
-    """
-    replicated = tp_replicated_towers(network, plan)
-    if "vision" not in replicated or not _takes_images(network):
-        return []
-    return [tower for tower in ("vision", "projector") if tower in replicated]
-
-
-def _takes_images(network: Network) -> bool:
-    """Return whether the network takes images."""
-    return isinstance(getattr(network.module, "image_assignment", None), ImageAssignment)
 
 
 class ImageSplit(ImageAssignment):
@@ -96,19 +79,6 @@ def assign_images(counts: Sequence[int], num_ranks: int) -> list[int]:
         owners[number] = rank = loads.index(min(loads))
         loads[rank] += counts[number]
     return owners
-
-
-def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All-reduce the gradients over `group`, in place: each rank has those of its own images."""
-    gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
-    gradients = [each for each in gradients if each.numel()]  # a rank's shard of a small parameter may be empty
-    if not gradients:
-        return
-    flat = torch.cat([each.flatten() for each in gradients])
-    with axis_span("tp"):
-        dist.all_reduce(flat, group=group)
-    parts = flat.split([each.numel() for each in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
 
 def _patches(images: ImagePatches) -> list[int]:

@@ -10,9 +10,8 @@ from trimaran.core import Plan
 from trimaran.models.stages import stages_of_rank
 from trimaran.nets import Network
 from trimaran.nets.tower_names import tower_of
-from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import sharding_of
+from trimaran.parallel.tower_plan import image_split_towers, sharding_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.parallel import vocab_parallel_cross_entropy
-from trimaran.parallel.vocab_parallel_loss import vocab_parallel_token_losses
 
 IGNORED = -100
 
@@ -17,6 +15,8 @@ IGNORED = -100
 def summed_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy summed over the labels that are not `IGNORED`, in fp32."""
     if is_dtensor(logits):
+        from trimaran.parallel import vocab_parallel_cross_entropy  # noqa: PLC0415  only tp shards the vocabulary
+
         return vocab_parallel_cross_entropy(logits, labels, ignored=IGNORED, smoothing=smoothing)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum",
                            label_smoothing=smoothing)  # fmt: skip
@@ -25,6 +25,8 @@ def summed_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Te
 def token_losses(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of each label, flat, in fp32; 0 where the label is `IGNORED`."""
     if is_dtensor(logits):
+        from trimaran.parallel import vocab_parallel_token_losses  # noqa: PLC0415  as above
+
         return vocab_parallel_token_losses(logits, labels, ignored=IGNORED, smoothing=smoothing)
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none",
                            label_smoothing=smoothing)  # fmt: skip

@@ -40,7 +40,7 @@ from .journal import (
 from .lease import (
     EXPIRY_SECONDS as EXPIRY_SECONDS, FENCED_SECONDS as FENCED_SECONDS, LeaseHolder as LeaseHolder,
     LeaseWatch as LeaseWatch, RENEW_SECONDS as RENEW_SECONDS, claim_term as claim_term, new_token as new_token,
-    newest_term as newest_term, read_holder as read_holder, run_token as run_token, take_lease as take_lease,
+    read_holder as read_holder, run_token as run_token, take_lease as take_lease,
 )
 from .left_out_nodes import (
     LEFT_OUT_FIELD as LEFT_OUT_FIELD, read_left_out as read_left_out, write_left_out as write_left_out,
@@ -76,7 +76,7 @@ from .reserve import (
 )
 from .run_directory import (
     MARKER as MARKER, RunDirectory as RunDirectory, create_run as create_run, dump_plan as dump_plan,
-    free_run_path as free_run_path, holds_run as holds_run, open_run as open_run, refuse_full_disk as refuse_full_disk,
+    free_run_path as free_run_path, holds_run as holds_run, newest_term as newest_term, open_run as open_run, refuse_full_disk as refuse_full_disk,
     refuse_occupied as refuse_occupied, writing as writing,
 )
 from .warm_protocol import difference as difference, runtime_folder as runtime_folder, take_lock as take_lock

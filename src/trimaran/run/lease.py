@@ -25,7 +25,7 @@ from trimaran.core.regular_files import open_regular_fd, read_regular_text
 from trimaran.run.held_directory import lock_directory
 from trimaran.run.process_control import machine_id, start_ticks
 from trimaran.run.record_types import is_count, is_time
-from trimaran.run.run_directory import RunDirectory, writing
+from trimaran.run.run_directory import RunDirectory, newest_term, writing
 from trimaran.run.wire import fingerprint
 
 RENEW_SECONDS = 1.0
@@ -232,16 +232,6 @@ def _locked_error(run: RunDirectory) -> UserError:
     return UserError("S020", "this run is already running: another process on this machine holds its directory",
                      where=str(run.location),
                      fix="find that process with `lsof` and end it, or start another run: --run-dir DIR")  # fmt: skip
-
-
-def newest_term(run: RunDirectory) -> int:
-    """Return the highest term that was claimed; 0 if there is none. The holder of a lower one must not write any more.
-
-    This lists the folder: on network file systems that asks the server, while a lookup of one name may be cached.
-    """
-    names = os.listdir(run.lease) if run.lease.is_dir() else []
-    terms = [name.removeprefix("term-").removesuffix(".json") for name in names if name.startswith("term-")]
-    return max((int(term) for term in terms if term.isdigit()), default=0)
 
 
 def read_holder(run: RunDirectory) -> LeaseHolder | None:

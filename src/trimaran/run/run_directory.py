@@ -263,6 +263,16 @@ def holds_run(path: Path) -> bool:
     return (path / MARKER).is_file()
 
 
+def newest_term(run: RunDirectory) -> int:
+    """Return the highest term that was claimed; 0 if there is none. The holder of a lower one must not write any more.
+
+    This lists the folder: on network file systems that asks the server, while a lookup of one name may be cached.
+    """
+    names = os.listdir(run.lease) if run.lease.is_dir() else []
+    terms = [name.removeprefix("term-").removesuffix(".json") for name in names if name.startswith("term-")]
+    return max((int(term) for term in terms if term.isdigit()), default=0)
+
+
 def show_paths(text: str, path: Path, *, in_json: bool = False) -> str:
     """Return `text` with the path of the directory in place of its descriptor, if `path` is below `/proc/self/fd/N`.
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.commit_on_nodes import NodeCommit
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.file_parts import map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import Manifest, read_manifest
@@ -268,6 +267,8 @@ class Saver:
 
     def _conclude_on_nodes(self, request: SaveRequest, draft: Path, final: Path) -> tuple[dict[str, Any], bool]:
         """See `_conclude`. Here every node has its own files on its own disk; a step that was there is replaced."""
+        from trimaran.checkpoint.commit_on_nodes import NodeCommit  # noqa: PLC0415  most nodes share a disk
+
         layout, commit_here = self._rank_layout, NodeCommit(draft, final, self._store, self._key, self._disk)
         if layout.rank != 0:
             if self._commits:

@@ -43,7 +43,9 @@ from .exports.graph_exports import (
 )
 from .exports.portable_network import portable_module as portable_module
 from .exports.torchao_weights import quantise_linears as quantise_linears
-from .generate import Generation as Generation, load_trained as load_trained, save_tokenizer as save_tokenizer
+from .generate import (
+    Generation as Generation, load_trained as load_trained, prompt_ids as prompt_ids, save_tokenizer as save_tokenizer,
+)
 from .harness_model import HarnessModel as HarnessModel
 from .image_prompt import PromptImage as PromptImage, place_images as place_images
 from .next_token import (

@@ -9,10 +9,6 @@ from typing import Any
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.data.tokenizer import Tokenizer
-from trimaran.infer.generate import Generation, prompt_ids
-from trimaran.infer.next_token import NextTokenModel
-from trimaran.infer.sampling import Sampling, TokenSampler
-from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.run import Journal
 from trimaran.train.agreement import FlagAllReduce, StopRequest
 from trimaran.train.build import WorkerParts
@@ -111,6 +107,14 @@ def _write_sample(parts: WorkerParts, journal: Journal, step: int) -> str:
 
 
 def _write_text(parts: WorkerParts, tokenizer: Tokenizer, journal: Journal, limit: TokenLimit, step: int) -> None:
+    from trimaran.infer import (  # noqa: PLC0415  nothing needs it before the end of training
+        Generation,
+        NextTokenModel,
+        Sampling,
+        TokenSampler,
+        prompt_ids,
+    )
+
     trainer, sample = parts.trainer, parts.trainer.recipe.train.sample
     tokens = trainer.recipe.train.sample_tokens
     prompt = sample_prompt(parts, tokenizer)
@@ -135,6 +139,8 @@ def _write_answers(
     trainer = parts.trainer
     with Loader(holdout, steps=1) as loader, trainer.link.section("data"):
         inputs = next(loader).to(trainer.device).micro(0)
+    from trimaran.models.recipe_images import recipe_image_rules  # noqa: PLC0415  only samples have images
+
     rules = recipe_image_rules(trainer.recipe)
     predicted = generate_answers(
         trainer.stepper.predict_tokens,

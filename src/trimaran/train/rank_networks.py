@@ -14,7 +14,6 @@ from trimaran.nets.local_shards import is_on_meta, to_empty
 from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel import RankMesh, apply_plan, override_precision
 from trimaran.parallel.tower_plan import freeze_towers
-from trimaran.run.disk_folder import check_disk_folder
 from trimaran.train.attachment import attachment_of
 from trimaran.train.process.rank_info import RankInfo
 
@@ -43,6 +42,8 @@ def build_networks(
     by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
     if plan.offloads_to_disk and not ranks.without_device:
+        from trimaran.run.disk_folder import check_disk_folder  # noqa: PLC0415  few plans offload to a disk
+
         check_disk_folder(plan.disk.path, any_filesystem=plan.disk.any_filesystem)
     stages = shard_networks(recipe, plan, ranks, report_progress)
     for _, fill in stages:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.export_hf import save_network
 from trimaran.core import ModelSection
 from trimaran.models import model_folder
 from trimaran.nets import Network
@@ -48,6 +47,8 @@ class Base:
         report_progress: Callable[[], None],
     ) -> None:
         """Write what was trained to `folder`, see `save_network`. Every rank must call it."""
+        from trimaran.checkpoint.export_hf import save_network  # noqa: PLC0415  nothing needs it before the end
+
         save_network(
             networks,
             folder,

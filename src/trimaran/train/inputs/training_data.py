@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from trimaran.core import ImageRules, Recipe
 from trimaran.data import TokenShards, prepare
 from trimaran.data.data_kind import data_kind_of
-from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.prepare_text import Progress
 from trimaran.data.quarantine import SampleReader
@@ -60,6 +59,8 @@ def load_training_data(
 
     kind, features = data_kind_of(recipe), None
     if recipe.data.samples.cache_features:
+        from trimaran.data.feature_cache import refuse_trained_tower  # noqa: PLC0415  few runs cache features
+
         refuse_trained_tower(recipe)
         kind, features = "samples", cache_features
     if kind == "samples":

@@ -57,7 +57,6 @@ from trimaran.data import cache_folder
 from trimaran.hardware.openmp_threads import openmp_threads
 from trimaran.run import RunDirectory, open_run
 from trimaran.run.run_directory import DESCRIPTORS
-from trimaran.train.process.measure_speed import measure_speed
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import import_for, run_worker
@@ -218,6 +217,8 @@ def _measure_and_exit(parent: int, environment: Mapping[str, str], sends: int, h
             torch.set_num_threads(threads)
         if plugin := os.environ.get(PLUGIN):
             import_module(plugin)
+        from trimaran.train.process.measure_speed import measure_speed  # noqa: PLC0415  ranks do not need it
+
         os.write(sends, str(measure_speed(**how)).encode())
         code = 0
     except BaseException:

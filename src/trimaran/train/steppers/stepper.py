@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
 from trimaran.core.comm_axes import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
-from trimaran.infer.next_token import CachedLogits
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
@@ -25,9 +24,11 @@ from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs, has_known_code
 from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
 from trimaran.train.steppers.update import Updater
+
+if TYPE_CHECKING:
+    from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs
 
 DetailsReader = Callable[[], dict[str, Any]]
 LossFunction = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to this rank's losses and balance loss
@@ -140,13 +141,13 @@ class PlainStepper:
         self._reduced: ReducedStep | None = None
         trained = [each for each in network.module.parameters() if each.requires_grad]
         self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
-        captures = plan.captures_steps and ranks.device_traits.has_graphs and has_known_code(network.module)
-        captures = captures and not torch.is_anomaly_enabled()  # kernels of a graph do not run one by one
-        self._graphs = (
-            StepGraphs(self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets)
-            if captures
-            else None
-        )
+        self._graphs: StepGraphs | None = None
+        if plan.captures_steps and ranks.device_traits.has_graphs:
+            from trimaran.train.steppers.step_graphs import build_step_graphs  # noqa: PLC0415  a CPU has no graphs
+
+            self._graphs = build_step_graphs(
+                self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets
+            )
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`.
@@ -193,7 +194,7 @@ class PlainStepper:
         self._clock.lap("comm", self._data_axis, then="comm")
         return LossSums(losses.total.detach(), losses.parts)
 
-    def _replay(self, graphs: MicroBatchGraphs, inputs: Inputs, totals: StepTotals) -> LossSums:
+    def _replay(self, graphs: "MicroBatchGraphs", inputs: Inputs, totals: StepTotals) -> LossSums:
         """Do the same as `_run` with CUDA graphs."""
         graphs.fill(inputs, self._loss_factor(totals))
         graphs.forward.replay()
@@ -260,6 +261,8 @@ class PlainStepper:
         """See `Stepper.next_token_function`. tp and cp split a sequence, so that a single token is not enough."""
         if self._ranks.degrees.tp * self._ranks.degrees.cp > 1 or not self._network.has_cache(self._device):
             return self.next_token_logits
+        from trimaran.infer.next_token import CachedLogits  # noqa: PLC0415  only samples need it
+
         cached = CachedLogits(self._network, self._device)
 
         def logits(ids: Tensor) -> Tensor:

@@ -56,13 +56,13 @@ from .loss.head_loss import (
 from .loss.objective import LanguageObjective as LanguageObjective, LossSums as LossSums, Objective as Objective
 from .loss.perception_objective import PerceptionObjective as PerceptionObjective, box_targets as box_targets
 from .metrics.group_norms import GroupMeter as GroupMeter
-from .metrics.memory_snapshot import is_out_of_memory as is_out_of_memory
 from .metrics.meters import (
     MemoryMeter as MemoryMeter, Meters as Meters, allocator_memory as allocator_memory, lr_factors as lr_factors,
     rank_measures as rank_measures, wait_phases as wait_phases,
 )
 from .metrics.nvtx_ranges import StepRanges as StepRanges
 from .metrics.parameter_groups import merge_layers as merge_layers, module_of as module_of
+from .metrics.profiler import is_out_of_memory as is_out_of_memory
 from .metrics.rank_stats import MEASURES as MEASURES, RankStats as RankStats, summarise_ranks as summarise_ranks
 from .metrics.router_stats import router_details as router_details, routing_counts as routing_counts
 from .metrics.sampled_weights import (

@@ -33,8 +33,8 @@ from trimaran.core import Seconds, UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.run import Journal, RunDirectory
-from trimaran.run.run_directory import newest_term
 from trimaran.run.reserve import DISK_REASONS
+from trimaran.run.run_directory import newest_term
 from trimaran.train.checkpointing.inputs import CheckpointInputs, SaveTotals
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.process.token_store import supervisor_store

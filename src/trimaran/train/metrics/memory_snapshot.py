@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.run import RunDirectory
-from trimaran.run.out_of_memory import says_out_of_memory
 from trimaran.run.profile_request import snapshot_file
 from trimaran.telemetry.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
 from trimaran.train.metrics.layer_ranges import is_compiled
@@ -32,24 +31,25 @@ MAX_HISTORY_ENTRIES = 200_000  # in the allocator's history, about 200 bytes eac
 
 
 class MemorySnapshotter:
-    """Reports what holds memory on this rank. `history`: the CUDA allocator always records its allocations."""
+    """Reports what holds memory on this rank. `history`: the CUDA allocator always records its allocations.
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, *, history: bool = False) -> None:
-        self.device, self.modules, self._history = device, tuple(modules), history
+    `modules` returns the modules whose memory is named.
+    """
+
+    def __init__(
+        self, modules: Callable[[], Sequence[nn.Module]], device: torch.device, *, history: bool = False
+    ) -> None:
+        self.device, self._modules, self._history = device, modules, history
         self.has_allocator = DEVICE_TRAITS[device.type].has_own_memory  # which records what it allocates
         self._tracker: StepMemoryTracker | None = None
         if history and self.has_allocator:
             _record_allocation_history(True)
 
-    def follow(self, modules: Iterable[nn.Module]) -> None:
-        """Report what these modules hold from now on: the plan has changed."""
-        self.modules = tuple(modules)
-
     def begin(self) -> None:
         """Track memory that lives only within a step: gradients, activations and, on CUDA, all allocations."""
         if self.has_allocator and not self._history:
             _record_allocation_history(True)
-        self._tracker = StepMemoryTracker(self.modules)
+        self._tracker = StepMemoryTracker(self._modules())
 
     def end(self, path: Path, *, step: int) -> None:
         """Write a snapshot with what was tracked since `begin`."""
@@ -72,7 +72,7 @@ class MemorySnapshotter:
 
     def describe(self, within: "StepMemoryTracker | None" = None) -> dict[str, Any]:
         """Return what holds this rank's memory: now and, with a tracker, `within` the tracked step."""
-        owners = [*{each.address: each for each in find_owners(self.modules, self.device)}.values()]
+        owners = [*{each.address: each for each in find_owners(self._modules(), self.device)}.values()]
         tree: dict[str, Any] = {"device": str(self.device), "history": self._history or within is not None}
         if self.has_allocator:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -186,18 +186,11 @@ def module_group(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on the device or on the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or says_out_of_memory(str(error))
-
-
 def snapshot_on_oom(snapshotter: MemorySnapshotter, run: RunDirectory, *, rank: int, step: Callable[[], int]) -> None:
     """Write a snapshot on every CUDA out-of-memory error, before anything is freed.
 
     An error in the snapshot itself is suppressed, so that it does not hide the out-of-memory error.
     """
-    if not snapshotter.has_allocator:
-        return
 
     def observe(device: int, wanted: int, total: int, free: int) -> None:
         with contextlib.suppress(Exception):

@@ -106,17 +106,17 @@ class StepRanges:
         self._calls.pop()
         self._phase = ""
 
+    @staticmethod
+    def start_capture(device: torch.device) -> None:
+        """Have a tool that waits for it record from now on: `cudaProfilerStart`. Without a GPU it always records."""
+        if DEVICE_TRAITS[device.type].runs_async:
+            torch.cuda.synchronize(device)  # kernels of the step before are not part of the recording
+            torch.cuda.profiler.start()
 
-def start_capture(device: torch.device) -> None:
-    """Have a tool that waits for it record from now on: `cudaProfilerStart`. Without a GPU it records all the time."""
-    if DEVICE_TRAITS[device.type].runs_async:
-        torch.cuda.synchronize(device)  # kernels of the step before are not part of the recording
-        torch.cuda.profiler.start()
-
-
-def stop_capture(device: torch.device) -> None:
-    """End what `start_capture` began, after the kernels of the last step."""
-    if DEVICE_TRAITS[device.type].runs_async:
-        with contextlib.suppress(RuntimeError):  # the tool may have stopped by itself
-            torch.cuda.synchronize(device)
-            torch.cuda.profiler.stop()
+    @staticmethod
+    def stop_capture(device: torch.device) -> None:
+        """End what `start_capture` began, after the kernels of the last step."""
+        if DEVICE_TRAITS[device.type].runs_async:
+            with contextlib.suppress(RuntimeError):  # the tool may have stopped by itself
+                torch.cuda.synchronize(device)
+                torch.cuda.profiler.stop()

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,6 +25,7 @@ from trimaran.core import TelemetrySection
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.run import Journal, RunDirectory
+from trimaran.run.out_of_memory import says_out_of_memory
 from trimaran.run.profile_request import (
     RECIPE_ID,
     ProfileRequest,
@@ -34,11 +36,13 @@ from trimaran.run.profile_request import (
     trace_file,
     withdraw_request,
 )
-from trimaran.train.metrics.memory_snapshot import MemorySnapshotter, is_out_of_memory, snapshot_on_oom
-from trimaran.train.metrics.nvtx_ranges import StepRanges, start_capture, stop_capture
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.metrics.traced_phases import TracedInterval, TracedPhases
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
+
+if TYPE_CHECKING:
+    from trimaran.train.metrics.memory_snapshot import MemorySnapshotter
+    from trimaran.train.metrics.nvtx_ranges import StepRanges
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +58,8 @@ class Recording:
     last: int
     trace: profile | None = None
     phases: Sequence[TracedInterval] = ()  # those of the trace
-    snapshotter: MemorySnapshotter | None = None
-    ranges: StepRanges | None = None
+    snapshotter: "MemorySnapshotter | None" = None
+    ranges: "StepRanges | None" = None
 
 
 class Profiler:
@@ -67,10 +71,12 @@ class Profiler:
         telemetry: TelemetrySection,
         journal: Journal,
         clock: StepClock,
-        snapshotter: MemorySnapshotter,
+        networks: Sequence[Network],
+        device: torch.device,
         link: SupervisorLink = NO_SUPERVISOR,
     ) -> None:
-        self._run, self._journal, self._clock, self._snapshotter, self._link = run, journal, clock, snapshotter, link
+        self._run, self._journal, self._clock, self._device, self._link = run, journal, clock, device, link
+        self._keeps_history = telemetry.memory_snapshots
         self._planned, self._every = recipe_request(telemetry.profile, telemetry.profile_ranks), telemetry.profile_every
         self._repeated: list[Path] = []  # traces that the recipe asks for again and again; writers change it
         self._repeated_lock = threading.Lock()
@@ -78,18 +84,26 @@ class Profiler:
         self._served_id = ""
         self._recording: Recording | None = None
         self._listening, self._step = ExitStack(), 0
-        self._ranges = StepRanges(clock) if telemetry.nvtx else None
+        self._ranges = _build_ranges(clock) if telemetry.nvtx else None
         self._ranges_in_all_steps = telemetry.nvtx and not telemetry.profile
         self._writers: list[threading.Thread] = []
+        self.follow(networks)
 
     @property
     def step(self) -> int:
         """The current step."""
         return self._step
 
+    @cached_property
+    def snapshotter(self) -> "MemorySnapshotter":
+        """What writes memory snapshots of this rank."""
+        from trimaran.train.metrics.memory_snapshot import MemorySnapshotter  # noqa: PLC0415  most runs write none
+
+        return MemorySnapshotter(lambda: self._modules, self._device, history=self._keeps_history)
+
     def follow(self, networks: Sequence[Network]) -> None:
         """Record these networks from now on: the plan has changed."""
-        self._snapshotter.follow(each.module for each in networks)
+        self._modules = tuple(each.module for each in networks)
         if self._ranges is not None:
             self._ranges.follow(networks)
 
@@ -153,7 +167,7 @@ class Profiler:
         path = snapshot_file(self._run, step=self._step, rank=self._journal.rank)
         try:
             if not path.exists():
-                self._snapshotter.write(path, step=self._step, oom={"message": str(error)[:500]})
+                self.snapshotter.write(path, step=self._step, oom={"message": str(error)[:500]})
             where = str(path.relative_to(self._run.path))
             self._journal.event("profile", step=self._step, what="memory", path=where, request="oom")
         except Exception as write_error:
@@ -187,13 +201,13 @@ class Profiler:
     def _started(self, nothing: Recording) -> Recording:
         """Start a recording on this rank and return it. `nothing` is the recording of a rank without one."""
         if self._ranges is not None and nothing.request.id == RECIPE_ID:
-            start_capture(self._snapshotter.device)
+            self._ranges.start_capture(self._device)
             self._ranges.install(nothing.first)
             return replace(nothing, ranges=self._ranges)
         if nothing.request.memory:
-            self._snapshotter.begin()
-            return replace(nothing, snapshotter=self._snapshotter)
-        trace, phases = _start_trace(self._snapshotter.device), TracedPhases(lambda: self._step)
+            self.snapshotter.begin()
+            return replace(nothing, snapshotter=self.snapshotter)
+        trace, phases = _start_trace(self._device), TracedPhases(lambda: self._step)
         self._listening.callback(self._clock.listen(phases))
         return replace(nothing, trace=trace, phases=phases.intervals)
 
@@ -212,14 +226,14 @@ class Profiler:
     def _end_recording(self, recording: Recording, done: int) -> None:
         if recording.ranges is not None:
             recording.ranges.remove()
-            stop_capture(self._snapshotter.device)
+            recording.ranges.stop_capture(self._device)
             facts = {"what": "nvtx", "first": recording.first, "last": done, "request": recording.request.id}
             self._journal.event("profile", step=done, **facts)
         elif recording.trace is not None:
             self._end_trace(recording, recording.trace, done)
         elif recording.snapshotter is not None:
             path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
-            self._snapshotter.end(path, step=done)
+            self.snapshotter.end(path, step=done)
             self._write_event(recording, path, done)
 
     def _end_trace(self, recording: Recording, trace: profile, done: int) -> None:
@@ -228,7 +242,7 @@ class Profiler:
             "rank": rank,
             "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             "host": platform.node(),
-            "device": str(self._snapshotter.device),
+            "device": str(self._device),
             "steps": [recording.first, done],
             "phases": recording.phases,
         }
@@ -289,12 +303,23 @@ def build_profiler(
     link: SupervisorLink,
 ) -> Profiler:
     """Return the profiler of this rank."""
-    telemetry = run.read_recipe().telemetry
-    snapshotter = MemorySnapshotter([each.module for each in networks], device, history=telemetry.memory_snapshots)
-    profiler = Profiler(run, telemetry, journal, clock, snapshotter, link)
-    profiler.follow(networks)
-    snapshot_on_oom(snapshotter, run, rank=journal.rank, step=lambda: profiler.step)
+    profiler = Profiler(run, run.read_recipe().telemetry, journal, clock, networks, device, link)
+    if device.type == "cuda":
+        from trimaran.train.metrics.memory_snapshot import snapshot_on_oom  # noqa: PLC0415  a CPU has no such hook
+
+        snapshot_on_oom(profiler.snapshotter, run, rank=journal.rank, step=lambda: profiler.step)
     return profiler
+
+
+def _build_ranges(clock: StepClock) -> "StepRanges":
+    from trimaran.train.metrics.nvtx_ranges import StepRanges  # noqa: PLC0415  few runs have NVTX ranges
+
+    return StepRanges(clock)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on the device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or says_out_of_memory(str(error))
 
 
 def _start_trace(device: torch.device) -> profile:

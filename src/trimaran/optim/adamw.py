@@ -27,7 +27,8 @@ from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
 from trimaran.parallel.batched.address_table import has_kernels
-from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, goes_to_disk, padded, release_pages, store_of
+from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, padded
+from trimaran.parallel.memory.tensors_on_disk import goes_to_disk, release_pages, store_of
 
 Kernel = Callable[[StateChunk, States, Tensor | None], None]
 MIN_8BIT_VALUES = 4096  # a parameter with fewer values keeps fp32 moments

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.optim.moments import States
-from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, padded, store_of
+from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, padded
+from trimaran.parallel.memory.tensors_on_disk import store_of
 
 READ_AHEAD = 2  # chunks
 NUM_SLOTS = 4  # two chunks are read, one is updated, one is written

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from trimaran.nets import Network
 from trimaran.nets.whole_tensors import full_tensor
 from trimaran.optim.split_bf16 import join_fp32, split_fp32
 from trimaran.parallel.matmul_weights import matmul_weights
-from trimaran.parallel.memory.disk_store import DiskStore, goes_to_disk, padded
+from trimaran.parallel.memory.tensors_on_disk import goes_to_disk
+
+if TYPE_CHECKING:
+    from trimaran.parallel.memory.disk_store import DiskStore
 
 HALF_BYTES = 2
 CHUNK_VALUES = 2**24  # values that are joined or split at once: bounds the temporary memory
@@ -42,10 +45,12 @@ def split_weights(networks: Sequence[Network], plan: Plan) -> "SplitWeights":
     return SplitWeights(lower_halves)
 
 
-def _store_of_halves(matrices: Sequence[Tensor], plan: Plan) -> DiskStore | None:
+def _store_of_halves(matrices: Sequence[Tensor], plan: Plan) -> "DiskStore | None":
     """Return a file for the lower halves; None if they stay on the device."""
     if not plan.offloads_to_disk:
         return None
+    from trimaran.parallel.memory.disk_store import DiskStore, padded  # noqa: PLC0415  few plans offload to a disk
+
     sizes = [HALF_BYTES * each.numel() for each in matrices]
     return DiskStore(Path(plan.disk.path), sum(padded(size) for size in sizes if goes_to_disk(size)))
 

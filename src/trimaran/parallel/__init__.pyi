@@ -47,12 +47,13 @@ from .memory.activation_offload import (
     offload_blocks as offload_blocks,
 )
 from .memory.compile import apply_compile as apply_compile
-from .memory.disk_store import DiskStore as DiskStore, aligned_buffer as aligned_buffer, store_of as store_of
+from .memory.disk_store import DiskStore as DiskStore, aligned_buffer as aligned_buffer
 from .memory.disk_weights import DiskWeights as DiskWeights
 from .memory.recompute import (
     RECOMPUTED_ATTRIBUTE as RECOMPUTED_ATTRIBUTE, apply_recompute as apply_recompute, matrix_rank as matrix_rank,
     selective_policy as selective_policy,
 )
+from .memory.tensors_on_disk import store_of as store_of
 from .mesh import RankMesh as RankMesh, build_mesh as build_mesh
 from .precision import (
     autocast as autocast, fsdp_modules as fsdp_modules, kept_weight_casts as kept_weight_casts,

@@ -14,16 +14,15 @@ from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from trimaran.core import Bytes
+from trimaran.parallel.memory.tensors_on_disk import STORES
 from trimaran.run.disk_folder import no_room
 
 ALIGNMENT = 4096  # of addresses, file offsets and sizes: what direct I/O needs on every disk
-MIN_DISK_BYTES = 1 << 16  # a smaller tensor stays in memory
 NUM_THREADS = 16  # requests of a rank at a time: a disk needs many for its full bandwidth
 MAX_REQUEST_BYTES = 8 << 20
 NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -114,31 +113,10 @@ class DiskStore:
             os.close(self._descriptor)
 
 
-STORES: WeakSet[DiskStore] = WeakSet()  # of this process
-
-
 @cache
 def _pool_of(process: int) -> ThreadPoolExecutor:
     """Return the threads that all stores of a process share. A forked process does not inherit its parent's."""
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="trimaran-disk")
-
-
-def store_of(tensor: Tensor) -> DiskStore | None:
-    """Return the store that holds a tensor; None if it is in memory."""
-    if not tensor.is_cpu:
-        return None
-    return next((store for store in STORES if store.holds(tensor)), None)
-
-
-def release_pages() -> None:
-    """Write back what was written to tensors on disk as such, and free their pages: something was loaded into them."""
-    for store in list(STORES):
-        store.release()
-
-
-def goes_to_disk(num_bytes: int) -> bool:
-    """Return whether a tensor is large enough for the disk."""
-    return num_bytes >= MIN_DISK_BYTES
 
 
 def padded(num_bytes: int) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, goes_to_disk, padded
+from trimaran.parallel.memory.disk_store import DiskStore, aligned_buffer, padded
+from trimaran.parallel.memory.tensors_on_disk import goes_to_disk
 
 SLOT_BYTES = 16 << 20
 NUM_SLOTS, READ_AHEAD = 8, 6  # of pinned memory; the others are being copied to the device

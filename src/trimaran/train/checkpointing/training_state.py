@@ -15,7 +15,7 @@ from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.optim.eager_optimizer import split_weights_of
 from trimaran.optim.optimizer_state import OptimizerState
-from trimaran.parallel.memory.disk_store import release_pages
+from trimaran.parallel.memory.tensors_on_disk import release_pages
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.batched.address_table import addresses_of
 from trimaran.parallel.batched.tensor_checksums import TensorChecksums, can_sum
-from trimaran.parallel.memory.disk_store import store_of
+from trimaran.parallel.memory.tensors_on_disk import store_of
 from trimaran.train.health.replica_check import bit_checksum
 
 log = logging.getLogger(__name__)

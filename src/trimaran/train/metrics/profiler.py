@@ -304,7 +304,7 @@ def build_profiler(
 ) -> Profiler:
     """Return the profiler of this rank."""
     profiler = Profiler(run, run.read_recipe().telemetry, journal, clock, networks, device, link)
-    if device.type == "cuda":
+    if DEVICE_TRAITS[device.type].has_own_memory:
         from trimaran.train.metrics.memory_snapshot import snapshot_on_oom  # noqa: PLC0415  a CPU has no such hook
 
         snapshot_on_oom(profiler.snapshotter, run, rank=journal.rank, step=lambda: profiler.step)

@@ -11,7 +11,7 @@ from trimaran.nets.local_shards import local_part
 from trimaran.optim.split_bf16 import join_fp32
 from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 from trimaran.parallel.batched.address_table import has_kernels, to_device
-from trimaran.parallel.memory.disk_store import store_of
+from trimaran.parallel.memory.tensors_on_disk import store_of
 
 MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update
 MAX_SAMPLED_VALUES = 2 * MIN_SAMPLED_VALUES

@@ -12,12 +12,11 @@ from .loader_tuner import (
 )
 from .nuscenes.nuscenes_files import read_lidar as read_lidar, read_radar as read_radar
 from .open_scenes import measure_points as measure_points, open_scenes as open_scenes
+from .pack_text import Progress as Progress, pack as pack
 from .packed_sample import (
     PackedSample as PackedSample, SamplePacker as SamplePacker, token_positions as token_positions,
 )
-from .prepare_text import (
-    Progress as Progress, cache_folder as cache_folder, check as check, pack as pack, prepare as prepare,
-)
+from .prepare_text import cache_folder as cache_folder, check as check, prepare as prepare
 from .quarantine import (
     BadSampleError as BadSampleError, Quarantine as Quarantine, SampleReader as SampleReader,
     read_quarantine as read_quarantine,
@@ -65,8 +64,9 @@ from .simulated_scenes import (
     GROUND_HIT as GROUND_HIT, LIDAR_METRES as LIDAR_METRES, SensorRays as SensorRays, camera_rays as camera_rays,
     cast as cast, make_scene as make_scene,
 )
+from .source_files import find_files as find_files
 from .step_batch import Inputs as Inputs, StepBatch as StepBatch, text_batch as text_batch
-from .text_sources import find_files as find_files, read_chunks as read_chunks
+from .text_sources import read_chunks as read_chunks
 from .token_bytes import token_byte_lengths as token_byte_lengths
 from .token_feed import TokenFeed as TokenFeed
 from .token_files import count_tokens as count_tokens

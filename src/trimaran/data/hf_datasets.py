@@ -11,8 +11,8 @@ from trimaran.core.regular_files import check_regular_file
 from trimaran.data.bad_lines import BadLines
 from trimaran.data.csv_rows import csv_rows
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
-from trimaran.data.text_sources import counted_text, is_saved_dataset, row_text
+from trimaran.data.source_files import CSV_SUFFIXES, data_suffix, is_saved_dataset
+from trimaran.data.text_sources import counted_text, row_text
 
 BATCH_ROWS = 1000
 BATCH_IMAGES = 128

@@ -25,16 +25,18 @@ from trimaran.data.loader_tuner import (
     default_loader_limits,
 )
 from trimaran.data.loader_waits import LoaderWaits
-from trimaran.data.loader_worker import (
+from trimaran.data.step_batch import StepBatch
+from trimaran.data.worker_pool import (
+    MAX_RESTARTS,
     NO_SAMPLE,
     START_SECONDS,
     DeadWorkerError,
     HungWorkerError,
     MistakeInWorkerError,
     RaisedInWorkerError,
+    WorkerPool,
+    WorkerResult,
 )
-from trimaran.data.step_batch import StepBatch
-from trimaran.data.worker_pool import MAX_RESTARTS, WorkerPool, WorkerResult
 
 log = logging.getLogger(__name__)
 

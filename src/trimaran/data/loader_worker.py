@@ -23,7 +23,7 @@ import struct
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,35 +33,19 @@ import numpy as np
 from trimaran.core import UserError
 from trimaran.data.feed import BadSample, LoadedArrays
 from trimaran.data.shared_slot import SharedSlot
+from trimaran.data.worker_pool import (
+    NO_SAMPLE,
+    NUM_SLOTS,
+    START_SECONDS,
+    DeadWorkerError,
+    HungWorkerError,
+    MistakeInWorkerError,
+    RaisedInWorkerError,
+    Read,
+)
 
 PREFIX = struct.Struct("=?I")  # success flag and length of the JSON message that follows
 STEP = struct.Struct("=q")
-NUM_SLOTS = 2
-NO_SAMPLE = -1
-START_SECONDS = 5.0  # extra time for a new process before it loads anything
-
-Read = Callable[[int, Callable[[int], None]], LoadedArrays]
-"""Returns the arrays of a step. Calls its second argument with each sample id before reading the sample."""
-
-
-class DeadWorkerError(Exception):
-    """The process ended unexpectedly."""
-
-
-class HungWorkerError(Exception):
-    """The process is alive and sends nothing."""
-
-
-class RaisedInWorkerError(Exception):
-    """The code in the process raised. The message is the traceback; its last line is the error."""
-
-
-class MistakeInWorkerError(RaisedInWorkerError):
-    """The code in the process raised a UserError, which is `mistake`."""
-
-    def __init__(self, mistake: UserError) -> None:
-        super().__init__(str(mistake))
-        self.mistake = mistake
 
 
 class LoaderWorker:

@@ -6,7 +6,7 @@ import gzip
 import importlib
 import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,8 +14,6 @@ from typing import Any, BinaryIO
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file
 
-CSV_SUFFIXES = (".csv", ".tsv")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
 GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 ZSTD_CHUNK_BYTES = 1 << 14
 MAX_LINE_BYTES = 1 << 30
@@ -98,17 +96,3 @@ def _decompressed(head: bytes, file: BinaryIO, path: Path) -> Any:
 
 def _zstd_errors(head: bytes) -> tuple[type[Exception], ...]:
     return (importlib.import_module("zstandard").ZstdError,) if head == ZSTD_MAGIC else ()
-
-
-def data_suffix(file: Path) -> str:
-    """Return the suffix of the file that says what it holds: `.jsonl` for `a.jsonl.gz`."""
-    return (file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file).suffix.lower()
-
-
-def any_byte_order_mark(files: Iterable[Path]) -> bool:
-    """Return whether a file starts with a byte order mark, which was part of the text in earlier versions."""
-    for file in files:
-        with open_regular_file(file, follow_links=True) as stream:
-            if stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-                return True
-    return False

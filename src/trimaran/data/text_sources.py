@@ -1,14 +1,10 @@
-"""Text sources: finds the files of a source and reads their documents."""
+"""Text sources: reads the documents of a source from its files."""
 
 import codecs
 import json
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from trimaran.core import DataSection, UserError, did_you_mean
 from trimaran.core.plugins import SOURCES
@@ -17,29 +13,12 @@ from trimaran.data import lazy_import
 from trimaran.data.bad_lines import BadLines
 from trimaran.data.plugin_source import plugin_documents
 from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
-from trimaran.data.text_files import CSV_SUFFIXES, TextFile, data_suffix, open_text_file
-from trimaran.data.token_files import held_out_files
+from trimaran.data.source_files import named_path, reading, total_bytes
+from trimaran.data.text_files import TextFile, open_text_file
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
 CHUNK_BYTES = 1 << 24
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json")
-# The file suffixes that belong to a source, in groups: the first group that a folder has is read. Other sources take
-# all files of a folder, as every source does with a saved dataset.
-SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "jsonl": (JSONL_SUFFIXES,),
-    "chat": (JSON_SUFFIXES, (".parquet",), CSV_SUFFIXES),
-    "webdataset": ((".tar",),),
-    "parquet": ((".parquet",),),
-    "megatron": ((".idx", ".bin"),),
-    "nanogpt": ((".bin",),),
-}
-SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of them is in a folder written by save_to_disk
-NOT_ROWS = (*SAVED_DATASET, "dataset_info.json", "dataset_infos.json")
-GENERATED_SOURCES = ("python-stdlib", "shapes")
-# Not part of the standard library's own source: other packages, caches, and tests with deliberately broken files.
-NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,65 +28,6 @@ class TextChunk:
     text: str
     ends_document: bool
     fraction_read: float
-
-
-def find_files(section: DataSection) -> list[Path]:
-    """Return the files of the source in reading order; none of a plug-in's. Raises if all of them are empty."""
-    if section.source not in SOURCES:
-        return []
-    if section.source in GENERATED_SOURCES and section.path is not None:
-        raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
-                        where=f"data.path: {section.path}", fix="set data.source to the type of data.path: "
-                        "text, jsonl, chat, shards or datasets")  # fmt: skip
-    if section.source == "python-stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
-    else:
-        root = named_path(section)
-        files = [root] if root.is_file() else _walk(root)
-        if section.source == "megatron" and root.is_file():
-            files = [root.with_suffix(suffix) for suffix in (".idx", ".bin")]
-        groups = SUFFIXES.get(section.source, ())
-        if groups and root.is_dir() and not (section.source == "chat" and is_saved_dataset(root)):
-            rows = [file for file in files if file.name not in NOT_ROWS]
-            of_groups = ([file for file in rows if data_suffix(file) in group] for group in groups)
-            files = next(filter(None, of_groups), [])
-            if section.source == "nanogpt":
-                files = [file for file in files if file not in held_out_files(files)]
-    if _total_bytes(files):
-        return files
-    suffixes = SUFFIXES.get(section.source, (("",),))[0]
-    kind = "Python file" if section.source == "python-stdlib" else f"{suffixes[0]} file".strip()
-    raise UserError("T005", f"there is no non-empty {kind}", where=str(root),
-                    fix="name a file or a folder with text")  # fmt: skip
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Return whether this is a folder that `save_to_disk` of `datasets` wrote."""
-    return any((path / name).is_file() for name in SAVED_DATASET)
-
-
-def named_path(section: DataSection) -> Path:
-    """Return `data.path`. Raises unless it is an existing file or folder."""
-    if section.path is None:
-        raise UserError("T001", f"the source {section.source} needs a path", where="data.path",
-                        fix="set data.path to a file or folder, or data.source to python-stdlib")  # fmt: skip
-    path = Path(section.path)
-    if section.source == "megatron" and not path.exists() and Path(f"{path}.idx").is_file():
-        return Path(f"{path}.idx")  # Megatron's tools name its files without their suffixes
-    with _reading(path):
-        if path.is_file() or path.is_dir():
-            return path
-        if path.exists():
-            raise UserError("T004", "this is neither a file nor a folder", where=f"data.path: {path}",
-                            fix="name a regular file or a folder")  # fmt: skip
-        existing = next(parent for parent in path.absolute().parents if parent.is_dir())
-        missing = path.absolute().relative_to(existing).parts[0]
-        what = f"'{missing}' does not exist in {existing}{did_you_mean(missing, os.listdir(existing))}"
-        if os.path.lexists(existing / missing):
-            what = f"'{missing}' in {existing} is a broken link, or a file where a folder should be"
-    raise UserError("T003", what, where=f"data.path: {path}",
-                    fix="correct data.path; it is relative to the working directory")  # fmt: skip
 
 
 def read_chunks(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
@@ -125,7 +45,7 @@ def check_file_starts(section: DataSection, files: list[Path]) -> None:
         return
     bad, complete = BadLines(section.samples.max_bad), len(files) <= HEAD_FILES
     for file in files[:HEAD_FILES]:
-        with _reading(file), open_text_file(file) as opened:
+        with reading(file), open_text_file(file) as opened:
             head = opened.stream.read(HEAD_BYTES)
         lines = head.removesuffix(b"\n").split(b"\n")
         if len(head) == HEAD_BYTES:
@@ -148,9 +68,9 @@ def _check_line(line: bytes, section: DataSection, where: str, bad: BadLines) ->
 
 
 def _read_texts(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
-    total, before = _total_bytes(files), 0
+    total, before = total_bytes(files), 0
     for file in files:
-        with _reading(file), open_text_file(file) as opened:
+        with reading(file), open_text_file(file) as opened:
             for text, ends_document in _document_chunks(opened, file, section.samples.max_bad, bad):
                 fraction_read = min(1.0, (before + opened.position()) / total)
                 yield TextChunk(text, ends_document=ends_document, fraction_read=fraction_read)
@@ -211,9 +131,9 @@ def _decode_lines(chunk: bytes, file: Path, first_line: int) -> tuple[str, list[
 
 
 def _read_jsonl(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
-    total, before = _total_bytes(files), 0
+    total, before = total_bytes(files), 0
     for file in files:
-        with _reading(file), open_text_file(file) as opened:
+        with reading(file), open_text_file(file) as opened:
             for number, line in enumerate(opened.lines(), start=1):
                 if text := _line_text(line, section.text_field, f"{file}:{number}", bad):
                     fraction_read = min(1.0, (before + opened.position()) / total)
@@ -240,38 +160,6 @@ READERS: dict[str, Callable[[DataSection, list[Path], BadLines], Iterator[TextCh
     "jsonl": _read_jsonl,
     "datasets": _read_datasets,
 }
-
-
-def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files under `root` sorted by path, without hidden files and the folders in `skip`."""
-    files: list[Path] = []
-    with _reading(root):
-        for folder, folders, names in os.walk(root, onerror=_raise):
-            folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-            files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in files if file.is_file())
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn an OSError into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError("T004", f"this cannot be read: {error.strerror}", where=error.filename or str(path),
-                        fix="check the name, the permissions and the disk") from None  # fmt: skip
-
-
-def _total_bytes(files: list[Path]) -> int:
-    sizes = []
-    for file in files:
-        with _reading(file):
-            sizes.append(file.stat().st_size)
-    return sum(sizes)
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
 
 
 def _decode_line(line: bytes, where: str) -> str:

@@ -1,6 +1,5 @@
 """Token files of other programs: Megatron's `.bin` with its `.idx`, and raw `.bin` files of nanoGPT and llm.c."""
 
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ LLM_C_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by the magic number: tokens
 LLM_C_HEADER_BYTES = 1024
 CHUNK_TOKENS = 1 << 22
 HEAD_TOKENS = 1 << 16
-HELD_OUT = re.compile(r"(?:^|[_-])(?:val|valid|validation|test)(?:[_-]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,6 @@ class TokenRun:
     ids: np.ndarray
     ends_document: bool
     fraction_read: float
-
-
-def held_out_files(files: list[Path]) -> list[Path]:
-    """Return the files that are for validation by their names; none if all are."""
-    found = [file for file in files if HELD_OUT.search(file.stem)]
-    return found if len(found) < len(files) else []
 
 
 def check_token_files(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> None:

@@ -5,24 +5,46 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
+from trimaran.core import UserError
 from trimaran.data.feed import LoadedArrays
-from trimaran.data.loader_worker import (
-    NO_SAMPLE,
-    NUM_SLOTS,
-    DeadWorkerError,
-    HungWorkerError,
-    LoaderWorker,
-    RaisedInWorkerError,
-    Read,
-)
+
+if TYPE_CHECKING:
+    from trimaran.data.loader_worker import LoaderWorker
 
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3  # of a worker process for the same step
+NUM_SLOTS = 2  # of a worker, in shared memory, and the most steps that it has pending
+NO_SAMPLE = -1
+START_SECONDS = 5.0  # extra time for a new process before it loads anything
+
+Read = Callable[[int, Callable[[int], None]], LoadedArrays]
+"""Returns the arrays of a step. Calls its second argument with each sample id before reading the sample."""
+
+
+class DeadWorkerError(Exception):
+    """The process ended unexpectedly."""
+
+
+class HungWorkerError(Exception):
+    """The process is alive and sends nothing."""
+
+
+class RaisedInWorkerError(Exception):
+    """The code in the process raised. The message is the traceback; its last line is the error."""
+
+
+class MistakeInWorkerError(RaisedInWorkerError):
+    """The code in the process raised a UserError, which is `mistake`."""
+
+    def __init__(self, mistake: UserError) -> None:
+        super().__init__(str(mistake))
+        self.mistake = mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +137,7 @@ class WorkerPool:
         for worker in (*self._workers, *self._draining):
             worker.close()
 
-    def _receive(self, worker: LoaderWorker) -> WorkerResult | None:
+    def _receive(self, worker: "LoaderWorker") -> WorkerResult | None:
         step = worker.pending[0]
         try:
             loaded, seconds = worker.receive()
@@ -127,7 +149,7 @@ class WorkerPool:
             return failure
         return WorkerResult(step, loaded, seconds, self._number(worker), worker.pid, worker.sample)
 
-    def _replace(self, worker: LoaderWorker, error: Exception) -> WorkerResult | None:
+    def _replace(self, worker: "LoaderWorker", error: Exception) -> WorkerResult | None:
         """Replace a worker by a new process. Return a failure only if the step is given up."""
         step = worker.pending[0]
         self._failures[step] += 1
@@ -147,16 +169,18 @@ class WorkerPool:
             new.request(pending)
         return None
 
-    def _failure(self, worker: LoaderWorker, error: Exception) -> WorkerResult:
+    def _failure(self, worker: "LoaderWorker", error: Exception) -> WorkerResult:
         step = worker.pending[0]
         sample = self._failed_sample.get(step, worker.sample)
         return WorkerResult(step, error, 0.0, self._number(worker), worker.pid, sample)
 
-    def _number(self, worker: LoaderWorker) -> int:
+    def _number(self, worker: "LoaderWorker") -> int:
         return [*self._workers, *self._draining].index(worker)
 
-    def _start(self, *, replaces: LoaderWorker | None = None) -> LoaderWorker | None:
+    def _start(self, *, replaces: "LoaderWorker | None" = None) -> "LoaderWorker | None":
         """Return a new worker; None if the pool was killed."""
+        from trimaran.data.loader_worker import LoaderWorker  # noqa: PLC0415  many ranks load in a thread
+
         siblings: Sequence[LoaderWorker] = [each for each in (*self._workers, *self._draining) if each is not replaces]
         with self._forking:
             if self._killed:
@@ -164,6 +188,6 @@ class WorkerPool:
             return LoaderWorker(self._read, timeout_seconds=self._timeout_seconds, siblings=siblings)
 
     @staticmethod
-    def _end(worker: LoaderWorker) -> None:
+    def _end(worker: "LoaderWorker") -> None:
         worker.kill()
         worker.close()

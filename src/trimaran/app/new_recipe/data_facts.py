@@ -23,8 +23,14 @@ from trimaran.data.row_fields import (
 from trimaran.data.samples.parse_chat import IMAGES, ROLES
 from trimaran.data.samples.raw_sample import RawSample, SourceFiles
 from trimaran.data.samples.readers import IMAGE_SUFFIXES, file_rows, read_samples, saved_rows
-from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
-from trimaran.data.text_sources import JSON_SUFFIXES, JSONL_SUFFIXES, find_files, is_saved_dataset
+from trimaran.data.source_files import (
+    CSV_SUFFIXES,
+    JSON_SUFFIXES,
+    JSONL_SUFFIXES,
+    data_suffix,
+    find_files,
+    is_saved_dataset,
+)
 from trimaran.data.token_files import TOKEN_SOURCES, count_tokens
 from trimaran.data.tokenizer import Tokenizer, load_tokenizer
 from trimaran.hub import is_hub_name, near_folder

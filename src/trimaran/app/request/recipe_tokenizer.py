@@ -86,7 +86,7 @@ def _refuse_other_shards(recipe: Recipe) -> None:
     Without tokenizer files in the model's folder only bytes are refused.
     """
     from trimaran.data import TokenShards, load_tokenizer
-    from trimaran.data.text_sources import named_path
+    from trimaran.data.source_files import named_path
     from trimaran.data.tokenizer import is_same_tokenizer
 
     if recipe.data.tokenizer is not None or recipe.model.path is None:

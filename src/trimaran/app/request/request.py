@@ -97,7 +97,7 @@ def read_question(
 def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bool) -> None:
     """Add what is wrong with the cluster and the data, so that a recipe is corrected once and not three times."""
     from trimaran.data.prepare_text import check
-    from trimaran.data.text_sources import named_path
+    from trimaran.data.source_files import named_path
 
     with collected(mistakes):
         if recipe.cluster != "auto":

@@ -12,8 +12,8 @@ from trimaran.app.request.eval_request import EvalRequest
 from trimaran.app.session.open_trained import open_trained
 from trimaran.core import Plan, UserError
 from trimaran.data import TokenShards, cache_folder
-from trimaran.data.prepare_text import pack_with
-from trimaran.data.text_sources import named_path
+from trimaran.data.pack_text import pack_with
+from trimaran.data.source_files import named_path
 from trimaran.data.tokenizer import is_same_tokenizer
 from trimaran.infer.trained_model import TrainedModel
 from trimaran.run import append_line

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from trimaran.core import DataSection, MixtureSource
 from trimaran.data.bad_lines import as_notice
+from trimaran.data.source_files import held_out_files
 from trimaran.data.text_sources import ignored_splits
-from trimaran.data.token_files import held_out_files
 from trimaran.data.token_shards import BAD, TokenShards
 
 

@@ -13,8 +13,7 @@ from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
 from trimaran.data.samples.read_rows import FractionAt, files_with_progress, json_rows, parse_json, sample_of, text_of
 from trimaran.data.samples.webdataset import read_tar
-from trimaran.data.text_files import CSV_SUFFIXES, data_suffix
-from trimaran.data.text_sources import JSON_SUFFIXES, NOT_ROWS, is_saved_dataset
+from trimaran.data.source_files import CSV_SUFFIXES, JSON_SUFFIXES, NOT_ROWS, data_suffix, is_saved_dataset
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CAPTION_FILES = ("metadata.jsonl", "captions.jsonl")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trimaran.core import Recipe, RowCost
 from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.prepare_text import Progress
+from trimaran.data.pack_text import Progress
 from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex

@@ -9,7 +9,6 @@ from trimaran.core import ImageRules, Recipe
 from trimaran.data import TokenShards, prepare
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.prepare_text import Progress
 from trimaran.data.quarantine import SampleReader
 from trimaran.data.sequences import Sequences, split
 from trimaran.data.token_feed import TokenFeed
@@ -20,6 +19,7 @@ from trimaran.train.loss.objective import Objective
 
 if TYPE_CHECKING:
     from trimaran.data.image_arrays import FeatureSource
+    from trimaran.data.pack_text import Progress
     from trimaran.data.samples.sample_index import SampleIndex
 
 CacheFeatures = Callable[["SampleIndex", ImageRules, Path], "FeatureSource"]
@@ -74,7 +74,7 @@ def load_training_data(
     return _load_text(recipe, network, share, cache, progress)
 
 
-def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path, progress: Progress) -> TrainingData:
+def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path, progress: "Progress") -> TrainingData:
     shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
     shards.check_vocabulary(network.vocabulary)
     training, holdout = split(shards, recipe.data)

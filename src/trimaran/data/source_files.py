@@ -1,0 +1,146 @@
+"""Finds the files of a text source."""
+
+import codecs
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from trimaran.core import DataSection, UserError, did_you_mean
+from trimaran.core.plugins import SOURCES
+from trimaran.core.regular_files import open_regular_file
+
+CSV_SUFFIXES = (".csv", ".tsv")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (*JSONL_SUFFIXES, ".json")
+# The file suffixes that belong to a source, in groups: the first group that a folder has is read. Other sources take
+# all files of a folder, as every source does with a saved dataset.
+SUFFIXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "jsonl": (JSONL_SUFFIXES,),
+    "chat": (JSON_SUFFIXES, (".parquet",), CSV_SUFFIXES),
+    "webdataset": ((".tar",),),
+    "parquet": ((".parquet",),),
+    "megatron": ((".idx", ".bin"),),
+    "nanogpt": ((".bin",),),
+}
+SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of them is in a folder written by save_to_disk
+NOT_ROWS = (*SAVED_DATASET, "dataset_info.json", "dataset_infos.json")
+GENERATED_SOURCES = ("python-stdlib", "shapes")
+# Not part of the standard library's own source: other packages, caches, and tests with deliberately broken files.
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+HELD_OUT = re.compile(r"(?:^|[_-])(?:val|valid|validation|test)(?:[_-]|$)")
+
+
+def find_files(section: DataSection) -> list[Path]:
+    """Return the files of the source in reading order; none of a plug-in's. Raises if all of them are empty."""
+    if section.source not in SOURCES:
+        return []
+    if section.source in GENERATED_SOURCES and section.path is not None:
+        raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
+                        where=f"data.path: {section.path}", fix="set data.source to the type of data.path: "
+                        "text, jsonl, chat, shards or datasets")  # fmt: skip
+    if section.source == "python-stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
+    else:
+        root = named_path(section)
+        files = [root] if root.is_file() else _walk(root)
+        if section.source == "megatron" and root.is_file():
+            files = [root.with_suffix(suffix) for suffix in (".idx", ".bin")]
+        groups = SUFFIXES.get(section.source, ())
+        if groups and root.is_dir() and not (section.source == "chat" and is_saved_dataset(root)):
+            rows = [file for file in files if file.name not in NOT_ROWS]
+            of_groups = ([file for file in rows if data_suffix(file) in group] for group in groups)
+            files = next(filter(None, of_groups), [])
+            if section.source == "nanogpt":
+                files = [file for file in files if file not in held_out_files(files)]
+    if total_bytes(files):
+        return files
+    suffixes = SUFFIXES.get(section.source, (("",),))[0]
+    kind = "Python file" if section.source == "python-stdlib" else f"{suffixes[0]} file".strip()
+    raise UserError("T005", f"there is no non-empty {kind}", where=str(root),
+                    fix="name a file or a folder with text")  # fmt: skip
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether this is a folder that `save_to_disk` of `datasets` wrote."""
+    return any((path / name).is_file() for name in SAVED_DATASET)
+
+
+def named_path(section: DataSection) -> Path:
+    """Return `data.path`. Raises unless it is an existing file or folder."""
+    if section.path is None:
+        raise UserError("T001", f"the source {section.source} needs a path", where="data.path",
+                        fix="set data.path to a file or folder, or data.source to python-stdlib")  # fmt: skip
+    path = Path(section.path)
+    if section.source == "megatron" and not path.exists() and Path(f"{path}.idx").is_file():
+        return Path(f"{path}.idx")  # Megatron's tools name its files without their suffixes
+    with reading(path):
+        if path.is_file() or path.is_dir():
+            return path
+        if path.exists():
+            raise UserError("T004", "this is neither a file nor a folder", where=f"data.path: {path}",
+                            fix="name a regular file or a folder")  # fmt: skip
+        existing = next(parent for parent in path.absolute().parents if parent.is_dir())
+        missing = path.absolute().relative_to(existing).parts[0]
+        what = f"'{missing}' does not exist in {existing}{did_you_mean(missing, os.listdir(existing))}"
+        if os.path.lexists(existing / missing):
+            what = f"'{missing}' in {existing} is a broken link, or a file where a folder should be"
+    raise UserError("T003", what, where=f"data.path: {path}",
+                    fix="correct data.path; it is relative to the working directory")  # fmt: skip
+
+
+def held_out_files(files: list[Path]) -> list[Path]:
+    """Return the files that are for validation by their names; none if all are."""
+    found = [file for file in files if HELD_OUT.search(file.stem)]
+    return found if len(found) < len(files) else []
+
+
+def data_suffix(file: Path) -> str:
+    """Return the suffix of the file that says what it holds: `.jsonl` for `a.jsonl.gz`."""
+    return (file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file).suffix.lower()
+
+
+def any_byte_order_mark(files: Iterable[Path]) -> bool:
+    """Return whether a file starts with a byte order mark, which was part of the text in earlier versions."""
+    for file in files:
+        with open_regular_file(file, follow_links=True) as stream:
+            if stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                return True
+    return False
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """Return the files under `root` sorted by path, without hidden files and the folders in `skip`."""
+    files: list[Path] = []
+    with reading(root):
+        for folder, folders, names in os.walk(root, onerror=_raise):
+            folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+            files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in files if file.is_file())
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError("T004", f"this cannot be read: {error.strerror}", where=error.filename or str(path),
+                        fix="check the name, the permissions and the disk") from None  # fmt: skip
+
+
+def total_bytes(files: list[Path]) -> int:
+    sizes = []
+    for file in files:
+        with reading(file):
+            sizes.append(file.stat().st_size)
+    return sum(sizes)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error

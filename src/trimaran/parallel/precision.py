@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from trimaran.core import Plan
-from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.nets.local_shards import kept_shard_casts
 from trimaran.nets.module_dtype import DTYPE_ATTRIBUTE, own_dtype
@@ -49,6 +48,9 @@ def override_precision(network: Network, patterns: Mapping[str, str], device: to
     The last matching pattern wins; an inner match overrides an outer one. Parameter names do not change. Runs before
     `apply_plan`, which reads the override attributes set here.
     """
+    if not patterns:
+        return
+    from trimaran.models import matches_module  # noqa: PLC0415  few recipes override a precision
 
     def visit(module: nn.Module, name: str, override: torch.dtype | None, outer: torch.dtype | None) -> None:
         for pattern, precision in patterns.items():

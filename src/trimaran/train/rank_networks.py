@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from trimaran.core import Plan, Recipe
-from trimaran.models import Spec, model_folder, module_names, refuse_unmatched, spec_of, weight_files
+from trimaran.models import Spec, model_folder, spec_of, weight_files
 from trimaran.models.stages import stage_ranges, stages_of_rank
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.local_shards import is_on_meta, to_empty
@@ -117,7 +117,10 @@ def _shard_plugin(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: 
 def _shard_own(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
     attachment, spec = attachment_of(recipe), spec_of(recipe.model)
     assert spec is not None, "our own networks always have a spec"
-    refuse_unmatched(recipe.train.precision, module_names(spec))
+    if recipe.train.precision:
+        from trimaran.models import module_names, refuse_unmatched  # noqa: PLC0415  few recipes override a precision
+
+        refuse_unmatched(recipe.train.precision, module_names(spec))
     ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
     with torch.device("meta"):
         whole = network_of(spec) if attachment.needs_whole else None

@@ -47,6 +47,11 @@ class GradientBuckets:
         torch._foreach_div_(self._buckets, self._group.size())
 
 
+def buckets_of(module: nn.Module, group: dist.ProcessGroup) -> GradientBuckets:
+    """Return buckets for the gradients of a module's trained parameters."""
+    return GradientBuckets([each for each in module.parameters() if each.requires_grad], group)
+
+
 def _in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Return the parameters in buckets of one dtype and device, the last ones first: backward reaches them first."""
     buckets: list[list[nn.Parameter]] = []

@@ -15,7 +15,6 @@ from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
-from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.head_loss import LossHead, build_loss_head
@@ -28,6 +27,7 @@ from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
 from trimaran.train.steppers.update import Updater
 
 if TYPE_CHECKING:
+    from trimaran.parallel.comm.gradient_buckets import GradientBuckets
     from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs
 
 DetailsReader = Callable[[], dict[str, Any]]
@@ -139,8 +139,11 @@ class PlainStepper:
 
             time_gathers(network.module, self._data_axis)
         self._reduced: ReducedStep | None = None
-        trained = [each for each in network.module.parameters() if each.requires_grad]
-        self._buckets = GradientBuckets(trained, ranks.data.get_group()) if plan.reduces_after_backward else None
+        self._buckets: GradientBuckets | None = None
+        if plan.reduces_after_backward:
+            from trimaran.parallel.comm.gradient_buckets import buckets_of  # noqa: PLC0415  other plans overlap it
+
+            self._buckets = buckets_of(network.module, ranks.data.get_group())
         self._graphs: StepGraphs | None = None
         if plan.captures_steps and ranks.device_traits.has_graphs:
             from trimaran.train.steppers.step_graphs import build_step_graphs  # noqa: PLC0415  a CPU has no graphs

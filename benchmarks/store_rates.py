@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from trimaran.launch.channel import Channel
 from trimaran.run.wire import ChannelClient, split_address
-from trimaran.train.process.token_store import TokenStore
+from trimaran.train.process.supervisor_link import TokenStore
 
 TOKEN = "token"
 REQUESTS = 16_000  # of all clients together

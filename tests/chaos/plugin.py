@@ -27,7 +27,7 @@ from trimaran.data import Sequences, TokenSample
 from trimaran.nets import Network, local_part
 from trimaran.run import Section
 from trimaran.train import PlainStepper, SupervisorLink, build
-from trimaran.train.health import replica_check
+from trimaran.train.health import memory_check
 
 SLOW_SECONDS = 5.0
 FREE_BYTES = 64 << 20
@@ -170,7 +170,7 @@ if batch_seconds := float(os.environ.get("TRIMARAN_TEST_EVALUATION_SECONDS", "0"
     PlainStepper.evaluate = evaluate_slowly  # type: ignore[method-assign]
 
 if every := int(os.environ.get("TRIMARAN_TEST_COMPARE", "0")):
-    defaults = replica_check.ReplicaCheck.__init__.__kwdefaults__
+    defaults = memory_check.ReplicaCheck.__init__.__kwdefaults__
     assert defaults is not None
     defaults["every"] = every
 

@@ -30,7 +30,7 @@ from trimaran.data import (
 from trimaran.run import RunDirectory
 from trimaran.train import loader_wait, read_rank_info, run_worker
 from trimaran.train.features import vision_features
-from trimaran.train.inputs import rank_loader
+from trimaran.train.inputs import training_data
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def train_with_slow_samples(path: Path) -> int:
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
     loader_waits.WINDOW_SECONDS = 0.1
     limits = LoaderLimits(cores=2, free_bytes=1 << 30)
-    rank_loader.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
+    training_data.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
     return work(path)
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from trimaran.core import UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
-from trimaran.train.health.replica_check import bit_checksum
+from trimaran.train.health.memory_check import bit_checksum
 
 FIRST_STEPS = 3
 CHECK_EVERY = 100

@@ -30,8 +30,7 @@ from trimaran.rehearse.tensor_peak import TensorPeak, measured_tensors
 from trimaran.train.fake_ranks import fake_rank
 from trimaran.train.features.table import features_of
 from trimaran.train.health.guard import Guard
-from trimaran.train.inputs.rank_loader import build_loader
-from trimaran.train.inputs.training_data import load_training_data
+from trimaran.train.inputs.training_data import build_loader, load_training_data
 from trimaran.train.metrics.step_clock import ReadSeconds, StepClock
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.rank_networks import build_networks

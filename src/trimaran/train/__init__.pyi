@@ -32,20 +32,17 @@ from .features.live_change.process_groups import known_groups as known_groups
 from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
 from .features.table import FEATURES as FEATURES, features_of as features_of
 from .find_hf_facts import find_hf_facts as find_hf_facts
-from .health.bad_sample_limit import BadSampleCount as BadSampleCount
 from .health.compilations import Compilations as Compilations, WARMUP_STEPS as WARMUP_STEPS
 from .health.guard import (
-    Guard as Guard, MEAN_LOSS_STEPS as MEAN_LOSS_STEPS, MIN_GOOD_STEPS as MIN_GOOD_STEPS, RefusedStep as RefusedStep,
-    StepNumbers as StepNumbers,
+    BadSampleCount as BadSampleCount, Guard as Guard, MEAN_LOSS_STEPS as MEAN_LOSS_STEPS,
+    MIN_GOOD_STEPS as MIN_GOOD_STEPS, RefusedStep as RefusedStep, StepNumbers as StepNumbers,
 )
-from .health.replica_check import (
-    ReplicaCheck as ReplicaCheck, ReplicaDifference as ReplicaDifference, bit_checksum as bit_checksum,
-    find_differing_ranks as find_differing_ranks,
+from .health.memory_check import (
+    FIRST_STEPS as FIRST_STEPS, REVIEW_STEPS as REVIEW_STEPS, ReplicaCheck as ReplicaCheck,
+    ReplicaDifference as ReplicaDifference, SMALL_BYTES as SMALL_BYTES, ShardCheck as ShardCheck,
+    bit_checksum as bit_checksum, find_differing_ranks as find_differing_ranks,
 )
-from .health.shard_check import (
-    FIRST_STEPS as FIRST_STEPS, REVIEW_STEPS as REVIEW_STEPS, SMALL_BYTES as SMALL_BYTES, ShardCheck as ShardCheck,
-)
-from .inputs.rank_loader import rank_loader_limits as rank_loader_limits
+from .inputs.training_data import rank_loader_limits as rank_loader_limits
 from .loss.cross_entropy import (
     IGNORED as IGNORED, row_losses as row_losses, scale_to_dtype as scale_to_dtype, summed_loss as summed_loss,
     token_losses as token_losses,
@@ -55,35 +52,35 @@ from .loss.head_loss import (
 )
 from .loss.objective import LanguageObjective as LanguageObjective, LossSums as LossSums, Objective as Objective
 from .loss.perception_objective import PerceptionObjective as PerceptionObjective, box_targets as box_targets
-from .metrics.group_norms import GroupMeter as GroupMeter
+from .metrics.group_norms import (
+    GroupMeter as GroupMeter, MAX_SAMPLED_VALUES as MAX_SAMPLED_VALUES, MIN_SAMPLED_VALUES as MIN_SAMPLED_VALUES,
+    SampledWeights as SampledWeights, merge_layers as merge_layers, module_of as module_of,
+    sample_values as sample_values,
+)
 from .metrics.meters import (
-    MemoryMeter as MemoryMeter, Meters as Meters, allocator_memory as allocator_memory, lr_factors as lr_factors,
-    rank_measures as rank_measures, wait_phases as wait_phases,
+    MEASURES as MEASURES, MemoryMeter as MemoryMeter, Meters as Meters, RankStats as RankStats,
+    allocator_memory as allocator_memory, lr_factors as lr_factors, rank_measures as rank_measures,
+    summarise_ranks as summarise_ranks, wait_phases as wait_phases,
 )
 from .metrics.nvtx_ranges import StepRanges as StepRanges
-from .metrics.parameter_groups import merge_layers as merge_layers, module_of as module_of
-from .metrics.profiler import is_out_of_memory as is_out_of_memory
-from .metrics.rank_stats import MEASURES as MEASURES, RankStats as RankStats, summarise_ranks as summarise_ranks
+from .metrics.profiler import TracedPhases as TracedPhases, is_out_of_memory as is_out_of_memory
 from .metrics.router_stats import router_details as router_details, routing_counts as routing_counts
-from .metrics.sampled_weights import (
-    MAX_SAMPLED_VALUES as MAX_SAMPLED_VALUES, MIN_SAMPLED_VALUES as MIN_SAMPLED_VALUES,
-    SampledWeights as SampledWeights, sample_values as sample_values,
-)
-from .metrics.slow_details import NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails
 from .metrics.step_clock import StepClock as StepClock
-from .metrics.step_recorder import StepRecorder as StepRecorder, loader_wait as loader_wait
+from .metrics.step_recorder import (
+    NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails, StepRecorder as StepRecorder,
+    loader_wait as loader_wait,
+)
 from .metrics.timeline import PhaseEvent as PhaseEvent, StepSeconds as StepSeconds, attribute as attribute
-from .metrics.traced_phases import TracedPhases as TracedPhases
-from .process.allocator_settings import set_expandable_segments as set_expandable_segments
 from .process.bind_cores import bind_near as bind_near
-from .process.flight_recorder import read_operations as read_operations
-from .process.heartbeat_thread import HeartbeatThread as HeartbeatThread
+from .process.heartbeat_thread import HeartbeatThread as HeartbeatThread, read_operations as read_operations
 from .process.rank_info import (
     RankInfo as RankInfo, TIMEOUT as TIMEOUT, join_process_group as join_process_group,
     read_rank_info as read_rank_info,
 )
-from .process.supervisor_link import NO_SUPERVISOR as NO_SUPERVISOR, SupervisorLink as SupervisorLink
-from .process.token_store import TokenStore as TokenStore
+from .process.supervisor_link import (
+    NO_SUPERVISOR as NO_SUPERVISOR, SupervisorLink as SupervisorLink, TokenStore as TokenStore,
+)
+from .process.torch_modes import set_expandable_segments as set_expandable_segments
 from .rank_context import RankContext as RankContext, read_context as read_context
 from .rank_networks import build_networks as build_networks, refuse_unsavable as refuse_unsavable
 from .steppers.engine import ENGINES as ENGINES, build_stepper as build_stepper

@@ -13,10 +13,9 @@ from trimaran.train.agreement import RunRequests
 from trimaran.train.checkpointing.base import Base
 from trimaran.train.checkpointing.inputs import CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator
-from trimaran.train.health.replica_check import CompareReplicas
+from trimaran.train.health.memory_check import CompareReplicas
 from trimaran.train.health.step_check import StepCheck
-from trimaran.train.inputs.rank_loader import build_loader
-from trimaran.train.inputs.training_data import TrainingData, load_training_data
+from trimaran.train.inputs.training_data import TrainingData, build_loader, load_training_data
 from trimaran.train.instruments import Instruments, build_instruments
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.process.torch_modes import set_torch_modes

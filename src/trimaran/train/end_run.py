@@ -12,7 +12,7 @@ from trimaran.train.after_training import evaluate_and_sample, planned_parts
 from trimaran.train.agreement import LoopExit
 from trimaran.train.build import WorkerParts
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.health.bad_sample_limit import too_many_bad_samples
+from trimaran.train.health.guard import too_many_bad_samples
 from trimaran.train.process.rank_info import RankInfo
 
 log = logging.getLogger(__name__)

@@ -13,18 +13,14 @@ from trimaran.parallel import RankMesh
 from trimaran.telemetry.rank_table import RankTableWriter
 from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.health.bad_sample_limit import BadSampleCount
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.connection_watch import ConnectionWatch
-from trimaran.train.health.guard import Guard, RefusedStep, broadcast_quarantine
-from trimaran.train.health.replica_check import CompareReplicas, ReplicaCheck
-from trimaran.train.health.shard_check import ShardCheck
-from trimaran.train.metrics.measured_axes import measured_axes
+from trimaran.train.health.guard import BadSampleCount, Guard, RefusedStep, broadcast_quarantine
+from trimaran.train.health.memory_check import CompareReplicas, ReplicaCheck, ShardCheck
 from trimaran.train.metrics.meters import build_meters
 from trimaran.train.metrics.profiler import Profiler, build_profiler
-from trimaran.train.metrics.slow_details import SlowDetails
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.metrics.step_recorder import StepRecorder
+from trimaran.train.metrics.step_recorder import SlowDetails, StepRecorder, measured_axes
 from trimaran.train.rank_context import RankContext
 from trimaran.train.steppers.stepper import Stepper
 

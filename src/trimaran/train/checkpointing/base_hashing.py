@@ -27,8 +27,7 @@ from trimaran.nets.whole_tensors import ReadTensor
 from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.train.checkpointing.base import Base
-from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
 
 ERROR = "error: "
 MAX_POLL_SECONDS = 0.25

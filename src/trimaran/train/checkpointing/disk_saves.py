@@ -37,7 +37,7 @@ from trimaran.run.reserve import DISK_REASONS
 from trimaran.run.run_directory import newest_term
 from trimaran.train.checkpointing.inputs import CheckpointInputs, SaveTotals
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
-from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.process.supervisor_link import supervisor_store
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.store_uploads import StoreUploads, UploadResult

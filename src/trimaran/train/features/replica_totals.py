@@ -14,8 +14,7 @@ from trimaran.parallel import RankMesh
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.metrics.host_copy import copy_to_host_async
 from trimaran.train.metrics.router_stats import router_details, routing_counts
-from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
+from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
 
 
 class ReplicaTotals(StepTotals):

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import FaultsSection, Mesh
+from trimaran.core import FaultsSection, Mesh, UserError
 from trimaran.data.quarantine import Quarantine, read_quarantine
 from trimaran.optim.loss_scale import LossScale
-from trimaran.train.health.bad_sample_limit import BadSampleCount
-from trimaran.train.health.replica_check import ReplicaDifference
-from trimaran.train.health.shard_check import ShardCheck
+from trimaran.run import RunDirectory
+from trimaran.train.health.memory_check import ReplicaDifference, ShardCheck
 
+MIN_SAMPLES = 1000  # the fraction of bad samples is taken of at least this many
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MIN_GOOD_STEPS = 20  # before a loss can count as a jump: the first losses change fast
 MEAN_LOSS_STEPS = 100  # window of the running mean
@@ -29,6 +29,35 @@ MIN_LOSS_JUMP = 1.0  # a loss near zero may grow many times over without meaning
 
 Samples = Callable[[int, Sequence[int]], tuple[int, ...]]
 """Returns the ids of the samples that the given data-parallel ranks trained on at a step, counted from 0."""
+
+
+class BadSampleCount:
+    """How many samples were seen and how many of them were bad. Counts all ranks' samples, so all ranks agree."""
+
+    def __init__(self, max_bad: float = 0.0) -> None:
+        self._max_bad = max_bad
+        self.bad = self.seen = 0
+
+    def state(self) -> dict[str, int]:
+        """Return the counts for the checkpoint, so that a resumed run continues them."""
+        return {"bad": self.bad, "seen": self.seen}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.bad, self.seen = int(state["bad"]), int(state["seen"])
+
+    def too_many(self, rows: Mapping[str, float]) -> bool:
+        """Add one step's loader counts, `rows`, summed over ranks; return whether too many samples are bad now."""
+        self.bad += round(rows.get("bad", 0))
+        self.seen += round(rows.get("samples", 0))
+        return self.bad > self._max_bad * max(MIN_SAMPLES, self.seen)
+
+
+def too_many_bad_samples(bad_samples: BadSampleCount, run: RunDirectory, step: int) -> UserError:
+    """Return the error that ends a run with too many bad samples."""
+    return UserError("T055", f"{bad_samples.bad:,} of {bad_samples.seen:,} samples could not be used up to step {step}",
+                     where=f"data (each is a bad_sample event in {run.path / 'events'})",
+                     fix="fix the data or allow more with data.samples.max_bad, then resume from the last "
+                     "checkpoint")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import Journal
 from trimaran.train.agreement import StepDecision
 from trimaran.train.health.guard import Guard, RefusedStep, Samples, StepNumbers
-from trimaran.train.health.replica_check import MAX_REPORTED_KEYS, CompareReplicas
+from trimaran.train.health.memory_check import MAX_REPORTED_KEYS, CompareReplicas
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.models.row_cost import row_cost
 from trimaran.nets import Network
 from trimaran.train.inputs.training_data import CacheFeatures, TrainingData
-from trimaran.train.loss.choose_objective import choose_objective
+from trimaran.train.loss.objective import choose_objective
 
 
 def load_samples(

@@ -1,21 +1,27 @@
-"""Loads the training data of a run, with its objective."""
+"""Loads the training data of a run, with its objective, and the loader of a rank."""
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimaran.core import ImageRules, Recipe
+from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data import TokenShards, prepare
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare
+from trimaran.data.loader import Loader
+from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.data.quarantine import SampleReader
 from trimaran.data.sequences import Sequences, split
 from trimaran.data.token_feed import TokenFeed
 from trimaran.data.tokenizer import Tokenizer
+from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.nets import Network
-from trimaran.train.loss.choose_objective import choose_objective
-from trimaran.train.loss.objective import Objective
+from trimaran.train.loss.objective import Objective, choose_objective
+from trimaran.train.process.rank_info import RankInfo
 
 if TYPE_CHECKING:
     from trimaran.data.image_arrays import FeatureSource
@@ -91,3 +97,34 @@ def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path, 
         digest=shards.digest,
         tokenizer=shards.tokenizer,
     )
+
+
+def build_loader(recipe: Recipe, rank_info: RankInfo, feed: Callable[[], BatchFeed], start: int) -> Loader:
+    """Return a loader of the batches from step `start` on. `feed` is called now, because the quarantine may change."""
+    return Loader(
+        feed(),
+        start_step=start,
+        steps=recipe.train.steps,
+        workers=recipe.data.workers,
+        timeout_seconds=recipe.data.timeout_seconds,
+        limits=rank_loader_limits(rank_info),
+    )
+
+
+def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimits:
+    """Return this rank's fraction of the cores and the free memory of the machine, or of its container.
+
+    One core is left for the rank itself, which computes on it or launches its device's kernels from it.
+    """
+    ranks = max(1, rank_info.local_world_size)
+    return LoaderLimits(
+        cores=max(0, _allowed_cores(cgroup) // ranks - 1),
+        free_bytes=free_bytes(cgroup) // ranks,
+        pin_memory=DEVICE_TRAITS[rank_info.device.type].has_own_memory,
+    )
+
+
+def _allowed_cores(cgroup: Path) -> int:
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota(cgroup)
+    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))

@@ -2,10 +2,12 @@
 
 Once the logits are known, so is the gradient of the summed loss, up to one factor. So forward already runs the matmuls
 with that gradient, and backward only multiplies their results by the factor.
+
+Layers that predict later tokens (multi-token prediction) have their losses computed by the same head.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,11 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trimaran.core import Plan
-from trimaran.nets import Network
+from trimaran.nets import Decoder, Network
 from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.nets.shard_types import is_dtensor
+from trimaran.parallel import RankMesh
 from trimaran.parallel.precision import own_dtype
-from trimaran.train.loss.cross_entropy import row_losses, scale_to_dtype
+from trimaran.train.loss.cross_entropy import row_losses, scale_to_dtype, summed_loss
 
 log = logging.getLogger(__name__)
 
@@ -158,3 +161,44 @@ def _accumulate_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Ten
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
     left, right = left.to(dtype), right.to(dtype)
     return torch.mm(left, right) if total is None else total.addmm_(left, right)
+
+
+def compute_later_loss(network: Network, head: LossHead | None) -> None:
+    """Let the decoder compute the loss of later tokens as that of the next one: from logits, or in the fused `head`."""
+    decoder = network.module
+    if not isinstance(decoder, Decoder) or not decoder.prediction_layers:
+        return
+
+    def from_logits(hidden: Tensor, labels: Tensor) -> Tensor:
+        assert decoder.lm_head is not None, "prediction layers are in the last stage, with the head"
+        return summed_loss(decoder.ended(decoder.lm_head(hidden)), labels)
+
+    def in_head(hidden: Tensor, labels: Tensor) -> Tensor:
+        assert decoder.lm_head is not None
+        assert head is not None
+        with head.computing_losses(labels):
+            return decoder.lm_head(hidden)[0]
+
+    decoder.compute_later_loss_with(from_logits if head is None else in_head)
+
+
+def later_loss_names(networks: Sequence[Network]) -> tuple[str, ...]:
+    """Return the names of these losses in the metrics: one for each prediction layer of the model."""
+    module = networks[0].module if networks else None
+    layers = module.spec.prediction_layers if isinstance(module, Decoder) else 0
+    return tuple(f"mtp-{number}" for number in range(1, layers + 1))
+
+
+def later_loss_sums(networks: Sequence[Network], ranks: RankMesh) -> Tensor:
+    """Return [number of prediction layers, 2]: the summed loss and the count of this rank's labels since the last call.
+
+    The ranks of a tp group have the same loss, so only the first returns it. So does only the last pipeline stage.
+    """
+    table = torch.zeros(len(later_loss_names(networks)), 2, dtype=torch.float64, device=ranks.device)
+    for network in networks:
+        decoder = network.module
+        if isinstance(decoder, Decoder) and decoder.prediction_layers:
+            taken = decoder.take_later_sums()
+            if ranks.rank("tp") == 0:
+                table += taken.to(ranks.device)
+    return table

@@ -2,15 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from trimaran.core import Recipe, UserError
+from trimaran.core.plugins import KINDS, load_plugin, plugin_errors
 from trimaran.data.step_batch import Inputs
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.train.loss.cross_entropy import IGNORED, summed_loss, token_losses
+
+PARTS = ("part_names", "score_names", "losses", "score")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,33 @@ def predicted_tokens(network: Network, logits: Tensor) -> Tensor:
 def mean_losses(sums: Tensor, names: tuple[str, ...]) -> Mapping[str, float]:
     """Return the mean loss of each part with a count above 0; `sums` [number of parts, 2] are over all ranks."""
     return {name: total / count for name, (total, count) in zip(names, sums.tolist(), strict=True) if count}
+
+
+class ObjectivePlugin(Protocol):
+    """The contract of an objective, version 1."""
+
+    contract: int
+
+    def open(self, options: Mapping[str, Any], sources: tuple[str, ...]) -> Objective:
+        """Return the objective for the recipe's `objective.options`. `sources` are the names of a mixture's."""
+        ...
+
+
+def choose_objective(recipe: Recipe, sources: tuple[str, ...] = (), *, scored: bool = False) -> Objective:
+    """Return the objective of a recipe that trains on tokens; see `LanguageObjective` for the arguments."""
+    section = recipe.objective
+    if section.name in KINDS["objective"].reserved:
+        return LanguageObjective(sources, scored=scored, label_smoothing=section.label_smoothing)
+    plugin: ObjectivePlugin = load_plugin("objective", section.name)
+    with plugin_errors(
+        lambda kind, message: UserError(
+            "K077", f"the objective '{section.name}' refuses its options: {kind}: {message}", where="objective.options",
+            fix="check them, and what the plug-in says about them",
+        )
+    ):  # fmt: skip
+        objective = plugin.open(section.options, sources)
+    if missing := [name for name in PARTS if not hasattr(objective, name)]:
+        raise UserError("K077", f"the objective '{section.name}' has no {', '.join(missing)}", where="objective.name",
+                        fix="let open() return an object with all of Objective, as docs/guides/plugins.md describes it"
+                        )  # fmt: skip
+    return objective

@@ -1,20 +1,142 @@
-"""Norms of gradients and updates by group of modules, for any sharding of the parameters."""
+"""Norms of gradients and updates by group of modules (layers, embedding, norm, head), for any sharding."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trimaran.core import Plan
+from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
+from trimaran.optim.split_bf16 import join_fp32
 from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
+from trimaran.parallel import RankMesh
+from trimaran.parallel.axes.stage_map import StageMap, TrainedParameters, map_stages
+from trimaran.parallel.batched.address_table import has_kernels, to_device
+from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.gradient_norm import GradientSquares, group_masks, num_shards, sum_by_mask
-from trimaran.train.metrics.sampled_weights import SampledWeights
+from trimaran.parallel.memory.tensors_on_disk import store_of
 
+MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update
+MAX_SAMPLED_VALUES = 2 * MIN_SAMPLED_VALUES
+Sample = Callable[[], Tensor]
 Groups = Mapping[str, Sequence[nn.Parameter]]
+MAX_GROUPS = 64  # in a metrics line
+OTHER_GROUP = "other"
+
+
+class SampledWeights:
+    """Reads sampled values of some parameters, which may be sharded, or split in two halves. No shard is empty."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], device: torch.device, split: SplitWeights = NO_SPLIT_WEIGHTS
+    ) -> None:
+        self._parameters, self._device = parameters, device
+        self._halves = [split.lower_halves.get(each) for each in parameters]
+        self.sizes = [_num_samples(local_part(each), low) for each, low in zip(parameters, self._halves, strict=True)]
+        """The number of values of each parameter."""
+        self._addresses: list[int] = []
+        self._launches: list[tuple[Tensor, torch.dtype, bool]] = []
+        self._plain: list[Sample] = []
+        self._split: list[tuple[Sample, Sample]] = []
+        self._places = torch.empty(0, dtype=torch.int64, device=device)
+
+    def read(self) -> Tensor:
+        """Return the values in fp32 [parameters, MAX_SAMPLED_VALUES], padded with zeros."""
+        parts = [local_part(each) for each in self._parameters]
+        addresses = [0 if each is None else each.data_ptr() for each in (*parts, *self._halves)]
+        if addresses != self._addresses:  # FSDP moves tensors at the first steps
+            self._prepare(parts)
+            self._addresses = addresses
+        samples = torch.zeros(len(parts), MAX_SAMPLED_VALUES, device=self._device)
+        if self._launches:
+            from trimaran.parallel.batched.tensor_kernels import DTYPES, gather_samples  # noqa: PLC0415  needs Triton
+
+            for table, dtype, has_low in self._launches:
+                gather_samples[(len(table),)](
+                    table, samples, DTYPE=DTYPES[dtype], HAS_LOW=has_low, WIDTH=MAX_SAMPLED_VALUES
+                )
+        if len(self._places):
+            samples.view(-1).index_copy_(0, self._places, self._concatenate())
+        return samples
+
+    def _concatenate(self) -> Tensor:
+        """Return the values that no kernel reads, flat."""
+        plain = [each() for each in self._plain]
+        upper, lower = ([each[half]() for each in self._split] for half in (0, 1))
+        joined = [join_fp32(torch.cat(upper), torch.cat(lower))] if upper else []
+        return torch.cat([*plain, *joined]).float()
+
+    def _prepare(self, parts: Sequence[Tensor]) -> None:
+        """Build the tables of what kernels read, and the views of the rest."""
+        rows: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+        plain, split = [], []
+        for number, (part, low) in enumerate(zip(parts, self._halves, strict=True)):
+            if _is_on_disk(part, low):
+                first = [partial(_first_values, each, self._device) for each in (part, low) if each is not None]
+                plain += [(number, first[0])] if low is None else []
+                split += [] if low is None else [(number, (first[0], first[1]))]
+            elif has_kernels(part.device.type) and part.is_contiguous() and (low is None or low.is_contiguous()):
+                row = [part.data_ptr(), 0 if low is None else low.data_ptr(), _stride(part), self.sizes[number], number]
+                rows.setdefault((part.dtype, low is not None), []).append(row)
+            elif low is None:
+                plain.append((number, _sample_of(part)))
+            else:
+                split.append((number, (_sample_of(part), _sample_of(low))))
+        self._launches = [(to_device(torch.tensor(table), self._device), *kind) for kind, table in rows.items()]
+        self._plain, self._split = [each for _, each in plain], [each for _, each in split]
+        numbers = [number for number, _ in (*plain, *split)]
+        ranges = [torch.arange(self.sizes[each]) + each * MAX_SAMPLED_VALUES for each in numbers]
+        self._places = to_device(torch.cat([torch.empty(0, dtype=torch.int64), *ranges]), self._device)
+
+
+def _is_on_disk(part: Tensor, low: Tensor | None) -> bool:
+    """Return whether a weight, or its lower half, is in a file."""
+    return any(each is not None and store_of(each) is not None for each in (part, low))
+
+
+def _num_samples(part: Tensor, low: Tensor | None) -> int:
+    if _is_on_disk(part, low):
+        return min(part.numel(), MAX_SAMPLED_VALUES)
+    return sample_values(part).numel()
+
+
+def _first_values(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the first values, of a page or two: values spread over a file would need a read each."""
+    return tensor.reshape(-1)[:MAX_SAMPLED_VALUES].to(device)
+
+
+def _sample_of(tensor: Tensor) -> Sample:
+    """Return a function that returns the present `sample_values`."""
+    if tensor.is_contiguous():
+        view = sample_values(tensor)
+        return lambda: view
+    return lambda: sample_values(tensor)
+
+
+def sample_values(tensor: Tensor) -> Tensor:
+    """Return values spread evenly over a tensor, flat: all of them, or at most MAX_SAMPLED_VALUES.
+
+    A view, if the tensor is contiguous.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)[:: _stride(tensor)]
+    stride = max(1, tensor.numel() // MIN_SAMPLED_VALUES)  # of complete rows, because a flat view does not exist
+    rows = tensor[:: min(stride, len(tensor))].flatten()
+    return rows[:: -(-len(rows) // MAX_SAMPLED_VALUES)]
+
+
+def _stride(tensor: Tensor) -> int:
+    """Return the stride of samples. It has no common factor with the row length, so all columns are sampled."""
+    stride, width = max(1, tensor.numel() // MIN_SAMPLED_VALUES), tensor.shape[-1] if tensor.ndim else 1
+    while math.gcd(stride, width) > 1:
+        stride += 1
+    return stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +246,90 @@ def all_reduce_to_host_async(table: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return read
+
+
+def build_group_meter(
+    networks: Sequence[Network],
+    plan: Plan,
+    ranks: RankMesh,
+    trained: TrainedParameters,
+    split: SplitWeights,
+    *,
+    every: int,
+) -> GroupMeter | None:
+    """Return a meter that measures every `every`-th update; None if `every` is 0. Every rank must call it."""
+    if not every:
+        return None
+    groups = group_parameters(networks, map_stages(plan, ranks), trained)
+    return GroupMeter(groups, split, every=every, pp=plan.mesh.pp, device=ranks.device)
+
+
+def group_parameters(
+    networks: Sequence[Network], stages: StageMap, trained: TrainedParameters
+) -> dict[str, list[nn.Parameter]]:
+    """Return this rank's trained parameters by group. All ranks have the same groups, some of them perhaps empty.
+
+    Every rank of the pipeline must call it.
+    """
+    counted = {id(each) for each in trained.parameters}
+    named = [
+        (number, module_of(name), each)
+        for number, network in zip(stages.here, networks, strict=True)
+        for name, each in network.module.named_parameters()
+        if id(each) in counted
+    ]
+    everywhere = _gather_from_stages([(number, module) for number, module, _ in named], stages)
+    group_of = merge_layers([module for _, module in sorted(everywhere, key=lambda each: each[0])])
+    groups: dict[str, list[nn.Parameter]] = {group: [] for group in group_of.values()}
+    for _, module, each in named:
+        groups[group_of[module]].append(each)
+    return groups
+
+
+def module_of(name: str) -> str:
+    """Return the module of a parameter: the first one with a number (its layer), or else the one that holds it."""
+    path = name.split(".")[:-1]
+    numbered = next((depth for depth, part in enumerate(path) if part.isdigit()), len(path))
+    return ".".join(path[: numbered + 1]) or name
+
+
+def merge_layers(modules: Iterable[str], max_groups: int = MAX_GROUPS) -> dict[str, str]:
+    """Return the group of each module, in order. If there are too many groups, neighbouring layers share one."""
+    unique = list(dict.fromkeys(modules))
+    layers: dict[str, list[int]] = {}
+    for module in unique:
+        stem, _, number = module.rpartition(".")
+        if number.isdigit():
+            layers.setdefault(stem, []).append(int(number))
+    longest = max(map(len, layers.values()), default=1)
+    for size in range(1, longest + 1):
+        groups = _merge_neighbours(unique, layers, size)
+        if len(set(groups.values())) <= max_groups:
+            return groups
+    roots = list(dict.fromkeys(module.split(".")[0] for module in unique))
+    shown = set(roots if len(roots) <= max_groups else roots[: max_groups - 1])
+    return {module: root if (root := module.split(".")[0]) in shown else OTHER_GROUP for module in unique}
+
+
+def _merge_neighbours(modules: Sequence[str], layers: dict[str, list[int]], size: int) -> dict[str, str]:
+    """Return the group of each module, with `size` consecutive layers in one group."""
+    groups = {module: module for module in modules}
+    for stem, numbers in layers.items():
+        for start in range(0, len(numbers), size):
+            merged = numbers[start : start + size]
+            first, last = merged[0], merged[-1]
+            name = str(first) if len(merged) == 1 else f"{first}-{last}"
+            groups |= {_dotted(stem, each): _dotted(stem, name) for each in merged}
+    return groups
+
+
+def _dotted(stem: str, name: object) -> str:
+    return f"{stem}.{name}" if stem else str(name)
+
+
+def _gather_from_stages(mine: Sequence[tuple[int, str]], stages: StageMap) -> list[tuple[int, str]]:
+    """Return the pairs of all ranks of the pipeline, in rank order."""
+    mine = list(dict.fromkeys(mine))
+    if stages.group.size() == 1:
+        return mine
+    return [(number, module) for pairs in all_gather_json(mine, stages.group) for number, module in pairs]

@@ -23,7 +23,7 @@ from trimaran.nets.shard_types import is_dtensor
 from trimaran.run import RunDirectory
 from trimaran.run.profile_request import snapshot_file
 from trimaran.telemetry.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
-from trimaran.train.metrics.layer_ranges import is_compiled
+from trimaran.train.metrics.nvtx_ranges import is_compiled
 
 log = logging.getLogger(__name__)
 

@@ -11,17 +11,18 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trimaran.core import TelemetrySection
+from trimaran.core import Phase, TelemetrySection
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.run import Journal, RunDirectory
@@ -36,8 +37,7 @@ from trimaran.run.profile_request import (
     trace_file,
     withdraw_request,
 )
-from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.metrics.traced_phases import TracedInterval, TracedPhases
+from trimaran.train.metrics.step_clock import NextPhase, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 if TYPE_CHECKING:
@@ -47,6 +47,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_REPEATED_TRACES = 10  # of `telemetry.profile_every`, on each rank
+
+
+class TracedInterval(NamedTuple):
+    """Time of a step that belongs to one phase, in nanoseconds since the epoch."""
+
+    step: int
+    phase: Phase
+    start: int
+    end: int
+
+
+class TracedPhases:
+    """Listens to a clock. Its `intervals` do not overlap: a span is not part of what contains it."""
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        self.intervals: list[TracedInterval] = []
+        self._step, self._since = step, time.time_ns()
+        self._open: list[Phase] = []
+        self._lap: list[tuple[Phase | None, int, int]] = []  # None: between spans, where the phase is the lap's
+
+    def enter(self, phase: NextPhase) -> None:
+        """Do nothing: a phase is recorded when it ends."""
+
+    def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
+        self._end_interval(self._open[-1] if self._open else None)
+        self._open.append(phase)
+
+    def end_span(self, phase: Phase | None) -> None:
+        self._open.pop()
+        if phase is not None:
+            self._end_interval(phase)
+
+    def end_lap(self, phase: Phase | None) -> None:
+        self._end_interval(None)
+        named = ((seen or phase, start, end) for seen, start, end in self._lap)
+        self.intervals += [TracedInterval(self._step(), each, a, b) for each, a, b in named if each is not None]
+        self._lap = []
+
+    def _end_interval(self, phase: Phase | None) -> None:
+        start, self._since = self._since, time.time_ns()
+        self._lap.append((phase, start, self._since))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,21 @@
 """Reads the numbers of a finished step from the device and writes its line in the metrics."""
 
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.core import PHASES, SECONDS_DECIMALS, Plan, StepMetrics
+from torch import nn
+
+from trimaran.core import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, Plan, StepMetrics
+from trimaran.core.comm_axes import WORLD, comm_axes
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
 from trimaran.data.step_batch import StepBatch
+from trimaran.nets import Network
+from trimaran.nets.shard_types import is_dtensor
 from trimaran.run import Journal
 from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.health.compilations import Compilations
@@ -18,10 +24,59 @@ from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
 from trimaran.train.health.step_check import StepRecord
 from trimaran.train.metrics.meters import Meters
 from trimaran.train.metrics.profiler import Profiler
-from trimaran.train.metrics.slow_details import SlowDetails
 from trimaran.train.metrics.step_clock import NO_HOST_TIME, HostTime, ReadSeconds
 
 log = logging.getLogger(__name__)
+
+NUM_COMPLETE_STEPS = 100  # the first after each start, whose lines have every detail
+MAX_SLOW_BYTES_PER_STEP = 48  # on average, of the details in SLOW_DETAILS
+MAX_GROUP_BYTES_PER_STEP = 20  # on average, of `groups`
+
+
+class SlowDetails:
+    """Selects the details of each line. With the other fields a line takes at most 500 bytes on average.
+
+    A line has the details in `SLOW_DETAILS` if its step is a multiple of a power of two, which follows from their size.
+    `groups` are written as often as they are measured, if that is not too often for their size.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._interval = 1
+        self._groups_step: float = float("-inf")  # the last step with `groups`, and their size
+        self._groups_bytes = 0
+
+    def select(self, step: int, details: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the details to write for `step`."""
+        self._num_steps += 1
+        selected = dict(details)
+        is_complete = self._num_steps <= NUM_COMPLETE_STEPS
+        if is_complete or step % self._interval == 0:
+            slow_bytes = _num_bytes({name: details[name] for name in SLOW_DETAILS if name in details})
+            self._interval = _power_of_two(slow_bytes / MAX_SLOW_BYTES_PER_STEP)
+        if not is_complete and step % self._interval:
+            selected = {name: value for name, value in details.items() if name not in SLOW_DETAILS}
+        if "groups" in details and not self._is_groups_due(step, details["groups"]) and not is_complete:
+            del selected["groups"]
+        return selected
+
+    def _is_groups_due(self, step: int, groups: Mapping[str, Any]) -> bool:
+        if (step - self._groups_step) * MAX_GROUP_BYTES_PER_STEP < self._groups_bytes:
+            return False
+        self._groups_step, self._groups_bytes = step, _num_bytes({"groups": groups})
+        return True
+
+
+def _num_bytes(details: Mapping[str, Any]) -> int:
+    return len(json.dumps(details, separators=(",", ":"))) if details else 0
+
+
+def _power_of_two(least: float) -> int:
+    """Return the smallest power of two that is at least `least`."""
+    power = 1
+    while power < least:
+        power *= 2
+    return power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +218,30 @@ def loader_wait(stats: Mapping[str, Any], phases: Mapping[str, float]) -> dict[s
     if seconds <= max(MIN_WAIT_FRACTION * sum(phases.values()), MIN_WAIT_SECONDS_PER_BATCH):
         return {}
     return {"loader": {"workers": stats["workers"], "depth": stats["depth"], "waited": seconds}}
+
+
+def measured_axes(plan: Plan, networks: Sequence[Network]) -> dict[str, bool]:
+    """Return for each axis of the plan whether all its waits are measured.
+
+    Compiled blocks run their collectives inside torch's code, and layers from elsewhere run those of DTensor. DeepSpeed
+    has its own. Replicas of sharded weights reduce in the same call as the shards, so their wait is part of that axis.
+    """
+    measured = dict.fromkeys(comm_axes(plan), True)
+    missing: list[str] = ["tp", "cp"] if plan.compile else []
+    if not plan.engine_traits.times_collectives:
+        missing += [axis for axis in measured if axis != WORLD]
+    if plan.sharding != "none" and plan.mesh.shards > 1 and not plan.comm.local.is_on:
+        missing.append("dp_replicate")
+    if plan.mesh.tp > 1 and any(_uses_dtensor(each) for network in networks for each in network.module.modules()):
+        missing.append("tp")
+    return {axis: axis not in missing for axis in measured}
+
+
+def _uses_dtensor(module: nn.Module) -> bool:
+    """Return whether a tensor-parallel layer leaves its communication to DTensor."""
+    from trimaran.parallel.axes.sharded_modules import computes_with_shards  # noqa: PLC0415  with tp it is imported
+
+    if not isinstance(module, nn.Linear | nn.Embedding) or computes_with_shards(module):
+        return False
+    sharded = (each for each in module.parameters(recurse=False) if is_dtensor(each))
+    return any("tp" in (each.device_mesh.mesh_dim_names or ()) for each in sharded)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.run.gloo_listeners import closed_listeners
-from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
-from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink, supervisor_store
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -28,14 +28,13 @@ from trimaran.parallel.axes.pp import (
 from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.loss.later_loss import compute_later_loss
+from trimaran.train.loss.head_loss import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
 from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import ReadEvents, StepClock
 from trimaran.train.metrics.timeline import attribute
-from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_totals import ReducedStep
+from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,

@@ -17,13 +17,11 @@ from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.loss.head_loss import LossHead, build_loss_head
-from trimaran.train.loss.later_loss import compute_later_loss
+from trimaran.train.loss.head_loss import LossHead, build_loss_head, compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
+from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
 from trimaran.train.steppers.update import Updater
 
 if TYPE_CHECKING:

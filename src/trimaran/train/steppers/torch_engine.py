@@ -1,6 +1,9 @@
 """The torch engine: our optimizer and update, with a stepper of one network or of the stages of a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
 
 from trimaran.core import Plan
 from trimaran.nets import Network
@@ -8,14 +11,34 @@ from trimaran.optim import build_optimizer
 from trimaran.optim.split_weights import split_weights
 from trimaran.parallel import RankMesh, apply_joint_projections
 from trimaran.parallel.axes.stage_map import trained_parameters
-from trimaran.train.health.unused_parameters import watch_unused_parameters
 from trimaran.train.loss.objective import Objective
-from trimaran.train.metrics.parameter_groups import build_group_meter
+from trimaran.train.metrics.group_norms import build_group_meter
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.engine import StepperContext
 from trimaran.train.steppers.feature import UpdateContext
 from trimaran.train.steppers.stepper import PlainStepper, TorchStepper
 from trimaran.train.steppers.update import Updater
+
+MAX_REPORTED_NAMES = 64
+
+
+def watch_unused_parameters(optimizer: Optimizer, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
+    """Return a function that reports this rank's parameters without a gradient at the optimizer's first step.
+
+    It returns them once, under `unused`, and an empty dict before and afterwards. A gradient of zeros counts as one:
+    experts that received no token have it.
+    """
+    names: list[str] = []
+
+    def find_unused(*_: object) -> None:
+        handle.remove()
+        held = {each for group in optimizer.param_groups for each in group["params"]}
+        named = ((name, each) for network in networks for name, each in network.module.named_parameters())
+        names.extend(name for name, each in named if each in held and each.grad is None)
+        del names[MAX_REPORTED_NAMES:]
+
+    handle = optimizer.register_step_pre_hook(find_unused)
+    return lambda: {"unused": [names.pop(0) for _ in range(len(names))]} if names else {}
 
 
 def build_stepper(context: StepperContext) -> TorchStepper:

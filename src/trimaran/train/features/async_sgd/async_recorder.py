@@ -12,7 +12,7 @@ from trimaran.telemetry.step_index import StepIndexer
 from trimaran.train.features.async_sgd.shard_server import AppliedUpdate
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.metrics.meters import MemoryMeter
-from trimaran.train.metrics.slow_details import SlowDetails
+from trimaran.train.metrics.step_recorder import SlowDetails
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from trimaran.train.loss.objective import Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.engine import StepperContext
-from trimaran.train.steppers.loss_parts import LossPartSums
-from trimaran.train.steppers.step_totals import ReducedStep, StepTotals
+from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,

@@ -25,8 +25,8 @@ from trimaran.train.features.elastic.membership import Membership
 from trimaran.train.features.elastic.replica import Replica
 from trimaran.train.features.elastic.replica_group import abandon, make_group, run_until
 from trimaran.train.features.elastic.send_state import receive_state, send_state
-from trimaran.train.health.bad_sample_limit import too_many_bad_samples
-from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.health.guard import too_many_bad_samples
+from trimaran.train.process.supervisor_link import supervisor_store
 from trimaran.train.steppers.stepper import TorchStepper
 from trimaran.train.steppers.update import Updater
 from trimaran.train.trainer import Trainer

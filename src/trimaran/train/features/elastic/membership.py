@@ -17,7 +17,7 @@ from trimaran.run.replica_records import (
     statement_key,
 )
 from trimaran.train.features.elastic.replica import Replica
-from trimaran.train.process.token_store import TIMED_OUT
+from trimaran.train.process.supervisor_link import TIMED_OUT
 
 WAIT = timedelta(seconds=1)  # for a key; then the rank reports that it is alive, and waits again
 

@@ -10,8 +10,7 @@ from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.data_kind import data_kind_of
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.process.rank_info import TIMEOUT, RankInfo
-from trimaran.train.process.supervisor_link import SupervisorLink
-from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
 
 FIELD = "plan.comm.local_steps.elastic"
 

@@ -49,7 +49,7 @@ from trimaran.train.features.live_change.rebuild import (
 from trimaran.train.features.live_change.staged_state import rebuild_with_room
 from trimaran.train.features.table import features_of
 from trimaran.train.plain_rank import PartsOwner
-from trimaran.train.process.token_store import supervisor_store
+from trimaran.train.process.supervisor_link import supervisor_store
 from trimaran.train.rank_context import RankContext
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.build import WorkerParts, build_trainer, connect_trainer, load_data
 from trimaran.train.checkpointing.inputs import CheckpointInputs
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState
-from trimaran.train.process.allocator_settings import set_expandable_segments
 from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.process.torch_modes import set_expandable_segments
 from trimaran.train.rank_context import RankContext
 from trimaran.train.rank_networks import build_empty_networks, reload_base
 from trimaran.train.steppers.stepper import TorchStepper

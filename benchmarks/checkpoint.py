@@ -36,9 +36,8 @@ from torch.distributed.fsdp import fully_shard
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.memory_copies import CopyMetadata, RankMemory
-from trimaran.checkpoint.ownership import assign_rows
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
-from trimaran.checkpoint.rank_share import build_share
+from trimaran.checkpoint.rank_share import assign_rows, build_share
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import step_path
 from trimaran.core import CheckpointSection

@@ -23,7 +23,7 @@ from trimaran.checkpoint import (
     TensorIndex,
     TensorShard,
     file_parts,
-    memory_budget,
+    memory_slots,
 )
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
 from trimaran.run import Journal, RunDirectory, create_run
@@ -183,7 +183,7 @@ def link_to(attempt: ToyAttempt, rank_info: RankInfo) -> SupervisorLink:
 def limit_memory(attempt: ToyAttempt) -> None:
     file_parts.PART_BYTES = attempt.part_bytes
     if not attempt.has_memory:
-        memory_budget.MAX_FREE_MEMORY_FRACTION = 0.0
+        memory_slots.MAX_FREE_MEMORY_FRACTION = 0.0
 
 
 class SlowDisk:

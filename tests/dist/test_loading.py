@@ -25,7 +25,7 @@ from trimaran.data import (
     SampleIndex,
     Sequences,
     TokenSample,
-    loader_waits,
+    loader_tuner,
 )
 from trimaran.run import RunDirectory
 from trimaran.train import loader_wait, read_rank_info, run_worker
@@ -104,7 +104,7 @@ def train_with_slow_samples(path: Path) -> int:
         return get(sequences, index)
 
     Sequences.__getitem__ = slowly  # pyrefly: ignore[bad-assignment]
-    loader_waits.WINDOW_SECONDS = 0.1
+    loader_tuner.WINDOW_SECONDS = 0.1
     limits = LoaderLimits(cores=2, free_bytes=1 << 30)
     training_data.rank_loader_limits = lambda _: limits  # pyrefly: ignore[bad-assignment]
     return work(path)

@@ -132,7 +132,7 @@ def test_the_order_of_many_steps_is_that_of_each_step(sequences: Sequences) -> N
 def test_auto_adds_processes_when_the_trainer_waits_without_changing_batches(
     sequences: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr("trimaran.data.loader_tuner.WINDOW_SECONDS", 0.1)
     limits = LoaderLimits(cores=3, free_bytes=1 << 30)
     with Loader(sequences, seed=0, share=ALONE, steps=60) as loader:
         expected = [(batch.step, batch.sample_ids, batch.arrays["tokens"].tolist()) for batch in loader]
@@ -152,7 +152,7 @@ def test_auto_adds_processes_when_the_trainer_waits_without_changing_batches(
 
 
 def test_a_fixed_number_of_processes_does_not_change(sequences: Sequences, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.data.loader_waits.WINDOW_SECONDS", 0.05)
+    monkeypatch.setattr("trimaran.data.loader_tuner.WINDOW_SECONDS", 0.05)
     with Loader(like(Slow, sequences), seed=0, share=ALONE, steps=20, workers=1, limits=LARGE_LIMITS) as loader:
         assert len(list(loader)) == 20
         assert not loader.changes

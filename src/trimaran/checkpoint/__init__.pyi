@@ -18,9 +18,8 @@ from .export_peft import (
     AdapterFacts as AdapterFacts, whole_modules as whole_modules, write_peft_folder as write_peft_folder,
 )
 from .import_dcp import find_imported_tensors as find_imported_tensors, write_imported_tensors as write_imported_tensors
-from .load_parts import PartLoader as PartLoader
 from .load_state import (
-    fill_matched as fill_matched, fill_shards as fill_shards, match_shards as match_shards,
+    PartLoader as PartLoader, fill_matched as fill_matched, fill_shards as fill_shards, match_shards as match_shards,
     refuse_unused_tensors as refuse_unused_tensors,
 )
 from .manifest import (
@@ -28,23 +27,23 @@ from .manifest import (
     FileRecord as FileRecord, MANIFEST as MANIFEST, Manifest as Manifest, ZERO_DIGEST as ZERO_DIGEST,
     manifest_bytes as manifest_bytes, read_manifest as read_manifest,
 )
-from .memory_budget import (
-    MemoryBudget as MemoryBudget, budget_options as budget_options, first_fitting_budget as first_fitting_budget,
-)
 from .memory_copies import (
     CopyMetadata as CopyMetadata, MemorySlot as MemorySlot, MemorySource as MemorySource, RankMemory as RankMemory,
     encode_items as encode_items,
 )
+from .memory_slots import (
+    MemoryBudget as MemoryBudget, budget_options as budget_options, first_fitting_budget as first_fitting_budget,
+)
 from .object_store import (
     NUM_TRANSFERS as NUM_TRANSFERS, ObjectStore as ObjectStore, StoreError as StoreError, open_store as open_store,
 )
-from .ownership import assign_rows as assign_rows
 from .peer_copies import FIRST_INTERVAL_STEPS as FIRST_INTERVAL_STEPS
 from .pinned_memory import BackgroundPinning as BackgroundPinning, split_at_pin_chunks as split_at_pin_chunks
 from .rank_layout import RankLayout as RankLayout
 from .rank_share import (
-    DTYPE_NAMES as DTYPE_NAMES, RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, build_share as build_share,
-    copy_to_memory as copy_to_memory, copy_values as copy_values, item_view as item_view, meta_of as meta_of,
+    DTYPE_NAMES as DTYPE_NAMES, RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, assign_rows as assign_rows,
+    build_share as build_share, copy_to_memory as copy_to_memory, copy_values as copy_values, item_view as item_view,
+    meta_of as meta_of,
 )
 from .safe_pickle import PickledDict as PickledDict, read_pickle as read_pickle
 from .saver import SaveRequest as SaveRequest, SaveResult as SaveResult, Saver as Saver

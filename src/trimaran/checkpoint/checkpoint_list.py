@@ -19,8 +19,8 @@ from trimaran.checkpoint.manifest import (
     read_limited,
     read_manifest,
 )
-from trimaran.checkpoint.node_files import files_elsewhere
 from trimaran.checkpoint.step_dirs import DRAFT_NAME, WHY, complete_steps, step_path
+from trimaran.checkpoint.step_files import files_elsewhere
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import UserError
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from trimaran.checkpoint.load_state import MatchedShard
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, MAX_INDEX_BYTES, MAX_MANIFEST_BYTES, Manifest, read_limited
-from trimaran.checkpoint.node_files import files_here
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier
+from trimaran.checkpoint.step_files import files_here
 from trimaran.core.regular_files import open_regular_file
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 

@@ -1,22 +1,40 @@
-"""Fills the shards of a rank from a saved state, whatever the sharding of that one was."""
+"""Fills the shards of a rank from a saved state, whatever the sharding of that one was.
 
-from collections.abc import Callable, Iterable, Sequence
+Large files are read once: each part is verified in memory, then its values are copied to the shards. No byte is copied
+before the checksum of its part is right. What is copied from the parts before a damaged one is overwritten when another
+checkpoint is loaded.
+"""
+
+import errno
+import mmap
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trimaran.checkpoint.compact_index import Overlap, overlaps
-from trimaran.checkpoint.file_parts import ThreadProgress, map_in_threads
-from trimaran.checkpoint.ownership import Gather
-from trimaran.checkpoint.rank_share import meta_of
-from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorShard
+from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.durable import CHUNK_BYTES, read_blocks
+from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, ThreadProgress, map_in_threads
+from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
+from trimaran.checkpoint.rank_share import Gather, meta_of
+from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorLike, TensorShard
 from trimaran.core import UserError, did_you_mean
+from trimaran.core.regular_files import SpecialFileError, open_regular_fd
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
 ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are intact"
 MatchedShard = tuple[TensorShard, list[Overlap]]
+MAX_PART_BYTES = 256 << 20
+"""Files of larger parts, which nobody writes, are verified and read like files of one part."""
 
 
 def fill_shards(
@@ -128,3 +146,160 @@ def _mismatch(code: str, what: str, key: str, source: CheckpointSource, fix: str
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) if shape else "a scalar"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteCopy:
+    """Bytes of a file, from `begin` on, that are the values of `target`, one after the other.
+
+    `target` is flat, or the bytes are within one part.
+    """
+
+    begin: int
+    target: Tensor | TensorLike
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.target.nbytes
+
+
+def has_parts(record: FileRecord) -> bool:
+    """Return whether a file is read in parts."""
+    return 0 < record.part_bytes <= MAX_PART_BYTES and record.part_bytes % BLOCK_BYTES == 0
+
+
+class PartLoader:
+    """Fills the shards of a rank from the files of a checkpoint that have parts."""
+
+    def __init__(self, source: DiskSource, matched: Sequence[MatchedShard]) -> None:
+        """`matched` is what `match_shards` returned for `source`."""
+        self._source, self._copies = source, defaultdict[str, list[ByteCopy]](list)
+        self._device = cuda_device_of(shard for shard, _ in matched)
+        self.rest: list[MatchedShard] = []
+        """What is left to fill: regions that are not consecutive bytes in the file and in the shard."""
+        for shard, regions in matched:
+            if left := [rest for each in regions for rest in self._add(shard, each)]:
+                self.rest.append((shard, left))
+
+    def run(self, files: Iterable[str], report_progress: Callable[[], None], *, num_threads: int) -> list[Damage]:
+        """Verify `files` and whatever else these shards need, and fill the shards. Returns what is damaged."""
+        records, own = self._source.manifest.files, {*files}
+        parts = [(name, number) for name, record in records.items() if has_parts(record)
+                 for number in range(len(record.checksums))]  # fmt: skip
+        needed = [each for each in parts if each[0] in own or self._copies_of(*each)]
+        self._progress, self._buffer = ThreadProgress(report_progress), PartBuffer()
+        self._readers = threading.BoundedSemaphore(MAX_DIRECT_CALLS)
+        found = map_in_threads(self._load, needed, num_threads=num_threads, while_waiting=self._progress.report)
+        return [*{damage.file: damage for damage in reversed(found) if damage}.values()]
+
+    def _add(self, shard: TensorShard, overlap: Overlap) -> list[Overlap]:
+        """Add what a shard needs of a region, and return what cannot be copied from the parts of the file."""
+        region, start, size = overlap
+        record, width = self._source.manifest.files[region.file], shard.tensor.element_size()
+        if not has_parts(record) or size[1:] != region.size[1:] or region.offset % width:
+            return [overlap]
+        target, row_bytes = shard.tensor[window(start, size, shard.start)], prod(size[1:]) * width
+        begin = region.offset + ((start[0] - region.start[0]) * row_bytes if start else 0)
+        if isinstance(target, Tensor) and target.is_contiguous():
+            self._copies[region.file].append(ByteCopy(begin, target.view(-1)))
+            return []
+        if not size:
+            return [overlap]
+        rest, copied = [], 0
+        for first, last in _whole_rows(begin, size[0], row_bytes, record.part_bytes):
+            self._copies[region.file].append(ByteCopy(begin + first * row_bytes, target[first:last]))
+            rest.append((copied, first))
+            copied = last
+        rest.append((copied, size[0]))
+        return [(region, (start[0] + low, *start[1:]), (high - low, *size[1:])) for low, high in rest if low < high]
+
+    def _copies_of(self, name: str, number: int) -> list[ByteCopy]:
+        """Return the copies that overlap a part."""
+        begin, end = self._source.manifest.files[name].range_of(number)
+        return [each for each in self._copies.get(name, ()) if each.begin < end and begin < each.end]
+
+    def _load(self, part: tuple[str, int]) -> Damage | None:
+        name, number = part
+        record = self._source.manifest.files[name]
+        try:
+            found = self._read_direct(name, number)
+        except FileNotFoundError:
+            return Damage(name, "is missing")
+        except OSError as error:
+            return unreadable(name, error)
+        if isinstance(found, Damage):
+            return found
+        memory, checksum = found
+        if checksum != record.part_sha256[number]:
+            return Damage(name, "is not what was written: its checksum is wrong")
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # per thread
+        values = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.no_grad():
+            for copy in self._copies_of(name, number):
+                _copy(copy, values, number * record.part_bytes)
+        return None
+
+    def _read_direct(self, name: str, number: int) -> tuple[memoryview, str] | Damage:
+        """Return the bytes of a part, in the buffer of this thread, and their SHA-256."""
+        path = self._source.path / name
+        try:
+            return self._read(open_regular_fd(path, os.O_RDONLY | os.O_DIRECT), name, number)
+        except OSError as error:
+            if error.errno != errno.EINVAL or isinstance(error, SpecialFileError):
+                raise
+        return self._read(open_regular_fd(path), name, number)  # this file system has no direct I/O
+
+    def _read(self, fd: int, name: str, number: int) -> tuple[memoryview, str] | Damage:
+        """See `_read_direct`. Closes `fd`."""
+        record = self._source.manifest.files[name]
+        begin, end = record.range_of(number)
+        try:
+            if (size := os.fstat(fd).st_size) != record.bytes:
+                return Damage(name, f"has {size:,} bytes instead of {record.bytes:,}")
+            buffer, digest = self._buffer.of(record.part_bytes), sha256()
+            for at in range(begin, end, CHUNK_BYTES):
+                chunk, num_bytes = buffer[at - begin : at - begin + CHUNK_BYTES], min(CHUNK_BYTES, end - at)
+                with self._readers:
+                    read_blocks(fd, chunk, at, num_bytes)
+                digest.update(chunk[:num_bytes])
+                self._progress.count()
+        finally:
+            os.close(fd)
+        return buffer[: end - begin], digest.hexdigest()
+
+
+class PartBuffer(threading.local):
+    """Memory for one part for each thread, aligned for direct I/O."""
+
+    memory = memoryview(b"")
+
+    def of(self, num_bytes: int) -> memoryview:
+        """Return memory for a part of `num_bytes`, rounded up to whole chunks."""
+        rounded = -(-num_bytes // CHUNK_BYTES) * CHUNK_BYTES
+        if len(self.memory) < rounded:
+            self.memory = memoryview(mmap.mmap(-1, rounded))
+        return self.memory[:rounded]
+
+
+def _whole_rows(begin: int, num_rows: int, row_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows that are within one part, as first and one after the last, for each part that has any.
+
+    The rows follow each other in the file from byte `begin` on.
+    """
+    for part in range(begin // part_bytes * part_bytes, begin + num_rows * row_bytes, part_bytes):
+        first = max(0, -(-(part - begin) // row_bytes))
+        last = min(num_rows, (part + part_bytes - begin) // row_bytes)
+        if first < last:
+            yield first, last
+
+
+def _copy(copy: ByteCopy, values: Tensor, begin: int) -> None:
+    """Copy what a part has of the values. `values` are the bytes of the part, which begins at `begin`."""
+    first, last = max(copy.begin, begin), min(copy.end, begin + len(values))
+    source = values[first - begin : last - begin].view(copy.target.dtype)
+    if copy.target.ndim == 1:
+        width = copy.target.element_size()
+        copy.target[(first - copy.begin) // width : (last - copy.begin) // width].copy_(source)
+    else:
+        copy.target.copy_(source.view(copy.target.shape))

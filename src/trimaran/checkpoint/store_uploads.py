@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from trimaran.checkpoint.manifest import INDEX, Manifest, read_manifest
-from trimaran.checkpoint.node_files import files_here
 from trimaran.checkpoint.object_store import StoreError, describe
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.step_dirs import step_path
+from trimaran.checkpoint.step_files import files_here
 from trimaran.checkpoint.store_client import StoreClient
 from trimaran.checkpoint.store_process import TAKEN_OVER
 from trimaran.checkpoint.write_checkpoint import KeyValueStore

@@ -3,7 +3,10 @@
 from .bad_lines import BadLines as BadLines
 from .data_kind import data_kind_of as data_kind_of
 from .feature_cache import BF16 as BF16, FeatureCache as FeatureCache
-from .feed import BadSample as BadSample, DataShare as DataShare, LoadedArrays as LoadedArrays
+from .feed import (
+    BadSample as BadSample, DataShare as DataShare, LoadedArrays as LoadedArrays, position as position,
+    positions as positions,
+)
 from .image_arrays import ImageArrays as ImageArrays
 from .loader import Loader as Loader, LoaderFault as LoaderFault
 from .loader_tuner import (
@@ -37,7 +40,6 @@ from .sample_feed import (
     SampleFeed as SampleFeed, SampleFeedOptions as SampleFeedOptions, SampleRows as SampleRows,
     sample_feeds as sample_feeds,
 )
-from .sample_order import position as position, positions as positions
 from .samples.chat_templates import TEMPLATES as TEMPLATES
 from .samples.image_files import ImageFiles as ImageFiles
 from .samples.parse_chat import CAPTIONS as CAPTIONS, IMAGES as IMAGES, ImageFinder as ImageFinder, read_row as read_row
@@ -58,7 +60,6 @@ from .samples.videos import block_positions as block_positions, choose_frames as
 from .samples.webdataset import read_tar as read_tar
 from .scene_feed import scene_feeds as scene_feeds, scenes_digest as scenes_digest
 from .sensor_files import SceneOptions as SceneOptions, flat_pose as flat_pose, swept_points as swept_points
-from .sequences import IGNORED as IGNORED, Sequences as Sequences, TokenSample as TokenSample, split as split
 from .simulated_radar import SWEEPS as SWEEPS, SWEEP_SECONDS as SWEEP_SECONDS
 from .simulated_scenes import (
     GROUND_HIT as GROUND_HIT, LIDAR_METRES as LIDAR_METRES, SensorRays as SensorRays, camera_rays as camera_rays,
@@ -70,7 +71,10 @@ from .text_sources import read_chunks as read_chunks
 from .token_bytes import token_byte_lengths as token_byte_lengths
 from .token_feed import TokenFeed as TokenFeed
 from .token_files import count_tokens as count_tokens
-from .token_shards import ShardWriter as ShardWriter, TokenShards as TokenShards
+from .token_shards import (
+    IGNORED as IGNORED, Sequences as Sequences, ShardWriter as ShardWriter, TokenSample as TokenSample,
+    TokenShards as TokenShards, split as split,
+)
 from .tokenizer import (
     ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer, load_tokenizer as load_tokenizer,
     open_tokenizer as open_tokenizer,

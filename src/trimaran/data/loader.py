@@ -22,9 +22,9 @@ from trimaran.data.loader_tuner import (
     LoaderLimits,
     LoaderSetting,
     LoaderTuner,
+    LoaderWaits,
     default_loader_limits,
 )
-from trimaran.data.loader_waits import LoaderWaits
 from trimaran.data.step_batch import StepBatch
 from trimaran.data.worker_pool import (
     MAX_RESTARTS,

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from trimaran.core import UserError
 from trimaran.data import lazy_import
 from trimaran.data.json_tokenizer import JsonTokenizer, choose_end_token, parse_tokenizer
-from trimaran.data.tokenizer_folder import TOKENIZER_FILE, has_tokenizer, read_record, read_tokenizer_folder, unusable
+from trimaran.data.tokenizer import TOKENIZER_FILE, has_tokenizer, read_record, read_tokenizer_folder, unusable
 
 
 class ModelTokenizer(JsonTokenizer):

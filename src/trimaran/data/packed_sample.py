@@ -8,7 +8,7 @@ import numpy as np
 from trimaran.core import ImageRules
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.sample_costs import IndexedSample
-from trimaran.data.sequences import IGNORED
+from trimaran.data.token_shards import IGNORED
 from trimaran.data.vision.anyres import TokenLayout
 from trimaran.data.vision.grid_positions import ALONE, grid_positions
 from trimaran.data.vision.image_grid import grids_of, layout_of

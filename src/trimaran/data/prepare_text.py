@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from trimaran.core import DataSection, UserError
 from trimaran.core.plugins import SOURCES
 from trimaran.core.user_folders import needed_user_cache
-from trimaran.data.sequences import count_sequences
 from trimaran.data.source_files import any_byte_order_mark, find_files, named_path
-from trimaran.data.token_shards import FORMAT, TokenShards
+from trimaran.data.token_shards import FORMAT, TokenShards, count_sequences
 from trimaran.data.tokenizer import Tokenizer, is_same_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
-from trimaran.data.sequences import IGNORED, Sequences, TokenSample
+from trimaran.data.token_shards import IGNORED, Sequences, TokenSample
 from trimaran.run import RunDirectory, append_line
 
 READ_ATTEMPTS = 3

@@ -19,8 +19,8 @@ import numpy as np
 
 from trimaran.core import ImageRules, RowCost
 from trimaran.core.regular_files import open_regular_file
+from trimaran.data.feed import positions
 from trimaran.data.sample_costs import SampleSizes, SampleTable
-from trimaran.data.sample_order import positions
 
 FORMAT = "trimaran-chart-1"
 PACKING_WINDOW_SAMPLES = 1 << 14  # samples packed together: enough to fill rows, few enough to keep the shuffle

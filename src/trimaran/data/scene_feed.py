@@ -7,10 +7,9 @@ import numpy as np
 
 from trimaran.core import DataSection
 from trimaran.core.scene_rules import BOX_NUMBERS, RIG_NUMBERS, SceneRules, Sensor
-from trimaran.data.feed import DataShare, LoadedArrays
+from trimaran.data.feed import DataShare, LoadedArrays, positions
 from trimaran.data.open_scenes import open_scenes
 from trimaran.data.recorded_scenes import SceneRecords
-from trimaran.data.sample_order import positions
 from trimaran.data.sensor_files import SceneOptions
 from trimaran.data.simulated_scenes import SimulatedScene, make_scene
 

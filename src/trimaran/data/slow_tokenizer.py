@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from trimaran.data.tokenizer_folder import unusable
+from trimaran.data.tokenizer import unusable
 
 
 def converted_tokenizer(folder: Path) -> bytes:

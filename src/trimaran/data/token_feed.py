@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from trimaran.data.feed import DataShare, LoadedArrays
+from trimaran.data.feed import DataShare, LoadedArrays, positions
 from trimaran.data.quarantine import SampleReader, blank_sample
-from trimaran.data.sample_order import positions
-from trimaran.data.sequences import IGNORED, Sequences
+from trimaran.data.token_shards import IGNORED, Sequences
 
 ORDERED_ROWS = 1024  # whose order is computed at once, which takes three times as long as that of one row
 

@@ -1,4 +1,7 @@
-"""Packed tokens on disk: a folder of memory-mapped shards. It is created atomically and never modified."""
+"""Packed tokens on disk: a folder of memory-mapped shards. It is created atomically and never modified.
+
+Samples are fixed-length sequences of their token stream, split into training and holdout.
+"""
 
 import hashlib
 import json
@@ -7,6 +10,7 @@ import shutil
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import UserError
+from trimaran.core import DataSection, UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.data.bad_lines import BadLines, ceil_share
 from trimaran.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
@@ -28,6 +32,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS_DTYPE = np.dtype("<i8")
 
 Positive = Annotated[int, Field(ge=1)]
+IGNORED = -100
 
 
 class Shard(BaseModel):
@@ -309,3 +314,61 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """One sequence. `labels` are the next tokens, IGNORED where there is no target.
+
+    `documents` numbers the documents of the sequence from 0; None if attention may cross document boundaries.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences `first` to `last` (exclusive) of the shards; sample i is the i-th of them.
+
+    Neighbours overlap by one token: the last target of one is the first input of the next. So no target occurs twice.
+    """
+
+    shards: TokenShards
+    seq_len: int
+    isolate: bool
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, index: int) -> TokenSample:
+        assert 0 <= index < len(self)
+        start = (self.first + index) * self.seq_len
+        stop = start + self.seq_len + 1
+        tokens = self.shards.tokens(start, stop)
+        inputs, labels = tokens[:-1], tokens[1:]
+        if not self.isolate:
+            return TokenSample(inputs, labels, None)
+        documents = self.shards.documents(start, stop)
+        labels = np.where(documents[1:] == documents[:-1], labels, IGNORED)
+        return TokenSample(inputs, labels, (documents[:-1] - documents[0]).astype(np.int32))
+
+
+def split(shards: TokenShards, section: DataSection) -> tuple[Sequences, Sequences]:
+    """Return the training sequences and the holdout (the last `holdout` fraction), which may be empty."""
+    count = count_sequences(shards, section.seq_len)
+    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
+    train = Sequences(shards, section.seq_len, section.isolate_documents, 0, count - num_held_out)
+    return train, Sequences(shards, section.seq_len, section.isolate_documents, count - num_held_out, count)
+
+
+def count_sequences(shards: TokenShards, seq_len: int) -> int:
+    """Return the number of sequences in the shards. Raises if there is not even one."""
+    if count := (shards.num_tokens - 1) // seq_len:
+        return count
+    shorter = f", or set data.seq_len to at most {shards.num_tokens - 1}" if shards.num_tokens > 2 else ""
+    raise UserError("T010", f"the data has {shards.num_tokens:,} tokens, but one sequence needs {seq_len + 1:,}",
+                    where="data.seq_len", fix=f"add data{shorter}")  # fmt: skip

@@ -11,8 +11,7 @@ from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import ImageRules, ModelSection, Recipe, UserError
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data import TokenShards
-from trimaran.data.tokenizer import Tokenizer, load_tokenizer
-from trimaran.data.tokenizer_folder import has_tokenizer
+from trimaran.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from trimaran.infer.adapted_weights import adapted_section, has_adapter, load_adapted_weights
 from trimaran.infer.generate import TOKENIZER, first_device, load_trained, open_saved_tokenizer, unfilled_network
 from trimaran.infer.trained_model import (

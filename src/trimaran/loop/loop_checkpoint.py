@@ -20,9 +20,8 @@ from torch.optim import SGD, Optimizer
 
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.ownership import assign_rows
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
-from trimaran.checkpoint.rank_share import build_share, copy_to_memory
+from trimaran.checkpoint.rank_share import assign_rows, build_share, copy_to_memory
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.checkpoint.tensor_regions import TensorIndex

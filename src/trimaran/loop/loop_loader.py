@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from trimaran.core import UserError
-from trimaran.data.sample_order import positions
+from trimaran.data.feed import positions
 from trimaran.loop.batch_agreement import CAUSES, digest
 from trimaran.loop.loop_context import LoopContext, part_of
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json

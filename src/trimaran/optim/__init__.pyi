@@ -1,10 +1,9 @@
 """Public names of `trimaran.optim`, and the modules that they come from. They are imported on first use."""
 
 from .adamw import LowMemoryAdamW as LowMemoryAdamW
-from .block_layout import BlockLayout as BlockLayout, BlockReshard as BlockReshard
 from .block_quantization import (
-    codebook as codebook, dequantize as dequantize, lower_bounds as lower_bounds, num_blocks as num_blocks,
-    quantize as quantize,
+    BlockLayout as BlockLayout, BlockReshard as BlockReshard, codebook as codebook, dequantize as dequantize,
+    lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
 )
 from .build_optimizer import (
     LR_FACTOR as LR_FACTOR, ShardAdamW as ShardAdamW, build_optimizer as build_optimizer, decay_groups as decay_groups,
@@ -20,10 +19,9 @@ from .moments import (
     step_constants as step_constants, update_chunk as update_chunk,
 )
 from .schedule import learning_rate as learning_rate
-from .split_bf16 import join_fp32 as join_fp32, split_fp32 as split_fp32
 from .split_weights import (
     CHUNK_VALUES as CHUNK_VALUES, NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeight as SplitWeight,
-    SplitWeights as SplitWeights, split_weights as split_weights,
+    SplitWeights as SplitWeights, join_fp32 as join_fp32, split_fp32 as split_fp32, split_weights as split_weights,
 )
 from .state_streaming import NUM_STAGING_BUFFERS as NUM_STAGING_BUFFERS, StateStream as StateStream
 from .stochastic_rounding import (

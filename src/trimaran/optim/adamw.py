@@ -26,7 +26,7 @@ from trimaran.optim.moments import (
 from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 from trimaran.optim.state_streaming import StateStream
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_text, index_runs
-from trimaran.parallel.batched.address_table import has_kernels
+from trimaran.parallel.batched.tensor_sums import has_kernels
 from trimaran.parallel.memory.disk_store import ALIGNMENT, DiskStore, padded
 from trimaran.parallel.memory.tensors_on_disk import goes_to_disk, release_pages, store_of
 
@@ -42,7 +42,7 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
 
     Takes groups of named parameters, and updates this rank's shard of each, whatever mesh it is on. States are plain
     tensors in the shape of the shard, and exist from the start. A parameter in `split_weights` is bf16 and the upper
-    half of an fp32 weight (see `split_bf16`); its lower half is updated with it. With a folder `disk` large
+    half of an fp32 weight (see `split_weights`); its lower half is updated with it. With a folder `disk` large
     states are in a file there. Parameters and lower halves may be on disk, too.
 
     Before a step, `factor` may be set to what the gradients are multiplied by, and `found_inf` (as in torch's AdamW) to

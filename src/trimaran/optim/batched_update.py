@@ -12,7 +12,7 @@ from trimaran.nets.shard_types import is_dtensor
 from trimaran.optim.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.optim.moments import States
 from trimaran.optim.stochastic_rounding import index_runs
-from trimaran.parallel.batched.address_table import (
+from trimaran.parallel.batched.tensor_sums import (
     ALIGNED_BYTES,
     DeviceNumbers,
     ProgramMap,

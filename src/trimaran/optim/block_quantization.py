@@ -1,13 +1,21 @@
 """8-bit block-wise quantization with one scale per block of 256 values (Dettmers et al., arXiv 2110.02861)."""
 
+import re
+from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trimaran.checkpoint.tensor_regions import TensorIndex
+from trimaran.nets.shard_types import is_dtensor
+
 BLOCK = 256
 DECADES = 7
+SCALE_SUFFIX = "_scale"
+SCALES_KEY = re.compile(r"optimizer/(\w+_scale)(?:@(\d+))?/(.+)", re.DOTALL)
 
 
 @cache
@@ -60,3 +68,72 @@ def _in_blocks(table: Tensor) -> Tensor:
     block = min(BLOCK, width)
     padding = -width % block
     return (F.pad(table, (0, padding)) if padding else table).unflatten(1, (-1, block))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The blocks of a tensor with `columns` columns that is sharded into `shard_columns` columns per rank.
+
+    Each rank's first block starts at its first column. If all shards start at multiples of 256 columns, the blocks are
+    those of the unsharded tensor. Otherwise the layout has a `suffix`, which is part of the checkpoint key of its
+    scales.
+    """
+
+    columns: int
+    shard_columns: int
+
+    @property
+    def num_blocks(self) -> int:
+        full_shards, rest = divmod(self.columns, self.shard_columns)
+        return full_shards * num_blocks(self.shard_columns) + num_blocks(rest)
+
+    @property
+    def suffix(self) -> str:
+        is_unsharded = self.shard_columns == self.columns or self.shard_columns % BLOCK == 0
+        return "" if is_unsharded else f"@{self.shard_columns}"
+
+    def block(self, column: int) -> int:
+        """Return the number of the block that a column is in."""
+        shard, inside = divmod(column, self.shard_columns)
+        return shard * num_blocks(self.shard_columns) + inside // BLOCK
+
+
+def block_layout(parameter: Tensor) -> BlockLayout:
+    """Return the block layout of the states of `parameter`, which follows from how its last dimension is sharded."""
+    columns, num_shards = parameter.shape[-1], 1
+    if is_dtensor(parameter):
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        num_shards = prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
+    return BlockLayout(columns, -(-columns // num_shards))
+
+
+def saved_layouts(index: TensorIndex) -> dict[tuple[str, str], tuple[str, int]]:
+    """Return, by state and parameter, the key of the saved scales and their shard columns; 0 if not sharded."""
+    matches = ((key, SCALES_KEY.fullmatch(key)) for key in index)
+    return {(match[1], match[3]): (key, int(match[2] or 0)) for key, match in matches if match is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockReshard:
+    """This rank's codes with the scales of another layout; `requantize` converts both to this rank's layout.
+
+    `columns` are this rank's columns of the full tensor. `saved_scales` are those of all blocks that they overlap.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    saved_scales: Tensor
+    saved_layout: BlockLayout
+    columns: range
+    signed: bool
+
+    def requantize(self) -> None:
+        """Restore the values and quantize them again, since their blocks have other scales now."""
+        book = codebook(self.codes.device, signed=self.signed)
+        first = self.saved_layout.block(self.columns.start)
+        numbers = [self.saved_layout.block(each) - first for each in self.columns]
+        values = book[self.codes.int()] * self.saved_scales[..., torch.tensor(numbers, device=self.codes.device)]
+        # A second moment never becomes zero, see `moments.EightBitMoments`.
+        codes, scales = quantize(values.flatten(0, -2), book, lowest=0 if self.signed else 1)
+        self.codes.copy_(codes.view(self.codes.shape))
+        self.scales.copy_(scales.view(self.scales.shape))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trimaran.optim.block_quantization import codebook, dequantize, num_blocks, quantize
-from trimaran.optim.split_bf16 import join_fp32, split_fp32
+from trimaran.optim.split_weights import join_fp32, split_fp32
 from trimaran.optim.stochastic_rounding import IndexRuns, hash_int32, to_bf16
 
 States = dict[str, Tensor]

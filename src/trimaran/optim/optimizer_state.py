@@ -13,7 +13,7 @@ from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.optim.block_layout import SCALE_SUFFIX, BlockLayout, BlockReshard, block_layout, saved_layouts
+from trimaran.optim.block_quantization import SCALE_SUFFIX, BlockLayout, BlockReshard, block_layout, saved_layouts
 from trimaran.optim.eager_optimizer import SplitWeightsOptimizer, split_weights_of
 
 log = logging.getLogger(__name__)

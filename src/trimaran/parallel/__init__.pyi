@@ -11,9 +11,10 @@ from .axes.ring_layout import (
 )
 from .axes.stage_map import StageMap as StageMap, TrainedParameters as TrainedParameters
 from .axes.tp import apply_tp as apply_tp
-from .batched.address_table import DeviceNumbers as DeviceNumbers, ProgramMap as ProgramMap, is_aligned as is_aligned
-from .batched.tensor_checksums import TensorChecksums as TensorChecksums
-from .batched.tensor_squares import TensorSquares as TensorSquares
+from .batched.tensor_sums import (
+    DeviceNumbers as DeviceNumbers, ProgramMap as ProgramMap, TensorChecksums as TensorChecksums,
+    TensorSquares as TensorSquares, is_aligned as is_aligned,
+)
 from .comm.axis_waits import AXIS_WAITS as AXIS_WAITS, AxisWaits as AxisWaits
 from .comm.compression import compressor_of as compressor_of
 from .comm.gradient_buckets import BUCKET_BYTES as BUCKET_BYTES

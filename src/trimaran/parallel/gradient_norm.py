@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.parallel.batched.address_table import to_device
-from trimaran.parallel.batched.tensor_squares import TensorSquares
+from trimaran.parallel.batched.tensor_sums import TensorSquares, to_device
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS, axis_span
 
 

@@ -23,10 +23,10 @@ from .sinks.metric_catalogue import (
 from .sinks.open_sinks import SINKS as SINKS, open_sinks as open_sinks, refuse_missing_sinks as refuse_missing_sinks
 from .sinks.prometheus import PrometheusSink as PrometheusSink
 from .sinks.sink import Line as Line, Sink as Sink
-from .step_blocks import (
-    SCALARS as SCALARS, STEP_CATEGORIES as STEP_CATEGORIES, StepBlock as StepBlock, split_step as split_step,
+from .step_index import (
+    BLOCK_LINES as BLOCK_LINES, SCALARS as SCALARS, STEP_CATEGORIES as STEP_CATEGORIES, StepBlock as StepBlock,
+    StepIndexer as StepIndexer, read_index as read_index, split_step as split_step,
 )
-from .step_index import BLOCK_LINES as BLOCK_LINES, StepIndexer as StepIndexer, read_index as read_index
 from .step_lines import StepLine as StepLine, read_details as read_details, read_step as read_step
 from .step_reader import ReadLimits as ReadLimits
 from .trace_summary import (

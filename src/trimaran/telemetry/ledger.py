@@ -16,7 +16,7 @@ from typing import Any
 
 from trimaran.run.journal import JsonlFollower, LongLine
 from trimaran.run.run_directory import RunDirectory
-from trimaran.telemetry.step_blocks import STEP_CATEGORIES, StepBlock, split_step
+from trimaran.telemetry.step_index import STEP_CATEGORIES, StepBlock, split_step
 from trimaran.telemetry.step_lines import StepLine
 from trimaran.telemetry.step_reader import MAX_UNINDEXED_BYTES, READ_LIMITS, ReadLimits, StepReader
 

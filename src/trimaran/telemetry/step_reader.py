@@ -9,8 +9,7 @@ from trimaran.core.regular_files import open_regular_file
 from trimaran.run.journal import LineFollower, LongLine, last_step
 from trimaran.run.lines_from_end import lines_from_end, next_line
 from trimaran.run.run_directory import RunDirectory
-from trimaran.telemetry.step_blocks import StepBlock, estimated_block
-from trimaran.telemetry.step_index import read_index
+from trimaran.telemetry.step_index import StepBlock, estimated_block, read_index
 from trimaran.telemetry.step_lines import StepLine, read_step
 
 MAX_UNINDEXED_BYTES = 16 << 20  # up to this much, about 35,000 steps, the index is not used

@@ -295,7 +295,7 @@ def _exclusive(run: "RunDirectory") -> AbstractContextManager[Any]:
 def _other_nodes(path: Path) -> list[str]:
     """Return the nodes that have files of a checkpoint on their own disks."""
     from trimaran.checkpoint.manifest import read_manifest
-    from trimaran.checkpoint.node_files import files_elsewhere
+    from trimaran.checkpoint.step_files import files_elsewhere
 
     try:
         return sorted(files_elsewhere(path, read_manifest(path)))

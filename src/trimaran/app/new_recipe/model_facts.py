@@ -8,8 +8,7 @@ from typing import Any, Literal
 from trimaran.app.request.ask_hf_facts import ask_hf_facts
 from trimaran.app.request.hub_files import with_local_model
 from trimaran.core import ModelSection, Recipe, UserError, show_bytes, show_count
-from trimaran.data.tokenizer import Tokenizer, load_tokenizer
-from trimaran.data.tokenizer_folder import chat_template_names, has_tokenizer
+from trimaran.data.tokenizer import Tokenizer, chat_template_names, has_tokenizer, load_tokenizer
 from trimaran.hub import hub_repo_of, is_hub_name, repo_name
 from trimaran.models import model_folder, outline_if_known, spec_of, vision_of, weight_files
 

@@ -11,7 +11,7 @@ from trimaran.app.views.run_state import RunState
 from trimaran.app.views.step_history import StepHistory
 from trimaran.core import PHASES
 from trimaran.run.record_types import is_number
-from trimaran.telemetry.step_blocks import SCALARS
+from trimaran.telemetry.step_index import SCALARS
 
 Tree = dict[str, Any]
 DetailedStep = tuple[int, Tree]

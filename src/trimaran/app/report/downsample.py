@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimaran.app.views.intervals import intervals
-from trimaran.telemetry.step_blocks import Extent, join_extents
+from trimaran.telemetry.step_index import Extent, join_extents
 
 Point = tuple[float, float]
 Spread = tuple[float, float, float, float]

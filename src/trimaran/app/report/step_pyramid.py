@@ -11,8 +11,7 @@ from trimaran.app.views.step_history import StepHistory
 from trimaran.core.regular_files import open_regular_file
 from trimaran.run import RunDirectory
 from trimaran.run.lines_from_end import next_line
-from trimaran.telemetry.step_blocks import StepBlock
-from trimaran.telemetry.step_index import IndexedBlock, IndexFollower
+from trimaran.telemetry.step_index import IndexedBlock, IndexFollower, StepBlock
 from trimaran.telemetry.step_lines import StepLine, read_step
 
 FANOUT = 4  # blocks that are joined to one of the level above

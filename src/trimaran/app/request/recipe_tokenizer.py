@@ -54,7 +54,7 @@ def _own_tokenizer(recipe: Recipe) -> str | None:
 
     Also None if it has neither a tokenizer nor weights.
     """
-    from trimaran.data.tokenizer_folder import has_tokenizer, read_record
+    from trimaran.data.tokenizer import has_tokenizer, read_record
 
     assert recipe.model.path is not None
     folder = model_folder(recipe.model.path)
@@ -74,7 +74,7 @@ def _named_tokenizer(path: str) -> str:
 
 
 def _has_template(tokenizer: str) -> bool:
-    from trimaran.data.tokenizer_folder import chat_template_names
+    from trimaran.data.tokenizer import chat_template_names
 
     folder = Path(tokenizer)
     return folder.is_dir() and bool(chat_template_names(folder))
@@ -102,7 +102,7 @@ def _refuse_other_shards(recipe: Recipe) -> None:
 
 
 def _folder_tokenizer(folder: Path) -> str | None:
-    from trimaran.data.tokenizer_folder import has_tokenizer
+    from trimaran.data.tokenizer import has_tokenizer
 
     return str(folder) if has_tokenizer(folder) else None
 

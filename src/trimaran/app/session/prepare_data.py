@@ -12,8 +12,8 @@ from trimaran.core import Recipe, RowCost, show_bytes
 from trimaran.data import Progress, TokenShards, cache_folder, check, prepare
 from trimaran.data.data_kind import DataKind, data_kind_of
 from trimaran.data.feed import DataShare
-from trimaran.data.sequences import split
 from trimaran.data.token_feed import TokenFeed
+from trimaran.data.token_shards import split
 from trimaran.data.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:

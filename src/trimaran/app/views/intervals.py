@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from trimaran.telemetry.step_blocks import Extent
+from trimaran.telemetry.step_index import Extent
 
 
 def intervals(counts: Sequence[int], number: int) -> Iterator[tuple[int, int, int]]:

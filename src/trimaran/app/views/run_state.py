@@ -34,8 +34,7 @@ from trimaran.run.journal import LineFollower, LongLine
 from trimaran.run.lines_from_end import lines_from_end
 from trimaran.run.record_types import is_number
 from trimaran.telemetry.ledger import Ledger, LedgerReader
-from trimaran.telemetry.step_blocks import StepBlock
-from trimaran.telemetry.step_index import StepIndexer
+from trimaran.telemetry.step_index import StepBlock, StepIndexer
 from trimaran.telemetry.step_lines import StepLine, read_details, read_step
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]

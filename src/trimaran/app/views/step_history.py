@@ -3,15 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from trimaran.core import StepMetrics
-from trimaran.telemetry.step_blocks import (
-    MAX_NOT_FINITE,
-    SCALARS,
-    Extent,
-    StepBlock,
-    block_of,
-    join_extents,
-    not_finite,
-)
+from trimaran.telemetry.step_index import MAX_NOT_FINITE, SCALARS, Extent, StepBlock, block_of, join_extents, not_finite
 from trimaran.telemetry.step_lines import StepLine
 
 MAX_STEPS = 2048  # that stay single at least; up to twice as many

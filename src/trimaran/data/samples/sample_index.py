@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
-from trimaran.data.sample_order import positions
+from trimaran.data.feed import positions
 from trimaran.data.samples.source_part import SamplePart, not_samples
 from trimaran.data.tokenizer import Tokenizer, check_vocabulary
 

@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trimaran.data.token_bytes import byte_alphabet
-from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
-from trimaran.data.tokenizer_folder import TOKENIZER_FILE
+from trimaran.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer
 
 # The regular expression of the pre-tokenizer, and llama.cpp's name for it. The one without a regular expression is the
 # byte-level pre-tokenizer of GPT-2.

@@ -12,8 +12,8 @@ from trimaran.checkpoint.fetch_files import (
 )
 from trimaran.checkpoint.load_state import match_shards
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest
-from trimaran.checkpoint.node_files import missing_files_error, nodes_of
 from trimaran.checkpoint.step_dirs import complete_steps, step_path
+from trimaran.checkpoint.step_files import missing_files_error, nodes_of
 from trimaran.core import UserError
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.train.checkpointing.tiers import DiskTier, OpenedState, Report, StateOnDisk, manifest_of

@@ -11,13 +11,11 @@ import numpy as np
 
 from trimaran.checkpoint.copier import Copier, DeviceCopier
 from trimaran.checkpoint.fetch_copies import open_node_copy
-from trimaran.checkpoint.memory_budget import MemoryBudget, choose_budget
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource
-from trimaran.checkpoint.ownership import assign_rows
+from trimaran.checkpoint.memory_slots import MemoryBudget, SlotPool, choose_budget
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, can_pair
-from trimaran.checkpoint.rank_share import build_share
+from trimaran.checkpoint.rank_share import assign_rows, build_share
 from trimaran.checkpoint.saver import Saver
-from trimaran.checkpoint.slot_pool import SlotPool
 from trimaran.core import Seconds, show_bytes
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.comm.json_exchange import all_gather_int64

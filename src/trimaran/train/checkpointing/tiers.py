@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.fetch_copies import CopyFetcher
+from trimaran.checkpoint.fetch_copies import CopyFetcher, CopyFinder
 from trimaran.checkpoint.file_parts import num_io_threads
-from trimaran.checkpoint.find_copies import CopyFinder
-from trimaran.checkpoint.load_parts import PartLoader, has_parts
-from trimaran.checkpoint.load_state import fill_matched, match_shards
+from trimaran.checkpoint.load_state import PartLoader, fill_matched, has_parts, match_shards
 from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, barrier

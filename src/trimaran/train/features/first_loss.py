@@ -24,8 +24,8 @@ from trimaran.core import ModelSection, Plan, Recipe, UserError
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
-from trimaran.data.sequences import IGNORED
 from trimaran.data.step_batch import Inputs
+from trimaran.data.token_shards import IGNORED
 from trimaran.hardware.host_limits import free_bytes
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear, merged_weight

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.parallel.batched.address_table import addresses_of
-from trimaran.parallel.batched.tensor_checksums import TensorChecksums, can_sum
+from trimaran.parallel.batched.tensor_sums import TensorChecksums, addresses_of, can_sum
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.parallel.memory.tensors_on_disk import store_of
 

@@ -15,8 +15,8 @@ from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.data.quarantine import SampleReader
-from trimaran.data.sequences import Sequences, split
 from trimaran.data.token_feed import TokenFeed
+from trimaran.data.token_shards import Sequences, split
 from trimaran.data.tokenizer import Tokenizer
 from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.nets import Network

@@ -27,7 +27,7 @@ from pathlib import Path
 from trimaran.run import RunDirectory
 from trimaran.run.attempts import read_attempts
 from trimaran.run.journal import forget_steps_after, last_step
-from trimaran.run.lines_from_end import last_lines
+from trimaran.run.line_files import last_lines
 from trimaran.app.views.run_state import RunState
 from trimaran.telemetry.ledger import LedgerReader
 from trimaran.telemetry.run_tail import RunTail

@@ -8,7 +8,7 @@ import typer
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.errors import closest
-from trimaran.core.field_aliases import all_fields, field_for
+from trimaran.core.recipe_parser import all_fields, field_for
 
 COMMAND_ALIASES = {
     "init": "new create setup configure config wizard start-project",

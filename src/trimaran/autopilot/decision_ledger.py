@@ -2,7 +2,7 @@
 
 from trimaran.core import Decision
 from trimaran.run import RunDirectory
-from trimaran.run.line_writer import LineWriter
+from trimaran.run.line_files import LineWriter
 
 
 class DecisionLedger:

@@ -1,10 +1,6 @@
 """Public names of `trimaran.core`, and the modules that they come from. They are imported on first use."""
 
 from .autopilot_section import AutopilotSection as AutopilotSection
-from .comm_axes import comm_axes as comm_axes, data_axis as data_axis, predicted_comm as predicted_comm
-from .compression_settings import (
-    Compression as Compression, KIND_FIELDS as KIND_FIELDS, compressed_bytes as compressed_bytes,
-)
 from .deal_rows import RowSeconds as RowSeconds, deal_rows as deal_rows
 from .deepspeed_config import deepspeed_config as deepspeed_config
 from .errors import (
@@ -15,14 +11,13 @@ from .event import (
     Event as Event, EventKind as EventKind, PHASES as PHASES, Phase as Phase, SECONDS_DECIMALS as SECONDS_DECIMALS,
     SLOW_DETAILS as SLOW_DETAILS, StepMetrics as StepMetrics,
 )
-from .field_aliases import FIELD_ALIASES as FIELD_ALIASES, all_fields as all_fields, field_for as field_for
 from .finding import Decision as Decision, DecisionOutcome as DecisionOutcome, Finding as Finding
 from .fsdp_units import num_units as num_units, unit_sizes as unit_sizes
-from .image_rules import ImageRules as ImageRules, RowCost as RowCost, RowSizes as RowSizes
 from .incident import Action as Action, Cause as Cause, Incident as Incident
-from .local_steps import (
-    LocalSteps as LocalSteps, exposed_outer_seconds as exposed_outer_seconds,
-    outer_bytes_per_step as outer_bytes_per_step, synchronisation_bytes as synchronisation_bytes,
+from .input_rules import (
+    CAMERA_METRES as CAMERA_METRES, GROUND as GROUND, ImageRules as ImageRules, OBJECTS as OBJECTS,
+    RADAR_NUMBERS as RADAR_NUMBERS, RIG_NUMBERS as RIG_NUMBERS, RowCost as RowCost, RowSizes as RowSizes,
+    SceneRules as SceneRules, UNKNOWN_GROUND as UNKNOWN_GROUND,
 )
 from .model_family import (
     MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named,
@@ -34,13 +29,13 @@ from .optional_packages import (
 from .parse_text import TextError as TextError, load_json as load_json, load_yaml as load_yaml
 from .plan import (
     AXES as AXES, CONTEXTS as CONTEXTS, Comm as Comm, Mesh as Mesh, Pipeline as Pipeline, Plan as Plan,
-    TowerPlan as TowerPlan, show_rows as show_rows,
+    Prediction as Prediction, TowerPlan as TowerPlan, comm_axes as comm_axes, data_axis as data_axis,
+    predicted_comm as predicted_comm, show_rows as show_rows,
 )
 from .plugins import (
     KINDS as KINDS, find_plugin as find_plugin, installed_plugins as installed_plugins, load_plugin as load_plugin,
     plugin_names as plugin_names,
 )
-from .prediction import Prediction as Prediction
 from .recipe import (
     AdapterSection as AdapterSection, CheckpointSection as CheckpointSection, DataSection as DataSection,
     FaultsSection as FaultsSection, MixtureSource as MixtureSource, ModelSection as ModelSection,
@@ -48,8 +43,10 @@ from .recipe import (
     ScenesSection as ScenesSection, Schedule as Schedule, TelemetrySection as TelemetrySection,
     TrainSection as TrainSection,
 )
-from .recipe_changes import fixed_field_changes as fixed_field_changes
-from .recipe_parser import dump_recipe as dump_recipe, parse_recipe as parse_recipe
+from .recipe_parser import (
+    FIELD_ALIASES as FIELD_ALIASES, all_fields as all_fields, dump_recipe as dump_recipe, field_for as field_for,
+    fixed_field_changes as fixed_field_changes, parse_recipe as parse_recipe,
+)
 from .recipe_plugins import plugin_records as plugin_records, used_plugins as used_plugins
 from .regular_files import (
     SpecialFileError as SpecialFileError, append_regular_file as append_regular_file,
@@ -58,9 +55,10 @@ from .regular_files import (
     read_regular_text as read_regular_text,
 )
 from .renamed import GONE_IN as GONE_IN, RENAMED as RENAMED
-from .scene_rules import (
-    CAMERA_METRES as CAMERA_METRES, GROUND as GROUND, OBJECTS as OBJECTS, RADAR_NUMBERS as RADAR_NUMBERS,
-    RIG_NUMBERS as RIG_NUMBERS, SceneRules as SceneRules, UNKNOWN_GROUND as UNKNOWN_GROUND,
+from .replica_sync import (
+    Compression as Compression, KIND_FIELDS as KIND_FIELDS, LocalSteps as LocalSteps,
+    compressed_bytes as compressed_bytes, exposed_outer_seconds as exposed_outer_seconds,
+    outer_bytes_per_step as outer_bytes_per_step, synchronisation_bytes as synchronisation_bytes,
 )
 from .units import (
     Bytes as Bytes, Flops as Flops, GIB as GIB, Seconds as Seconds, show_bytes as show_bytes, show_count as show_count,

@@ -8,11 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trimaran.core.async_sgd import AsyncSgd
-from trimaran.core.compression_settings import Compression, CompressionField, settings_of
 from trimaran.core.engine_traits import ENGINE_TRAITS, EngineTraits
-from trimaran.core.local_steps import LocalSteps, LocalStepsField
-from trimaran.core.prediction import Prediction
+from trimaran.core.replica_sync import AsyncSgd, Compression, CompressionField, LocalSteps, LocalStepsField, settings_of
+from trimaran.core.units import Bytes, Flops, Seconds
 
 Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
@@ -25,6 +23,93 @@ Loss = Literal["logits", "fused", "chunked"]
 ContextMethod = Literal["gather", "exchange", "ring"]
 CONTEXTS: tuple[ContextMethod, ...] = ("gather", "exchange", "ring")  # the simplest first
 AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+WORLD = "world"  # all ranks: the sums of a step, such as its loss and its tokens
+DATA_AXES = ("dp_replicate", "dp_shard")
+# The axis of what is sent inside layers and between stages, by the first words of the prediction's terms.
+_PAYLOAD_AXES = {
+    "tensor slices": "tp",
+    "gradients of images": "tp",
+    "parts of the sequence": "cp",
+    "experts": "ep",
+    "between stages": "pp",
+    "weights of replicas": "dp_replicate",
+    "sums of the step": WORLD,
+    "waiting for the slowest rank": WORLD,
+}
+_DATA_PAYLOADS = ("all-gather of weights", "gradients", "copies of gathered weights")
+
+
+class KindPrediction(BaseModel):
+    """What a step needs on one kind of device of a cluster with several kinds.
+
+    `rows` are the most that one of its data ranks has in a micro-batch, and `layers` the fewest and the most that its
+    pipeline ranks hold. `busy_seconds` is a step without waiting for the other kinds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    ranks: int
+    rows: int
+    layers: tuple[int, int]
+    busy_seconds: Seconds
+    device_bytes: Bytes
+    memory_bytes: Annotated[Bytes, Field(description="that the device has")]
+
+
+class Prediction(BaseModel):
+    """Bytes and seconds of one rank and one optimizer step, with the names that the run reports.
+
+    `peak_bytes` is the peak of one rank's tensors, as the framework would report it; `reserved_bytes` is what its
+    allocator reserves for them. `device_bytes` adds the CUDA context and the collectives' buffers: what the device must
+    have. `host_bytes` is pinned on one node. `error` is the expected relative half-width around `step_seconds`, and
+    around `peak_bytes` unless that has its own. `no_mfu` is why `mfu` is 0 and not known.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fits: bool
+    peak_bytes: Bytes
+    reserved_bytes: Bytes
+    step_seconds: Seconds
+    tokens_per_second: float
+    mfu: float
+    flops_per_step: Flops
+    device_peak_flops: Flops
+    repeated_flops: Annotated[Flops, Field(description="recomputed flops of a step")] = Flops(0.0)
+    memory: Annotated[dict[str, Bytes], Field(description="peak bytes of one rank by term")]
+    time: Annotated[dict[str, Seconds], Field(description="seconds of one step by term")]
+    exposed: Annotated[dict[str, Seconds], Field(description="the seconds of `comm` by payload and link")] = {}
+    device_bytes: Bytes = Bytes(0)
+    host_bytes: Bytes = Bytes(0)
+    disk_bytes: Annotated[Bytes, Field(description="of one node's disk, for offloaded tensors")] = Bytes(0)
+    error: float = 0.3
+    memory_error: Annotated[float | None, Field(description="of `peak_bytes`; null: the same as `error`")] = None
+    no_mfu: Annotated[str, Field(description="why no MFU is given; empty if one is")] = ""
+    source: str = Field(default="", description="the source of the rates behind the seconds")
+    cluster: str = Field(default="", description="nodes and devices that it is for: 2x8xH100; empty in older plans")
+
+    kinds: Annotated[tuple[KindPrediction, ...], Field(description="of a cluster with several kinds of devices")] = ()
+
+    @property
+    def memory_limit(self) -> Bytes | None:
+        """The memory of the fullest kind of device, which `device_bytes` is of; None if all devices are equal."""
+        fullest = max(self.kinds, key=lambda kind: kind.device_bytes / kind.memory_bytes, default=None)
+        return fullest.memory_bytes if fullest else None
+
+    @property
+    def mfu_is_known(self) -> bool:
+        """Whether the device's peak is known, so that a measured step has an MFU. Older plans did not say so."""
+        return not self.no_mfu and not self.source.startswith("cpu ")
+
+    def error_of(self, name: str, off: float = 0.0) -> float:
+        """Return the expected relative error of a total, such as `peak_bytes`, in the direction of `off`.
+
+        A rate is within its bar if the time of a step is: a fifth less time is a quarter more tokens per second.
+        """
+        if name in ("tokens_per_second", "mfu"):
+            return self.error / max(1 - self.error, 0.1) if off > 0 else self.error / (1 + self.error)
+        return self.error if name != "peak_bytes" or self.memory_error is None else self.memory_error
 
 
 class Mesh(BaseModel):
@@ -339,3 +424,39 @@ def show_rows(rows: Sequence[int]) -> str:
     """Return the rows of each data rank as text, such as `4 x 5 + 4 x 3`: ranks times rows."""
     runs = [(len([*same]), num) for num, same in groupby(rows)]
     return " + ".join(f"{count} x {num}" for count, num in runs)
+
+
+def comm_axes(plan: Plan) -> tuple[str, ...]:
+    """Return the axes over which the ranks wait for each other; none for a single rank."""
+    if plan.mesh.world_size == 1:
+        return ()
+    return *(axis for axis in AXES if getattr(plan.mesh, axis) > 1), WORLD
+
+
+def data_axis(plan: Plan) -> str:
+    """Return the axis that the exchange of weights and gradients between data ranks counts for.
+
+    It may span several axes at once: shards lie on context-parallel ranks, too, and replicas add up the same gradients.
+    Then it counts for the first of them.
+    """
+    is_sharded = plan.sharding != "none" or any((each.sharding or "none") != "none" for each in plan.towers.values())
+    order = ("dp_shard", "cp", "dp_replicate", "tp") if is_sharded else ("dp_replicate", "dp_shard", "cp")
+    return next((axis for axis in order if getattr(plan.mesh, axis) > 1), WORLD)
+
+
+def predicted_comm(plan: Plan) -> dict[str, float]:
+    """Return the predicted seconds of a step that a rank waits, by axis; empty without a prediction.
+
+    The time by which collectives slow down computing is not among them: a run measures it as forward and backward.
+    """
+    if plan.prediction is None:
+        return {}
+    seconds = dict.fromkeys(comm_axes(plan), 0.0)
+    for term, value in plan.prediction.exposed.items():
+        payload = term.partition(" on ")[0]
+        axis = data_axis(plan) if payload in _DATA_PAYLOADS else _PAYLOAD_AXES.get(payload)
+        if axis in seconds:
+            seconds[axis] += value
+    if "pp" in seconds:
+        seconds["pp"] += plan.prediction.time.get("bubble", 0.0)
+    return seconds

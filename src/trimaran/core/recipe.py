@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trimaran.core.autopilot_section import AutopilotMode, AutopilotSection, section_of_mode
+from trimaran.core.input_rules import Sensor
 from trimaran.core.model_family import ModelFamily, family_named
 from trimaran.core.plan import BatchSize, Plan
 from trimaran.core.plugin_fields import FamilyName, ObjectiveName, SinkName, SourceName
-from trimaran.core.scene_rules import Sensor
 
 MAX_COUNT = 10**12  # of steps and the like: far above what a run can reach, and exact in JSON and in a float
 MAX_SECONDS = 10**9  # of a time limit: 31 years, which is none

@@ -4,8 +4,7 @@ import math
 from typing import NamedTuple
 
 from trimaran.core import Plan
-from trimaran.core.compression_settings import FP32_BYTES, compressed_bytes
-from trimaran.core.local_steps import synchronisation_bytes
+from trimaran.core.replica_sync import FP32_BYTES, compressed_bytes, synchronisation_bytes
 from trimaran.cost.collective import (
     RING_EFFICIENCY,
     Ring,

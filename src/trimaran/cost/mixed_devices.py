@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction, Seconds
 from trimaran.core.deal_rows import deal_rows
-from trimaran.core.prediction import KindPrediction
+from trimaran.core.plan import KindPrediction
 from trimaran.cost.job import Job
 from trimaran.cost.peak_memory import Memory, peak_memory_of, stage_memory_of
 from trimaran.cost.recompute_flops import repeated_flops

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Plan, Seconds
-from trimaran.core.local_steps import exposed_outer_seconds
+from trimaran.core.replica_sync import exposed_outer_seconds
 from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.cost.gradient_traffic import (
     LATE_MOVED_BYTES,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trimaran.core.scene_rules import ScenePoints, SceneRules
+from trimaran.core.input_rules import ScenePoints, SceneRules
 from trimaran.data.nuscenes.nuscenes_scenes import open_nuscenes, table_folders
 from trimaran.data.recorded_scenes import INDEX, SceneRecords, open_index
 from trimaran.data.sensor_files import SceneOptions

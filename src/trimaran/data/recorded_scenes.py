@@ -16,8 +16,7 @@ import numpy as np
 from PIL import Image
 
 from trimaran.core import UserError
-from trimaran.core.regular_files import check_regular_file, read_regular_text
-from trimaran.core.scene_rules import (
+from trimaran.core.input_rules import (
     BOX_NUMBERS,
     CAMERA_METRES,
     GROUND,
@@ -28,6 +27,7 @@ from trimaran.core.scene_rules import (
     SceneRules,
     Sensor,
 )
+from trimaran.core.regular_files import check_regular_file, read_regular_text
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.sensor_files import (
     MissingFileError,

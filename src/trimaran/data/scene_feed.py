@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimaran.core import DataSection
-from trimaran.core.scene_rules import BOX_NUMBERS, RIG_NUMBERS, SceneRules, Sensor
+from trimaran.core.input_rules import BOX_NUMBERS, RIG_NUMBERS, SceneRules, Sensor
 from trimaran.data.feed import DataShare, LoadedArrays, positions
 from trimaran.data.open_scenes import open_scenes
 from trimaran.data.recorded_scenes import SceneRecords

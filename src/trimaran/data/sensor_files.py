@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.core.scene_rules import LIDAR_NUMBERS, RADAR_NUMBERS, SceneRules, Sensor
+from trimaran.core.input_rules import LIDAR_NUMBERS, RADAR_NUMBERS, SceneRules, Sensor
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.vision.decode import BadImageError, pixels_of
 

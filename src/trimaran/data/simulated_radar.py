@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimaran.core.scene_rules import OBJECTS, RADAR_NUMBERS, SceneRules
+from trimaran.core.input_rules import OBJECTS, RADAR_NUMBERS, SceneRules
 
 SWEEPS, SWEEP_SECONDS = 3, 0.075
 FIELD_OF_VIEW = math.radians(60)  # to each side

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trimaran.core.scene_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, RADAR_NUMBERS, SceneRules
+from trimaran.core.input_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, RADAR_NUMBERS, SceneRules
 from trimaran.data.simulated_radar import radar_points
 
 LIDAR_METRES, LIDAR_BEAMS, LIDAR_COLUMNS = 1.8, 16, 200

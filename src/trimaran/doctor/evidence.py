@@ -15,7 +15,7 @@ from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
 from trimaran.run import JsonlFollower, RunDirectory
 from trimaran.run.journal import parse_lines
-from trimaran.run.lines_from_end import last_lines
+from trimaran.run.line_files import last_lines
 
 Line = dict[str, Any]
 REPEATED_DETAILS = tuple(name for name in SLOW_DETAILS if name not in ("ranks", "rows"))

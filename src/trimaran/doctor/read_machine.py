@@ -31,8 +31,7 @@ from trimaran.doctor.nvidia_smi import (
 )
 from trimaran.hardware import num_cores
 from trimaran.hardware.gpu_topology import PORT_RATE, parse_topology
-from trimaran.hardware.host_limits import cpu_quota, free_tasks
-from trimaran.hardware.numa import numa_node_of, numa_nodes, pci_device
+from trimaran.hardware.host_limits import cpu_quota, free_tasks, numa_node_of, numa_nodes, pci_device
 
 MAX_WRITE_BYTES = 1 << 26  # of the file that measures the disk's speed
 MAX_WRITE_SECONDS = 2.0

@@ -25,10 +25,9 @@ from .fitted_rates import (
 )
 from .gpu_topology import gpu_links as gpu_links, parse_topology as parse_topology, read_network as read_network
 from .host_limits import (
-    count_oom_kills as count_oom_kills, cpu_quota as cpu_quota, free_bytes as free_bytes, free_tasks as free_tasks,
+    cores_near as cores_near, count_oom_kills as count_oom_kills, cpu_quota as cpu_quota, free_bytes as free_bytes,
+    free_tasks as free_tasks, numa_nodes as numa_nodes, openmp_threads as openmp_threads, pci_device as pci_device,
     total_and_used_bytes as total_and_used_bytes, total_bytes as total_bytes,
 )
 from .link_fit import fit_link as fit_link
-from .numa import cores_near as cores_near, numa_nodes as numa_nodes, pci_device as pci_device
-from .openmp_threads import openmp_threads as openmp_threads
 from .parse_cluster import parse_cluster as parse_cluster

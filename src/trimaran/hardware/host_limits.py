@@ -1,9 +1,13 @@
-"""The memory limit, CPU quota and OOM kills of this process's container, from cgroup v2 or v1. Imports no torch.
+"""What this process may use of its machine: memory and CPU quota of its container, NUMA nodes, OpenMP threads.
 
-A memory limit may also be that of a control group inside of it, such as the group of a Slurm job.
-A missing file and a value without a limit (`max` in v2, -1 or a huge number in v1) both mean: no limit.
+A container's limits are those of cgroup v2 or v1. A memory limit may also be that of a control group inside of it, such
+as the group of a Slurm job. A missing file and a value without a limit (`max` in v2, -1 or a huge number in v1) both
+mean: no limit. Imports no torch.
 """
 
+import contextlib
+import re
+from collections.abc import Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +21,9 @@ MEMORY_FILES = (
     ("", "memory.max", "memory.current", ("file", "shmem")),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache", "total_shmem")),
 )
+SYS = Path("/sys")
+UNKNOWN_NODE = -1
+MAX_THREADS = 4096  # of one process; more is a mistake, and the threads could not all be started
 
 
 def total_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
@@ -125,3 +132,60 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def numa_nodes(sys: Path = SYS) -> dict[int, frozenset[int]]:
+    """Return the cores of each NUMA node; empty if Linux does not say."""
+    folders = sys.glob("devices/system/node/node[0-9]*")
+    return {int(folder.name[4:]): frozenset(parse_cores(_read_sysfs(folder / "cpulist"))) for folder in folders}
+
+
+def numa_node_of(device: Path) -> int:
+    """Return the NUMA node of a device, given its folder in sysfs; UNKNOWN_NODE if it has none."""
+    text = _read_sysfs(device / "numa_node")
+    return int(text) if re.fullmatch(r"-?\d+", text) else UNKNOWN_NODE
+
+
+def pci_device(bus: str, sys: Path = SYS) -> Path:
+    """Return the folder of a PCI device. nvidia-smi writes `00000000:01:00.0`, sysfs `0000:01:00.0`."""
+    return sys / "bus/pci/devices" / bus[-12:].lower()
+
+
+def cores_near(device: Path, allowed: Set[int], sys: Path = SYS) -> frozenset[int]:
+    """Return those of the allowed cores that are on the NUMA node of a device; empty if there is nothing to choose.
+
+    There is nothing to choose if the device's node is not known or has no allowed core, or if all allowed cores are on
+    one node: the machine has no other, or somebody has bound this process already.
+    """
+    nodes = numa_nodes(sys)
+    if sum(bool(cores & allowed) for cores in nodes.values()) < 2:
+        return frozenset()
+    return nodes.get(numa_node_of(device), frozenset()) & allowed
+
+
+def parse_cores(text: str) -> set[int]:
+    """Return the numbers in a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        with contextlib.suppress(ValueError):
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _read_sysfs(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def openmp_threads(value: str | None) -> int | None:
+    """Return the threads of the outermost level, the one that torch uses.
+
+    None if the variable is not set, empty or not valid. OpenMP ignores a list with any part that is not positive.
+    """
+    parts = [part.strip() for part in (value or "").split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) <= 9 and int(part) > 0 for part in parts):
+        return None
+    return int(parts[0]) if int(parts[0]) <= MAX_THREADS else None

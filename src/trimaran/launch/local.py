@@ -13,7 +13,7 @@ import psutil
 
 from trimaran.core import Plan, UserError
 from trimaran.core.regular_files import append_regular_file
-from trimaran.hardware.openmp_threads import openmp_threads
+from trimaran.hardware.host_limits import openmp_threads
 from trimaran.launch.collect_reports import STOPPED_STATES, process_state
 from trimaran.launch.early_supervisor import WARM, stop_with_parent, take_early
 from trimaran.run import RunDirectory

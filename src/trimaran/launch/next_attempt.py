@@ -12,7 +12,7 @@ from trimaran.launch.recovery_policy import PolicyDecision, RecoveryOptions
 from trimaran.launch.replan import full_size, resized, smaller_sizes, with_prediction
 from trimaran.run import RunDirectory, append_line
 from trimaran.run.attempts import read_attempts
-from trimaran.run.replace_plan import replace_plan
+from trimaran.run.change_request import replace_plan
 
 log = logging.getLogger(__name__)
 

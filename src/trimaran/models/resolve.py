@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 
 from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
+from trimaran.core.input_rules import ScenePoints
 from trimaran.core.plugin_fields import UNCHECKED
-from trimaran.core.scene_rules import ScenePoints
 from trimaran.core.user_folders import expand_user
 from trimaran.hub import repo_name
 from trimaran.models.adapted_outline import with_adapter

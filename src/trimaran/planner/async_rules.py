@@ -1,7 +1,7 @@
 """Which plans can train asynchronously."""
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.async_sgd import AsyncSgd
+from trimaran.core.replica_sync import AsyncSgd
 
 
 def check_async(plan: Plan, recipe: Recipe) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trimaran.core import AdapterSection, Bytes, Mesh, Plan, show_bytes
-from trimaran.core.local_steps import LocalSteps, OuterOptimizer
 from trimaran.core.plan import Comm
+from trimaran.core.replica_sync import LocalSteps, OuterOptimizer
 from trimaran.hardware import Cluster
 from trimaran.models import Outline, OutlineLayer, with_adapter
 from trimaran.planner.evaluator import PlanEvaluator

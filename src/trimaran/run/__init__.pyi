@@ -10,8 +10,8 @@ from .change_phases import (
     request_kill as request_kill,
 )
 from .change_request import (
-    change_answers as change_answers, read_change_request as read_change_request,
-    write_change_request as write_change_request,
+    change_answers as change_answers, read_change_request as read_change_request, replace_plan as replace_plan,
+    replace_recipe as replace_recipe, write_change_request as write_change_request,
 )
 from .compile_cache import (
     INDUCTOR as INDUCTOR, TRITON as TRITON, compile_cache as compile_cache, compile_folder as compile_folder,
@@ -45,10 +45,9 @@ from .lease import (
 from .left_out_nodes import (
     LEFT_OUT_FIELD as LEFT_OUT_FIELD, read_left_out as read_left_out, write_left_out as write_left_out,
 )
-from .line_writer import LineWriter as LineWriter, append_line as append_line
-from .lines_from_end import (
-    BLOCK_BYTES as BLOCK_BYTES, MAX_LINE_BYTES as MAX_LINE_BYTES, last_lines as last_lines,
-    lines_from_end as lines_from_end,
+from .line_files import (
+    BLOCK_BYTES as BLOCK_BYTES, LineWriter as LineWriter, MAX_LINE_BYTES as MAX_LINE_BYTES, append_line as append_line,
+    last_lines as last_lines, lines_from_end as lines_from_end,
 )
 from .measured_links import (
     LinkSpeed as LinkSpeed, MeasuredLinks as MeasuredLinks, read_measured_links as read_measured_links,
@@ -65,7 +64,6 @@ from .profile_request import (
     recipe_request as recipe_request, request_file as request_file, snapshot_file as snapshot_file,
     trace_file as trace_file, withdraw_request as withdraw_request, write_request as write_request,
 )
-from .replace_plan import replace_plan as replace_plan, replace_recipe as replace_recipe
 from .replica_records import (
     Round as Round, RoundResult as RoundResult, Statement as Statement, lost_key as lost_key, result_key as result_key,
     round_key as round_key,
@@ -76,8 +74,8 @@ from .reserve import (
 )
 from .run_directory import (
     MARKER as MARKER, RunDirectory as RunDirectory, create_run as create_run, dump_plan as dump_plan,
-    free_run_path as free_run_path, holds_run as holds_run, newest_term as newest_term, open_run as open_run, refuse_full_disk as refuse_full_disk,
-    refuse_occupied as refuse_occupied, writing as writing,
+    free_run_path as free_run_path, holds_run as holds_run, newest_term as newest_term, open_run as open_run,
+    refuse_full_disk as refuse_full_disk, refuse_occupied as refuse_occupied, writing as writing,
 )
 from .warm_protocol import difference as difference, runtime_folder as runtime_folder, take_lock as take_lock
 from .wire import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimaran.run.journal import JsonlFollower
-from trimaran.run.line_writer import LineWriter
+from trimaran.run.line_files import LineWriter
 from trimaran.run.run_directory import RunDirectory
 
 AttemptOutcome = Literal["done", "stopped", "trouble"]

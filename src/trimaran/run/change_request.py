@@ -1,15 +1,18 @@
-"""A request to change the plan of a running run, in a file of its directory, and the answers in its events."""
+"""A request to change the plan of a running run, its answers in the events, and the plans that were replaced."""
 
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
 from typing import Any, Literal
 
-from trimaran.core import UserError
+from trimaran.core import Plan, Recipe, UserError, dump_recipe
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.run.journal import JsonlFollower
-from trimaran.run.run_directory import RunDirectory, writing
+from trimaran.run.reserve import write_with_reserve
+from trimaran.run.run_directory import RunDirectory, dump_plan, writing
 
 MAX_REQUEST_BYTES = 1 << 20
 ChangeStatus = Literal["applied", "refused", "failed"]
@@ -81,3 +84,22 @@ def withdraw_change_request(run: RunDirectory, request: ChangeRequest) -> None:
     pending = read_change_request(run)
     if pending is not None and pending.id == request.id:
         run.change_request.unlink(missing_ok=True)
+
+
+def replace_plan(run: RunDirectory, plan: Plan) -> None:
+    """Write `plan` as the run's plan, and keep the earlier one as `plan-N.json`."""
+    _replace(run.plan, dump_plan(plan), reserve=run.reserve)
+
+
+def replace_recipe(run: RunDirectory, recipe: Recipe) -> None:
+    """Write `recipe` as the run's recipe if it differs, and keep the earlier one as `recipe-N.yaml`."""
+    if recipe != run.read_recipe():
+        _replace(run.recipe, dump_recipe(recipe), reserve=run.reserve)
+
+
+def _replace(path: Path, text: str, *, reserve: Path) -> None:
+    old = next(each for number in count() if not (each := path.with_stem(f"{path.stem}-{number}")).exists())
+    draft = path.with_name(f".{path.name}.draft")
+    write_with_reserve(reserve, lambda: draft.write_text(text, encoding="utf-8"))
+    write_with_reserve(reserve, lambda: old.write_bytes(read_regular_bytes(path)))
+    draft.replace(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.run.journal import parse_lines
-from trimaran.run.lines_from_end import last_lines
+from trimaran.run.line_files import last_lines
 from trimaran.run.run_directory import RunDirectory
 
 # A rank with such an error lost the connection to the others: another rank or the network is at fault.

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimaran.core import Cause, Incident
 from trimaran.run.journal import JsonlFollower
-from trimaran.run.line_writer import LineWriter
+from trimaran.run.line_files import LineWriter
 from trimaran.run.run_directory import RunDirectory
 
 _FIELDS = {each.name for each in fields(Incident)}

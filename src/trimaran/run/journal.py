@@ -1,6 +1,6 @@
 """The lines that a run writes: events and metrics, written by one process and followed by others.
 
-Every line is complete, see `line_writer.py`; readers skip one that is not.
+Every line is complete, see `line_files.py`; readers skip one that is not.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from trimaran.core import Event, EventKind, StepMetrics
 from trimaran.core.regular_files import append_regular_file, open_regular_file
-from trimaran.run.line_writer import RETRY_SECONDS, LineWriter, LostLines
-from trimaran.run.lines_from_end import MAX_LINE_BYTES, lines_from_end, next_line
+from trimaran.run.line_files import MAX_LINE_BYTES, RETRY_SECONDS, LineWriter, LostLines, lines_from_end, next_line
 from trimaran.run.record_types import checked_record
 from trimaran.run.reserve import fill_reserve
 from trimaran.run.run_directory import RunDirectory

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimaran.core.regular_files import read_regular_text
 from trimaran.run.journal import LineFollower, parse_lines
-from trimaran.run.lines_from_end import lines_from_end
+from trimaran.run.line_files import lines_from_end
 from trimaran.run.run_directory import RunDirectory
 
 FOLDERS = (("event", "events", "rank-*.jsonl"), ("sample", "telemetry", "node-*.jsonl"))

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from trimaran.run.heartbeat import HeartbeatBoard
-from trimaran.run.line_writer import LineWriter
+from trimaran.run.line_files import LineWriter
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.host_sampler import HostSampler
 from trimaran.telemetry.nvml import GpuSampler

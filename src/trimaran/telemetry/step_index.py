@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from trimaran.core import PHASES
 from trimaran.core.regular_files import append_regular_file, open_regular_file
 from trimaran.run.journal import LineFollower
-from trimaran.run.lines_from_end import lines_from_end, next_line
+from trimaran.run.line_files import lines_from_end, next_line
 from trimaran.telemetry.step_lines import StepLine, read_step, read_waits
 
 log = logging.getLogger(__name__)

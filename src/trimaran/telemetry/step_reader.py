@@ -7,7 +7,7 @@ from typing import BinaryIO, NamedTuple
 
 from trimaran.core.regular_files import open_regular_file
 from trimaran.run.journal import LineFollower, LongLine, last_step
-from trimaran.run.lines_from_end import lines_from_end, next_line
+from trimaran.run.line_files import lines_from_end, next_line
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.step_index import StepBlock, estimated_block, read_index
 from trimaran.telemetry.step_lines import StepLine, read_step

@@ -10,8 +10,7 @@ from typing import Any
 
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.run import Journal, RunDirectory
-from trimaran.run.change_request import ChangeRequest, ChangeStatus, read_change_request
-from trimaran.run.replace_plan import replace_recipe
+from trimaran.run.change_request import ChangeRequest, ChangeStatus, read_change_request, replace_recipe
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)

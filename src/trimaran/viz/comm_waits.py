@@ -1,7 +1,7 @@
 """How long a run waits for communication by axis, beside the prediction, and which ranks are late."""
 
 from trimaran.core import Plan
-from trimaran.core.comm_axes import WORLD, predicted_comm
+from trimaran.core.plan import WORLD, predicted_comm
 from trimaran.viz.figures import Bars, Figure, Table, ValueSeries
 from trimaran.viz.show_values import show_duration
 from trimaran.viz.subject import RunMedians, Subject

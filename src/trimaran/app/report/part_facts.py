@@ -20,7 +20,7 @@ from trimaran.app.views.step_history import StepHistory
 from trimaran.autopilot.proposal import describe
 from trimaran.checkpoint.checkpoint_list import count_drafts, list_checkpoints
 from trimaran.core import PHASES, Recipe, UserError, show_count
-from trimaran.core.comm_axes import predicted_comm
+from trimaran.core.plan import predicted_comm
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.incident_text import incident_text
 from trimaran.models import outline_if_known

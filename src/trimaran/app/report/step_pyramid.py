@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from trimaran.app.views.step_history import StepHistory
 from trimaran.core.regular_files import open_regular_file
 from trimaran.run import RunDirectory
-from trimaran.run.lines_from_end import next_line
+from trimaran.run.line_files import next_line
 from trimaran.telemetry.step_index import IndexedBlock, IndexFollower, StepBlock
 from trimaran.telemetry.step_lines import StepLine, read_step
 

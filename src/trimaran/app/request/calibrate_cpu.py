@@ -13,7 +13,7 @@ import typer
 from trimaran.hardware import Cluster, calibration_folder, parse_cluster
 from trimaran.hardware.cpu_rates import CpuRates, parse_cpu_rates, write_cpu_rates
 from trimaran.hardware.detect import cpu_rates_file, threads_per_rank, usable_cores, with_cpu_rates
-from trimaran.hardware.openmp_threads import openmp_threads
+from trimaran.hardware.host_limits import openmp_threads
 from trimaran.launch.early_supervisor import early_processes, resume_early
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.core import Recipe, RowSizes, UserError
-from trimaran.core.scene_rules import ScenePoints
+from trimaran.core.input_rules import ScenePoints
 from trimaran.hub import is_hub_name
 from trimaran.models import Spec, recipe_image_rules, vision_of
 

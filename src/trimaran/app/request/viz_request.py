@@ -16,7 +16,7 @@ from trimaran.core import UserError
 from trimaran.hardware.comm_result import read_comm_result
 from trimaran.run import RunDirectory
 from trimaran.run.journal import parse_lines
-from trimaran.run.lines_from_end import last_lines
+from trimaran.run.line_files import last_lines
 from trimaran.run.record_types import is_number
 from trimaran.viz import RunMedians, Subject
 from trimaran.viz.subject import Launches, MeasuredSteps, RankSpread

@@ -33,9 +33,9 @@ from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.launch.local import LocalRun, start_local
 from trimaran.run import RunDirectory, create_run, refuse_full_disk, writing
+from trimaran.run.change_request import replace_plan, replace_recipe
 from trimaran.run.compile_cache import refuse_unusable
 from trimaran.run.held_directory import HeldDirectory
-from trimaran.run.replace_plan import replace_plan, replace_recipe
 
 POLL_SECONDS = 0.1
 

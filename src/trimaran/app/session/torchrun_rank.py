@@ -29,9 +29,9 @@ from trimaran.launch.autopilot_process import autopilot_process
 from trimaran.launch.sidecar_process import SidecarProcess
 from trimaran.models import model_folder
 from trimaran.run import RunDirectory, create_run, holds_run, open_run, writing
+from trimaran.run.change_request import replace_plan, replace_recipe
 from trimaran.run.compile_cache import compile_cache
 from trimaran.run.process_control import raise_soft_limits, set_process_name
-from trimaran.run.replace_plan import replace_plan, replace_recipe
 from trimaran.train.process.rank_info import RankInfo, read_rank_info
 from trimaran.train.process.torchrun_ranks import open_torchrun_run
 from trimaran.train.worker import run_worker

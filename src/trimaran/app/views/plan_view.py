@@ -8,7 +8,7 @@ from rich.text import Text
 from trimaran.app.request.request import Request
 from trimaran.app.views.text_chart import GREEN, RED, SKY
 from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
-from trimaran.core.prediction import KindPrediction
+from trimaran.core.plan import KindPrediction
 from trimaran.hardware import Cluster
 from trimaran.models import Outline
 from trimaran.planner import explain

@@ -31,7 +31,7 @@ from trimaran.run import JsonlFollower, RunDirectory, read_incidents
 from trimaran.run.attempts import Attempts
 from trimaran.run.decision_records import DecisionReader
 from trimaran.run.journal import LineFollower, LongLine
-from trimaran.run.lines_from_end import lines_from_end
+from trimaran.run.line_files import lines_from_end
 from trimaran.run.record_types import is_number
 from trimaran.telemetry.ledger import Ledger, LedgerReader
 from trimaran.telemetry.step_index import StepBlock, StepIndexer

@@ -17,7 +17,7 @@ from trimaran.app.views.intervals import interval_means
 from trimaran.app.views.run_state import RunState
 from trimaran.app.views.text_chart import BLUE, DOTS_PER_CELL, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.core.comm_axes import predicted_comm
+from trimaran.core.plan import predicted_comm
 
 WIDE_COLUMNS = 118
 CURVE_ROWS = 6

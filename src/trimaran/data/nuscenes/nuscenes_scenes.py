@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.core.scene_rules import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor
+from trimaran.core.input_rules import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor
 from trimaran.data.nuscenes.nuscenes_files import open_map, read_lidar, read_radar
 from trimaran.data.nuscenes.nuscenes_tables import (
     TABLES,

@@ -17,7 +17,7 @@ from trimaran.doctor.checks.known_variables import (
 )
 from trimaran.doctor.checks.result import CheckInfo, CheckResult, Problem
 from trimaran.doctor.machine_facts import Facts
-from trimaran.hardware.openmp_threads import openmp_threads
+from trimaran.hardware.host_limits import openmp_threads
 
 INFO = CheckInfo("H007", "environment variables")
 UNSET_THREADS = "unset OMP_NUM_THREADS: each rank then gets an equal number of cores"

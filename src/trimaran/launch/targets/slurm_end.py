@@ -17,7 +17,7 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserErro
 from trimaran.run import RunDirectory, append_line, last_step, open_run
 from trimaran.run.attempts import read_attempts
 from trimaran.run.journal import JsonlFollower
-from trimaran.run.lines_from_end import last_lines
+from trimaran.run.line_files import last_lines
 
 MAX_DEATHS = 3  # ends in a row without a new step, of which no supervisor could say why
 MAX_REASON = 250  # characters

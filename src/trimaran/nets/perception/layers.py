@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.core.scene_rules import SceneRules
+from trimaran.core.input_rules import SceneRules
 from trimaran.models.perception_spec import BOX_OUTPUTS, GROUPS, POINT_FEATURES, RADAR_FEATURES, PerceptionSpec
 
 INITIAL_HEAT = -2.0  # added to the heat logits: few cells hold an object, and learning that first would take long

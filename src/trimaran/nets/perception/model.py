@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.core.scene_rules import CAMERA_METRES, SceneRules
+from trimaran.core.input_rules import CAMERA_METRES, SceneRules
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.nets.attention_context import Context
 from trimaran.nets.moe import as_autocast

@@ -142,7 +142,7 @@ def scaled_gradient(gradient, factor, at, inside):
 
 @triton.jit
 def update_weight(weight, low, decay, size, correction, first, second, eps, at, inside):
-    """Update weights, in fp32 or two halves (see `split_bf16`), with moments that have not been rounded yet."""
+    """Update weights, in fp32 or two halves (see `split_weights`), with moments that have not been rounded yet."""
     if low is None:
         old = tl.load(weight + at, mask=inside, other=0.0)
     else:

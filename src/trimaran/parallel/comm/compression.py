@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from trimaran.core import Plan, UserError
-from trimaran.core.comm_axes import data_axis
-from trimaran.core.compression_settings import Compression, LayerKind
+from trimaran.core.plan import data_axis
+from trimaran.core.replica_sync import Compression, LayerKind
 from trimaran.nets import Network
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.feedback_tensors import FeedbackTensors, Shape

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core.compression_settings import Compression
+from trimaran.core.replica_sync import Compression
 from trimaran.parallel.comm.block_codes import int8_message, read_int8, read_signs, sign_message
 from trimaran.parallel.comm.feedback_tensors import FeedbackTensors
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.core.local_steps import INT8_BLOCK, SPARSE_BLOCK, SPARSE_LEVEL_BYTES
+from trimaran.core.replica_sync import INT8_BLOCK, SPARSE_BLOCK, SPARSE_LEVEL_BYTES
 from trimaran.parallel.comm.block_codes import int8_message, read_int8
 
 

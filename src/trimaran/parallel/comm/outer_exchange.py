@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core.local_steps import LocalSteps
+from trimaran.core.replica_sync import LocalSteps
 from trimaran.parallel.comm.gradient_exchange import gather_single
 from trimaran.parallel.comm.outer_codecs import Bf16Codec, Codec, Int8Codec, SparseCodec
 

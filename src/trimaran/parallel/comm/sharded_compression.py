@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimaran.core.compression_settings import Compression
+from trimaran.core.replica_sync import Compression
 from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel.comm.block_codes import int8_message, read_int8
 from trimaran.parallel.comm.feedback_tensors import FeedbackTensors

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimaran.core import TelemetrySection
 from trimaran.run.journal import LineFollower
-from trimaran.run.line_writer import LineWriter
+from trimaran.run.line_files import LineWriter
 from trimaran.run.run_directory import RunDirectory
 from trimaran.telemetry.sinks.reported_incidents import ReportedIncidents
 from trimaran.telemetry.sinks.sink import Line

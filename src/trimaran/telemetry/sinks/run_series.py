@@ -4,7 +4,7 @@ from typing import Any
 
 from trimaran import __version__
 from trimaran.core import AXES, PHASES
-from trimaran.core.comm_axes import WORLD
+from trimaran.core.plan import WORLD
 from trimaran.telemetry.sinks.series import Series
 from trimaran.telemetry.sinks.sink import Line
 

@@ -12,7 +12,7 @@ from trimaran.nets.adapters.peft_format import refuse_inexpressible
 from trimaran.nets.adapters.peft_read import load_peft_adapter
 from trimaran.nets.local_shards import is_on_meta
 from trimaran.parallel.frozen_weights import store_frozen_weights
-from trimaran.train.attachment import Attachment
+from trimaran.train.rank_networks import Attachment
 
 
 class Adapter(Attachment):

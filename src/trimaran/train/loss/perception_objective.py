@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.core.scene_rules import GROUND, OBJECTS, UNKNOWN_GROUND, SceneRules
+from trimaran.core.input_rules import GROUND, OBJECTS, UNKNOWN_GROUND, SceneRules
 from trimaran.data.step_batch import Inputs
 from trimaran.models.perception_spec import BOX_OUTPUTS
 from trimaran.nets import Network

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from trimaran.core import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, Plan, StepMetrics
-from trimaran.core.comm_axes import WORLD, comm_axes
+from trimaran.core.plan import WORLD, comm_axes
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
 from trimaran.data.step_batch import StepBatch

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trimaran.core import Phase
-from trimaran.core.comm_axes import WORLD
+from trimaran.core.plan import WORLD
 
 
 class PhaseEvent(NamedTuple):

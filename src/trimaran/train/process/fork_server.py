@@ -54,7 +54,7 @@ import torch
 
 from trimaran.core.regular_files import append_regular_file, open_regular_fd
 from trimaran.data import cache_folder
-from trimaran.hardware.openmp_threads import openmp_threads
+from trimaran.hardware.host_limits import openmp_threads
 from trimaran.run import RunDirectory, open_run
 from trimaran.run.run_directory import DESCRIPTORS
 from trimaran.train.process.rank_info import read_rank_info

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import Phase, Plan, TrainSection
-from trimaran.core.comm_axes import WORLD, data_axis
 from trimaran.core.event import SECONDS_DECIMALS
+from trimaran.core.plan import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
-from trimaran.core.comm_axes import WORLD, data_axis
+from trimaran.core.plan import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from trimaran.core import Finding
-from trimaran.core.comm_axes import data_axis
+from trimaran.core.plan import data_axis
 from trimaran.cost.collective import ring_of
 from trimaran.cost.comm_overlap import exposed_reduction
 from trimaran.doctor.evidence import Evidence

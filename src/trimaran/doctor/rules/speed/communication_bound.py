@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from trimaran.core import Finding, Plan, Prediction, show_seconds
-from trimaran.core.comm_axes import WORLD, predicted_comm
 from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.plan import WORLD, predicted_comm
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch, forecast
 from trimaran.doctor.step_breakdown import StepBreakdown, step_breakdown

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import Plan
-from trimaran.core.local_steps import LocalSteps, synchronisation_bytes
+from trimaran.core.replica_sync import LocalSteps, synchronisation_bytes
 from trimaran.nets import Network
 from trimaran.parallel.comm.outer_exchange import exchange_of
 from trimaran.parallel.comm.outer_step import (

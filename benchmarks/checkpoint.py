@@ -33,7 +33,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from trimaran.checkpoint.copier import Copier, DeviceCopier
+from trimaran.checkpoint.copier import Copier
+from trimaran.checkpoint.device_copier import DeviceCopier
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.memory_copies import CopyMetadata, RankMemory
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout

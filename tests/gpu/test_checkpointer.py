@@ -94,7 +94,7 @@ def test_a_killed_rank_resumes_from_memory_bit_for_bit(tmp_path: Path, offload: 
 
 ENDING = """
 import os, sys, torch
-from trimaran.checkpoint.copier import DeviceCopier
+from trimaran.checkpoint.device_copier import DeviceCopier
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.rank_share import RankShare
 device = torch.device("cuda", 0)

@@ -8,7 +8,8 @@ from .compact_index import Column as Column, CompactRegions as CompactRegions, o
 from .compare_checkpoints import compare as compare
 from .convert import export_dcp as export_dcp, read_full_tensor as read_full_tensor
 from .convert_adapter import export_adapter as export_adapter, export_merged as export_merged
-from .copier import Copier as Copier, DeviceCopier as DeviceCopier
+from .copier import Copier as Copier
+from .device_copier import DeviceCopier as DeviceCopier
 from .dcp_read import DcpSource as DcpSource
 from .dcp_write import dcp_key as dcp_key, write_dcp as write_dcp
 from .disk_source import DiskSource as DiskSource

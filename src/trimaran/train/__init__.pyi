@@ -7,9 +7,9 @@ from .change_file import ChangeFile as ChangeFile
 from .checkpointing.base_hashing import assigned_files as assigned_files, file_holders as file_holders
 from .checkpointing.checkpointer import Checkpointer as Checkpointer
 from .checkpointing.inputs import CheckpointInputs as CheckpointInputs
-from .checkpointing.copy_time import CopyTime as CopyTime, StartFacts as StartFacts, when_to_copy as when_to_copy
 from .checkpointing.save_interval import (
-    CopySchedule as CopySchedule, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
+    CopySchedule as CopySchedule, CopyTime as CopyTime, StartFacts as StartFacts, when_to_copy as when_to_copy,
+    MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
     SaveSchedule as SaveSchedule, copy_every as copy_every, is_review as is_review,
     max_repeated_steps as max_repeated_steps, save_interval as save_interval,
 )

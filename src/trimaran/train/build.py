@@ -10,8 +10,7 @@ from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.axes.stage_map import StageMap, map_stages
 from trimaran.run.gloo_listeners import closed_listeners
 from trimaran.train.agreement import RunRequests
-from trimaran.train.checkpointing.base import Base
-from trimaran.train.checkpointing.inputs import CheckpointInputs
+from trimaran.train.checkpointing.inputs import Base, CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.memory_check import CompareReplicas
 from trimaran.train.health.step_check import StepCheck

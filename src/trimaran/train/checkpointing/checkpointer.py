@@ -11,7 +11,6 @@ from trimaran.core import Recipe
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.run import last_step
 from trimaran.train.agreement import LoopExit, StepDecision
-from trimaran.train.checkpointing.base import Base
 from trimaran.train.checkpointing.disk_saves import (
     DiskSaves,
     log_upload,
@@ -19,7 +18,7 @@ from trimaran.train.checkpointing.disk_saves import (
     refuse_small_disk,
     refuse_without_manifest,
 )
-from trimaran.train.checkpointing.inputs import CheckpointInputs, RankMemories, SaveTotals, find_memories
+from trimaran.train.checkpointing.inputs import Base, CheckpointInputs, RankMemories, SaveTotals, find_memories
 from trimaran.train.checkpointing.restore import RestoredState, refuse_new_start, restore
 from trimaran.train.checkpointing.save_interval import LossBound
 from trimaran.train.checkpointing.state_copies import StateCopies, plan_slots

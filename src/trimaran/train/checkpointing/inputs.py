@@ -1,17 +1,79 @@
 """The arguments of a checkpointer: the run, the state of one rank, and the memory that its copies go to."""
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, exchange_rank_layout
 from trimaran.checkpoint.tensor_shards import CheckpointState
-from trimaran.core import Plan, Recipe
+from trimaran.core import ModelSection, Plan, Recipe
+from trimaran.models import model_folder
+from trimaran.nets import Network
+from trimaran.nets.whole_tensors import ReadTensor
+from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.run import Journal, RunDirectory
-from trimaran.train.checkpointing.base import Base
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
+
+
+class Base:
+    """The frozen weights that an adapter is trained on, of which checkpoints hold a digest: here none.
+
+    `is_apart`: there are such weights, and checkpoints do not hold them.
+    """
+
+    is_apart = False
+
+    def known(self) -> dict[str, Any]:
+        """Return the fields that name the base in a copy of the state; none while it is being hashed."""
+        return {}
+
+    def name(self) -> dict[str, Any]:
+        """Return these fields once the base is hashed. Raises UserError if a file has changed since the start."""
+        return {}
+
+    def is_named_in(self, progress: Mapping[str, Any]) -> bool:
+        """Return whether a saved state names its base. Every rank must call it; rank 0 decides for all."""
+        return True
+
+    def refuse_other(self, progress: Mapping[str, Any], report_progress: Callable[[], None]) -> None:
+        """Raise UserError if a saved state names another base. Every rank must call it; rank 0 decides for all."""
+
+    def reload(self) -> None:
+        """Read the base again, in place."""
+
+    def save_model(
+        self,
+        networks: Sequence[Network],
+        folder: Path,
+        section: ModelSection,
+        *,
+        rank: int,
+        stages: StageMap,
+        read: ReadTensor,
+        add_files: Callable[[Path], None],
+        report_progress: Callable[[], None],
+    ) -> None:
+        """Write what was trained to `folder`, see `save_network`. Every rank must call it."""
+        from trimaran.checkpoint.export_hf import save_network  # noqa: PLC0415  nothing needs it before the end
+
+        save_network(
+            networks,
+            folder,
+            rank=rank,
+            stages=stages,
+            origin=model_folder(section.path) if section.path else None,
+            add_files=add_files,
+            read=read,
+            report_progress=report_progress,
+        )
+
+    def of_networks(self, reload: Callable[[], None]) -> "Base":
+        """Return the same base for other networks, which `reload` reads it into."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

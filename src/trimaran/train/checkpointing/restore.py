@@ -13,7 +13,7 @@ from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Recipe, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 from trimaran.run import JsonlFollower, RunDirectory
-from trimaran.train.checkpointing.base import Base
+from trimaran.train.checkpointing.inputs import Base
 from trimaran.train.checkpointing.tiers import DiskTier, MemoryTier, Report, Tier, TierName
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trimaran.checkpoint.copier import Copier, DeviceCopier
+from trimaran.checkpoint.copier import Copier
 from trimaran.checkpoint.fetch_copies import open_node_copy
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource
 from trimaran.checkpoint.memory_slots import MemoryBudget, SlotPool, choose_budget
@@ -19,12 +19,20 @@ from trimaran.checkpoint.saver import Saver
 from trimaran.core import Seconds, show_bytes
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.train.checkpointing.copy_time import CopyTime, StartFacts, when_to_copy
 from trimaran.train.checkpointing.inputs import CheckpointInputs, RankMemories, SaveTotals
 from trimaran.train.checkpointing.restore import RestoredState
-from trimaran.train.checkpointing.save_interval import CopySchedule, LossBound, SaveSchedule, max_repeated_steps
+from trimaran.train.checkpointing.save_interval import (
+    CopySchedule,
+    CopyTime,
+    LossBound,
+    SaveSchedule,
+    StartFacts,
+    max_repeated_steps,
+    when_to_copy,
+)
 
 if TYPE_CHECKING:
+    from trimaran.checkpoint.device_copier import DeviceCopier
     from trimaran.checkpoint.peer_copies import PeerCopies
 
 log = logging.getLogger(__name__)
@@ -88,7 +96,7 @@ class StateCopies:
         slots: SlotPlan,
         saver: Saver,
         totals: SaveTotals,
-        pinned: DeviceCopier | None = None,
+        pinned: "DeviceCopier | None" = None,
     ) -> None:
         """Split the memory of this rank into `slots`. Must be followed by `begin`.
 
@@ -110,6 +118,8 @@ class StateCopies:
         log.info("checkpoints: %s in each of %d slots", show_bytes(slots.num_bytes), num_slots)
         self._copier, self._share = slots.copier, slots.copier.share
         if has_own_memory and num_slots:
+            from trimaran.checkpoint.device_copier import DeviceCopier  # noqa: PLC0415  for GPUs only
+
             self._copier = DeviceCopier(self._share, memories.mine, device, pinned)
         self._peers = _open_peers(memories.layout, self._pool.peer_slots, self._copier)
         self._slots_decided = not self._copier.allocates_in_background  # do all know if there is memory?
@@ -243,15 +253,15 @@ class StateCopies:
         if self._peers is not None:
             self._peers.close()
 
-    def give_pinned_memory(self, slots: SlotPlan) -> DeviceCopier | None:
+    def give_pinned_memory(self, slots: SlotPlan) -> "DeviceCopier | None":
         """Return the copier if that of another plan can use the memory it has pinned: pinning takes a second for a GB.
 
         If not, the memory is released: it is about to be split into other slots.
         """
-        if isinstance(self._copier, DeviceCopier) and slots.fits and self._copier.is_ready:
-            return self._copier
-        self._copier.release()
-        return None
+        pinned = self._copier.pinned if slots.fits else None
+        if pinned is None:
+            self._copier.release()
+        return pinned
 
     def loss_bound(self, saves: SaveSchedule) -> LossBound | None:
         """Return what a fault costs at most; None while that is unknown: no copy or no step is timed."""

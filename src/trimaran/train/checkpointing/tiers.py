@@ -19,7 +19,7 @@ from trimaran.checkpoint.tensor_shards import CheckpointSource, CheckpointState,
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import Recipe, UserError, fixed_field_changes, parse_recipe
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.train.checkpointing.base import Base
+from trimaran.train.checkpointing.inputs import Base
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.store_fetch import StoreFetcher

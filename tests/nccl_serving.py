@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def main() -> None:
     run_ranks(1, save_models, folder, group)
     assert "transformers" not in sys.modules, "see above"
     for case in GROUPS[group]:
-        found = run_ranks(case.tp * case.pp, partial(answers_on_gpu, case, folder), timeout=200.0)[0]
+        found = run_ranks(case.tp * case.pp, answers_on_gpu, case, folder, timeout=200.0)[0]
         print(json.dumps(asdict(case) | found), flush=True)
 
 

@@ -11,7 +11,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,7 @@ class RowRunner(ABC):
     def train(self, run: RunDirectory) -> RunDirectory:
         """Train a run in forked ranks."""
         ranks = run.read_plan().mesh.world_size
-        codes = run_ranks(
-            ranks, partial(_train_rank, run.path, self.folder / "cache", self.backend), timeout=ROW_SECONDS
-        )
+        codes = run_ranks(ranks, _train_rank, run.path, self.folder / "cache", self.backend, timeout=ROW_SECONDS)
         assert codes == [0] * ranks, [run.events(rank).read_text()[-2000:] for rank, code in enumerate(codes) if code]
         return run
 

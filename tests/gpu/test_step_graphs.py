@@ -167,7 +167,9 @@ def test_a_model_that_reads_a_number_from_the_device_trains_without_graphs(tmp_p
 
         parts.networks[0].module.register_forward_hook(read)
 
-    reading, plain = train(tmp_path, BF16, read_in_forward), train(tmp_path, BF16)
+    reading = train(tmp_path, BF16, read_in_forward)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "other threads use that one"
+    plain = train(tmp_path, BF16)
     assert not reading.captured
     assert plain.captured
     assert reading.numbers == plain.numbers

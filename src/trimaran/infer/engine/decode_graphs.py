@@ -215,6 +215,7 @@ class EngineGraphs:
                 self._chosen[: size.sequences].copy_(likeliest_tokens(logits))
         except Exception as error:  # of any library: the model's own code may do what a capture does not allow
             self.impossible = True
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own stream the current one
             torch.cuda.synchronize()
             log.warning("steps run without CUDA graphs, more slowly: %s: %s", type(error).__name__, error)
             return False

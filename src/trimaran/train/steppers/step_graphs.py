@@ -116,11 +116,12 @@ class StepGraphs:
 
     def _try_capture(self, batch: StepBatch) -> None:
         _free_unused()  # the pool of the graphs cannot use what eager steps have cached
-        before = torch.cuda.memory_reserved()
+        before, stream = torch.cuda.memory_reserved(), torch.cuda.current_stream()
         try:
             _refuse_little_memory()
             self._capture(batch)
         except Exception as error:  # of any library: the model's own code may do what a capture does not allow
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream the current one
             log.info("steps are not captured as CUDA graphs: %s", str(error).splitlines()[0])
             self._changes_left, self._micro_batches, self._gradients = 0, [], []
             self._clear_gradients()

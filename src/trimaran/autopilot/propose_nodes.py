@@ -6,7 +6,7 @@ from typing import Any
 from trimaran.autopilot.proposal import Proposal
 from trimaran.core import Decision, Recipe
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.rules.speed.straggler import slow_computer
+from trimaran.doctor.rules.balance import slow_computer
 from trimaran.doctor.step_breakdown import step_breakdown
 from trimaran.launch.replan import resized
 from trimaran.run.left_out_nodes import LEFT_OUT_FIELD

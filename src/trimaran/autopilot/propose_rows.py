@@ -7,7 +7,7 @@ from typing import Any
 from trimaran.autopilot.proposal import Patch, Proposal, describe
 from trimaran.core import Plan, UserError
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.rules.speed.straggler import slow_computer
+from trimaran.doctor.rules.balance import slow_computer
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, steady_steps, step_breakdown
 from trimaran.planner.unequal_rules import check_micro_batches
 

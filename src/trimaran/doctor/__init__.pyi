@@ -36,10 +36,11 @@ from .read_machine import (
     is_port_in_use as is_port_in_use, read_disk as read_disk, read_facts as read_facts,
     read_interconnect as read_interconnect, read_nics as read_nics, visible as visible,
 )
-from .rules.health.debug_on import debug_on as debug_on
-from .rules.health.memory_growth import memory_growth as memory_growth
-from .rules.health.swap import swap as swap
-from .rules.speed.bucket import MAX_BUSY_CORES_FRACTION as MAX_BUSY_CORES_FRACTION
+from .rules import RULES as RULES
+from .rules.communication import MAX_BUSY_CORES_FRACTION as MAX_BUSY_CORES_FRACTION
+from .rules.compute import debug_on as debug_on
+from .rules.hardware import swap as swap
+from .rules.memory import memory_growth as memory_growth
 from .step_breakdown import (
     StepBreakdown as StepBreakdown, steady_steps as steady_steps, step_breakdown as step_breakdown,
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from trimaran.core import Finding, UserError
 from trimaran.core.plugins import installed_plugins, load
 from trimaran.doctor.evidence import Evidence, Rule
-from trimaran.doctor.rules import health, speed
+from trimaran.doctor.rules import RULES
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ WORST_FIRST = {"fault": 0, "warning": 1, "note": 2}
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """Return the findings: faults first, then by gain. A healthy run has none."""
-    findings = [finding for rule in (*health.RULES, *speed.RULES) for finding in _findings(rule, evidence)]
+    findings = [finding for rule in RULES for finding in _findings(rule, evidence)]
     findings += _findings_of_plugins(evidence)
     return sorted(findings, key=lambda each: (WORST_FIRST[each.severity], -(each.gain or 0.0), each.code))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trimaran.core import show_seconds
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.rules.speed.scaling import efficiency
+from trimaran.doctor.rules.communication import efficiency
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
 
 RECOVERING_ACTIONS = ("restarted", "replanned", "resized", "rewound")

@@ -1,17 +1,20 @@
-"""F001: training waits for data."""
+"""Rules about training data: a slow loader, padding and unusable samples."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from statistics import fmean, median
 
 from trimaran.core import Finding, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
+from trimaran.doctor.evidence_queries import ended_run, incidents_of
+from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION
 from trimaran.doctor.step_breakdown import StepBreakdown, data_wait_seconds, get_number, steady_steps, step_breakdown
 
 MIN_WAIT_FRACTION = 0.1  # of the time
 MIN_WAITING_STEPS_FRACTION = 0.05  # a single slow read of a disk is no diagnosis
 MIN_STEP_WAIT_FRACTION = 0.02  # of a step, to count it as waiting
-MIN_GAIN_FRACTION = 0.05  # of a step: one process instead of the loader thread is no faster
 LOADER_HEADROOM = 1.25  # loader throughput over the average need, as in the loader's tuner
 MAX_WORKERS_IF_CORES_UNKNOWN = 8  # per rank
 BUSY_LOADER_FRACTION = 0.85  # of a core: a loader process that computes all the time
@@ -20,7 +23,7 @@ MIN_LOADER_CORES, MIN_SPARE_CORES = 0.05, 0.5  # of each process, and for all pr
 
 
 def data_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the trainer waits for its loader."""
+    """Yield F001 if the trainer waits for its loader."""
     measured = step_breakdown(evidence)
     if measured is None or measured.fraction("data") < MIN_WAIT_FRACTION:
         return
@@ -115,3 +118,73 @@ def _busy(evidence: Evidence) -> float | None:
     loaders = [get_number(each, "loader", "workers") for each in evidence.steps if "loader" in each]
     count = next((each for each in reversed(loaders) if each), workers if isinstance(workers, int) else None)
     return min(1.0, fmean(used_cores) / count) if used_cores and count else None
+
+
+MIN_PADDING_FRACTION = 0.15  # of positions; packing leaves a few percent
+PACKED_PADDING_FRACTION = 0.05  # that packing leaves at most, if samples are much shorter than a row
+
+
+def padding(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F012 if rows contain much padding that packing would avoid."""
+    measured = step_breakdown(evidence)
+    rows = [each["rows"] for each in steady_steps(evidence) if isinstance(each.get("rows"), dict)]
+    padded = sum(get_number(each, "padding") or 0.0 for each in rows)
+    total = padded + sum(get_number(each, "tokens") or 0.0 for each in rows)
+    if measured is None or not total or padded < MIN_PADDING_FRACTION * total:
+        return
+    batching = evidence.recipe.data.samples.batching
+    fraction = padded / total
+    gain = (fraction - PACKED_PADDING_FRACTION) * measured.fraction("compute")
+    yield Finding(
+        code="F012",
+        severity="warning",
+        verdict=f"{fraction:.0%} of the computed positions are padding",
+        culprit=f"data.samples.batching={batching}",
+        evidence={"padding_share": round(fraction, 4), "padding_a_step": padded / len(rows), "batching": batching},
+        patch={"data.samples.batching": "pack"} if batching != "pack" else {},
+        fix=""
+        if batching != "pack"
+        else f"rows of {evidence.recipe.data.seq_len} tokens do not suit these samples: make "
+        "data.seq_len a multiple of their typical length",
+        expected_effect=f"{gain:.0%} less compute for the same samples" if batching != "pack" else "",
+        gain=gain if batching != "pack" else None,
+        confidence=0.9,
+    )
+
+
+MIN_BAD_SAMPLES = 10
+MIN_BAD_FRACTION = 0.001  # of all samples
+LOCATION = re.compile(r"^\S+:\d+: ")  # the file and line of a sample, before the reason
+TOO_MANY_CODE = "T055"  # of the error that ends a run with too many bad samples
+
+
+def bad_samples(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F072 if many samples were skipped, or if bad samples ended the run."""
+    bad = evidence.events_of_kind("bad_sample")
+    reasons = {each["data"].get("sample"): LOCATION.sub("", str(each["data"].get("reason") or "")) for each in bad}
+    incidents = incidents_of(evidence, "data")
+    failed = {sample for each in incidents for sample in (each.get("evidence") or {}).get("sample_ids", ())}
+    with_rows = [each for each in evidence.steps if "rows" in each]  # most lines of a long run leave them out
+    scale = len(evidence.steps) / max(1, len(with_rows))
+    quarantined = sum(get_number(each, "quarantined") or 0 for each in evidence.steps)
+    left_out = (get_number(each, "rows", "bad") or 0 for each in with_rows if not get_number(each, "quarantined"))
+    skipped = quarantined + scale * sum(left_out)
+    rows = scale * sum(get_number(each, "rows", "samples") or 0 for each in with_rows)
+    seen = round(rows) or evidence.last_step * evidence.recipe.train.global_batch
+    count = max(len(reasons) + len(failed), round(skipped))
+    ended = bool(incidents) and ended_run(incidents[-1])
+    ended = ended or any(each["data"].get("code") == TOO_MANY_CODE for each in evidence.events_of_kind("error"))
+    if not ended and (count < MIN_BAD_SAMPLES or count < MIN_BAD_FRACTION * seen):
+        return
+    common = Counter(reasons.values()).most_common(1)
+    why = common[0][0] if common else str(incidents[-1].get("what")) if incidents else "they produced NaN or Inf"
+    yield Finding(
+        code="F072",
+        severity="fault" if ended else "warning",
+        verdict=f"{count} of {seen} samples were unusable ({count / seen if seen else 1:.2%}); most often: {why}",
+        culprit=f"data.source {evidence.recipe.data.source}",
+        evidence={"samples": sorted({*reasons, *failed} - {None})[:8], "reasons": dict(Counter(reasons.values()))},
+        fix="fix or remove these samples; up to data.samples.max_bad and faults.max_quarantined the run continues "
+        "without them",
+        confidence=0.9,
+    )

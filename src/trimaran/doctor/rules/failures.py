@@ -1,0 +1,218 @@
+"""Rules about incidents: ranks that hang, die, call different collectives or lose their connection."""
+
+from collections.abc import Iterator
+
+from trimaran.core import Finding
+from trimaran.doctor.evidence import Evidence, Line
+from trimaran.doctor.evidence_queries import (
+    ended_run,
+    incident_facts,
+    incident_severity,
+    incidents_of,
+    plural,
+    rank_names,
+    valid_patch,
+    was_passed,
+)
+from trimaran.doctor.predicted_gain import Patch
+
+
+def hang(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F063 if the run hung: which rank, where in the code, and which ranks only waited for it."""
+    incidents = incidents_of(evidence, "hang")
+    if not incidents:
+        return
+    last = incidents[-1]
+    files = [str(each) for each in (last.get("evidence") or {}).get("files", ())]
+    facts = incident_facts(last)
+    passed = was_passed(evidence, last)
+    yield Finding(
+        code="F063",
+        severity=incident_severity(incidents),
+        verdict=f"the run hung {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: "
+        f"{last.get('what')}" + (f"; {facts[0]}" if facts else ""),
+        culprit=rank_names(last.get("suspects") or ()),
+        evidence={
+            "incident": last.get("id"),
+            "facts": facts[:4],
+            "victims": list(last.get("victims") or ()),
+            "cost": last.get("cost") or {},
+            "count": len(incidents),
+        },
+        fix=f"read the stack in incidents/{last.get('id')}/{files[0] if files else ''}: it shows where that rank waits",
+        expected_effect=_outlook(last, len(incidents), passed=passed),
+        confidence=_confidence(last, len(incidents), passed=passed),
+        step=int(last.get("step") or 0),
+    )
+
+
+def _outlook(last: Line, count: int, *, passed: bool) -> str:
+    """Return what to expect of the run. A hang that the run later got past need not come back."""
+    if ended_run(last):
+        return ""
+    if not passed:
+        return "the run has not got past this point yet, and may hang there again until this is fixed"
+    if count > 1:
+        return "the run later got past this point, but it hung more than once"
+    return "the run later got past this point: the cause may have been the machine, and need not come back"
+
+
+def _confidence(last: Line, count: int, *, passed: bool) -> float:
+    """Return how sure it is that something must be fixed."""
+    if passed and not ended_run(last):
+        return 0.5 if count > 1 else 0.3
+    return 0.9 if last.get("suspects") else 0.5
+
+
+def mismatch(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F064 if ranks called different collectives, with the line of each call."""
+    incidents = incidents_of(evidence, "mismatch")
+    if not incidents:
+        return
+    last = incidents[-1]
+    sites = (last.get("evidence") or {}).get("sites") or {}
+    # Earlier versions wrote "stands at".
+    lines = [
+        sites[str(rank)].removeprefix("stands at ").removeprefix("is at ")
+        for rank in last.get("suspects") or ()
+        if str(rank) in sites
+    ]
+    yield Finding(
+        code="F064",
+        severity=incident_severity(incidents),
+        verdict=f"{last.get('what')}, after step {last.get('step')}",
+        culprit=rank_names(last.get("suspects") or ()),
+        evidence={
+            "incident": last.get("id"),
+            "sites": sites,
+            "facts": incident_facts(last)[:4],
+            "count": len(incidents),
+        },
+        fix="make every rank call the same collectives in the same order: look for an `if` on the rank or its data "
+        + (f"around {lines[0]}" if lines else "around the collective"),
+        confidence=0.9,
+        step=int(last.get("step") or 0),
+    )
+
+
+EXIT_CALLED = "something in the rank called exit: look for sys.exit or os._exit"
+NO_PROCESSES = "no more processes and threads are allowed: raise pids.max of the container, or `ulimit -u`"
+# (text in the incident's message, fix); the first match counts.
+FIXES = (
+    ("SIGKILL", "another process sent it: check the kernel log (OOM killer), the batch system and other users"),
+    ("SIGSEGV", "native code crashed: look for a package that was built for another torch or driver"),
+    ("SIGABRT", "native code aborted: the last lines of the rank's log say why"),
+    ("SIGBUS", "a memory-mapped file was truncated, often /dev/shm: check its size with `trimaran doctor`"),
+    ("can't start new thread", NO_PROCESSES),
+    ("Resource temporarily unavailable", NO_PROCESSES),
+    ("unused", "a parameter gets no gradient: use it in forward, or set requires_grad to False"),
+    ("exited with code 0", EXIT_CALLED),
+    ("exit code 0", EXIT_CALLED),  # the message of earlier versions
+)
+
+
+def crash(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F065 if a rank died from a signal or an exception, or exited early."""
+    incidents = incidents_of(evidence, "crash", "exit", "unknown")
+    if not incidents:
+        return
+    last = incidents[-1]
+    what, suspects = str(last.get("what") or ""), last.get("suspects") or ()
+    log = f"logs/rank-{suspects[0] if suspects else 0}.log"
+    fix = next((fix for text, fix in FIXES if text in what), f"read the traceback in {log}")
+    cost = last.get("cost") or {}
+    yield Finding(
+        code="F065",
+        severity=incident_severity(incidents),
+        verdict=f"a rank died {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: {what}"
+        + (f"; {plural(round(cost['lost_steps']), 'step')} repeated" if cost.get("lost_steps") else ""),
+        culprit=rank_names(suspects),
+        evidence={"incident": last.get("id"), "cost": cost, "count": len(incidents), "log": log},
+        fix=fix,
+        confidence=0.8,
+        step=int(last.get("step") or 0),
+    )
+
+
+MIN_STUCK_ATTEMPTS = 2  # in a row without a new step
+FATAL_CAUSES = ("crash", "exit", "hang", "mismatch", "oom", "network", "storage", "data", "host", "unknown")
+
+
+def no_progress(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F066 if the last attempts failed without reaching a new step."""
+    stuck = _stuck(evidence)
+    if len(stuck) < MIN_STUCK_ATTEMPTS:
+        return
+    incidents = incidents_of(evidence, *FATAL_CAUSES)[-len(stuck) :]
+    why = next((str(each.get("why") or "") for each in reversed(evidence.attempts) if "over" in each), "")
+    suspects = {tuple(each.get("suspects") or ()) for each in incidents}
+    always = suspects.pop() if len(suspects) == 1 else ()
+    causes = {str(each.get("cause")) for each in incidents}
+    patch = valid_patch(evidence.recipe, _patch(evidence, always))
+    yield Finding(
+        code="F066",
+        severity="fault",
+        verdict=f"the last {len(stuck)} attempts made no progress: all ended at step {stuck[-1]['step']}"
+        + (f", always {causes.pop()}" if len(causes) == 1 else "")
+        + (f" of {rank_names(always)}" if always else ""),
+        culprit=rank_names(always) or _next_step(evidence, int(stuck[-1]["step"])),
+        evidence={"starts": [each.get("attempt") for each in stuck], "why": why},
+        patch=patch,
+        fix=f"fix what happens each time: {incidents[-1].get('what') if incidents else why}",
+        expected_effect="the run may continue with fewer ranks" if patch else "",
+        confidence=0.9,
+        step=int(stuck[-1]["step"]),
+    )
+
+
+def _stuck(evidence: Evidence) -> list[Line]:
+    """Return the last attempts in a row that failed at or before the last step of the attempt before them."""
+    ended = [each for each in evidence.attempts if "ended" in each]
+    before = [0, *(int(each.get("step") or 0) for each in ended)]
+    stuck: list[Line] = []
+    for attempt, reached in zip(reversed(ended), reversed(before[:-1]), strict=True):
+        if attempt.get("how") != "trouble" or int(attempt.get("step") or 0) > reached:
+            break
+        stuck.insert(0, attempt)
+    return stuck
+
+
+def _next_step(evidence: Evidence, step: int) -> str:
+    """Return the name of the step after `step`, or of what follows the last one."""
+    return f"step {step + 1}" if step < evidence.recipe.train.steps else f"the save after step {step}"
+
+
+def _patch(evidence: Evidence, always: tuple[int, ...]) -> Patch:
+    """Return the patch that lets the run continue without the one rank that always fails."""
+    world = evidence.plan.mesh.world_size
+    if len(always) != 1 or world < 2 or evidence.recipe.faults.ranks is not None:
+        return {}
+    return {"faults.ranks": [max(1, world // 2), world]}
+
+
+def network(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F067 if a connection or a node was lost.
+
+    Incidents that the run only noted, such as a slow link or a clock skew, do not count.
+    """
+    incidents = [each for each in incidents_of(evidence, "network", "host") if each.get("action") != "continued"]
+    if not incidents:
+        return
+    last = incidents[-1]
+    named = (last.get("evidence") or {}).get("nodes")
+    yield Finding(
+        code="F067",
+        severity=incident_severity(incidents),
+        verdict=f"ranks lost their connection {plural(len(incidents), 'time')}, the last time after step "
+        f"{last.get('step')}: {last.get('what')}",
+        culprit=str(named or rank_names(last.get("suspects") or ()) or "the network between the ranks"),
+        evidence={
+            "incident": last.get("id"),
+            "facts": incident_facts(last)[:4],
+            "count": len(incidents),
+            "cost": last.get("cost") or {},
+        },
+        fix="run `trimaran doctor` on these nodes: it measures every pair and names the node that is slow or silent",
+        confidence=0.7,
+        step=int(last.get("step") or 0),
+    )

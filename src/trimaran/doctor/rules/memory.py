@@ -1,0 +1,348 @@
+"""Rules about the memory of devices and hosts: fragmented, full, growing or unused."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from trimaran.core import Finding, Plan, show_bytes, show_seconds
+from trimaran.doctor.device_memory import held_by_others, usable_bytes
+from trimaran.doctor.evidence import Evidence, Line
+from trimaran.doctor.evidence_queries import incident_severity, incidents_of, rank_names, samples_by_node, valid_patch
+from trimaran.doctor.memory_evidence import largest_holder
+from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix
+from trimaran.doctor.predicted_gain import Patch, best_patch
+from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.planner.memory_ladder import FIXED_TERMS, uses_expandable_segments
+from trimaran.planner.neighbours import larger_micro_batches
+
+FIRST_RUNG: Patch = {"faults.expandable_segments": True}
+FIRST_EFFECT = "no fragmentation: segments of the allocator grow in place, which costs nothing"
+MIN_STEPS = 10
+MIN_FRAGMENTED_FRACTION = 0.25  # of reserved memory that is free but split
+MIN_RESERVED_FRACTION = 0.8  # of the device: below that fragmentation does no harm
+MAX_RETRIES_PER_STEP = 0.02  # each retry synchronises the device and frees all cached blocks
+RETRY_SECONDS, MAX_RETRY_GAIN = 0.1, 0.2  # what a retry and its new reservations cost, and the most of a step; assumed
+
+
+def fragmentation(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F060 if much of the reserved memory is free but split, or allocations are retried often."""
+    steps = [each for each in evidence.steps if isinstance(each.get("memory"), dict)]
+    if len(steps) < MIN_STEPS:
+        return
+    retries = (get_number(steps[-1], "memory", "retries") or 0.0) - (get_number(steps[0], "memory", "retries") or 0.0)
+    fragmented = median(get_number(each, "memory", "fragmentation") or 0.0 for each in steps)
+    reserved, total = (
+        get_number(steps[-1], "memory", "reserved") or 0.0,
+        get_number(steps[-1], "memory", "total") or 0.0,
+    )
+    thrashes = retries > MAX_RETRIES_PER_STEP * len(steps)
+    is_split = fragmented > MIN_FRAGMENTED_FRACTION and reserved > MIN_RESERVED_FRACTION * total
+    if not total or not (thrashes or is_split):
+        return
+    if not _expands_segments(evidence):
+        seconds = median(each["step_seconds"] for each in steps)
+        gain = min(MAX_RETRY_GAIN, RETRY_SECONDS * retries / len(steps) / seconds) if thrashes else 0.0
+        patch, effect = FIRST_RUNG, FIRST_EFFECT
+    else:
+        memory_fix = cheapest_memory_fix(evidence, ran_out=thrashes)
+        patch, effect = (memory_fix.patch, memory_fix.effect) if memory_fix else ({}, "no fragmentation")
+        gain = memory_fix.gain if memory_fix else None
+    yield Finding(
+        code="F060",
+        severity="warning",
+        verdict=f"{fragmented:.0%} of the {show_bytes(reserved)} that the allocator reserves is free but fragmented, "
+        f"with {retries:.0f} allocation retries in {len(steps)} steps",
+        culprit="allocator of rank 0",
+        evidence={"fragmentation": fragmented, "retries": retries, "reserved": reserved, "total": total},
+        patch=patch,
+        fix="" if patch else "use smaller micro-batches, or a GPU with more memory",
+        expected_effect=effect,
+        gain=gain,
+        confidence=0.8,
+    )
+
+
+def _expands_segments(evidence: Evidence) -> bool:
+    """Return whether the ranks have expandable segments. A user's PYTORCH_ALLOC_CONF is not in the run's files."""
+    wanted = evidence.recipe.faults.expandable_segments
+    return uses_expandable_segments(evidence.plan) if wanted == "auto" else wanted
+
+
+MAX_DEVICE_FRACTION = 0.95  # of a device's memory, at the peak of allocated tensors
+MAX_HOST_FRACTION = 0.97  # of a node's memory
+
+
+class MemoryUse(NamedTuple):
+    """Memory in use of a device or host; `others` is the part that other processes hold."""
+
+    where: str
+    used: float
+    total: float
+    others: float = 0.0
+
+
+def memory_tight(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F061 if a device or a host is almost full. If memory ran out, it is F062."""
+    if incidents_of(evidence, "oom"):
+        return
+    use = max(_uses(evidence), key=lambda each: each.used / each.total, default=None)
+    if use is None:
+        return
+    memory_fix = cheapest_memory_fix(evidence, ran_out=True)
+    others = f", and other processes hold {show_bytes(use.others)} of that" if use.others else ""
+    fix = "" if memory_fix else "use more or larger devices, shorter sequences or a smaller model"
+    yield Finding(
+        code="F061",
+        severity="warning",
+        verdict=f"{use.where} has {show_bytes(use.used)} of {show_bytes(use.total)} in use, "
+        f"{use.used / use.total:.0%}{others}",
+        culprit=use.where,
+        evidence={"used": use.used, "total": use.total, "others": use.others},
+        patch=memory_fix.patch if memory_fix else {},
+        fix="find the other processes on the device with `nvidia-smi`, and stop them" if use.others else fix,
+        expected_effect=memory_fix.effect if memory_fix else "",
+        gain=memory_fix.gain if memory_fix else None,
+        confidence=0.9,
+    )
+
+
+def _uses(evidence: Evidence) -> Iterator[MemoryUse]:
+    """Yield the devices and hosts that are too full."""
+    for step in evidence.steps[-1:]:
+        on_device = get_number(step, "memory", "reserved") is not None  # only the CUDA allocator reports it
+        total, peak = get_number(step, "memory", "total"), get_number(step, "peak_bytes")
+        ranks = next((each for each in reversed(evidence.steps) if "ranks" in each), step)
+        at = get_number(ranks, "ranks", "peak_bytes", "at") or 0.0
+        most = max(peak or 0.0, get_number(ranks, "ranks", "peak_bytes", "max") or 0.0)
+        if on_device and total and most > MAX_DEVICE_FRACTION * total:
+            yield MemoryUse(f"the device of rank {at:.0f}", most, total)
+        others = held_by_others(evidence)
+        if on_device and total and peak and others and peak + others > MAX_DEVICE_FRACTION * total:
+            yield MemoryUse("the device of rank 0", min(peak + others, total), total, others)
+    for name, samples in samples_by_node(evidence):
+        used, total = get_number(samples[-1], "ram_used"), get_number(samples[-1], "ram")
+        if used and total and used > MAX_HOST_FRACTION * total:
+            yield MemoryUse(f"the host {name}", used, total)
+
+
+OTHER_FIX = "use more or larger devices, shorter sequences or a smaller model"
+
+
+def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F062 if a rank ran out of memory."""
+    incidents = incidents_of(evidence, "oom")
+    if not incidents:
+        return
+    last = incidents[-1]
+    replanned = last.get("action") == "replanned"
+    memory_fix = None if replanned else cheapest_memory_fix(evidence, ran_out=True) or adapter_fix(evidence)
+    patch = _present_plan(evidence) if replanned else memory_fix.patch if memory_fix else {}
+    holder = _largest_in_snapshot(evidence, last) or _largest_predicted(evidence)
+    if replanned:
+        effect = "a new run starts with the plan that fits, and does not run out of memory first"
+    else:
+        effect = memory_fix.effect if memory_fix else ""
+    yield Finding(
+        code="F062",
+        severity=incident_severity(incidents),
+        verdict=f"{last.get('what')}"
+        + (f"; {holder}" if holder else "")
+        + (f". The run continued with another plan: {last.get('evidence', {}).get('why', '')}" if replanned else ""),
+        culprit=rank_names(last.get("suspects") or ()),
+        evidence={"incident": last.get("id"), "step": last.get("step"), "count": len(incidents), "holder": holder},
+        patch=patch,
+        fix="" if patch and not (memory_fix and memory_fix.caution) else OTHER_FIX,
+        expected_effect=effect,
+        gain=memory_fix.gain if memory_fix and not memory_fix.caution else None,
+        confidence=0.9,
+        step=int(last.get("step") or 0),
+    )
+
+
+def _present_plan(evidence: Evidence) -> Patch:
+    """Return the fields that the memory ladder may have changed in the run's new plan, as a patch."""
+    plan = evidence.plan
+    rows: Patch = {"plan.micro_batches": [*plan.rows_by_rank]} if plan.rows_by_rank else {}
+    fields: Patch = (rows or {"plan.micro_batch": plan.micro_batch}) | {"plan.grad_accum": plan.grad_accum}
+    changed = {"recompute": "none", "sharding": "none", "offload": "none", "loss": "logits"}
+    fields |= {f"plan.{name}": getattr(plan, name) for name, usual in changed.items() if getattr(plan, name) != usual}
+    if plan.sharding != "none" or plan.mesh.cp > 1:
+        axes = ("dp_replicate", "dp_shard", "cp")
+        fields |= {f"plan.mesh.{axis}": getattr(plan.mesh, axis) for axis in axes}
+    return valid_patch(evidence.recipe, fields)
+
+
+def _largest_in_snapshot(evidence: Evidence, incident: Line) -> str:
+    """Return the largest holder when memory ran out; '' without a snapshot."""
+    suspects = incident.get("suspects") or ()
+    taken = [each for each in evidence.snapshots if "oom" in each and each["rank"] in suspects]
+    most = largest_holder(taken[-1]) if taken else None
+    return f"{most[0]} held most, {show_bytes(most[1])}, see profiles/{taken[-1]['file']}" if most else ""
+
+
+def _largest_predicted(evidence: Evidence) -> str:
+    """Return the largest term of the predicted memory that a plan can change; '' without a prediction."""
+    memory = evidence.plan.prediction.memory if evidence.plan.prediction else {}
+    terms = {name: size for name, size in memory.items() if name not in FIXED_TERMS}
+    if not terms:
+        return ""
+    most = max(terms, key=lambda name: terms[name])
+    size = f"{show_bytes(terms[most])} of {show_bytes(sum(terms.values()))}"
+    return f"most of the plan's memory is {most.replace('_', ' ')}, {size}"
+
+
+WARM_UP_FRACTION = 0.25  # of the points: caches fill, and the first evaluation and checkpoint take place
+NUM_WINDOWS = 6
+MIN_POINTS = 24
+MIN_SECONDS = 100.0
+MIN_GROWTH_BYTES = 128 << 20
+MIN_GROWTH_FRACTION = 0.01  # of the memory of the node or device
+MIN_STEADINESS = 0.4  # the slowest window's growth, as a fraction of the mean; memory that fills a cache slows down
+HOST_FIX = (
+    "keep no tensor, list or cache that gets longer with every step, and no loss without `.item()` or `.detach()`; "
+    "`trimaran profile RUN --memory`, some minutes apart, shows which tensors have become more"
+)
+LOADER_FIX = "return samples without keeping them: a cache in a data source or its transforms needs a limit"
+
+
+class MemorySeries(NamedTuple):
+    """Bytes over time: of whom, when, how many, and how many there are."""
+
+    holder: str
+    seconds: list[float]
+    bytes: list[float]
+    total: float
+    fix: str
+
+
+class Growth(NamedTuple):
+    """Bytes that were added within so many seconds, after the warm-up."""
+
+    bytes: float
+    seconds: float
+
+
+def memory_growth(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F077 for the rank whose memory grows fastest, as a fraction of what there is."""
+    found = [(series, growth) for series in _all_series(evidence) if (growth := _growth(series)) is not None]
+    if not found:
+        return
+    series, growth = max(found, key=lambda each: each[1].bytes / each[1].seconds / each[0].total)
+    rate = growth.bytes / growth.seconds
+    until_full = max(0.0, series.total - series.bytes[-1]) / rate
+    snapshots = [each for each in evidence.snapshots if (holder := largest_holder(each)) is not None and holder[1]]
+    largest = largest_holder(snapshots[-1]) if snapshots else None
+    most = f"; the largest in the newest memory snapshot: {largest[0]}, {show_bytes(largest[1])}" if largest else ""
+    yield Finding(
+        code="F077",
+        severity="warning",
+        verdict=f"{series.holder} grows by {show_bytes(3600 * rate)} an hour, from "
+        f"{show_bytes(series.bytes[-1] - growth.bytes)} to {show_bytes(series.bytes[-1])} of "
+        f"{show_bytes(series.total)}; full in {show_seconds(until_full)}{most}",
+        culprit=series.holder,
+        evidence={"growth": growth.bytes, "seconds": growth.seconds, "used": series.bytes[-1], "total": series.total},
+        fix=series.fix,
+        expected_effect="the run does not end when memory is full",
+        confidence=0.8,
+    )
+
+
+def _all_series(evidence: Evidence) -> Iterator[MemorySeries]:
+    """Yield the memory of each rank and of its loaders on the nodes, and that of rank 0's tensors on its GPU.
+
+    Pages of mapped files do not count: they fill up as data is read, and the kernel takes them back.
+    """
+    for node, samples in samples_by_node(evidence):
+        total = get_number(samples[-1], "ram") or 0.0
+        ranks = samples[-1].get("ranks")
+        for rank in ranks if isinstance(ranks, dict) else ():
+            kinds = (("private", "host memory", HOST_FIX), ("loader_private", "host memory of the loader", LOADER_FIX))
+            for key, what, fix in kinds:
+                points = [
+                    (at, value)
+                    for each in samples
+                    if (at := get_number(each, "time")) is not None
+                    and (value := get_number(each, "ranks", rank, key)) is not None
+                ]
+                yield MemorySeries(f"{what} of rank {rank} on {node}", *_columns(points), total, fix)
+    points = [
+        (at, value)
+        for each in evidence.steps
+        if get_number(each, "memory", "reserved") is not None  # only the CUDA allocator reports it
+        and (at := get_number(each, "time")) is not None
+        and (value := get_number(each, "memory", "allocated")) is not None
+    ]
+    totals = [total for each in evidence.steps if (total := get_number(each, "memory", "total")) is not None]
+    if points and totals:
+        yield MemorySeries("memory of the tensors on the device of rank 0", *_columns(points), totals[-1], HOST_FIX)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [at for at, _ in points], [value for _, value in points]
+
+
+def _growth(series: MemorySeries) -> Growth | None:
+    """Return the growth after the warm-up; None unless it is large and steady.
+
+    The least value of each window is compared: what a step or an evaluation takes for a while is not growth.
+    """
+    first = int(WARM_UP_FRACTION * len(series.bytes))
+    seconds, values = series.seconds[first:], series.bytes[first:]
+    if len(series.bytes) < MIN_POINTS or seconds[-1] - seconds[0] < MIN_SECONDS or not series.total:
+        return None
+    size = len(values) // NUM_WINDOWS
+    values = values[-NUM_WINDOWS * size :]
+    lows = [min(values[start : start + size]) for start in range(0, len(values), size)]
+    increases = [after - before for before, after in pairwise(lows)]
+    grown = lows[-1] - lows[0]
+    if min(increases) < MIN_STEADINESS * grown / len(increases):
+        return None
+    if grown < max(MIN_GROWTH_BYTES, MIN_GROWTH_FRACTION * series.total):
+        return None
+    return Growth(grown, seconds[-size] - seconds[-len(values)])
+
+
+MAX_USED_FRACTION = 0.7  # of a device's memory
+
+
+def unused_memory(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F006 if a larger micro-batch, less recompute or less offload fits and shortens the step."""
+    measured, question = step_breakdown(evidence), evidence.planner_inputs()
+    if measured is None or question is None:
+        return
+    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
+    total = usable_bytes(evidence) or float(question.cluster.device.memory_bytes)
+    if not peak or peak > MAX_USED_FRACTION * total:
+        return
+    best = best_patch(evidence, measured, _candidates(evidence.plan))
+    if best is None:
+        return
+    yield Finding(
+        code="F006",
+        severity="warning" if best.gain > 0.15 else "note",
+        verdict=f"only {peak / total:.0%} of the memory is in use ({show_bytes(peak)} of {show_bytes(total)}), and "
+        "using more would shorten steps",
+        culprit=f"micro-batch {evidence.plan.micro_batch} x accumulation {evidence.plan.grad_accum}",
+        evidence={
+            "peak_bytes": peak,
+            "total_bytes": total,
+            "micro_batch": evidence.plan.micro_batch,
+            "recompute": evidence.plan.recompute,
+            "sharding": evidence.plan.sharding,
+        },
+        patch=best.patch,
+        expected_effect=best.effect,
+        gain=best.gain,
+        confidence=0.8,
+    )
+
+
+def _candidates(plan: Plan) -> Iterator[Patch]:
+    """Yield patches that use more memory to save time."""
+    yield from larger_micro_batches(plan)
+    if plan.recompute != "none":
+        yield {"plan.recompute": "none"}
+        yield from ({"plan.recompute": "none", **each} for each in larger_micro_batches(plan))
+    if plan.offload != "none":
+        yield {"plan.offload": "none"}

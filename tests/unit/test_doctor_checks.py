@@ -26,26 +26,7 @@ from trimaran.doctor import (
     run_checks,
     within,
 )
-from trimaran.doctor.checks import (
-    all_reduce,
-    all_reduce_speed,
-    cpu_cores,
-    disk,
-    disk_speed,
-    ecc,
-    environment,
-    gpu_clocks,
-    gpus,
-    limits,
-    matmul,
-    memory,
-    network,
-    node_clocks,
-    ports,
-    shared_memory,
-    topology,
-    versions,
-)
+from trimaran.doctor.checks import devices, host, network, software
 from trimaran.hardware import parse_cluster
 
 MACHINES = Path(__file__).parent / "machines"
@@ -118,23 +99,23 @@ def test_every_failure_and_warning_has_a_fix() -> None:
 )
 def test_incompatible_versions_are_reported(versions_: Versions, status: str, text: str) -> None:
     h100 = tuple(replace(gpu, name="NVIDIA H100 80GB HBM3") for gpu in GOOD_GPUS)  # some bugs need one model of GPU
-    found = versions.check(replace(HEALTHY, gpus=h100, versions=versions_))
+    found = software.installed_versions(replace(HEALTHY, gpus=h100, versions=versions_))
     assert (found.status, text in found.what) == (status, True), found
 
 
 def test_a_bug_between_nodes_is_reported_for_runs_on_several_nodes() -> None:
     two_nodes = RunRequirements(kind="cuda", ranks=16, nodes=2)
     facts = replace(HEALTHY, versions=replace(CUDA, nccl="2.30.4"), requirements=two_nodes)
-    assert "NCCL_PXN_DISABLE=1" in versions.check(facts).fix
+    assert "NCCL_PXN_DISABLE=1" in software.installed_versions(facts).fix
 
 
 def test_gpus_without_torch_kernels_are_reported() -> None:
     volta = replace(HEALTHY, gpus=(Gpu(index=0, name="Tesla V100-SXM2-32GB"),))
-    assert "before Turing" in versions.check(volta).what
+    assert "before Turing" in software.installed_versions(volta).what
     measured = replace(MEASURED, capabilities=("sm_70",))
-    assert versions.check(replace(volta, measured=measured)).status == "fail"
+    assert software.installed_versions(replace(volta, measured=measured)).status == "fail"
     newer = replace(MEASURED, capabilities=("sm_86", "sm_120"), archs=("sm_80", "compute_90"))
-    assert versions.check(replace(HEALTHY, measured=newer)).status == "pass"
+    assert software.installed_versions(replace(HEALTHY, measured=newer)).status == "pass"
 
 
 def test_every_known_bug_has_a_source() -> None:
@@ -155,23 +136,23 @@ def test_versions_are_compared_by_number(version: str, condition: str, holds: bo
 
 
 def test_gpus_that_are_in_use_or_need_a_reset_are_reported() -> None:
-    found = gpus.check(replace(HEALTHY, gpus=FAULTY_GPUS))
+    found = devices.usable_gpus(replace(HEALTHY, gpus=FAULTY_GPUS))
     assert found.status == "fail"
     assert "GPU 3 needs a reset" in found.what
     assert "GPU 2: 40.0 GiB of 79.6 GiB are in use" in found.what
     locked = replace(GOOD_GPUS[0], compute_mode="Prohibited")
-    assert gpus.check(replace(HEALTHY, gpus=(locked,))).status == "fail"
+    assert devices.usable_gpus(replace(HEALTHY, gpus=(locked,))).status == "fail"
     mixed = (GOOD_GPUS[0], replace(GOOD_GPUS[1], name="NVIDIA A100"))
-    assert "mixes" in gpus.check(replace(HEALTHY, gpus=mixed)).what
+    assert "mixes" in devices.usable_gpus(replace(HEALTHY, gpus=mixed)).what
 
 
 def test_missing_nvidia_gpus_are_not_a_failure() -> None:
-    assert gpus.check(replace(HEALTHY, gpus=())).status == "warn"
-    assert gpus.check(replace(HEALTHY, gpus=(), requirements=None)).status == "skip"
+    assert devices.usable_gpus(replace(HEALTHY, gpus=())).status == "warn"
+    assert devices.usable_gpus(replace(HEALTHY, gpus=(), requirements=None)).status == "skip"
 
 
 def test_memory_errors_are_reported_by_gpu() -> None:
-    found = ecc.check(replace(HEALTHY, gpus=FAULTY_GPUS))
+    found = devices.memory_errors(replace(HEALTHY, gpus=FAULTY_GPUS))
     assert found.status == "fail"
     assert found.what.startswith("GPU 1 (GPU-22222222-bbbb) has no spare memory rows")
     assert "GPU 0 (GPU-11111111-aaaa) had 2 uncorrected" in found.what
@@ -179,7 +160,7 @@ def test_memory_errors_are_reported_by_gpu() -> None:
 
 
 def test_throttled_and_limited_gpus_are_reported() -> None:
-    found = gpu_clocks.check(replace(HEALTHY, gpus=FAULTY_GPUS))
+    found = devices.gpu_clocks(replace(HEALTHY, gpus=FAULTY_GPUS))
     assert found.status == "warn"
     for text in (
         "GPU 1: hardware thermal slowdown",
@@ -196,25 +177,25 @@ def test_missing_links_between_gpus_are_named() -> None:
     four = (*GOOD_GPUS, *GOOD_GPUS)
     ring = [["X" if a == b else "NV18" for a in range(4)] for b in range(4)]
     all_linked = replace(HEALTHY, gpus=four, interconnect=Interconnect(topology=ring))
-    assert topology.check(all_linked).status == "pass"
+    assert devices.gpu_links(all_linked).status == "pass"
     ring[1][3] = ring[3][1] = "SYS"
-    assert "no NVLink between GPU 1 and 3" in topology.check(all_linked).what
+    assert "no NVLink between GPU 1 and 3" in devices.gpu_links(all_linked).what
     ring[1][3] = ring[3][1] = "NV16"
-    assert topology.check(all_linked).what.startswith("GPU 1, 3 has 52 NVLinks, the others 54")
+    assert devices.gpu_links(all_linked).what.startswith("GPU 1, 3 has 52 NVLinks, the others 54")
     refused = Interconnect(topology=[["X", "PHB"], ["PHB", "X"]], peers=[["X", "CNS"], ["CNS", "X"]])
     cards = replace(HEALTHY, interconnect=refused, cluster=parse_cluster("2xRTX4090"))
-    assert topology.check(cards).what.startswith("no peer access between GPU 0 and 1 (CNS: chipset not supported)")
+    assert devices.gpu_links(cards).what.startswith("no peer access between GPU 0 and 1 (CNS: chipset not supported)")
 
 
 def test_network_cards_that_are_down_slow_or_far_are_named() -> None:
     down = (*CARDS, replace(CARDS[0], name="mlx5_2", is_up=False), replace(CARDS[0], name="mlx5_3", gigabits=100.0))
-    found = network.check(changed(HEALTHY, "interconnect", nics=down))
+    found = network.network_cards(changed(HEALTHY, "interconnect", nics=down))
     assert "mlx5_2 down" in found.what
     assert "mlx5_3 at 100 Gb/s, others at 400" in found.what
     paths, numa = [["PIX"], ["SYS"]], frozenset({0})
     far = changed(HEALTHY, "interconnect", gpu_nic_paths=paths, gpu_numa=(0, 1), allowed_numa=numa)
-    assert "GPU 1 reaches every network card across sockets" in network.check(far).what
-    assert "GPUs are attached to 1" in network.check(far).what
+    assert "GPU 1 reaches every network card across sockets" in network.network_cards(far).what
+    assert "GPUs are attached to 1" in network.network_cards(far).what
 
 
 @pytest.mark.parametrize(
@@ -235,7 +216,7 @@ def test_network_cards_that_are_down_slow_or_far_are_named() -> None:
 )
 def test_harmful_and_useless_variables_are_reported(name: str, value: str, text: str) -> None:
     facts = changed(replace(HEALTHY, environment={name: value}), "interconnect", interfaces=frozenset({"lo", "eth0"}))
-    found = environment.check(facts)
+    found = software.environment_variables(facts)
     assert (found.status, text in found.what) == ("warn", True), found
 
 
@@ -244,9 +225,9 @@ def test_useful_variables_are_not_reported() -> None:
              "PYTORCH_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]",
              "NCCL_OFI_PROTOCOL_X": "RDMA", "PATH": "/bin"}  # fmt: skip
     facts = changed(replace(HEALTHY, environment=usual), "interconnect", interfaces=frozenset({"lo", "eth0"}))
-    assert environment.check(facts).status == "pass"
+    assert software.environment_variables(facts).status == "pass"
     on_cpu = replace(HEALTHY, gpus=(), requirements=None, environment={"CUDA_LAUNCH_BLOCKING": "1"})
-    assert environment.check(on_cpu).status == "pass"
+    assert software.environment_variables(on_cpu).status == "pass"
 
 
 def test_a_missing_interface_refuses_a_run_of_several_ranks() -> None:
@@ -254,116 +235,117 @@ def test_a_missing_interface_refuses_a_run_of_several_ranks() -> None:
     facts = changed(with_variable, "interconnect", interfaces=frozenset({"lo"}))
     with pytest.raises(UserError, match=r"H007: GLOO_SOCKET_IFNAME is ib0[^$]*--no-check"):
         refuse_failed_checks(facts)
-    assert environment.check(replace(facts, requirements=RunRequirements(kind="cuda", ranks=1))).status == "warn"
+    one_rank = replace(facts, requirements=RunRequirements(kind="cuda", ranks=1))
+    assert software.environment_variables(one_rank).status == "warn"
 
 
 def test_too_little_shared_memory_is_reported_for_several_gpus() -> None:
     small = changed(HEALTHY, "host", shm=Bytes(64 << 20), shm_free=Bytes(64 << 20))
-    assert "--shm-size" in shared_memory.check(small).fix
-    assert shared_memory.check(replace(small, gpus=())).status == "pass"
-    assert shared_memory.check(changed(HEALTHY, "host", shm=None)).status == "skip"
+    assert "--shm-size" in host.shared_memory(small).fix
+    assert host.shared_memory(replace(small, gpus=())).status == "pass"
+    assert host.shared_memory(changed(HEALTHY, "host", shm=None)).status == "skip"
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-2", "2,x"])
 def test_threads_that_openmp_would_ignore_refuse_a_run(value: str) -> None:
-    result = environment.check(replace(HEALTHY, environment={"OMP_NUM_THREADS": value}))
+    result = software.environment_variables(replace(HEALTHY, environment={"OMP_NUM_THREADS": value}))
     assert (result.status, f"OMP_NUM_THREADS is '{value}', which is not" in result.what) == ("fail", True)
-    assert environment.check(replace(HEALTHY, environment={"OMP_NUM_THREADS": ""})).status == "pass"
+    assert software.environment_variables(replace(HEALTHY, environment={"OMP_NUM_THREADS": ""})).status == "pass"
 
 
 def test_low_limits_are_reported() -> None:
-    assert limits.check(changed(HEALTHY, "host", nofile=256)).status == "warn"
-    assert limits.check(changed(HEALTHY, "host", nofile=32)).status == "fail"
+    assert host.process_limits(changed(HEALTHY, "host", nofile=256)).status == "warn"
+    assert host.process_limits(changed(HEALTHY, "host", nofile=32)).status == "fail"
     few = changed(HEALTHY, "host", nofile=100)
-    assert limits.check(replace(few, requirements=RunRequirements(ranks=2))).status == "warn"
-    refused = limits.check(replace(few, requirements=RunRequirements(ranks=8)))
+    assert host.process_limits(replace(few, requirements=RunRequirements(ranks=2))).status == "warn"
+    refused = host.process_limits(replace(few, requirements=RunRequirements(ranks=8)))
     assert refused.status == "fail"
     assert refused.what == "only 100 files may be open at once, and a rank of 8 opens at least 124"
     for limit, least in (("processes", 46), ("address_bytes", 2 << 30), ("file_bytes", 1 << 20)):
         two = replace(HEALTHY, requirements=RunRequirements(ranks=2, nodes=2))
-        assert limits.check(replace(two, limits=ProcessLimits(**{limit: least}))).status == "warn"
-        assert limits.check(replace(two, limits=ProcessLimits(**{limit: least // 2}))).status == "fail"
-    assert "locked" in limits.check(changed(HEALTHY, "host", memlock=65536)).what
+        assert host.process_limits(replace(two, limits=ProcessLimits(**{limit: least}))).status == "warn"
+        assert host.process_limits(replace(two, limits=ProcessLimits(**{limit: least // 2}))).status == "fail"
+    assert "locked" in host.process_limits(changed(HEALTHY, "host", memlock=65536)).what
     dumps = changed(HEALTHY, "host", core=None, core_pattern="core.%p")
-    assert limits.check(dumps).fix == "ulimit -c 0"
-    assert limits.check(changed(dumps, "host", core_pattern="|/usr/bin/apport")).status == "pass"
+    assert host.process_limits(dumps).fix == "ulimit -c 0"
+    assert host.process_limits(changed(dumps, "host", core_pattern="|/usr/bin/apport")).status == "pass"
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_reported() -> None:
-    assert disk.check(changed(HEALTHY, "requirements", disk_bytes=Bytes(600 * GIB))).status == "fail"
-    assert disk.check(changed(HEALTHY, "disk", write_error="Read-only file system")).status == "fail"
-    assert disk.check(changed(HEALTHY, "disk", inodes=12)).status == "warn"
-    assert disk.check(changed(replace(HEALTHY, requirements=None), "disk", free=Bytes(GIB))).status == "warn"
+    assert host.disk_space(changed(HEALTHY, "requirements", disk_bytes=Bytes(600 * GIB))).status == "fail"
+    assert host.disk_space(changed(HEALTHY, "disk", write_error="Read-only file system")).status == "fail"
+    assert host.disk_space(changed(HEALTHY, "disk", inodes=12)).status == "warn"
+    assert host.disk_space(changed(replace(HEALTHY, requirements=None), "disk", free=Bytes(GIB))).status == "warn"
 
 
 def test_a_disk_too_slow_for_the_checkpoints_is_reported() -> None:
     often = changed(HEALTHY, "requirements", checkpoint_bytes=Bytes(int(100e9)), every=100, interval=Seconds(60.0))
-    found = disk_speed.check(often)
+    found = host.disk_speed(often)
     assert found.status == "warn"
     assert "takes 1 min 40 s" in found.what
     assert "--set checkpoint.every=334" in found.fix  # then a save takes half of the time between two
     assert found.what.endswith("one is due every 1 min 00 s: saves cannot keep up")
-    assert disk_speed.check(changed(often, "requirements", interval=Seconds(3600.0))).status == "pass"
-    assert disk_speed.check(changed(replace(HEALTHY, requirements=None), "disk", bandwidth=1e7)).status == "warn"
+    assert host.disk_speed(changed(often, "requirements", interval=Seconds(3600.0))).status == "pass"
+    assert host.disk_speed(changed(replace(HEALTHY, requirements=None), "disk", bandwidth=1e7)).status == "warn"
 
 
 @pytest.mark.parametrize(("skew", "status"), [(0.01, "pass"), (-3.0, "warn"), (60.0, "fail")])
 def test_clock_skew_between_nodes_is_reported(skew: float, status: str) -> None:
     node_measurements = NodeMeasurements(names=("a (node 0)", "b (node 1)"), skews={1: skew})
-    assert node_clocks.check(replace(HEALTHY, node_measurements=node_measurements)).status == status
+    assert network.node_clocks(replace(HEALTHY, node_measurements=node_measurements)).status == status
 
 
 def test_an_implausible_date_is_reported() -> None:
-    assert node_clocks.check(changed(HEALTHY, "host", clock=Seconds(86400.0))).status == "fail"
+    assert network.node_clocks(changed(HEALTHY, "host", clock=Seconds(86400.0))).status == "fail"
 
 
 def test_a_broken_loopback_and_taken_ports_are_reported() -> None:
-    assert ports.check(changed(HEALTHY, "host", loopback="Network is unreachable")).status == "fail"
-    assert ports.check(changed(HEALTHY, "requirements", ports=(9100,))).status == "warn"
+    assert host.ports(changed(HEALTHY, "host", loopback="Network is unreachable")).status == "fail"
+    assert host.ports(changed(HEALTHY, "requirements", ports=(9100,))).status == "warn"
 
 
 def test_a_plan_is_compared_with_free_memory() -> None:
     full = tuple(replace(gpu, memory=Bytes(80 * GIB), used=Bytes(40 * GIB)) for gpu in GOOD_GPUS)
-    found = memory.check(replace(HEALTHY, gpus=full))
+    found = host.plan_memory(replace(HEALTHY, gpus=full))
     assert (found.status, found.what) == ("fail", "the plan needs 60.0 GiB per GPU, 40.0 GiB are free")
     near = changed(replace(HEALTHY, gpus=full), "requirements", device_bytes=Bytes(42 * GIB))
-    assert memory.check(near).status == "warn"  # 42 GiB may turn out to be 38
+    assert host.plan_memory(near).status == "warn"  # 42 GiB may turn out to be 38
     on_cpu = replace(HEALTHY, requirements=RunRequirements(kind="cpu", ranks=4, device_bytes=Bytes(20 * GIB)))
-    assert memory.check(on_cpu).status == "warn"
+    assert host.plan_memory(on_cpu).status == "warn"
     refused = replace(HEALTHY, requirements=RunRequirements(refusal="P007: no plan fits", remedy="add devices"))
-    assert (memory.check(refused).status, memory.check(refused).fix) == ("fail", "add devices")
+    assert (host.plan_memory(refused).status, host.plan_memory(refused).fix) == ("fail", "add devices")
 
 
 def test_a_slow_device_is_named() -> None:
     rates = {"GPU 0": 700e12, "GPU 1": 600e12, "GPU 2": 705e12, "GPU 3": 300e12}
-    found = matmul.check(changed(HEALTHY, "measured", matmul_flops=rates))
+    found = devices.matmul_speed(changed(HEALTHY, "measured", matmul_flops=rates))
     assert found.status == "fail"
     assert found.what == "GPU 3: 300 TFLOP/s, the others 650"
     dead = changed(HEALTHY, "measured", failures={"GPU 1": "CUDA error: uncorrectable ECC error"})
-    assert matmul.check(dead).what == "matmul failed on GPU 1: CUDA error: uncorrectable ECC error"
+    assert devices.matmul_speed(dead).what == "matmul failed on GPU 1: CUDA error: uncorrectable ECC error"
     all_slow = changed(HEALTHY, "measured", matmul_flops=dict.fromkeys(rates, 200e12))
     what = "200 TFLOP/s, 25% of 795 (best published result); expected at least 60%"
-    assert (matmul.check(all_slow).status, matmul.check(all_slow).what) == ("warn", what)
-    one = matmul.check(changed(HEALTHY, "measured", matmul_flops={"GPU 0": 679e12}))  # a healthy H200
+    assert (devices.matmul_speed(all_slow).status, devices.matmul_speed(all_slow).what) == ("warn", what)
+    one = devices.matmul_speed(changed(HEALTHY, "measured", matmul_flops={"GPU 0": 679e12}))  # a healthy H200
     assert (one.status, one.what) == ("pass", "679 TFLOP/s in bf16, 85% of 795 (best published result)")
 
 
 def test_wrong_all_reduce_results_fail_and_name_the_rank() -> None:
     answer = dict(MEASURED.all_reduce) | {"wrong": {1: 3}}
-    found = all_reduce.check(changed(HEALTHY, "measured", all_reduce=answer))
+    found = devices.all_reduce_result(changed(HEALTHY, "measured", all_reduce=answer))
     assert (found.status, "rank 1 (3 values)" in found.what) == ("fail", True)
     broken = {"ranks": 2, "backend": "nccl", "error": "rank 0: unhandled cuda error"}
-    assert all_reduce.check(changed(HEALTHY, "measured", all_reduce=broken)).status == "fail"
+    assert devices.all_reduce_result(changed(HEALTHY, "measured", all_reduce=broken)).status == "fail"
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0.0007, "pass"), (0.002, "warn"), (0.01, "fail")])
 def test_bus_bandwidth_is_compared_with_the_links(seconds: float, status: str) -> None:
     answer = dict(MEASURED.all_reduce) | {"seconds": seconds}
-    found = all_reduce_speed.check(changed(HEALTHY, "measured", all_reduce=answer))
+    found = devices.all_reduce_speed(changed(HEALTHY, "measured", all_reduce=answer))
     assert found.status == status, found
     assert found.evidence["bus_bandwidth"] == pytest.approx((1 << 28) / seconds)  # two ranks: 2 * (2 - 1) / 2
 
 
 def test_a_cpu_quota_and_a_high_load_are_reported() -> None:
-    assert "2 of the 8 cores" in cpu_cores.check(changed(HEALTHY, "host", quota=2.0)).what
-    assert cpu_cores.check(changed(HEALTHY, "host", load=30.0)).status == "warn"
+    assert "2 of the 8 cores" in host.cpu_cores(changed(HEALTHY, "host", quota=2.0)).what
+    assert host.cpu_cores(changed(HEALTHY, "host", load=30.0)).status == "warn"

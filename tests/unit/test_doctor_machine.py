@@ -20,10 +20,10 @@ from trimaran.doctor import (
     Pair,
     RendezvousOptions,
     Versions,
-    check,
     culprits,
     first_round,
     is_port_in_use,
+    node_pairs,
     parse_full_query,
     parse_gpu_nic_paths,
     parse_peers,
@@ -226,7 +226,7 @@ def test_two_bad_nodes_are_found_and_a_bad_link_blames_no_node() -> None:
     assert culprits(first, second) == set()
     facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=Bytes(0)))
     names = tuple(f"n{node}" for node in range(8))
-    found = check(replace(facts, node_measurements=NodeMeasurements(names=names, rounds=(first, second))))
+    found = node_pairs(replace(facts, node_measurements=NodeMeasurements(names=names, rounds=(first, second))))
     assert (found.status, found.what) == ("warn", "n0 and n1 were slow together, but fast with other nodes")
 
 
@@ -246,8 +246,8 @@ def test_every_node_is_measured_and_never_with_itself() -> None:
 
 def test_if_all_nodes_are_silent_none_is_blamed() -> None:
     facts = Facts(environment={}, versions=Versions(), host=HostFacts(cores=1, memory_free=Bytes(0)))
-    node_measurements = NodeMeasurements(names=("a", "b"), rounds=({(0, 1): None}, {(0, 1): None}))
-    assert check(replace(facts, node_measurements=node_measurements)).what == "no two nodes could exchange a message"
+    silent = NodeMeasurements(names=("a", "b"), rounds=({(0, 1): None}, {(0, 1): None}))
+    assert node_pairs(replace(facts, node_measurements=silent)).what == "no two nodes could exchange a message"
 
 
 @pytest.mark.parametrize(

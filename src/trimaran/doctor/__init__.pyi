@@ -1,11 +1,12 @@
 """Public names of `trimaran.doctor`, and the modules that they come from. They are imported on first use."""
 
-from .checks.environment import misspelt as misspelt, wrong_algorithms as wrong_algorithms
 from .checks.known_variables import known_names as known_names
-from .checks.node_pairs import (
-    check as check, culprits as culprits, first_round as first_round, second_round as second_round,
+from .checks.network import (
+    culprits as culprits, first_round as first_round, node_pairs as node_pairs, second_round as second_round,
 )
-from .checks.versions import known_bad as known_bad, within as within
+from .checks.software import (
+    known_bad as known_bad, misspelt as misspelt, within as within, wrong_algorithms as wrong_algorithms,
+)
 from .device_memory import usable_bytes as usable_bytes
 from .diagnose import diagnose as diagnose
 from .evidence import Evidence as Evidence, read_evidence as read_evidence, read_planner_inputs as read_planner_inputs

@@ -15,7 +15,7 @@ from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.comm_view import show_comm
 from trimaran.core import EXIT_DONE, EXIT_USER, UserError
 from trimaran.core.user_folders import needed_user_cache
-from trimaran.doctor.checks.environment import misspelt, wrong_algorithms
+from trimaran.doctor.checks.software import misspelt, wrong_algorithms
 from trimaran.hardware import calibration_folder, detect, machine_name
 from trimaran.hardware.calibration import find_calibration
 from trimaran.hardware.comm_result import CommCurve, CommResult, read_comm_result

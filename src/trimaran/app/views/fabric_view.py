@@ -12,7 +12,7 @@ from rich.text import Text
 from trimaran.app.views.clean_console import open_console
 from trimaran.app.views.text_chart import GREEN, ORANGE, RED
 from trimaran.core import EXIT_DONE
-from trimaran.doctor.checks.environment import harmful, misspelt, useless, wrong_algorithms
+from trimaran.doctor.checks.software import harmful, misspelt, useless, wrong_algorithms
 from trimaran.doctor.fabric_presets import (
     FabricFacts,
     VariableChange,

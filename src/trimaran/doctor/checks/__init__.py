@@ -1,1 +1,1 @@
-"""The checks of `trimaran doctor` on a machine, one file each."""
+"""The checks of `trimaran doctor` on a machine, a module for each topic."""

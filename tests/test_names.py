@@ -6,8 +6,8 @@ from pathlib import Path
 from tests.sources import FILES, facts_of, name_of, names_of, text_of
 
 ROOT = Path(__file__).parents[1]
-# Folders of files that are named after what they hold a row for (a command, a tool, a rule), and are read as a table.
-TABLES = ("app/commands", "planner/emit", "telemetry/sinks", "doctor/rules", "doctor/checks", "kernels")
+# Folders of files that are named after what they hold a row for (a command, a tool), and are read as a table.
+TABLES = ("app/commands", "planner/emit", "telemetry/sinks", "kernels")
 # Invented nouns that were replaced by the field's own terms (docs/glossary.md has those that are left).
 REPLACED = {
     "boat", "berth", "cargo", "crew", "ferry", "inquest", "keeper", "moorings", "muster", "nursery", "reunion",

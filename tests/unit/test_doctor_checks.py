@@ -26,7 +26,7 @@ from trimaran.doctor import (
     run_checks,
     within,
 )
-from trimaran.doctor.checks import devices, host, network, software
+from trimaran.doctor.checks import between_nodes, devices, host, software
 from trimaran.hardware import parse_cluster
 
 MACHINES = Path(__file__).parent / "machines"
@@ -189,13 +189,13 @@ def test_missing_links_between_gpus_are_named() -> None:
 
 def test_network_cards_that_are_down_slow_or_far_are_named() -> None:
     down = (*CARDS, replace(CARDS[0], name="mlx5_2", is_up=False), replace(CARDS[0], name="mlx5_3", gigabits=100.0))
-    found = network.network_cards(changed(HEALTHY, "interconnect", nics=down))
+    found = between_nodes.network_cards(changed(HEALTHY, "interconnect", nics=down))
     assert "mlx5_2 down" in found.what
     assert "mlx5_3 at 100 Gb/s, others at 400" in found.what
     paths, numa = [["PIX"], ["SYS"]], frozenset({0})
     far = changed(HEALTHY, "interconnect", gpu_nic_paths=paths, gpu_numa=(0, 1), allowed_numa=numa)
-    assert "GPU 1 reaches every network card across sockets" in network.network_cards(far).what
-    assert "GPUs are attached to 1" in network.network_cards(far).what
+    assert "GPU 1 reaches every network card across sockets" in between_nodes.network_cards(far).what
+    assert "GPUs are attached to 1" in between_nodes.network_cards(far).what
 
 
 @pytest.mark.parametrize(
@@ -292,11 +292,11 @@ def test_a_disk_too_slow_for_the_checkpoints_is_reported() -> None:
 @pytest.mark.parametrize(("skew", "status"), [(0.01, "pass"), (-3.0, "warn"), (60.0, "fail")])
 def test_clock_skew_between_nodes_is_reported(skew: float, status: str) -> None:
     node_measurements = NodeMeasurements(names=("a (node 0)", "b (node 1)"), skews={1: skew})
-    assert network.node_clocks(replace(HEALTHY, node_measurements=node_measurements)).status == status
+    assert between_nodes.node_clocks(replace(HEALTHY, node_measurements=node_measurements)).status == status
 
 
 def test_an_implausible_date_is_reported() -> None:
-    assert network.node_clocks(changed(HEALTHY, "host", clock=Seconds(86400.0))).status == "fail"
+    assert between_nodes.node_clocks(changed(HEALTHY, "host", clock=Seconds(86400.0))).status == "fail"
 
 
 def test_a_broken_loopback_and_taken_ports_are_reported() -> None:

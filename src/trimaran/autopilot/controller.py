@@ -26,9 +26,9 @@ from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
-from trimaran.doctor.device_memory import usable_bytes
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, read_evidence
+from trimaran.doctor.memory_fix import usable_bytes
 from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
 from trimaran.hardware import Link

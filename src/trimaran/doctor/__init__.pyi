@@ -1,13 +1,12 @@
 """Public names of `trimaran.doctor`, and the modules that they come from. They are imported on first use."""
 
 from .checks.known_variables import known_names as known_names
-from .checks.network import (
+from .checks.between_nodes import (
     culprits as culprits, first_round as first_round, node_pairs as node_pairs, second_round as second_round,
 )
 from .checks.software import (
     known_bad as known_bad, misspelt as misspelt, within as within, wrong_algorithms as wrong_algorithms,
 )
-from .device_memory import usable_bytes as usable_bytes
 from .diagnose import diagnose as diagnose
 from .evidence import Evidence as Evidence, read_evidence as read_evidence, read_planner_inputs as read_planner_inputs
 from .fabric_presets import (
@@ -21,6 +20,7 @@ from .machine_facts import (
     RunRequirements as RunRequirements, Versions as Versions,
 )
 from .measure_machine import RendezvousOptions as RendezvousOptions, measure_devices as measure_devices
+from .memory_fix import usable_bytes as usable_bytes
 from .nvidia_smi import (
     FULL_QUERY as FULL_QUERY, PEER_MATRIX as PEER_MATRIX, SHORT_QUERY as SHORT_QUERY,
     TOPOLOGY_MATRIX as TOPOLOGY_MATRIX, parse_full_query as parse_full_query,

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError
-from trimaran.doctor.memory_evidence import read_snapshots
-from trimaran.doctor.profile_evidence import read_traces
+from trimaran.doctor.profile_evidence import read_snapshots, read_traces
 from trimaran.hardware import parse_cluster
 from trimaran.hardware.run_cluster import part_of
 from trimaran.models import outline_if_known, spec_of
@@ -64,7 +63,11 @@ def read_evidence(
 
     `against` is a run of the same recipe to compare with.
     """
-    lines = {name: _lines(run, pattern) for name, pattern in FILE_PATTERNS.items()}
+    lines: dict[str, list[Line]] = {}
+    for name, pattern in FILE_PATTERNS.items():
+        paths = sorted(run.path.glob(pattern))
+        backlog = max(MIN_FILE_BYTES, MAX_BYTES // max(1, len(paths)))
+        lines[name] = [line for path in paths for line in JsonlFollower(path, backlog=backlog).new()]
     steps = [each for each in parse_lines(last_lines(run.metrics, MAX_STEPS)) if _is_step(each)]
     recipe, plan = run.read_recipe(), run.read_plan()
     return Evidence(
@@ -122,12 +125,6 @@ FILE_PATTERNS = {
     "samples": "telemetry/node-*.jsonl",
     "attempts": "attempts.jsonl",
 }
-
-
-def _lines(run: RunDirectory, pattern: str) -> list[Line]:
-    paths = sorted(run.path.glob(pattern))
-    backlog = max(MIN_FILE_BYTES, MAX_BYTES // max(1, len(paths)))
-    return [line for path in paths for line in JsonlFollower(path, backlog=backlog).new()]
 
 
 def _with_latest_details(steps: Iterable[Line]) -> Iterator[Line]:

@@ -1,11 +1,13 @@
-"""Queries that several rules share: incidents by cause, samples by GPU or node, rank names, valid patches."""
+"""Queries that several rules share: incidents, samples by node, metrics by module group, names, valid patches."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from trimaran.core import Recipe, UserError
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.predicted_gain import Patch, apply_patch
+from trimaran.doctor.step_breakdown import get_number
 
 RUN_ENDING_ACTIONS = ("stopped", None)  # of an incident that ended the run
 
@@ -19,13 +21,6 @@ def incidents_of(evidence: Evidence, *causes: str) -> list[Line]:
 def ended_run(incident: Line) -> bool:
     """Whether the run ended, or still hangs, because of the incident."""
     return incident.get("action") in RUN_ENDING_ACTIONS
-
-
-def was_passed(evidence: Evidence, incident: Line) -> bool:
-    """Whether the run later got past what it was doing at the incident: a new step, or its end with exit code 0."""
-    over = [each["over"] for each in evidence.attempts if "over" in each]
-    later = [each for each in evidence.events_of_kind("done") if each.get("attempt", 0) > incident.get("attempt", 0)]
-    return evidence.last_step > int(incident.get("step") or 0) or bool(later) or over[-1:] == [0]
 
 
 def incident_severity(incidents: Sequence[Line]) -> Any:
@@ -46,10 +41,6 @@ def plural(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def incident_facts(incident: Line) -> list[str]:
-    return [str(each) for each in (incident.get("evidence") or {}).get("facts", ())]
-
-
 def valid_patch(recipe: Recipe, patch: Patch) -> Patch:
     """Return the patch, or an empty one if the recipe does not accept it."""
     try:
@@ -59,28 +50,34 @@ def valid_patch(recipe: Recipe, patch: Patch) -> Patch:
     return patch
 
 
-def samples_by_gpu(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
-    """Yield (name, samples) of each GPU, oldest sample first."""
-    samples: dict[str, list[Line]] = {}
-    for sample in evidence.samples:
-        for gpu in sample.get("gpus") or ():
-            name = f"GPU {gpu.get('index')} of {_node_name(sample)}"
-            samples.setdefault(name, []).append(gpu)
-    yield from samples.items()
-
-
-def nvidia_smi_id(gpu: Line) -> str:
-    """Return the UUID for `nvidia-smi -i`, because CUDA may number GPUs in another order; else the index."""
-    return str(gpu.get("uuid") or gpu.get("index"))
-
-
 def samples_by_node(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
     """Yield (name, samples) of each node, oldest sample first."""
     samples: dict[str, list[Line]] = {}
     for sample in evidence.samples:
-        samples.setdefault(_node_name(sample), []).append(sample)
+        samples.setdefault(node_name(sample), []).append(sample)
     yield from samples.items()
 
 
-def _node_name(sample: Line) -> str:
+def node_name(sample: Line) -> str:
     return str(sample.get("host") or f"node {sample.get('node')}")
+
+
+def steps_with_groups(evidence: Evidence) -> list[Line]:
+    """Return the steps with group metrics whose update was applied."""
+    return [each for each in evidence.steps if isinstance(each.get("groups"), dict) and not each.get("skipped")]
+
+
+def group_medians(evidence: Evidence, field: str, *, last: int = 0, near_peak: bool = False) -> dict[str, float]:
+    """Return the median of a field by group, over the `last` steps with group metrics, or all of them.
+
+    With `near_peak` only steps at half of the peak learning rate or more count, because updates are small elsewhere.
+    """
+    steps = steps_with_groups(evidence)
+    if near_peak:
+        steps = [each for each in steps if (get_number(each, "lr") or 0.0) >= 0.5 * evidence.recipe.train.lr]
+    found: dict[str, list[float]] = {}
+    for step in steps[-last:]:
+        for name in step["groups"]:
+            if (value := get_number(step, "groups", name, field)) is not None:
+                found.setdefault(name, []).append(value)
+    return {name: median(values) for name, values in found.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimaran.core import Seconds, UserError
 from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.doctor.checks.network import first_round, second_round
+from trimaran.doctor.checks.between_nodes import first_round, second_round
 from trimaran.doctor.checks.result import CheckResult
 from trimaran.doctor.machine_facts import MachineMeasurements, NodeMeasurements, Pair
 from trimaran.doctor.probe_process import START_SECONDS, ProbeError, ProbeProcess

@@ -1,16 +1,18 @@
-"""Finds the plan change that saves enough memory at the least cost in step time, by the cost model."""
+"""Finds how much memory a device has for a run, and the plan change that saves enough of it at the least cost."""
 
 from dataclasses import dataclass
 
 from trimaran.core import AdapterSection, Prediction, Recipe, show_bytes
-from trimaran.doctor.device_memory import usable_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import forecast
-from trimaran.doctor.step_breakdown import get_number
+from trimaran.doctor.step_breakdown import get_number, get_numbers
 from trimaran.planner import Question
 from trimaran.planner.hints import adapter_changes
 from trimaran.planner.memory_ladder import MAX_MEMORY_FRACTION, Patch, cheapest_first, plan_bytes
+
+CONTEXT_BYTES = 4 << 30  # of a rank outside its allocator: CUDA context, libraries, NCCL buffers
+OTHERS_SAMPLES = 3  # the lowest of these counts, so that memory freed meanwhile does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def _adapter_patch(recipe: Recipe, section: AdapterSection) -> tuple[Patch, str]
 
 def _needed_bytes(evidence: Evidence, question: Question, now: Prediction, least: float) -> float:
     """Return what the present plan really needs: as predicted, as measured, or at least as many bytes as these."""
-    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
+    peak = max(get_numbers(evidence.steps, "peak_bytes"), default=0.0)
     measured = peak if question.cluster.device.traits.has_own_memory else 0.0
     return max(plan_bytes(now), measured, least)
 
@@ -99,3 +101,21 @@ def capacity(evidence: Evidence, question: Question) -> float:
     """Return the memory of one device that the run can use, from its metrics or else from the cluster."""
     usable = usable_bytes(evidence) if question.cluster.device.traits.has_own_memory else None
     return usable or float(question.cluster.device.memory_bytes)
+
+
+def usable_bytes(evidence: Evidence) -> float | None:
+    """Return the memory of rank 0's device without what other processes hold; None if the metrics do not say."""
+    totals = [total for total in get_numbers(evidence.steps, "memory", "total") if total]
+    return totals[-1] - held_by_others(evidence) if totals else None
+
+
+def held_by_others(evidence: Evidence) -> float:
+    """Return the bytes that other processes hold on rank 0's device, from samples taken while it trained."""
+    begin, last = get_number(evidence.steps[0], "time") or 0.0, evidence.steps[-1]
+    end = get_number(last, "time") or 0.0
+    during = [
+        each for each in evidence.samples if each.get("node") == 0 and begin <= (get_number(each, "time") or 0) <= end
+    ]
+    first = [gpu for each in during for gpu in each.get("gpus") or () if gpu.get("index") == 0]
+    held = [used for used in get_numbers(first[-OTHERS_SAMPLES:], "memory_used") if used]
+    return max(0.0, min(held, default=0.0) - (get_number(last, "memory", "reserved") or 0.0) - CONTEXT_BYTES)

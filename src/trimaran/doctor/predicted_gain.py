@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.step_breakdown import StepBreakdown, get_number
+from trimaran.doctor.step_breakdown import StepBreakdown, get_numbers
 from trimaran.planner import Question, check_plan
 from trimaran.planner.memory_ladder import MAX_MEMORY_FRACTION, Patch, plan_with
 from trimaran.planner.search import predicted
@@ -73,8 +73,8 @@ def predicted_gain(evidence: Evidence, measured: StepBreakdown, patch: Patch) ->
     now, then = forecast(question, evidence.plan), forecast(question, plan, recipe=recipe)
     if not then.fits or not _fits_memory(evidence, question, now, then):
         return None
-    saved = sum(_saved(was, will, seconds) for was, will, seconds in _parts(now, then, measured))
-    return saved / measured.step
+    parts = _parts(now, then, measured)
+    return sum(seconds * (1 - will / was) if was else -will for was, will, seconds in parts) / measured.step
 
 
 def with_measured_links(question: Question, plan: Plan, measured: StepBreakdown) -> Question:
@@ -138,17 +138,13 @@ def _parts(now: Prediction, then: Prediction, measured: StepBreakdown) -> Iterat
     yield now.step_seconds - now.time["comm"], then.step_seconds - then.time["comm"], measured.compute
 
 
-def _saved(was: float, will: float, seconds: float) -> float:
-    return seconds * (1 - will / was) if was else -will
-
-
 def _fits_memory(evidence: Evidence, question: Question, now: Prediction, then: Prediction) -> bool:
     """Whether the patched plan fits, scaled by how much the run exceeded its own prediction."""
     device = question.cluster.device
     if not device.traits.has_own_memory:
         return True
-    peaks = [peak for each in evidence.steps if (peak := get_number(each, "peak_bytes"))]
-    excess = max(1.0, max(peaks, default=0.0) / now.peak_bytes) if now.peak_bytes else 1.0
+    peak = max(get_numbers(evidence.steps, "peak_bytes"), default=0.0)
+    excess = max(1.0, peak / now.peak_bytes) if now.peak_bytes else 1.0
     return excess * then.device_bytes <= MAX_MEMORY_FRACTION * device.memory_bytes
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from trimaran.core import Bytes, Plan, UserError
-from trimaran.doctor.checks import devices, host, network, software
+from trimaran.doctor.checks import between_nodes, devices, host, software
 from trimaran.doctor.checks.result import CheckResult
 from trimaran.doctor.machine_facts import Facts, Kind, RunRequirements
 from trimaran.doctor.read_machine import read_facts
@@ -18,19 +18,19 @@ CHECKS: tuple[Check, ...] = (
     devices.memory_errors,  # H003: uncorrected ECC memory errors of GPUs
     devices.gpu_clocks,  # H004: GPUs that are throttled, limited below their defaults, or on a narrow PCIe link
     devices.gpu_links,  # H005: NVLink between all GPUs that have it, with equal widths, and peer access between GPUs
-    network.network_cards,  # H006: network cards are up, equally fast, and close to the GPUs and to our cores
+    between_nodes.network_cards,  # H006: network cards are up, equally fast, and close to the GPUs and to our cores
     software.environment_variables,  # H007: no variable slows a run down, breaks it or has no effect
     host.shared_memory,  # H008: /dev/shm is large enough for NCCL, which uses it between GPUs without peer access
     host.process_limits,  # H009: ulimits for open files, processes, memory, file sizes and core dumps
     host.disk_space,  # H010: free disk space for the run's checkpoints, and a writable run directory
     host.disk_speed,  # H011: the disk writes a checkpoint before the next one is due
-    network.node_clocks,  # H012: the nodes' clocks agree
+    between_nodes.node_clocks,  # H012: the nodes' clocks agree
     host.ports,  # H013: the loopback interface works, and the recipe's ports are free
     host.plan_memory,  # H014: the recipe's plan fits into the memory that is free now
     devices.matmul_speed,  # H015: matmul throughput of each device, compared with its neighbours and its device model
     devices.all_reduce_result,  # H016: every rank gets the exact all-reduce result
     devices.all_reduce_speed,  # H017: measured all-reduce bus bandwidth, compared with what the links should give
-    network.node_pairs,  # H018: no node is slow or silent with every partner
+    between_nodes.node_pairs,  # H018: no node is slow or silent with every partner
     host.cpu_cores,  # H019: the container's CPU quota, and cores that other programs use
 )
 # Checks that refuse a run: they are fast, and if one fails the run cannot work.

@@ -1,8 +1,9 @@
-"""Counts host-device synchronisations inside forward and backward in the profiles of a run."""
+"""Reads the profiles of a run: synchronisations of host and device in traces, and snapshots of memory."""
 
 import gzip
 import json
 import logging
+import re
 import zlib
 from bisect import bisect_right
 from collections import Counter
@@ -11,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core.regular_files import open_regular_file, read_regular_text
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,9 @@ MAX_TRACE_BYTES = 128 << 20  # uncompressed; larger traces are not read
 SCALAR_READ = "aten::_local_scalar_dense"  # `.item()` and the like
 # Calls that make the host wait for the device.
 SYNC_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", SCALAR_READ)
+MAX_SNAPSHOTS = 16  # the newest
+MAX_SNAPSHOT_BYTES = 16 << 20
+SNAPSHOT_NAME = re.compile(r"memory-step-\d+-rank-(\d+)\.json")
 PHASES = ("forward", "backward")  # elsewhere the optimizer and the loop read scalars on purpose
 
 
@@ -77,3 +81,17 @@ def _phase(spans: list[tuple[int, int, str]], moment: float) -> str:
     """Return the phase at a moment, in nanoseconds since the epoch; '' if it is in none of `spans`."""
     index = bisect_right(spans, (moment, float("inf"), "")) - 1
     return spans[index][2] if index >= 0 and spans[index][1] >= moment else ""
+
+
+def read_snapshots(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the newest snapshots by time, each with its `rank`. Files that are not our snapshots are skipped."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("memory-step-*-rank-*.json"))[-MAX_SNAPSHOTS:]:
+        name = SNAPSHOT_NAME.fullmatch(path.name)
+        try:
+            tree = json.loads(read_regular_text(path)) if path.stat().st_size <= MAX_SNAPSHOT_BYTES else None
+        except (OSError, ValueError):
+            continue
+        if name and isinstance(tree, dict) and isinstance(tree.get("time"), int | float):
+            found.append(tree | {"rank": int(name[1]), "file": path.name})
+    yield from sorted(found, key=lambda each: each["time"])

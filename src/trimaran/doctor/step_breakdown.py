@@ -1,6 +1,6 @@
 """Splits the time of a typical step into compute, data, communication, stragglers, bubble and checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, median
@@ -119,6 +119,17 @@ def get_number(line: Line, *path: str) -> float | None:
     for key in path:
         here = here.get(key) if isinstance(here, dict) else None
     return float(here) if isinstance(here, int | float) and not isinstance(here, bool) else None
+
+
+def get_numbers(lines: Iterable[Line], *path: str) -> list[float]:
+    """Return the numbers at `path` of the lines that have one."""
+    return [number for each in lines if (number := get_number(each, *path)) is not None]
+
+
+def get_timed_numbers(lines: Iterable[Line], *path: str) -> list[tuple[float, float]]:
+    """Return (time, number at `path`) of the lines that have both."""
+    pairs = ((get_number(each, "time"), get_number(each, *path)) for each in lines)
+    return [(at, number) for at, number in pairs if at is not None and number is not None]
 
 
 def _comm(evidence: Evidence, steps: Sequence[Line]) -> float:

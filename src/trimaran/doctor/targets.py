@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trimaran.core import show_seconds
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.rules.communication import efficiency
-from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.doctor.step_breakdown import get_number, get_numbers, step_breakdown
 
 RECOVERING_ACTIONS = ("restarted", "replanned", "resized", "rewound")
 MAX_PLAUSIBLE_SECONDS = 24 * 3600.0  # a longer pause is a person's decision
@@ -65,19 +65,22 @@ def check_targets(evidence: Evidence) -> list[TargetCheck]:
 
 def _gpu_busy(evidence: Evidence) -> float | None:
     """Return the mean fraction of time in which the GPUs ran a kernel, while steps were trained."""
-    times = [at for each in evidence.steps if (at := get_number(each, "time")) is not None]
+    times = get_numbers(evidence.steps, "time")
     if not times:
         return None
     samples = [each for each in evidence.samples if times[0] <= (get_number(each, "time") or 0.0) <= times[-1]]
-    gpus = [gpu for each in samples for gpu in each.get("gpus") or () if isinstance(gpu, dict)]
-    used = [value for each in gpus if (value := get_number(each, "utilisation")) is not None]
+    used = get_numbers((gpu for each in samples for gpu in each.get("gpus") or ()), "utilisation")
     return fmean(used) if used else None
 
 
 def _longest_recovery(evidence: Evidence) -> float | None:
     """Return the longest time from an incident to the next finished step, of those that the evidence has."""
-    times = [at for each in evidence.steps if (at := get_number(each, "time")) is not None]
+    times = get_numbers(evidence.steps, "time")
     incidents = [each for each in evidence.incidents if each.get("action") in RECOVERING_ACTIONS]
-    began = [at for each in incidents if (at := get_number(each, "time")) is not None]
-    gaps = [after - at for at in began for before, after in pairwise(sorted(times)) if before <= at < after]
+    gaps = [
+        after - at
+        for at in get_numbers(incidents, "time")
+        for before, after in pairwise(sorted(times))
+        if before <= at < after
+    ]
     return max((each for each in gaps if each <= MAX_PLAUSIBLE_SECONDS), default=None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.cost.collective import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR, Ring, ring_of
-from trimaran.doctor.checks.network import culprits, suspects
+from trimaran.doctor.checks.between_nodes import culprits, suspects
 from trimaran.hardware import Calibration, Cluster
 from trimaran.hardware.calibration import Collectives
 from trimaran.hardware.comm_result import CommCurve, CommPair, CommResult

@@ -265,11 +265,6 @@ def all_reduce_result(facts: Facts) -> CheckResult:
 MIN_FRACTION_OF_CALIBRATION, MIN_FRACTION_OF_LINK, FAIL_FRACTION = 0.7, 0.5, 0.2
 
 
-def bus_bandwidth(num_bytes: int, ranks: int, seconds: float) -> float:
-    """Return the bytes per second that each link carries in an all-reduce of `num_bytes`: 2 (n - 1) / n * bytes / s."""
-    return 2 * (ranks - 1) / ranks * num_bytes / seconds
-
-
 def all_reduce_speed(facts: Facts) -> CheckResult:
     """Compare the bus bandwidth between the ranks of this machine with the expected one."""
     info = CheckInfo("H017", "all-reduce speed")
@@ -279,7 +274,7 @@ def all_reduce_speed(facts: Facts) -> CheckResult:
     answer = measured.all_reduce
     if "seconds" not in answer:
         return info.skipped("the all-reduce did not finish" if answer else "only one device, so there is no all-reduce")
-    rate = bus_bandwidth(answer["bytes"], answer["ranks"], answer["seconds"])
+    rate = 2 * (answer["ranks"] - 1) / answer["ranks"] * answer["bytes"] / answer["seconds"]  # over each link
     what = f"{rate / 1e9:.3g} GB/s bus bandwidth over {answer['ranks']} {answer['backend']} ranks"
     expected, min_fraction, source = _expected_bandwidth(facts.cluster, answer["ranks"])
     evidence = {"bus_bandwidth": rate, "expected": expected}

@@ -22,7 +22,7 @@ from trimaran.doctor.checks.known_variables import (
     known_names,
 )
 from trimaran.doctor.checks.result import CheckInfo, CheckResult, Problem
-from trimaran.doctor.machine_facts import Facts, Versions, version_of
+from trimaran.doctor.machine_facts import Facts, version_of
 from trimaran.hardware.host_limits import openmp_threads
 
 OLDEST_TORCH = "2.11"
@@ -36,13 +36,18 @@ def installed_versions(facts: Facts) -> CheckResult:
     versions = facts.versions
     if not versions.torch:
         return info.fail("torch is not installed", "pip install torch, see https://pytorch.org/get-started")
-    bugs = [_known_bug(row) for row in known_bad() if applies(row, facts)]
-    return info.worst([*_too_old(versions), *_unusable(facts), *bugs], describe(versions), **dict(_installed(versions)))
-
-
-def describe(versions: Versions) -> str:
-    names = {"torch": "torch", "torch_cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
-    return ", ".join(f"{names[name]} {value}" for name, value in _installed(versions) if name in names)
+    problems = _unusable(facts)
+    if not within(versions.torch, f">={OLDEST_TORCH}"):
+        what = f"torch {versions.torch} is older than {OLDEST_TORCH}, the oldest tested version"
+        problems.insert(0, Problem(what, f"pip install 'torch>={OLDEST_TORCH}'"))
+    for row in (each for each in known_bad() if applies(each, facts)):
+        affected = ", ".join(f"{name} {row[name]}" for name in ("torch", "cuda", "nccl", "driver") if name in row)
+        problems.append(Problem(f"{affected}: {row['what']} ({row['source']})", row["fix"]))
+    names = ("torch", "torch_cuda", "nccl", "driver", "driver_cuda")
+    installed = {name: value for name in names if (value := getattr(versions, name))}
+    labels = {"torch": "torch", "torch_cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
+    shown = ", ".join(f"{labels[name]} {value}" for name, value in installed.items() if name in labels)
+    return info.worst(problems, shown, **installed)
 
 
 def applies(row: dict[str, Any], facts: Facts) -> bool:
@@ -59,22 +64,19 @@ def applies(row: dict[str, Any], facts: Facts) -> bool:
 
 def within(version: str, condition: str) -> bool:
     """Whether `version` is in a range such as `>=2.29.7,<2.30.7`; an unknown version is in no range."""
-    have = version_of(version)
-    bounds = CONDITION.findall(condition)
-    return bool(have) and all(COMPARE[sign](*_padded(have, version_of(bound))) for sign, bound in bounds)
+    have, bounds = version_of(version), [(sign, version_of(bound)) for sign, bound in CONDITION.findall(condition)]
+    size = max([len(have), *(len(bound) for _, bound in bounds)])  # 2.11 counts as 2.11.0
+
+    def padded(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return numbers + (0,) * (size - len(numbers))
+
+    return bool(have) and all(COMPARE[sign](padded(have), padded(bound)) for sign, bound in bounds)
 
 
 @cache
 def known_bad() -> tuple[dict[str, Any], ...]:
     """Return the rows of `known_bad.yaml`."""
     return tuple(yaml.safe_load((files("trimaran.doctor.checks") / "known_bad.yaml").read_text()))
-
-
-def _too_old(versions: Versions) -> list[Problem]:
-    if within(versions.torch, f">={OLDEST_TORCH}"):
-        return []
-    return [Problem(f"torch {versions.torch} is older than {OLDEST_TORCH}, the oldest tested version",
-                    f"pip install 'torch>={OLDEST_TORCH}'")]  # fmt: skip
 
 
 def _unusable(facts: Facts) -> list[Problem]:
@@ -115,22 +117,6 @@ def _without_kernels(capabilities: tuple[str, ...], archs: tuple[str, ...]) -> s
             )
             missing |= set() if runs else {name}
     return missing
-
-
-def _known_bug(row: dict[str, Any]) -> Problem:
-    affected = ", ".join(f"{name} {row[name]}" for name in ("torch", "cuda", "nccl", "driver") if name in row)
-    return Problem(f"{affected}: {row['what']} ({row['source']})", row["fix"])
-
-
-def _installed(versions: Versions) -> list[tuple[str, str]]:
-    names = ("torch", "torch_cuda", "nccl", "driver", "driver_cuda")
-    return [(name, getattr(versions, name)) for name in names if getattr(versions, name)]
-
-
-def _padded(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return both with equal lengths: 2.11 becomes 2.11.0."""
-    size = max(len(left), len(right))
-    return left + (0,) * (size - len(left)), right + (0,) * (size - len(right))
 
 
 UNSET_THREADS = "unset OMP_NUM_THREADS: each rank then gets an equal number of cores"

@@ -1,16 +1,16 @@
 """Rules about uneven work: of ranks, pipeline stages and experts."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from trimaran.core import Finding, Plan, Recipe, UserError, show_seconds
+from trimaran.core import Finding, Recipe, UserError, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, PredictedGain, best_patch, predicted_gain
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
-from trimaran.models import ExpertSpec, decoder_of, spec_of
+from trimaran.models import decoder_of, spec_of
 from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
 from trimaran.planner.unequal_rules import can_measure_rows
 from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS
@@ -18,63 +18,16 @@ from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS
 MIN_SLOWDOWN = 1.25  # over the median rank
 MIN_LOST_FRACTION = 0.05  # of a step that all ranks wait
 # Times of a rank's own work. Backward is left out: there a rank may wait for others and look as busy as they are.
-OWN_TIMES = ("forward_seconds", "busy_seconds", "data_seconds")
+COMPUTE_TIMES = ("forward_seconds", "busy_seconds")
+OWN_TIMES = (*COMPUTE_TIMES, "data_seconds")
 # Of the steps, in the earlier and in the later half, in which the same rank must be the slowest; else it is chance or
 # the data. Of two ranks one is always slower.
 MIN_SAME_RANK_FRACTION, MIN_SAME_RANK_FRACTION_OF_TWO = 0.6, 0.8
 MIN_EXPLAINED_BY_TOKENS = 0.5  # of the slowdown, to blame the data
-
-
-def straggler(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F005 for a rank that delays the others: which, by how much, and whether by hardware or data.
-
-    With a pipeline only the supervisor's incidents count, because stages have different work.
-    """
-    measured, mesh = step_breakdown(evidence), evidence.plan.mesh
-    if mesh.world_size == 1 or measured is None:
-        return
-    slowest = [_slowest(evidence, what) for what in OWN_TIMES] if mesh.pp == 1 else []
-    slow = [each for each in slowest if each and each.is_slow(measured)]
-    if not slow:
-        yield from _from_incidents(evidence)
-        return
-    yield _finding(evidence, measured, max(slow, key=lambda each: each.lost))
-
-
-def _finding(evidence: Evidence, measured: StepBreakdown, slow: "SlowRank") -> Finding:
-    tokens = _slowest(evidence, "tokens")
-    token_ratio = tokens.most / tokens.usual if tokens and tokens.rank == slow.rank and tokens.usual else 1.0
-    is_data = token_ratio - 1 > MIN_EXPLAINED_BY_TOKENS * (slow.ratio - 1)
-    why = "it has more tokens than the others" if is_data else _hardware_reason(evidence, slow)
-    balance = is_data and not evidence.recipe.data.samples.balance
-    patch: Patch = {"data.samples.balance": True} if balance else {}
-    gain, effect = min(slow.lost, measured.step) / measured.step, "without it"
-    if not is_data and slow.what != "data_seconds" and can_measure_rows(evidence.plan):
-        patch = valid_patch(evidence.recipe, {"plan.micro_batches": "measured"})
-        gain, effect = _dealt(evidence.plan, slow) / measured.step, "with rows by measured speed"
-    return Finding(
-        code="F005",
-        severity="warning",
-        verdict=f"rank {slow.rank} needs {slow.ratio:.1f} times as long as the others for its own work, and all wait "
-        f"for it {show_seconds(slow.lost)} per step: {why}",
-        culprit=f"rank {slow.rank}",
-        evidence={
-            slow.what: {"median": slow.usual, "max": slow.most, "at": slow.rank},
-            "tokens": {"max_over_median": round(token_ratio, 3)},
-            "kind": "data" if is_data else "hardware",
-        },
-        patch=patch,
-        fix="" if balance else _fix(is_data),
-        expected_effect=f"steps {gain:.0%} shorter {effect}",
-        gain=gain,
-        confidence=0.85,
-    )
-
-
-def _dealt(plan: Plan, slow: "SlowRank") -> float:
-    """Return the seconds of a step that are saved if each data rank has rows in proportion to its speed."""
-    speeds = (plan.mesh.dp - 1) / slow.usual + 1 / slow.most
-    return slow.most - plan.mesh.dp / speeds
+UNEVEN_DATA_FIX = "balance rows over ranks by their cost: pack them, and keep data.samples.balance on"
+SLOW_NODE_FIX = (
+    "check its node with `trimaran doctor`: clocks, other processes, a slow link; if it stays slow, leave it out"
+)
 
 
 class SlowRank(NamedTuple):
@@ -95,6 +48,48 @@ class SlowRank(NamedTuple):
 
     def is_slow(self, measured: StepBreakdown) -> bool:
         return self.ratio >= MIN_SLOWDOWN and self.lost >= MIN_LOST_FRACTION * measured.step
+
+
+def straggler(evidence: Evidence) -> Iterator[Finding]:
+    """Yield F005 for a rank that delays the others: which, by how much, and whether by hardware or data.
+
+    With a pipeline only the supervisor's incidents count, because stages have different work.
+    """
+    measured, plan = step_breakdown(evidence), evidence.plan
+    if plan.mesh.world_size == 1 or measured is None:
+        return
+    slow = _slow_rank(evidence, OWN_TIMES)
+    if slow is None:
+        yield from _from_incidents(evidence)
+        return
+    tokens = _slowest(evidence, "tokens")
+    token_ratio = tokens.most / tokens.usual if tokens and tokens.rank == slow.rank and tokens.usual else 1.0
+    is_data = token_ratio - 1 > MIN_EXPLAINED_BY_TOKENS * (slow.ratio - 1)
+    why = "it has more tokens than the others" if is_data else _hardware_reason(evidence, slow)
+    balance = is_data and not evidence.recipe.data.samples.balance
+    patch: Patch = {"data.samples.balance": True} if balance else {}
+    gain, effect = min(slow.lost, measured.step) / measured.step, "without it"
+    if not is_data and slow.what != "data_seconds" and can_measure_rows(plan):
+        patch = valid_patch(evidence.recipe, {"plan.micro_batches": "measured"})
+        speeds = (plan.mesh.dp - 1) / slow.usual + 1 / slow.most  # each data rank has rows in proportion to its speed
+        gain, effect = (slow.most - plan.mesh.dp / speeds) / measured.step, "with rows by measured speed"
+    yield Finding(
+        code="F005",
+        severity="warning",
+        verdict=f"rank {slow.rank} needs {slow.ratio:.1f} times as long as the others for its own work, and all wait "
+        f"for it {show_seconds(slow.lost)} per step: {why}",
+        culprit=f"rank {slow.rank}",
+        evidence={
+            slow.what: {"median": slow.usual, "max": slow.most, "at": slow.rank},
+            "tokens": {"max_over_median": round(token_ratio, 3)},
+            "kind": "data" if is_data else "hardware",
+        },
+        patch=patch,
+        fix="" if balance else UNEVEN_DATA_FIX if is_data else SLOW_NODE_FIX,
+        expected_effect=f"steps {gain:.0%} shorter {effect}",
+        gain=gain,
+        confidence=0.85,
+    )
 
 
 def _slowest(evidence: Evidence, what: str) -> SlowRank | None:
@@ -120,11 +115,16 @@ def _slowest(evidence: Evidence, what: str) -> SlowRank | None:
 
 def slow_computer(evidence: Evidence) -> SlowRank | None:
     """Return the rank whose compute all others wait for; None if there is none, or with a pipeline."""
-    measured = step_breakdown(evidence)
-    if measured is None or evidence.plan.mesh.pp > 1 or evidence.plan.mesh.world_size == 1:
+    return _slow_rank(evidence, COMPUTE_TIMES)
+
+
+def _slow_rank(evidence: Evidence, times: Sequence[str]) -> SlowRank | None:
+    """Return the rank that delays the others most by one of these times; None if there is none, or with a pipeline."""
+    measured, mesh = step_breakdown(evidence), evidence.plan.mesh
+    if measured is None or mesh.pp > 1 or mesh.world_size == 1:
         return None
-    found = [_slowest(evidence, what) for what in OWN_TIMES if what != "data_seconds"]
-    return max((each for each in found if each and each.is_slow(measured)), key=lambda each: each.lost, default=None)
+    found = (each for what in times if (each := _slowest(evidence, what)) and each.is_slow(measured))
+    return max(found, key=lambda each: each.lost, default=None)
 
 
 def _from_incidents(evidence: Evidence) -> Iterator[Finding]:
@@ -140,13 +140,13 @@ def _from_incidents(evidence: Evidence) -> Iterator[Finding]:
             verdict=str(incident.get("what", f"rank {suspects} is slow")),
             culprit=", ".join(f"rank {each}" for each in suspects),
             evidence={"slowdown": slowdown, "kind": "hardware", "incident": incident.get("id")},
-            fix=_fix(is_data=False),
+            fix=SLOW_NODE_FIX,
             gain=1 - 1 / slowdown if slowdown and slowdown > 1 else None,
             confidence=0.8,
         )
 
 
-def _hardware_reason(evidence: Evidence, slow: "SlowRank") -> str:
+def _hardware_reason(evidence: Evidence, slow: SlowRank) -> str:
     """Return why a rank is slow that has no more work than the others, as far as the samples show."""
     if slow.what == "data_seconds":
         return "its batches arrive late"
@@ -159,12 +159,6 @@ def _hardware_reason(evidence: Evidence, slow: "SlowRank") -> str:
     if reasons:
         return f"its node's GPUs are throttled ({reasons.most_common(1)[0][0].replace('_', ' ')})"
     return "it has as much work as the others, so its device or its node is slow"
-
-
-def _fix(is_data: bool) -> str:
-    if is_data:
-        return "balance rows over ranks by their cost: pack them, and keep data.samples.balance on"
-    return "check its node with `trimaran doctor`: clocks, other processes, a slow link; if it stays slow, leave it out"
 
 
 MIN_IMBALANCE_RATIO = 1.15  # of the busiest rank's work over the mean
@@ -180,14 +174,15 @@ def imbalance(evidence: Evidence) -> Iterator[Finding]:
     if ratio is None or ratio < MIN_IMBALANCE_RATIO or gain < MIN_GAIN_FRACTION:
         return
     samples = evidence.recipe.data.samples
-    patch: dict[str, object] = {} if samples.balance else {"data.samples.balance": True}
+    has_patches = any(get_number(each, "rows", "patches") for each in evidence.steps[-measured.steps :])
+    patch: Patch = {} if samples.balance else {"data.samples.balance": True}
     if not patch and samples.batching == "pad":
         patch = {"data.samples.batching": "pack"}
     yield Finding(
         code="F013",
         severity="warning",
         verdict=f"the busiest rank has {ratio:.2f} times the mean work of a step, and the others wait",
-        culprit=_what(evidence, measured),
+        culprit="image patches" if has_patches else "tokens",
         evidence={"slowest_over_mean": round(ratio, 3), "balance": samples.balance, "batching": samples.batching},
         patch=patch,
         fix=""
@@ -212,11 +207,6 @@ def _ratio(evidence: Evidence) -> float | None:
             by_tokens.append(most / usual)
     ratios = by_cost or by_tokens
     return median(ratios) if ratios else None
-
-
-def _what(evidence: Evidence, measured: StepBreakdown) -> str:
-    patches = any(get_number(each, "rows", "patches") for each in evidence.steps[-measured.steps :])
-    return "image patches" if patches else "tokens"
 
 
 MIN_MEASURED_STEPS = 8  # whose stages were measured under the present cut
@@ -331,7 +321,8 @@ MAX_BALANCE = 1.0
 
 def expert_collapse(evidence: Evidence) -> Iterator[Finding]:
     """Yield F076 if for many steps many experts got no token, or few experts got nearly all."""
-    routers = [each["router"] for each in evidence.steps if each["step"] > FIRST_STEPS and _is_router(each)]
+    late = [each.get("router") for each in evidence.steps if each["step"] > FIRST_STEPS]
+    routers = [each for each in late if isinstance(each, dict) and {"idle", "entropy"} <= each.keys()]
     if len(routers) < WINDOW_STEPS:
         return
     idle, entropy = (median(float(each[name]) for each in routers[-WINDOW_STEPS:]) for name in ("idle", "entropy"))
@@ -344,20 +335,19 @@ def expert_collapse(evidence: Evidence) -> Iterator[Finding]:
         f"loads is {entropy:.2f} of the largest possible: the routers use few experts",
         culprit="the routers",
         evidence={"idle": idle, "entropy": entropy, "imbalance": routers[-1].get("imbalance")},
-        patch=_patch(evidence.recipe),
+        patch=_stronger_balance(evidence.recipe),
         expected_effect="tokens are spread over more experts within some hundred steps",
         confidence=0.8,
     )
 
 
-def _is_router(step: dict) -> bool:
-    router = step.get("router")
-    return isinstance(router, dict) and {"idle", "entropy"} <= router.keys()
-
-
-def _patch(recipe: Recipe) -> Patch:
-    """Return a stronger balance: a faster correction bias where there is one, else ten times the balance loss."""
-    experts = _experts(recipe)
+def _stronger_balance(recipe: Recipe) -> Patch:
+    """Return the patch: a faster correction bias where there is one, else ten times the balance loss."""
+    try:
+        decoder = decoder_of(spec_of(recipe.model))
+    except UserError:
+        return {}
+    experts = None if decoder is None else decoder.block.experts
     if experts is None:
         return {}
     if experts.router.correction:
@@ -365,11 +355,3 @@ def _patch(recipe: Recipe) -> Patch:
         return valid_patch(recipe, {"model.shape.experts.router.correction_rate": rate})
     balance = min(MAX_BALANCE, max(USUAL_BALANCE, 10 * experts.balance))
     return valid_patch(recipe, {"model.shape.experts.balance": balance})
-
-
-def _experts(recipe: Recipe) -> ExpertSpec | None:
-    try:
-        decoder = decoder_of(spec_of(recipe.model))
-    except UserError:
-        return None
-    return None if decoder is None else decoder.block.experts

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from trimaran.core import Finding, Plan, Prediction, show_seconds
+from trimaran.core import Finding, Plan, show_seconds
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.plan import WORLD, data_axis, predicted_comm
 from trimaran.cost.collective import ring_of
@@ -15,7 +15,14 @@ from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, best_patch,
 from trimaran.doctor.rules.balance import imbalance, straggler, uneven_stages
 from trimaran.doctor.rules.data import data_bound
 from trimaran.doctor.rules.storage import checkpoint_stall
-from trimaran.doctor.step_breakdown import StepBreakdown, get_number, phase_seconds, steady_steps, step_breakdown
+from trimaran.doctor.step_breakdown import (
+    StepBreakdown,
+    get_number,
+    get_numbers,
+    phase_seconds,
+    steady_steps,
+    step_breakdown,
+)
 from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE
 from trimaran.planner.neighbours import larger_micro_batch
 
@@ -35,7 +42,11 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
         return
     prediction = forecast(question, evidence.plan) if question else evidence.plan.prediction
     expected = prediction.time.get("comm", 0.0) if prediction else 0.0
-    slow = prediction is not None and _is_slow(measured, prediction)
+    slow = False
+    if prediction is not None:
+        # If compute exceeds its prediction as well, cores or clocks are the cause: ranks wait for each other.
+        compute_slowdown = max(1.0, measured.compute / (prediction.step_seconds - expected))
+        slow = measured.comm > SLOW_NETWORK_FACTOR * compute_slowdown * expected + 0.1 * measured.step
     if DEVICE_TRAITS[kind].shares_cores and not slow:
         return
     best = best_patch(evidence, measured, _candidates(evidence.plan))
@@ -68,16 +79,6 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
         gain=best.gain if best else None,
         confidence=0.9 if any("waits" in each for each in evidence.steps) else 0.7,
     )
-
-
-def _is_slow(measured: StepBreakdown, prediction: Prediction) -> bool:
-    """Whether communication exceeds its prediction by far more than compute does.
-
-    If both do, cores or clocks are the cause: ranks wait for each other.
-    """
-    expected = prediction.time.get("comm", 0.0)
-    compute_slowdown = max(1.0, measured.compute / (prediction.step_seconds - expected))
-    return measured.comm > SLOW_NETWORK_FACTOR * compute_slowdown * expected + 0.1 * measured.step
 
 
 def _candidates(plan: Plan) -> Iterator[Patch]:
@@ -116,8 +117,11 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
     if measured is None or question is None or not is_ddp or plan.comm.compression not in WIDTHS:
         return
     mesh, is_cpu = plan.mesh, question.cluster.device.traits.shares_cores
-    if is_cpu and _has_idle_cores(evidence):
-        question, backward = with_measured_links(question, plan, measured), _backward(evidence)
+    busy_cores = get_numbers(evidence.samples, "cpu")
+    # Backward of the last micro-batch, which can overlap with the all-reduce.
+    if is_cpu and busy_cores and median(busy_cores) < MAX_BUSY_CORES_FRACTION:
+        question = with_measured_links(question, plan, measured)
+        backward = median(phase_seconds(each, "backward") for each in steady_steps(evidence)) / plan.grad_accum
     else:
         backward = 0.0 if is_cpu else forecast(question, plan).time["backward"] / plan.grad_accum
     ring = ring_of(question.cluster.levels, mesh.data, mesh.tp)
@@ -139,29 +143,13 @@ def bucket(evidence: Evidence) -> Iterator[Finding]:
         verdict=f"gradients are reduced in {plural(count, 'bucket')} of {plan.comm.bucket_mb} MiB, which is too "
         + ("small: each bucket costs a latency" if small else "large: the last bucket does not overlap with backward"),
         culprit=f"plan.comm.bucket_mb={plan.comm.bucket_mb}",
-        evidence={
-            "pieces": count,
-            "gradient_bytes": num_bytes,
-            "comm_seconds": waited,
-            "exposed_now": now,
-            "exposed_then": then,
-        },
+        evidence={"pieces": count, "gradient_bytes": num_bytes, "comm_seconds": waited, "exposed_now": now,
+                  "exposed_then": then},
         patch={"plan.comm.bucket_mb": best},
         expected_effect=f"steps {saved / measured.step:.0%} shorter",
         gain=saved / measured.step,
         confidence=0.6,
-    )
-
-
-def _has_idle_cores(evidence: Evidence) -> bool:
-    """Whether the samples show idle cores for gloo's threads; False without samples."""
-    busy = [used for each in evidence.samples if (used := get_number(each, "cpu")) is not None]
-    return bool(busy) and median(busy) < MAX_BUSY_CORES_FRACTION
-
-
-def _backward(evidence: Evidence) -> float:
-    """Return how long backward of the last micro-batch takes, which can overlap with the all-reduce."""
-    return median(phase_seconds(each, "backward") for each in steady_steps(evidence)) / evidence.plan.grad_accum
+    )  # fmt: skip
 
 
 MIN_LOST_FRACTION = 0.2  # of the ranks' time
@@ -196,8 +184,10 @@ def scaling(evidence: Evidence) -> Iterator[Finding]:
         (part, each) for part in largest_first for rule in RULES_BY_CAUSE.get(part, ()) for each in rule(evidence)
     )
     part, cause = next(causes, (worst, None))
-    if (cause is None or part != worst) and evidence.reference is None and _shares_cores(evidence):
-        return
+    if (cause is None or part != worst) and evidence.reference is None:
+        question = evidence.planner_inputs()
+        if question is not None and question.cluster.device.traits.shares_cores:
+            return  # ranks that share cores wait for each other: only the machine is the cause
     yield Finding(
         code="F014",
         severity="warning",
@@ -220,12 +210,6 @@ def efficiency(evidence: Evidence) -> float | None:
     """Return the fraction of a step in which ranks compute, or their throughput relative to the reference run."""
     lost = _losses(evidence)
     return None if lost is None else 1 - sum(lost.values())
-
-
-def _shares_cores(evidence: Evidence) -> bool:
-    """Whether ranks share CPU cores: then they wait for each other, and only the machine is the cause."""
-    question = evidence.planner_inputs()
-    return question is not None and question.cluster.device.traits.shares_cores
 
 
 def _losses(evidence: Evidence) -> dict[str, float] | None:

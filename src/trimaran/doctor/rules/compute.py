@@ -11,7 +11,7 @@ from trimaran.cost import predict
 from trimaran.cost.time_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch
-from trimaran.doctor.step_breakdown import StepBreakdown, get_number, steady_steps, step_breakdown
+from trimaran.doctor.step_breakdown import StepBreakdown, get_number, get_numbers, steady_steps, step_breakdown
 from trimaran.planner.neighbours import fewer_launches, larger_micro_batches
 
 MIN_LAUNCH_FRACTION = 0.15  # of compute time
@@ -29,15 +29,15 @@ def launch_bound(evidence: Evidence) -> Iterator[Finding]:
         return
     job, plan = question.job, evidence.plan
     free = replace(job, stack=replace(job.stack, time=replace(job.stack.time, host=NO_HOST_OVERHEAD)))
-    with_host, without = (_compute_seconds(predict(each, question.cluster, plan).time) for each in (job, free))
+    times = (predict(each, question.cluster, plan).time for each in (job, free))
+    with_host, without = (time["forward"] + time["backward"] for time in times)
     fraction = 1 - without / with_host
     if fraction < MIN_LAUNCH_FRACTION or measured.compute < MIN_FRACTION_OF_PREDICTION * with_host:
         return
     best = best_patch(evidence, measured, [*larger_micro_batches(plan), *fewer_launches(plan)])
     if best is None:
         return
-    utilisation = [get_number(gpu, "utilisation") for each in evidence.samples for gpu in each.get("gpus") or ()]
-    seen = [each for each in utilisation if each is not None]
+    seen = get_numbers((gpu for each in evidence.samples for gpu in each.get("gpus") or ()), "utilisation")
     yield Finding(
         code="F003",
         severity="warning",
@@ -59,13 +59,13 @@ def launch_bound(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _compute_seconds(time: dict[str, Seconds]) -> float:
-    return time["forward"] + time["backward"]
-
-
 MIN_BOUND_FRACTION = 0.8  # of the steps, in which the device waited for its host
 MIN_HOST_FRACTION = 0.75  # of a step without data and checkpoints
 MAX_HOST_SECONDS = 0.015  # that issuing a step takes where no setting is left to change
+BUSY_HOST_FIX = (
+    "look for other processes on the host's cores, and with `trimaran profile` for what the host does in a step; a "
+    "larger train.global_batch with a larger micro-batch gives the device more to do"
+)
 
 
 def host_limit(evidence: Evidence) -> Iterator[Finding]:
@@ -75,17 +75,19 @@ def host_limit(evidence: Evidence) -> Iterator[Finding]:
     that its device has waited: there the host is the device.
     """
     steps, measured = steady_steps(evidence), step_breakdown(evidence)
-    host = [seconds for each in steps if (seconds := get_number(each, "host_seconds")) is not None]
+    host = get_numbers(steps, "host_seconds")
     if measured is None or not host:
         return
     bound_fraction = fmean(each.get("host_bound") is True for each in steps)
     host_seconds, computing = median(host), measured.step - measured.data - measured.checkpoint
     if bound_fraction < MIN_BOUND_FRACTION or host_seconds < MIN_HOST_FRACTION * computing:
         return
-    settings = _settings(evidence.plan)
+    plan = evidence.plan
+    switches = [f"{field}={str(value).lower()}" for patch in fewer_launches(plan) for field, value in patch.items()]
+    settings = [*switches, *(["a larger plan.micro_batch with less plan.grad_accum"] if plan.grad_accum > 1 else [])]
     if any(launch_bound(evidence)) or (not settings and host_seconds <= MAX_HOST_SECONDS):
         return
-    best = best_patch(evidence, measured, [*larger_micro_batches(evidence.plan), *fewer_launches(evidence.plan)])
+    best = best_patch(evidence, measured, [*larger_micro_batches(plan), *fewer_launches(plan)])
     yield Finding(
         code="F016",
         severity="warning",
@@ -96,29 +98,14 @@ def host_limit(evidence: Evidence) -> Iterator[Finding]:
             "host_seconds": host_seconds,
             "step_seconds": measured.step,
             "bound_share": round(bound_fraction, 4),
-            "micro_batch": evidence.plan.micro_batch,
-            "grad_accum": evidence.plan.grad_accum,
+            "micro_batch": plan.micro_batch,
+            "grad_accum": plan.grad_accum,
         },
         patch=best.patch if best else {},
-        fix="" if best else _fix(settings),
+        fix="" if best else f"try {', or '.join(settings)}" if settings else BUSY_HOST_FIX,
         expected_effect=best.effect if best else "",
         gain=best.gain if best else None,
         confidence=0.8,
-    )
-
-
-def _settings(plan: Plan) -> list[str]:
-    """Return the settings that may let the host issue a step faster, as text."""
-    switches = [f"{field}={str(value).lower()}" for patch in fewer_launches(plan) for field, value in patch.items()]
-    return [*switches, *(["a larger plan.micro_batch with less plan.grad_accum"] if plan.grad_accum > 1 else [])]
-
-
-def _fix(settings: list[str]) -> str:
-    if settings:
-        return f"try {', or '.join(settings)}"
-    return (
-        "look for other processes on the host's cores, and with `trimaran profile` for what the host does in a step; a "
-        "larger train.global_batch with a larger micro-batch gives the device more to do"
     )
 
 
@@ -142,24 +129,18 @@ def host_sync(evidence: Evidence) -> Iterator[Finding]:
             verdict=f"the host waits for the device {waits:.0f} times in the forward and backward of a step, "
             f"{seconds * 1e3:.1f} ms in total, and launches no kernels meanwhile",
             culprit=place,
-            evidence={
-                "waits_a_step": round(waits, 2),
-                "by_call": trace["waits"],
-                "places": trace["places"],
-                "trace": trace["file"],
-            },
+            evidence={"waits_a_step": round(waits, 2), "by_call": trace["waits"], "places": trace["places"],
+                      "trace": trace["file"]},
             fix="keep values on the device: no .item(), .tolist(), .cpu(), print or `if tensor:` in forward, a loss "
             "or a hook",
             confidence=0.85,
-        )
+        )  # fmt: skip
         return
 
 
 MIN_MEMORY_FRACTION = 0.25  # of compute time that waits for memory
-MIN_PREDICTION_RATIO, MAX_PREDICTION_RATIO = (
-    0.8,
-    1.3,
-)  # of measured over predicted compute; else the model is wrong here
+# Of measured over predicted compute; else the model is wrong here.
+MIN_PREDICTION_RATIO, MAX_PREDICTION_RATIO = 0.8, 1.3
 
 
 def memory_bound(evidence: Evidence) -> Iterator[Finding]:
@@ -174,7 +155,7 @@ def memory_bound(evidence: Evidence) -> Iterator[Finding]:
     fraction, ratio = 1 - without_memory / now, measured.compute / now
     if fraction < MIN_MEMORY_FRACTION or not MIN_PREDICTION_RATIO <= ratio <= MAX_PREDICTION_RATIO:
         return
-    best = best_patch(evidence, measured, _candidates(evidence))
+    best = best_patch(evidence, measured, _fewer_bytes(evidence.plan))
     if best is None:
         return
     yield Finding(
@@ -195,9 +176,8 @@ def memory_bound(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _candidates(evidence: Evidence) -> Iterator[Patch]:
+def _fewer_bytes(plan: Plan) -> Iterator[Patch]:
     """Yield patches that move fewer bytes for the same arithmetic."""
-    plan = evidence.plan
     yield from larger_micro_batches(plan)
     if not plan.compile:
         yield {"plan.compile": True}
@@ -227,7 +207,7 @@ def recompilations(evidence: Evidence) -> Iterator[Finding]:
     total = sum(each["step_seconds"] for each in steps)
     lost = sum(max(0.0, each["step_seconds"] - usual) for each in steps if each["step"] in at)
     shapes = "size" in why and evidence.recipe.data.samples.batching != "pack"
-    patch: dict[str, object] = {"data.samples.batching": "pack"} if shapes else {"plan.compile": False}
+    patch: Patch = {"data.samples.batching": "pack"} if shapes else {"plan.compile": False}
     gain = lost / total if total else None
     yield Finding(
         code="F008",
@@ -257,10 +237,11 @@ def prediction_off(evidence: Evidence) -> Iterator[Finding]:
     measured, prediction = step_breakdown(evidence), evidence.plan.prediction
     if measured is None or prediction is None:
         return
-    yield from _seconds(evidence, measured, prediction)
-    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
+    on_cpu = prediction.source.startswith("cpu ")
+    yield from _slow_steps(evidence, measured, prediction, on_cpu=on_cpu)
+    peak = max(get_numbers(evidence.steps, "peak_bytes"), default=0.0)
     over = peak / prediction.peak_bytes - 1 if prediction.peak_bytes else 0.0
-    if not _on_cpu(prediction) and over > MIN_ERROR_BARS * prediction.error:
+    if not on_cpu and over > MIN_ERROR_BARS * prediction.error:
         yield Finding(
             code="F015",
             severity="note",
@@ -273,29 +254,35 @@ def prediction_off(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _seconds(evidence: Evidence, measured: StepBreakdown, prediction: Prediction) -> Iterator[Finding]:
+def _slow_steps(
+    evidence: Evidence, measured: StepBreakdown, prediction: Prediction, *, on_cpu: bool
+) -> Iterator[Finding]:
     """Yield a finding about step time. Waits for data and checkpoints are left out, as in the prediction.
 
     CPU cores are shared with other programs, so on a CPU the node's samples must be there.
     """
-    took = measured.step - measured.data - measured.checkpoint
-    off, cpu = took / prediction.step_seconds - 1, _on_cpu(prediction)
-    others = _others(evidence)
-    bar = (CPU_MIN_ERROR_BARS if cpu and not others else MIN_ERROR_BARS) * prediction.error
-    if abs(off) <= bar or (cpu and (off < 0 or prediction.step_seconds < CPU_MIN_STEP_SECONDS or not evidence.samples)):
+    took, time = measured.step - measured.data - measured.checkpoint, prediction.time
+    off, others = took / prediction.step_seconds - 1, _cores_of_others(evidence)
+    if abs(off) <= (CPU_MIN_ERROR_BARS if on_cpu and not others else MIN_ERROR_BARS) * prediction.error:
         return
+    if on_cpu and (off < 0 or prediction.step_seconds < CPU_MIN_STEP_SECONDS or not evidence.samples):
+        return
+    waits = time.get("comm", 0.0) + time.get("bubble", 0.0)
+    excess_wait = measured.comm + measured.straggler + measured.bubble - waits
+    excess_compute = measured.compute - (prediction.step_seconds - waits)
+    part = "communication" if excess_wait > excess_compute else "compute"
     yield Finding(
         code="F015",
         severity="warning" if off > 0 else "note",
         verdict=f"a step takes {show_seconds(took)}, but {show_seconds(prediction.step_seconds)} was predicted: "
         f"{off:+.0%} with an error bar of {prediction.error:.0%}",
-        culprit="other processes" if others else _culprit(measured, prediction),
+        culprit="other processes" if others else part,
         evidence={
             "step_seconds": took,
             "predicted": prediction.step_seconds,
             "error": prediction.error,
             "measured": measured.fractions,
-            "predicted_time": dict(prediction.time),
+            "predicted_time": dict(time),
             **({"cores_of_others": round(others, 2)} if others else {}),
         },
         fix="stop the other programs on these nodes" if others else CALIBRATE,
@@ -303,15 +290,7 @@ def _seconds(evidence: Evidence, measured: StepBreakdown, prediction: Prediction
     )
 
 
-def _culprit(measured: StepBreakdown, prediction: Prediction) -> str:
-    """Return the part of a step that exceeds its prediction most."""
-    time = prediction.time
-    waits = time.get("comm", 0.0) + time.get("bubble", 0.0)
-    excess_wait = measured.comm + measured.straggler + measured.bubble - waits
-    return "communication" if excess_wait > measured.compute - (prediction.step_seconds - waits) else "compute"
-
-
-def _others(evidence: Evidence) -> float:
+def _cores_of_others(evidence: Evidence) -> float:
     """Return how many cores other processes use on the busiest node; 0 if at most half a core."""
     found: dict[object, list[float]] = {}
     for sample in evidence.samples:
@@ -326,10 +305,6 @@ def _others(evidence: Evidence) -> float:
         found.setdefault(sample.get("node"), []).append(cpu * cores - ours)
     most = max((median(each) for each in found.values()), default=0.0)
     return most if most > 0.5 else 0.0
-
-
-def _on_cpu(prediction: Prediction) -> bool:
-    return prediction.source.startswith("cpu ")
 
 
 def debug_on(evidence: Evidence) -> Iterator[Finding]:

@@ -7,16 +7,27 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from trimaran.core import Finding, show_seconds
-from trimaran.doctor.evidence import Evidence, Line
+from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import ended_run, incidents_of
-from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION
-from trimaran.doctor.step_breakdown import StepBreakdown, data_wait_seconds, get_number, steady_steps, step_breakdown
+from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch
+from trimaran.doctor.step_breakdown import (
+    StepBreakdown,
+    data_wait_seconds,
+    get_number,
+    get_numbers,
+    steady_steps,
+    step_breakdown,
+)
 
 MIN_WAIT_FRACTION = 0.1  # of the time
 MIN_WAITING_STEPS_FRACTION = 0.05  # a single slow read of a disk is no diagnosis
 MIN_STEP_WAIT_FRACTION = 0.02  # of a step, to count it as waiting
 LOADER_HEADROOM = 1.25  # loader throughput over the average need, as in the loader's tuner
 MAX_WORKERS_IF_CORES_UNKNOWN = 8  # per rank
+NO_CORES_FIX = (
+    "there are no free cores for more loader processes: prepare the data in advance (tokenised shards, "
+    "smaller images), put it on a faster disk, or give the node more cores"
+)
 BUSY_LOADER_FRACTION = 0.85  # of a core: a loader process that computes all the time
 # A loader that waits for its storage needs little of a core, so that there may be more processes than free cores.
 MIN_LOADER_CORES, MIN_SPARE_CORES = 0.05, 0.5  # of each process, and for all processes of a rank
@@ -31,9 +42,10 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
     waiting = [each for each in steps if data_wait_seconds(each) > MIN_STEP_WAIT_FRACTION * each["step_seconds"]]
     if len(waiting) < MIN_WAITING_STEPS_FRACTION * len(steps):
         return
-    workers = _workers(evidence, waiting)
-    busy = _busy(evidence) if workers else _busy_thread(evidence, measured)
-    patch, gain = _patch(evidence, measured, workers, busy)
+    pinned = evidence.recipe.data.workers if isinstance(evidence.recipe.data.workers, int) else 0
+    workers = int([pinned, *get_numbers(waiting, "loader", "workers")][-1])  # the run may have tuned the number
+    busy = _cores_of_loader(evidence, measured, workers)
+    patch, gain = _more_workers(evidence, measured, workers, busy)
     who = f"{workers} loader processes" if workers > 1 else "1 loader process" if workers else "the loader thread"
     facts = {"data_share": round(measured.fraction("data"), 4), "data_seconds": measured.data, "workers": workers}
     yield Finding(
@@ -44,19 +56,28 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
         culprit=who,
         evidence=facts | ({"loader_busy": round(busy, 3)} if busy is not None else {}) | {"steps": measured.steps},
         patch=patch,
-        fix=""
-        if patch
-        else "there are no free cores for more loader processes: prepare the data in advance (tokenised shards, "
-        "smaller images), put it on a faster disk, or give the node more cores",
+        fix="" if patch else NO_CORES_FIX,
         expected_effect=f"steps {gain:.0%} shorter" if patch else "",
         gain=gain if patch else None,
         confidence=0.95 if busy is None or busy > BUSY_LOADER_FRACTION else 0.8,
     )
 
 
-def _patch(
+def _cores_of_loader(evidence: Evidence, measured: StepBreakdown, workers: int) -> float | None:
+    """Return the cores that a loader process used, or the loader thread while its rank waited; None without samples."""
+    ranks = [rank for each in evidence.samples for rank in (each.get("ranks") or {}).values()]
+    if not workers:
+        used, waited = get_numbers(ranks, "cpu"), measured.fraction("data")
+        return min(1.0, max(0.0, median(used) - (1 - waited)) / waited) if used and waited else None
+    pinned = evidence.recipe.data.workers
+    counts = [pinned if isinstance(pinned, int) else 0, *filter(None, get_numbers(evidence.steps, "loader", "workers"))]
+    used = get_numbers(ranks, "loader_cpu")
+    return min(1.0, fmean(used) / counts[-1]) if used and counts[-1] else None
+
+
+def _more_workers(
     evidence: Evidence, measured: StepBreakdown, workers: int, loader_cores: float | None
-) -> tuple[dict[str, object], float]:
+) -> tuple[Patch, float]:
     """Return the number of workers that keeps up with the trainer, or the most that the cores allow, and its gain.
 
     A waiting trainer runs at the loader's rate, so loading a batch takes one worker `workers` steps.
@@ -68,14 +89,6 @@ def _patch(
     given = max(1, min(wanted, MAX_WORKERS_IF_CORES_UNKNOWN if limit is None else limit))
     gain = 1 - max(busy, load_seconds / given) / measured.step
     return ({"data.workers": given}, gain) if gain >= MIN_GAIN_FRACTION else ({}, 0.0)
-
-
-def _workers(evidence: Evidence, waiting: list[Line]) -> int:
-    """Return the latest number of loader processes per rank."""
-    counts = [get_number(each, "loader", "workers") for each in waiting]
-    if known := [each for each in counts if each is not None]:
-        return int(known[-1])
-    return evidence.recipe.data.workers if isinstance(evidence.recipe.data.workers, int) else 0
 
 
 def _max_workers(evidence: Evidence, loader_cores: float | None) -> int | None:
@@ -94,32 +107,6 @@ def _max_workers(evidence: Evidence, loader_cores: float | None) -> int | None:
     return max(min(limits), min(waiting, MAX_WORKERS_IF_CORES_UNKNOWN))
 
 
-def _busy_thread(evidence: Evidence, measured: StepBreakdown) -> float | None:
-    """Return the cores that the loader thread of a rank used while the rank waited for it; None without samples."""
-    used = [
-        cores
-        for each in evidence.samples
-        for rank in (each.get("ranks") or {}).values()
-        if (cores := get_number(rank, "cpu")) is not None
-    ]
-    waited = measured.fraction("data")
-    return min(1.0, max(0.0, median(used) - (1 - waited)) / waited) if used and waited else None
-
-
-def _busy(evidence: Evidence) -> float | None:
-    """Return the mean cores that each loader process used; None without samples."""
-    used_cores = [
-        used
-        for each in evidence.samples
-        for rank in (each.get("ranks") or {}).values()
-        if (used := get_number(rank, "loader_cpu")) is not None
-    ]
-    workers = evidence.recipe.data.workers
-    loaders = [get_number(each, "loader", "workers") for each in evidence.steps if "loader" in each]
-    count = next((each for each in reversed(loaders) if each), workers if isinstance(workers, int) else None)
-    return min(1.0, fmean(used_cores) / count) if used_cores and count else None
-
-
 MIN_PADDING_FRACTION = 0.15  # of positions; packing leaves a few percent
 PACKED_PADDING_FRACTION = 0.05  # that packing leaves at most, if samples are much shorter than a row
 
@@ -132,22 +119,23 @@ def padding(evidence: Evidence) -> Iterator[Finding]:
     total = padded + sum(get_number(each, "tokens") or 0.0 for each in rows)
     if measured is None or not total or padded < MIN_PADDING_FRACTION * total:
         return
-    batching = evidence.recipe.data.samples.batching
-    fraction = padded / total
+    batching, fraction = evidence.recipe.data.samples.batching, padded / total
     gain = (fraction - PACKED_PADDING_FRACTION) * measured.fraction("compute")
+    is_packed = batching == "pack"
+    fix = (
+        f"rows of {evidence.recipe.data.seq_len} tokens do not suit these samples: make data.seq_len a multiple of "
+        "their typical length"
+    )
     yield Finding(
         code="F012",
         severity="warning",
         verdict=f"{fraction:.0%} of the computed positions are padding",
         culprit=f"data.samples.batching={batching}",
         evidence={"padding_share": round(fraction, 4), "padding_a_step": padded / len(rows), "batching": batching},
-        patch={"data.samples.batching": "pack"} if batching != "pack" else {},
-        fix=""
-        if batching != "pack"
-        else f"rows of {evidence.recipe.data.seq_len} tokens do not suit these samples: make "
-        "data.seq_len a multiple of their typical length",
-        expected_effect=f"{gain:.0%} less compute for the same samples" if batching != "pack" else "",
-        gain=gain if batching != "pack" else None,
+        patch={} if is_packed else {"data.samples.batching": "pack"},
+        fix=fix if is_packed else "",
+        expected_effect="" if is_packed else f"{gain:.0%} less compute for the same samples",
+        gain=None if is_packed else gain,
         confidence=0.9,
     )
 

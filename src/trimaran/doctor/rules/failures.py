@@ -4,16 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import (
-    ended_run,
-    incident_facts,
-    incident_severity,
-    incidents_of,
-    plural,
-    rank_names,
-    valid_patch,
-    was_passed,
-)
+from trimaran.doctor.evidence_queries import ended_run, incident_severity, incidents_of, plural, rank_names, valid_patch
 from trimaran.doctor.predicted_gain import Patch
 
 
@@ -24,44 +15,39 @@ def hang(evidence: Evidence) -> Iterator[Finding]:
         return
     last = incidents[-1]
     files = [str(each) for each in (last.get("evidence") or {}).get("files", ())]
-    facts = incident_facts(last)
-    passed = was_passed(evidence, last)
+    facts = _facts(last)
+    effect, confidence = "", 0.9 if last.get("suspects") else 0.5
+    if not ended_run(last) and not _was_passed(evidence, last):
+        effect = "the run has not got past this point yet, and may hang there again until this is fixed"
+    elif not ended_run(last) and len(incidents) > 1:
+        effect, confidence = "the run later got past this point, but it hung more than once", 0.5
+    elif not ended_run(last):
+        effect = "the run later got past this point: the cause may have been the machine, and need not come back"
+        confidence = 0.3
     yield Finding(
         code="F063",
         severity=incident_severity(incidents),
         verdict=f"the run hung {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: "
         f"{last.get('what')}" + (f"; {facts[0]}" if facts else ""),
         culprit=rank_names(last.get("suspects") or ()),
-        evidence={
-            "incident": last.get("id"),
-            "facts": facts[:4],
-            "victims": list(last.get("victims") or ()),
-            "cost": last.get("cost") or {},
-            "count": len(incidents),
-        },
+        evidence={"incident": last.get("id"), "facts": facts[:4], "victims": list(last.get("victims") or ()),
+                  "cost": last.get("cost") or {}, "count": len(incidents)},
         fix=f"read the stack in incidents/{last.get('id')}/{files[0] if files else ''}: it shows where that rank waits",
-        expected_effect=_outlook(last, len(incidents), passed=passed),
-        confidence=_confidence(last, len(incidents), passed=passed),
+        expected_effect=effect,
+        confidence=confidence,
         step=int(last.get("step") or 0),
-    )
+    )  # fmt: skip
 
 
-def _outlook(last: Line, count: int, *, passed: bool) -> str:
-    """Return what to expect of the run. A hang that the run later got past need not come back."""
-    if ended_run(last):
-        return ""
-    if not passed:
-        return "the run has not got past this point yet, and may hang there again until this is fixed"
-    if count > 1:
-        return "the run later got past this point, but it hung more than once"
-    return "the run later got past this point: the cause may have been the machine, and need not come back"
+def _facts(incident: Line) -> list[str]:
+    return [str(each) for each in (incident.get("evidence") or {}).get("facts", ())]
 
 
-def _confidence(last: Line, count: int, *, passed: bool) -> float:
-    """Return how sure it is that something must be fixed."""
-    if passed and not ended_run(last):
-        return 0.5 if count > 1 else 0.3
-    return 0.9 if last.get("suspects") else 0.5
+def _was_passed(evidence: Evidence, incident: Line) -> bool:
+    """Whether the run later got past what it was doing at the incident: a new step, or its end with exit code 0."""
+    over = [each["over"] for each in evidence.attempts if "over" in each]
+    later = [each for each in evidence.events_of_kind("done") if each.get("attempt", 0) > incident.get("attempt", 0)]
+    return evidence.last_step > int(incident.get("step") or 0) or bool(later) or over[-1:] == [0]
 
 
 def mismatch(evidence: Evidence) -> Iterator[Finding]:
@@ -82,12 +68,7 @@ def mismatch(evidence: Evidence) -> Iterator[Finding]:
         severity=incident_severity(incidents),
         verdict=f"{last.get('what')}, after step {last.get('step')}",
         culprit=rank_names(last.get("suspects") or ()),
-        evidence={
-            "incident": last.get("id"),
-            "sites": sites,
-            "facts": incident_facts(last)[:4],
-            "count": len(incidents),
-        },
+        evidence={"incident": last.get("id"), "sites": sites, "facts": _facts(last)[:4], "count": len(incidents)},
         fix="make every rank call the same collectives in the same order: look for an `if` on the rank or its data "
         + (f"around {lines[0]}" if lines else "around the collective"),
         confidence=0.9,
@@ -148,20 +129,24 @@ def no_progress(evidence: Evidence) -> Iterator[Finding]:
     suspects = {tuple(each.get("suspects") or ()) for each in incidents}
     always = suspects.pop() if len(suspects) == 1 else ()
     causes = {str(each.get("cause")) for each in incidents}
-    patch = valid_patch(evidence.recipe, _patch(evidence, always))
+    world, step, steps = evidence.plan.mesh.world_size, int(stuck[-1]["step"]), evidence.recipe.train.steps
+    next_step = f"step {step + 1}" if step < steps else f"the save after step {step}"
+    patch: Patch = {}
+    if len(always) == 1 and world > 1 and evidence.recipe.faults.ranks is None:  # continue without the rank that fails
+        patch = valid_patch(evidence.recipe, {"faults.ranks": [max(1, world // 2), world]})
     yield Finding(
         code="F066",
         severity="fault",
         verdict=f"the last {len(stuck)} attempts made no progress: all ended at step {stuck[-1]['step']}"
         + (f", always {causes.pop()}" if len(causes) == 1 else "")
         + (f" of {rank_names(always)}" if always else ""),
-        culprit=rank_names(always) or _next_step(evidence, int(stuck[-1]["step"])),
+        culprit=rank_names(always) or next_step,
         evidence={"starts": [each.get("attempt") for each in stuck], "why": why},
         patch=patch,
         fix=f"fix what happens each time: {incidents[-1].get('what') if incidents else why}",
         expected_effect="the run may continue with fewer ranks" if patch else "",
         confidence=0.9,
-        step=int(stuck[-1]["step"]),
+        step=step,
     )
 
 
@@ -175,19 +160,6 @@ def _stuck(evidence: Evidence) -> list[Line]:
             break
         stuck.insert(0, attempt)
     return stuck
-
-
-def _next_step(evidence: Evidence, step: int) -> str:
-    """Return the name of the step after `step`, or of what follows the last one."""
-    return f"step {step + 1}" if step < evidence.recipe.train.steps else f"the save after step {step}"
-
-
-def _patch(evidence: Evidence, always: tuple[int, ...]) -> Patch:
-    """Return the patch that lets the run continue without the one rank that always fails."""
-    world = evidence.plan.mesh.world_size
-    if len(always) != 1 or world < 2 or evidence.recipe.faults.ranks is not None:
-        return {}
-    return {"faults.ranks": [max(1, world // 2), world]}
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:
@@ -206,13 +178,9 @@ def network(evidence: Evidence) -> Iterator[Finding]:
         verdict=f"ranks lost their connection {plural(len(incidents), 'time')}, the last time after step "
         f"{last.get('step')}: {last.get('what')}",
         culprit=str(named or rank_names(last.get("suspects") or ()) or "the network between the ranks"),
-        evidence={
-            "incident": last.get("id"),
-            "facts": incident_facts(last)[:4],
-            "count": len(incidents),
-            "cost": last.get("cost") or {},
-        },
+        evidence={"incident": last.get("id"), "facts": _facts(last)[:4], "count": len(incidents),
+                  "cost": last.get("cost") or {}},
         fix="run `trimaran doctor` on these nodes: it measures every pair and names the node that is slow or silent",
         confidence=0.7,
         step=int(last.get("step") or 0),
-    )
+    )  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any
 
 from trimaran.core import Finding, show_bytes
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import nvidia_smi_id, samples_by_gpu, samples_by_node, valid_patch
+from trimaran.doctor.evidence_queries import node_name, samples_by_node, valid_patch
 from trimaran.doctor.predicted_gain import Patch
-from trimaran.doctor.step_breakdown import get_number
+from trimaran.doctor.step_breakdown import get_number, get_numbers
 from trimaran.telemetry.nvml import HARDWARE_THROTTLE_REASONS
 
 MIN_SAMPLES = 3
@@ -29,77 +29,78 @@ def gpu_throttled(evidence: Evidence) -> Iterator[Finding]:
 
     A busy GPU at its power limit lowers its clock; that alone is no fault.
     """
-    for name, samples in samples_by_gpu(evidence):
-        yield from _throttled(name, samples[-MAX_SAMPLES:]) or _limited(name, samples)
+    for name, samples in _samples_by_gpu(evidence):
+        if found := _throttled(name, samples[-MAX_SAMPLES:]) or _limited(name, samples):
+            yield found
 
 
-def _throttled(name: str, recent: Sequence[Line]) -> list[Finding]:
+def _throttled(name: str, recent: Sequence[Line]) -> Finding | None:
     """Return a finding if the GPU is hot or reports a hardware throttle reason."""
     if len(recent) < MIN_SAMPLES:
-        return []
+        return None
     by_sample = [[each for each in gpu.get("throttle") or () if each in HARDWARE_THROTTLE_REASONS] for gpu in recent]
     reasons = [reason for each in by_sample for reason in each]
     throttled = sum(map(bool, by_sample)) / len(recent)
     celsius = median(get_number(each, "temperature") or 0.0 for each in recent)
     if throttled < MIN_THROTTLED_FRACTION and celsius < HOT_CELSIUS:
-        return []
+        return None
     clock = median(map(_clock, recent))
     why = max(set(reasons), key=reasons.count) if reasons else "heat"
-    return [
-        Finding(
-            code="F069",
-            severity="warning",
-            verdict=f"{name} is at {celsius:.0f} C and {clock:.0%} of its highest clock, throttled in "
-            f"{throttled:.0%} of the samples ({why.replace('_', ' ')})",
-            culprit=name,
-            evidence={"temperature": celsius, "clock": clock, "share": throttled, "reasons": sorted(set(reasons))},
-            fix="check its fans, the airflow and its power supply; until then leave that node out",
-            confidence=0.9,
-            **_effect(clock),
-        )
-    ]
+    return _slow_gpu(
+        name,
+        clock,
+        verdict=f"{name} is at {celsius:.0f} C and {clock:.0%} of its highest clock, throttled in "
+        f"{throttled:.0%} of the samples ({why.replace('_', ' ')})",
+        evidence={"temperature": celsius, "clock": clock, "share": throttled, "reasons": sorted(set(reasons))},
+        fix="check its fans, the airflow and its power supply; until then leave that node out",
+        confidence=0.9,
+    )
 
 
-def _limited(name: str, samples: Sequence[Line]) -> list[Finding]:
+def _limited(name: str, samples: Sequence[Line]) -> Finding | None:
     """Return a finding if a setting explains a low clock under load."""
     busy = [each for each in samples if (get_number(each, "utilisation") or 0.0) >= MIN_BUSY_UTILISATION][-MAX_SAMPLES:]
     clock = median(map(_clock, busy)) if len(busy) >= MIN_SAMPLES else 1.0
     if clock >= MIN_CLOCK_FRACTION:
-        return []
+        return None
     last = busy[-1]
     limit, default = get_number(last, "power_limit") or 0.0, get_number(last, "power_limit_default") or 0.0
     power = median(get_number(each, "power") or 0.0 for each in busy)
     is_lowered = limit < MIN_FRACTION_OF_DEFAULT_LIMIT * default
     if power >= AT_POWER_LIMIT_FRACTION * limit and not is_lowered:
-        return []
-    tool = f"nvidia-smi -i {nvidia_smi_id(last)}"
+        return None
+    tool = f"nvidia-smi -i {_nvidia_smi_id(last)}"
     why = f"limited by a clock setting: it draws {power:.0f} W of {limit:.0f} W"
     reset = f"`{tool} -rgc` and `{tool} -rac`"
     if is_lowered:
         why = f"because its power limit is {limit:.0f} W (default {default:.0f} W)"
         reset = f"`{tool} -pl {default:.0f}`"
-    return [
-        Finding(
-            code="F069",
-            severity="warning",
-            verdict=f"{name} runs at {clock:.0%} of its highest clock under load, {why}",
-            culprit=name,
-            evidence={"clock": clock, "power": power, "power_limit": limit, "power_limit_default": default or None},
-            fix=f"undo the setting, as root on that node: {reset}",
-            confidence=0.8,
-            **_effect(clock),
-        )
-    ]
+    return _slow_gpu(
+        name,
+        clock,
+        verdict=f"{name} runs at {clock:.0%} of its highest clock under load, {why}",
+        evidence={"clock": clock, "power": power, "power_limit": limit, "power_limit_default": default or None},
+        fix=f"undo the setting, as root on that node: {reset}",
+        confidence=0.8,
+    )
 
 
-def _effect(clock: float) -> dict[str, Any]:
-    """Return the gain of a full clock, as fields of a finding."""
-    if clock >= SLOW_CLOCK_FRACTION:
-        return {}
-    return {
-        "expected_effect": f"steps up to {1 - clock:.0%} shorter, because all ranks wait for this GPU",
-        "gain": round(1 - clock, 4),
-    }
+def _slow_gpu(
+    name: str, clock: float, *, verdict: str, evidence: dict[str, Any], fix: str, confidence: float
+) -> Finding:
+    """Return F069 with the gain of a full clock, if the clock is low."""
+    is_slow = clock < SLOW_CLOCK_FRACTION
+    return Finding(
+        code="F069",
+        severity="warning",
+        verdict=verdict,
+        culprit=name,
+        evidence=evidence,
+        fix=fix,
+        expected_effect=f"steps up to {1 - clock:.0%} shorter, because all ranks wait for this GPU" if is_slow else "",
+        gain=round(1 - clock, 4) if is_slow else None,
+        confidence=confidence,
+    )
 
 
 def _clock(gpu: Line) -> float:
@@ -107,10 +108,25 @@ def _clock(gpu: Line) -> float:
     return clock / highest if clock and highest else 1.0
 
 
+def _samples_by_gpu(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
+    """Yield (name, samples) of each GPU, oldest sample first."""
+    samples: dict[str, list[Line]] = {}
+    for sample in evidence.samples:
+        for gpu in sample.get("gpus") or ():
+            name = f"GPU {gpu.get('index')} of {node_name(sample)}"
+            samples.setdefault(name, []).append(gpu)
+    yield from samples.items()
+
+
+def _nvidia_smi_id(gpu: Line) -> str:
+    """Return the UUID for `nvidia-smi -i`, because CUDA may number GPUs in another order; else the index."""
+    return str(gpu.get("uuid") or gpu.get("index"))
+
+
 def gpu_memory_errors(evidence: Evidence) -> Iterator[Finding]:
     """Yield F070 for each GPU that counted uncorrected ECC errors."""
-    for name, samples in samples_by_gpu(evidence):
-        counts = [count for each in samples if (count := get_number(each, "ecc_uncorrected")) is not None]
+    for name, samples in _samples_by_gpu(evidence):
+        counts = get_numbers(samples, "ecc_uncorrected")
         if not counts or not counts[-1]:
             continue
         new = counts[-1] - counts[0]
@@ -120,7 +136,7 @@ def gpu_memory_errors(evidence: Evidence) -> Iterator[Finding]:
             verdict=f"{name} had {counts[-1]:.0f} uncorrected memory errors, {new:.0f} of them during this run",
             culprit=name,
             evidence={"errors": counts[-1], "new": new, "uuid": samples[-1].get("uuid")},
-            fix=f"take the node out and reset the GPU (`nvidia-smi -r -i {nvidia_smi_id(samples[-1])}`); if errors "
+            fix=f"take the node out and reset the GPU (`nvidia-smi -r -i {_nvidia_smi_id(samples[-1])}`); if errors "
             "return, have it replaced",
             confidence=0.95,
         )
@@ -134,20 +150,23 @@ MIN_USED_FRACTION = 0.85  # of the node's memory: below that, swapped pages are 
 def swap(evidence: Evidence) -> Iterator[Finding]:
     """Yield F071 for each node that swaps while its memory is full."""
     for name, samples in samples_by_node(evidence):
-        rams, useds = _numbers(samples, "ram"), _numbers(samples, "ram_used")
+        rams, useds = get_numbers(samples, "ram"), get_numbers(samples, "ram_used")
         if not rams or not useds or max(useds) < MIN_USED_FRACTION * rams[-1]:
             continue
         ram, used, swapped = rams[-1], max(useds), _swapped(samples)
         if swapped < max(MIN_SWAPPED_BYTES, MIN_SWAPPED_FRACTION * ram):
             continue
-        patch = valid_patch(evidence.recipe, _patch(evidence))
+        patch: Patch = {"checkpoint.memory": 0}  # what frees host memory at the least cost, then fewer loaders
+        if evidence.recipe.checkpoint.memory == 0:
+            patch = {"data.workers": 1} if evidence.recipe.data.workers not in (0, 1) else {}
+        patch = valid_patch(evidence.recipe, patch)
         yield Finding(
             code="F071",
             severity="warning",
             verdict=f"{name} uses {show_bytes(used)} of {show_bytes(ram)} memory and swaps to disk: "
             f"{show_bytes(swapped)} since the run began",
             culprit=name,
-            evidence={"moved": swapped, "swap_used": (_numbers(samples, "swap_used") or [0])[-1], "ram_used": used,
+            evidence={"moved": swapped, "swap_used": (get_numbers(samples, "swap_used") or [0])[-1], "ram_used": used,
                       "ram": ram},
             patch=patch,
             fix="" if patch else "use a node with more memory, or fewer ranks on this one",
@@ -161,28 +180,10 @@ def _swapped(samples: Sequence[Line]) -> float:
 
     Pages that were swapped out before the first sample and stay there cost nothing.
     """
-    held = _numbers(samples, "swap_used")
+    held = get_numbers(samples, "swap_used")
     grown = held[-1] - min(held) if held else 0.0
-    pairs = [
-        (
-            get_number(after, "time"),
-            get_number(before, "time"),
-            get_number(after, "swap_read"),
-            get_number(after, "swap_written"),
-        )
-        for before, after in pairwise(samples)
-    ]
+    pairs = [(get_number(after, "time"), get_number(before, "time"), get_number(after, "swap_read"),
+              get_number(after, "swap_written")) for before, after in pairwise(samples)]  # fmt: skip
     counted = sum((now - then) * (came + went) for now, then, came, went in pairs
                   if now is not None and then is not None and came is not None and went is not None)  # fmt: skip
     return max(grown, counted)
-
-
-def _numbers(samples: Sequence[Line], name: str) -> list[float]:
-    return [value for each in samples if (value := get_number(each, name)) is not None]
-
-
-def _patch(evidence: Evidence) -> Patch:
-    """Return the patch that frees host memory at the least cost: no in-memory checkpoints, then fewer loaders."""
-    if evidence.recipe.checkpoint.memory != 0:
-        return {"checkpoint.memory": 0}
-    return {"data.workers": 1} if evidence.recipe.data.workers not in (0, 1) else {}

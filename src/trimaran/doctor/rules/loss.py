@@ -6,10 +6,9 @@ from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import plural, rank_names, valid_patch
-from trimaran.doctor.module_groups import group_medians, steps_with_groups
+from trimaran.doctor.evidence_queries import group_medians, plural, rank_names, steps_with_groups, valid_patch
 from trimaran.doctor.predicted_gain import Patch
-from trimaran.doctor.step_breakdown import get_number
+from trimaran.doctor.step_breakdown import get_number, get_numbers
 
 SPIKE_WINDOW_STEPS = 20  # before a spike, whose median it is compared with
 # A spike exceeds the median by all of these: an absolute amount, a fraction of it, and a multiple of the deviation.
@@ -23,10 +22,18 @@ def loss_spike(evidence: Evidence) -> Iterator[Finding]:
         each for each in evidence.events_of_kind("skip") if str(each["data"].get("reason", "")).startswith(SPIKE_REASON)
     ]
     applied = list(_applied_spikes(evidence))
-    if not skipped and not applied:
+    refused: list[Line] = [
+        {"step": int(each.get("step") or 0), "loss": get_number(each, "data", "loss") or 0.0, "before": 0.0}
+        for each in skipped
+    ]
+    last = max([*refused, *applied], key=lambda each: each["step"], default=None)
+    if last is None:
         return
-    ranks = skipped[-1]["data"].get("ranks") or () if skipped else ()
-    last, patch = _last(skipped, applied), valid_patch(evidence.recipe, _patch(evidence, bool(skipped and ranks)))
+    ranks, train = skipped[-1]["data"].get("ranks") or () if skipped else (), evidence.recipe.train
+    patch: Patch = {"train.clip_norm": 1.0} if not train.clip_norm else {"train.lr": float(f"{train.lr / 2:.2g}")}
+    if ranks and evidence.recipe.faults.not_finite == "skip":  # the samples of these ranks were bad
+        patch = {"faults.not_finite": "rewind"}
+    patch = valid_patch(evidence.recipe, patch)
     rise = f", from {last['before']:.4g} to {last['loss']:.4g}" if last["before"] else f" to {last['loss']:.4g}"
     yield Finding(
         code="F051",
@@ -38,11 +45,13 @@ def loss_spike(evidence: Evidence) -> Iterator[Finding]:
             "refused": [each.get("step") for each in skipped[-8:]],
             "applied": [each["step"] for each in applied[-8:]],
             "sample_ids": list(skipped[-1]["data"].get("sample_ids") or ())[:8] if skipped else [],
-            "lr": evidence.recipe.train.lr,
+            "lr": train.lr,
         },
         patch=patch,
         fix="" if patch else "check the samples of that step, and what changed before it",
-        expected_effect=_effect(patch),
+        expected_effect="the run rewinds to the last good state and skips these samples"
+        if "faults.not_finite" in patch
+        else "one bad gradient changes the weights less",
         confidence=0.8,
         step=last["step"],
     )
@@ -63,26 +72,6 @@ def _applied_spikes(evidence: Evidence) -> Iterator[Line]:
         losses.append(loss)
 
 
-def _last(skipped: list[Line], applied: list[Line]) -> Line:
-    spikes = [{"step": int(each.get("step") or 0), "loss": get_number(each, "data", "loss") or 0.0, "before": 0.0}
-              for each in skipped]  # fmt: skip
-    return max([*spikes, *applied], key=lambda each: each["step"])
-
-
-def _patch(evidence: Evidence, by_samples: bool) -> Patch:
-    """Return the patch: skip the samples if those of one rank were bad, else clip or lower the learning rate."""
-    train = evidence.recipe.train
-    if by_samples and evidence.recipe.faults.not_finite == "skip":
-        return {"faults.not_finite": "rewind"}
-    return {"train.clip_norm": 1.0} if not train.clip_norm else {"train.lr": float(f"{train.lr / 2:.2g}")}
-
-
-def _effect(patch: Patch) -> str:
-    if "faults.not_finite" in patch:
-        return "the run rewinds to the last good state and skips these samples"
-    return "one bad gradient changes the weights less"
-
-
 MIN_LOSSES_HIGH = 20
 LAST_STEPS = 10  # whose median is the last loss
 MIN_RISE_FRACTION = 0.02  # of the first loss
@@ -97,7 +86,7 @@ def learning_rate_high(evidence: Evidence) -> Iterator[Finding]:
 
     Updates are largest in the first steps, before the weights have grown, so those steps must be in the evidence.
     """
-    losses = [loss for each in evidence.steps if (loss := get_number(each, "loss")) is not None]
+    losses = get_numbers(evidence.steps, "loss")
     if len(losses) < MIN_LOSSES_HIGH or evidence.steps[0]["step"] > LAST_STEPS:
         return
     first, last, highest = losses[0], median(losses[-LAST_STEPS:]), max(losses)
@@ -142,7 +131,7 @@ MAX_LR_FACTOR = 10_000.0
 
 def learning_rate_low(evidence: Evidence) -> Iterator[Finding]:
     """Yield F057 if updates are tiny compared with the weights and the loss does not fall."""
-    losses = [loss for each in evidence.steps if (loss := get_number(each, "loss")) is not None]
+    losses = get_numbers(evidence.steps, "loss")
     ratios = group_medians(evidence, "update_ratio", near_peak=True)
     if len(losses) < MIN_LOSSES_LOW or not ratios or not 0 < (ratio := median(ratios.values())) < TINY_UPDATE_RATIO:
         return
@@ -174,7 +163,7 @@ def warm_up(evidence: Evidence) -> Iterator[Finding]:
     """Yield F058 if there is no warm-up and the loss rises before it falls."""
     train = evidence.recipe.train
     early = [each for each in evidence.steps if each["step"] <= EARLY_STEPS]
-    losses = [loss for each in early if (loss := get_number(each, "loss")) is not None]
+    losses = get_numbers(early, "loss")
     if train.schedule.warmup_steps >= MIN_WARMUP_STEPS or len(losses) < EARLY_STEPS // 2 or early[0]["step"] != 1:
         return
     peak = max(losses[1:])
@@ -206,9 +195,8 @@ MAX_ERROR, MAX_ERROR_WITH_FEEDBACK = 0.5, 3.0
 def compression_harm(evidence: Evidence) -> Iterator[Finding]:
     """Yield F075 if the error of the compressed sum is large and the loss rises above the run's own trend."""
     settings = evidence.plan.comm.compression_settings
-    errors = [error for each in evidence.steps if (error := get_number(each, "compression_error")) is not None]
-    losses = [loss for each in evidence.steps if (loss := get_number(each, "loss")) is not None
-              and not each.get("skipped")]  # fmt: skip
+    errors = get_numbers(evidence.steps, "compression_error")
+    losses = get_numbers((each for each in evidence.steps if not each.get("skipped")), "loss")
     if not errors or len(losses) < MIN_WINDOWS * COMPRESSED_WINDOW_STEPS:
         return
     edges = range(len(losses) % COMPRESSED_WINDOW_STEPS, len(losses) + 1, COMPRESSED_WINDOW_STEPS)

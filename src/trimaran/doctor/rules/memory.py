@@ -1,18 +1,16 @@
 """Rules about the memory of devices and hosts: fragmented, full, growing or unused."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 from trimaran.core import Finding, Plan, show_bytes, show_seconds
-from trimaran.doctor.device_memory import held_by_others, usable_bytes
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import incident_severity, incidents_of, rank_names, samples_by_node, valid_patch
-from trimaran.doctor.memory_evidence import largest_holder
-from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix
+from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix, held_by_others, usable_bytes
 from trimaran.doctor.predicted_gain import Patch, best_patch
-from trimaran.doctor.step_breakdown import get_number, step_breakdown
+from trimaran.doctor.step_breakdown import get_number, get_numbers, get_timed_numbers, step_breakdown
 from trimaran.planner.memory_ladder import FIXED_TERMS, uses_expandable_segments
 from trimaran.planner.neighbours import larger_micro_batches
 
@@ -40,7 +38,9 @@ def fragmentation(evidence: Evidence) -> Iterator[Finding]:
     is_split = fragmented > MIN_FRAGMENTED_FRACTION and reserved > MIN_RESERVED_FRACTION * total
     if not total or not (thrashes or is_split):
         return
-    if not _expands_segments(evidence):
+    # A user's PYTORCH_ALLOC_CONF is not in the run's files.
+    expands = evidence.recipe.faults.expandable_segments
+    if not (uses_expandable_segments(evidence.plan) if expands == "auto" else expands):
         seconds = median(each["step_seconds"] for each in steps)
         gain = min(MAX_RETRY_GAIN, RETRY_SECONDS * retries / len(steps) / seconds) if thrashes else 0.0
         patch, effect = FIRST_RUNG, FIRST_EFFECT
@@ -63,12 +63,7 @@ def fragmentation(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _expands_segments(evidence: Evidence) -> bool:
-    """Return whether the ranks have expandable segments. A user's PYTORCH_ALLOC_CONF is not in the run's files."""
-    wanted = evidence.recipe.faults.expandable_segments
-    return uses_expandable_segments(evidence.plan) if wanted == "auto" else wanted
-
-
+OTHER_FIX = "use more or larger devices, shorter sequences or a smaller model"
 MAX_DEVICE_FRACTION = 0.95  # of a device's memory, at the peak of allocated tensors
 MAX_HOST_FRACTION = 0.97  # of a node's memory
 
@@ -91,7 +86,7 @@ def memory_tight(evidence: Evidence) -> Iterator[Finding]:
         return
     memory_fix = cheapest_memory_fix(evidence, ran_out=True)
     others = f", and other processes hold {show_bytes(use.others)} of that" if use.others else ""
-    fix = "" if memory_fix else "use more or larger devices, shorter sequences or a smaller model"
+    fix = "" if memory_fix else OTHER_FIX
     yield Finding(
         code="F061",
         severity="warning",
@@ -126,9 +121,6 @@ def _uses(evidence: Evidence) -> Iterator[MemoryUse]:
             yield MemoryUse(f"the host {name}", used, total)
 
 
-OTHER_FIX = "use more or larger devices, shorter sequences or a smaller model"
-
-
 def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
     """Yield F062 if a rank ran out of memory."""
     incidents = incidents_of(evidence, "oom")
@@ -138,11 +130,10 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
     replanned = last.get("action") == "replanned"
     memory_fix = None if replanned else cheapest_memory_fix(evidence, ran_out=True) or adapter_fix(evidence)
     patch = _present_plan(evidence) if replanned else memory_fix.patch if memory_fix else {}
-    holder = _largest_in_snapshot(evidence, last) or _largest_predicted(evidence)
+    effect = memory_fix.effect if memory_fix else ""
     if replanned:
         effect = "a new run starts with the plan that fits, and does not run out of memory first"
-    else:
-        effect = memory_fix.effect if memory_fix else ""
+    holder = _largest_holder(evidence, last)
     yield Finding(
         code="F062",
         severity=incident_severity(incidents),
@@ -173,16 +164,24 @@ def _present_plan(evidence: Evidence) -> Patch:
     return valid_patch(evidence.recipe, fields)
 
 
-def _largest_in_snapshot(evidence: Evidence, incident: Line) -> str:
-    """Return the largest holder when memory ran out; '' without a snapshot."""
+def _largest_of_snapshot(snapshot: Line) -> tuple[str, float] | None:
+    """Return the largest holder, such as `activations of layers.0`, and its bytes; None if there is none."""
+    within = snapshot.get("within")
+    lists = (snapshot.get("holders"), within.get("holders") if isinstance(within, dict) else None)
+    holders = [each for found in lists if isinstance(found, list) for each in found if isinstance(each, dict)]
+    known = [each for each in holders if isinstance(each.get("bytes"), int | float) and each.get("kind") != "free"]
+    if not known:
+        return None
+    most = max(known, key=lambda each: each["bytes"])
+    return f"{most.get('kind')} of {most.get('module') or 'no module'}", float(most["bytes"])
+
+
+def _largest_holder(evidence: Evidence, incident: Line) -> str:
+    """Return what held most when memory ran out, or else the largest predicted term that a plan can change."""
     suspects = incident.get("suspects") or ()
     taken = [each for each in evidence.snapshots if "oom" in each and each["rank"] in suspects]
-    most = largest_holder(taken[-1]) if taken else None
-    return f"{most[0]} held most, {show_bytes(most[1])}, see profiles/{taken[-1]['file']}" if most else ""
-
-
-def _largest_predicted(evidence: Evidence) -> str:
-    """Return the largest term of the predicted memory that a plan can change; '' without a prediction."""
+    if taken and (held := _largest_of_snapshot(taken[-1])):
+        return f"{held[0]} held most, {show_bytes(held[1])}, see profiles/{taken[-1]['file']}"
     memory = evidence.plan.prediction.memory if evidence.plan.prediction else {}
     terms = {name: size for name, size in memory.items() if name not in FIXED_TERMS}
     if not terms:
@@ -207,11 +206,10 @@ LOADER_FIX = "return samples without keeping them: a cache in a data source or i
 
 
 class MemorySeries(NamedTuple):
-    """Bytes over time: of whom, when, how many, and how many there are."""
+    """Bytes over time: of whom, (seconds, bytes) in use, how many there are, and what to do if they run out."""
 
     holder: str
-    seconds: list[float]
-    bytes: list[float]
+    points: list[tuple[float, float]]
     total: float
     fix: str
 
@@ -229,19 +227,21 @@ def memory_growth(evidence: Evidence) -> Iterator[Finding]:
     if not found:
         return
     series, growth = max(found, key=lambda each: each[1].bytes / each[1].seconds / each[0].total)
-    rate = growth.bytes / growth.seconds
-    until_full = max(0.0, series.total - series.bytes[-1]) / rate
-    snapshots = [each for each in evidence.snapshots if (holder := largest_holder(each)) is not None and holder[1]]
-    largest = largest_holder(snapshots[-1]) if snapshots else None
-    most = f"; the largest in the newest memory snapshot: {largest[0]}, {show_bytes(largest[1])}" if largest else ""
+    rate, used = growth.bytes / growth.seconds, series.points[-1][1]
+    until_full = max(0.0, series.total - used) / rate
+    holders = [
+        holder for each in evidence.snapshots if (holder := _largest_of_snapshot(each)) is not None and holder[1]
+    ]
+    most = ""
+    if holders:
+        most = f"; the largest in the newest memory snapshot: {holders[-1][0]}, {show_bytes(holders[-1][1])}"
     yield Finding(
         code="F077",
         severity="warning",
-        verdict=f"{series.holder} grows by {show_bytes(3600 * rate)} an hour, from "
-        f"{show_bytes(series.bytes[-1] - growth.bytes)} to {show_bytes(series.bytes[-1])} of "
-        f"{show_bytes(series.total)}; full in {show_seconds(until_full)}{most}",
+        verdict=f"{series.holder} grows by {show_bytes(3600 * rate)} an hour, from {show_bytes(used - growth.bytes)} "
+        f"to {show_bytes(used)} of {show_bytes(series.total)}; full in {show_seconds(until_full)}{most}",
         culprit=series.holder,
-        evidence={"growth": growth.bytes, "seconds": growth.seconds, "used": series.bytes[-1], "total": series.total},
+        evidence={"growth": growth.bytes, "seconds": growth.seconds, "used": used, "total": series.total},
         fix=series.fix,
         expected_effect="the run does not end when memory is full",
         confidence=0.8,
@@ -259,27 +259,14 @@ def _all_series(evidence: Evidence) -> Iterator[MemorySeries]:
         for rank in ranks if isinstance(ranks, dict) else ():
             kinds = (("private", "host memory", HOST_FIX), ("loader_private", "host memory of the loader", LOADER_FIX))
             for key, what, fix in kinds:
-                points = [
-                    (at, value)
-                    for each in samples
-                    if (at := get_number(each, "time")) is not None
-                    and (value := get_number(each, "ranks", rank, key)) is not None
-                ]
-                yield MemorySeries(f"{what} of rank {rank} on {node}", *_columns(points), total, fix)
-    points = [
-        (at, value)
-        for each in evidence.steps
-        if get_number(each, "memory", "reserved") is not None  # only the CUDA allocator reports it
-        and (at := get_number(each, "time")) is not None
-        and (value := get_number(each, "memory", "allocated")) is not None
-    ]
-    totals = [total for each in evidence.steps if (total := get_number(each, "memory", "total")) is not None]
+                points = get_timed_numbers(samples, "ranks", rank, key)
+                yield MemorySeries(f"{what} of rank {rank} on {node}", points, total, fix)
+    # Only the CUDA allocator reports reserved memory.
+    on_gpu = [each for each in evidence.steps if get_number(each, "memory", "reserved") is not None]
+    points = get_timed_numbers(on_gpu, "memory", "allocated")
+    totals = get_numbers(evidence.steps, "memory", "total")
     if points and totals:
-        yield MemorySeries("memory of the tensors on the device of rank 0", *_columns(points), totals[-1], HOST_FIX)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [at for at, _ in points], [value for _, value in points]
+        yield MemorySeries("memory of the tensors on the device of rank 0", points, totals[-1], HOST_FIX)
 
 
 def _growth(series: MemorySeries) -> Growth | None:
@@ -287,9 +274,9 @@ def _growth(series: MemorySeries) -> Growth | None:
 
     The least value of each window is compared: what a step or an evaluation takes for a while is not growth.
     """
-    first = int(WARM_UP_FRACTION * len(series.bytes))
-    seconds, values = series.seconds[first:], series.bytes[first:]
-    if len(series.bytes) < MIN_POINTS or seconds[-1] - seconds[0] < MIN_SECONDS or not series.total:
+    points = series.points[int(WARM_UP_FRACTION * len(series.points)) :]
+    seconds, values = [at for at, _ in points], [value for _, value in points]
+    if len(series.points) < MIN_POINTS or seconds[-1] - seconds[0] < MIN_SECONDS or not series.total:
         return None
     size = len(values) // NUM_WINDOWS
     values = values[-NUM_WINDOWS * size :]
@@ -311,7 +298,7 @@ def unused_memory(evidence: Evidence) -> Iterator[Finding]:
     measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None:
         return
-    peak = max((get_number(each, "peak_bytes") or 0.0 for each in evidence.steps), default=0.0)
+    peak = max(get_numbers(evidence.steps, "peak_bytes"), default=0.0)
     total = usable_bytes(evidence) or float(question.cluster.device.memory_bytes)
     if not peak or peak > MAX_USED_FRACTION * total:
         return

@@ -5,31 +5,47 @@ from statistics import median
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import plural, rank_names, valid_patch
-from trimaran.doctor.module_groups import group_medians, steps_with_groups
+from trimaran.doctor.evidence_queries import group_medians, plural, rank_names, steps_with_groups, valid_patch
 from trimaran.doctor.predicted_gain import Patch
-from trimaran.doctor.step_breakdown import get_number
+from trimaran.doctor.step_breakdown import get_numbers
 
 NARROW_RANGE_PRECISIONS = ("fp16", "fp8")
 
 
 def not_finite(evidence: Evidence) -> Iterator[Finding]:
     """Yield F050 if updates were skipped because the loss or the gradient norm was NaN or Inf."""
-    skips = [each for each in evidence.events_of_kind("skip") if _is_not_finite(each["data"])]
+    skips = [
+        each
+        for each in evidence.events_of_kind("skip")
+        if each["data"].get("loss") is None or each["data"].get("grad_norm") is None
+    ]
     if not skips:
         return
     data = skips[-1]["data"]
+    ranks = rank_names(data.get("ranks") or ())
     searched = next((each["data"] for each in reversed(skips) if each["data"].get("born")), {})
     origin, reproduced = searched.get("born", {}), searched.get("reproduced") or {}
     is_device = reproduced.get("again") is False
-    patch = {} if is_device else valid_patch(evidence.recipe, _not_finite_patch(evidence, origin, num_skips=len(skips)))
+    repetition = f"; {reproduced['verdict']}" if reproduced.get("verdict") else ""
+    patch = {} if is_device else valid_patch(evidence.recipe, _not_finite_patch(evidence, origin, len(skips)))
+    fix, effect = "", ""
+    if "plan.precision" in patch:
+        effect = "bf16 has the range of fp32 and does not overflow here"
+    elif patch:
+        effect = "the run rewinds to the last good state and skips these samples"
+    elif is_device or origin.get("what") == "not again":
+        fix = f"suspect the hardware of {ranks or 'the ranks'}, not the data: run `trimaran doctor` there"
+    elif origin.get("what") == "weight":
+        fix = "move the later checkpoints away (`trimaran checkpoints list RUN` shows them), and resume"
+    else:
+        fix = f"check divisions, square roots and logarithms in {origin.get('module') or 'the model'}"
     yield Finding(
         code="F050",
         severity="fault",
         verdict=f"{plural(len(skips), 'update')} {'was' if len(skips) == 1 else 'were'} skipped because "
         f"{data.get('reason', 'of NaN or Inf')}, the last time at step {skips[-1].get('step')}: {_describe(origin)}"
-        f"{_repetition(reproduced)}",
-        culprit=_culprit(origin, data),
+        f"{repetition}",
+        culprit=f"{origin['module']} on rank {origin.get('rank')}" if origin.get("module") else ranks,
         evidence={
             "steps": [each.get("step") for each in skips[-8:]],
             "reason": data.get("reason"),
@@ -39,15 +55,11 @@ def not_finite(evidence: Evidence) -> Iterator[Finding]:
             "reproduced": reproduced,
         },
         patch=patch,
-        fix="" if patch else _not_finite_fix({"what": "not again"} if is_device else origin, data),
-        expected_effect=_not_finite_effect(patch),
+        fix=fix,
+        expected_effect=effect,
         confidence=0.9 if origin.get("module") else 0.6,
         step=int(skips[-1].get("step") or 0),
     )
-
-
-def _is_not_finite(data: Line) -> bool:
-    return data.get("loss") is None or data.get("grad_norm") is None
 
 
 def _describe(origin: Line) -> str:
@@ -69,18 +81,7 @@ def _describe(origin: Line) -> str:
     return "its origin was not searched"
 
 
-def _repetition(reproduced: Line) -> str:
-    verdict = reproduced.get("verdict")
-    return f"; {verdict}" if verdict else ""
-
-
-def _culprit(origin: Line, data: Line) -> str:
-    if origin.get("module"):
-        return f"{origin['module']} on rank {origin.get('rank')}"
-    return rank_names(data.get("ranks") or ())
-
-
-def _not_finite_patch(evidence: Evidence, origin: Line, *, num_skips: int) -> Patch:
+def _not_finite_patch(evidence: Evidence, origin: Line, num_skips: int) -> Patch:
     """Return the patch: a precision with a wider range, or a rewind that skips the samples if they are the cause."""
     if evidence.plan.precision in NARROW_RANGE_PRECISIONS and origin.get("what") in ("output", "gradient", None):
         return {"plan.precision": "bf16"}
@@ -88,22 +89,6 @@ def _not_finite_patch(evidence: Evidence, origin: Line, *, num_skips: int) -> Pa
         return {}
     always = num_skips > evidence.recipe.faults.max_skips // 2 and origin.get("what") != "input"
     return {} if always else {"faults.not_finite": "rewind"}
-
-
-def _not_finite_fix(origin: Line, data: Line) -> str:
-    match origin.get("what"):
-        case "weight":
-            return "move the later checkpoints away (`trimaran checkpoints list RUN` shows them), and resume"
-        case "not again":
-            ranks = rank_names(data.get("ranks") or ()) or "the ranks"
-            return f"suspect the hardware of {ranks}, not the data: run `trimaran doctor` there"
-    return f"check divisions, square roots and logarithms in {origin.get('module') or 'the model'}"
-
-
-def _not_finite_effect(patch: Patch) -> str:
-    if "plan.precision" in patch:
-        return "bf16 has the range of fp32 and does not overflow here"
-    return "the run rewinds to the last good state and skips these samples" if patch else ""
 
 
 MIN_NORMS = 20
@@ -114,7 +99,7 @@ MIN_NORM_OVER_CLIP = 10.0  # a norm below this, times clip_norm, is harmless
 
 def gradient_explosion(evidence: Evidence) -> Iterator[Finding]:
     """Yield F052 if the gradient norm ends far above where it was, and far above the clipping norm."""
-    norms = [norm for each in evidence.steps if (norm := get_number(each, "grad_norm")) is not None]
+    norms = get_numbers(evidence.steps, "grad_norm")
     if len(norms) < MIN_NORMS:
         return
     train, now = evidence.recipe.train, median(norms[-NORM_WINDOW_STEPS:])
@@ -175,7 +160,7 @@ MAX_SKIPPED_IN_A_ROW = 4  # fewer skipped steps are the normal search for a scal
 
 def loss_scale_collapse(evidence: Evidence) -> Iterator[Finding]:
     """Yield F054 if the loss scale has fallen close to 1, or the run ended because it could not fall further."""
-    scales = [scale for each in evidence.steps if (scale := get_number(each, "loss_scale")) is not None]
+    scales = get_numbers(evidence.steps, "loss_scale")
     ended = any(each["data"].get("code") == "P030" for each in evidence.events_of_kind("error"))
     recently_skipped = [bool(each.get("skipped")) for each in evidence.steps][-MAX_SKIPPED_IN_A_ROW:]
     low = bool(scales) and scales[-1] < MIN_LOSS_SCALE
@@ -208,7 +193,9 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
     names = sorted({name for unused in by_rank.values() for name in unused})
     if not names:
         return
-    patch = valid_patch(evidence.recipe, _frozen_tower(evidence, names))
+    model, tower = evidence.recipe.model, names[0].partition(".")[0]
+    is_tower = model.kind.reads == "images" and all(name.partition(".")[0] == tower for name in names)
+    patch = valid_patch(evidence.recipe, {"model.freeze": [*model.freeze, tower]}) if is_tower else {}
     yield Finding(
         code="F055",
         severity="warning",
@@ -224,14 +211,6 @@ def unused_parameters(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _frozen_tower(evidence: Evidence, names: list[str]) -> Patch:
-    """Return the patch that freezes a tower if all unused parameters are in it."""
-    tower = names[0].partition(".")[0]
-    if evidence.recipe.model.kind.reads != "images" or any(name.partition(".")[0] != tower for name in names):
-        return {}
-    return {"model.freeze": [*evidence.recipe.model.freeze, tower]}
-
-
 def replicas_differ(evidence: Evidence) -> Iterator[Finding]:
     """Yield F073 if a rank's weights differ from its replicas, or changed in memory: its device may be faulty."""
     events = evidence.events_of_kind("differ")
@@ -239,13 +218,13 @@ def replicas_differ(evidence: Evidence) -> Iterator[Finding]:
         return
     data = events[-1]["data"]
     ranks = data.get("ranks") or ()
-    patch: Patch = {}
-    if evidence.recipe.faults.not_finite == "stop":
-        patch = valid_patch(evidence.recipe, {"faults.not_finite": "rewind"})
+    what = "memory changed between updates" if data.get("type") == "MemoryChanged" else "replicas differed"
+    stops = evidence.recipe.faults.not_finite == "stop"
+    patch = valid_patch(evidence.recipe, {"faults.not_finite": "rewind"}) if stops else {}
     yield Finding(
         code="F073",
         severity="fault",
-        verdict=f"{_what(data)} {plural(len(events), 'time')}, the last time at step {events[-1].get('step')}: "
+        verdict=f"{what} {plural(len(events), 'time')}, the last time at step {events[-1].get('step')}: "
         f"{data.get('message')}",
         culprit=rank_names(ranks) or "one of the replicas",
         evidence={"ranks": list(ranks), "keys": list(data.get("keys") or ())[:4], "since": data.get("since")},
@@ -255,7 +234,3 @@ def replicas_differ(evidence: Evidence) -> Iterator[Finding]:
         confidence=0.9,
         step=int(events[-1].get("step") or 0),
     )
-
-
-def _what(data: Line) -> str:
-    return "memory changed between updates" if data.get("type") == "MemoryChanged" else "replicas differed"

@@ -7,7 +7,16 @@ from statistics import fmean, median
 from trimaran.core import Finding, Recipe, show_bytes, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import ended_run, incidents_of, samples_by_node, valid_patch
-from trimaran.doctor.step_breakdown import StepBreakdown, get_number, phase_seconds, steady_steps, step_breakdown
+from trimaran.doctor.predicted_gain import Patch
+from trimaran.doctor.step_breakdown import (
+    StepBreakdown,
+    get_number,
+    get_numbers,
+    get_timed_numbers,
+    phase_seconds,
+    steady_steps,
+    step_breakdown,
+)
 
 MIN_STALL_FRACTION = 0.04  # of the time; with checkpoint.every=auto it stays below 0.005
 LONG_STALL_FRACTION = 0.25  # of a typical step
@@ -16,19 +25,23 @@ PATCHED_STALL_FRACTION = 0.01  # of the time, with asynchronous checkpoints at a
 
 def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
     """Yield F007 if checkpoints take too much of the time."""
-    measured = step_breakdown(evidence)
+    measured, steps = step_breakdown(evidence), steady_steps(evidence)
+    if measured is None or measured.fraction("checkpoint") < MIN_STALL_FRACTION:
+        return
     # The run tunes how often it copies the state in its first steps, so the later half must stall as well.
-    if measured is None or min(measured.fraction("checkpoint"), _later_fraction(evidence)) < MIN_STALL_FRACTION:
+    later = steps[len(steps) // 2 :]
+    stalled = sum(phase_seconds(each, "checkpoint") for each in later)
+    if stalled / sum(each["step_seconds"] for each in later) < MIN_STALL_FRACTION:
         return
     usual = measured.compute + measured.comm + measured.bubble + measured.straggler
     stalls = [
         (each["step"], seconds)
-        for each in steady_steps(evidence)
+        for each in steps
         if (seconds := phase_seconds(each, "checkpoint")) > LONG_STALL_FRACTION * usual
     ]
     stall = fmean(seconds for _, seconds in stalls) if stalls else measured.checkpoint
     every = median(after - before for (before, _), (after, _) in pairwise(stalls)) if len(stalls) > 1 else 1
-    patch, left = _patch(evidence.recipe, measured, stall, usual)
+    patch, left = _shorter_stalls(evidence.recipe, measured, stall, usual)
     gain = measured.fraction("checkpoint") - left
     yield Finding(
         code="F007",
@@ -50,14 +63,7 @@ def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _later_fraction(evidence: Evidence) -> float:
-    """Return the fraction of the time that checkpoints took in the later half of the steps."""
-    steps = steady_steps(evidence)
-    later = steps[len(steps) // 2 :]
-    return sum(phase_seconds(each, "checkpoint") for each in later) / sum(each["step_seconds"] for each in later)
-
-
-def _patch(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) -> tuple[dict[str, object], float]:
+def _shorter_stalls(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) -> tuple[Patch, float]:
     """Return the patch that makes stalls short or rare, and the fraction of the time that remains."""
     if not recipe.checkpoint.asynchronous:
         return {"checkpoint.asynchronous": True}, PATCHED_STALL_FRACTION
@@ -77,9 +83,7 @@ MIN_OBSERVED_SECONDS = 120.0  # of samples, to compute a rate
 def disk(evidence: Evidence) -> Iterator[Finding]:
     """Yield F068 if a write failed, the next checkpoints do not fit, or the disk is full within the hour."""
     incidents = incidents_of(evidence, "storage")
-    size = max(
-        (get_number(each, "data", "bytes") or 0.0 for each in evidence.events_of_kind("checkpoint")), default=0.0
-    )
+    size = max(get_numbers(evidence.events_of_kind("checkpoint"), "data", "bytes"), default=0.0)
     nodes = {
         name: (get_number(samples[-1], "disk_free"), _seconds_to_full(samples))
         for name, samples in samples_by_node(evidence)
@@ -109,8 +113,7 @@ def disk(evidence: Evidence) -> Iterator[Finding]:
 
 def _seconds_to_full(samples: list[Line]) -> float:
     """Return the seconds until the disk is full at the rate of the samples; infinity if it does not fill up."""
-    pairs = [(get_number(each, "time"), get_number(each, "disk_free")) for each in samples]
-    known = [(at, free) for at, free in pairs if at is not None and free is not None]
+    known = get_timed_numbers(samples, "disk_free")
     if len(known) < 2 or (seconds := known[-1][0] - known[0][0]) < MIN_OBSERVED_SECONDS:
         return float("inf")
     rate = (known[0][1] - known[-1][1]) / seconds
@@ -143,9 +146,9 @@ def not_in_store(evidence: Evidence) -> Iterator[Finding]:
             confidence=0.95,
         )
         return
-    skipped = int(sum(get_number(each, "data", "skipped") or 0 for each in ended))
+    skipped = int(sum(get_numbers(ended, "data", "skipped")))
     if skipped >= max(MIN_SKIPPED, len(ended)):
-        seconds = max(get_number(each, "data", "seconds") or 0.0 for each in ended)
+        seconds = max(get_numbers(ended, "data", "seconds"), default=0.0)
         yield Finding(
             code="F074",
             severity="note",

@@ -1,4 +1,4 @@
-"""Checks of the network: cards, the nodes' clocks, and nodes in pairs."""
+"""Checks of what connects nodes: network cards, clocks that agree, and messages between pairs of nodes."""
 
 import math
 from collections import Counter
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from statistics import median
 
 from trimaran.doctor.checks.result import CheckInfo, CheckResult, Problem
-from trimaran.doctor.machine_facts import Facts, Interconnect, Nic, Pair, PairSeconds
+from trimaran.doctor.machine_facts import Facts, Nic, Pair, PairSeconds
 
 
 def network_cards(facts: Facts) -> CheckResult:
@@ -16,7 +16,19 @@ def network_cards(facts: Facts) -> CheckResult:
     interconnect = facts.interconnect
     if interconnect is None:
         return info.skipped("--quick does not read network cards")
-    problems = [*_cards(interconnect.nics), *_far_gpus(interconnect), *_far_cores(interconnect)]
+    problems = _unequal_cards(interconnect.nics)
+    is_near = [any(path != "SYS" for path in row) for row in interconnect.gpu_nic_paths]
+    far = [str(gpu) for gpu, near in enumerate(is_near) if not near]
+    if 0 < len(far) < len(is_near):  # other GPUs have a card on their own socket
+        problems.append(Problem(f"GPU {', '.join(far)} reaches every network card across sockets",
+                                "expect less bandwidth between nodes; check NCCL_CROSS_NIC and the cards' "
+                                "slots"))  # fmt: skip
+    missing = {node for node in interconnect.gpu_numa if node >= 0} - interconnect.allowed_numa
+    if missing and interconnect.allowed_numa:
+        problems.append(Problem(f"this process may use cores of NUMA node {_join(interconnect.allowed_numa)} only, "
+                                f"and GPUs are attached to {_join(missing)}",
+                                "give the job cores on every socket (Slurm: --cpu-bind=none, or "
+                                "--gpu-bind=closest)"))  # fmt: skip
     up = [nic for nic in interconnect.nics if nic.is_up]
     if not up and not problems:
         return info.passed("no network card is up (or Linux does not show it): one node only")
@@ -24,7 +36,7 @@ def network_cards(facts: Facts) -> CheckResult:
     return info.worst(problems, rates, nics=[nic.name for nic in up])
 
 
-def _cards(nics: tuple[Nic, ...]) -> list[Problem]:
+def _unequal_cards(nics: tuple[Nic, ...]) -> list[Problem]:
     infiniband = [nic for nic in nics if nic.kind == "infiniband"]
     down = [nic.name for nic in infiniband if not nic.is_up]
     found: list[Problem] = []
@@ -37,26 +49,6 @@ def _cards(nics: tuple[Nic, ...]) -> list[Problem]:
         found.append(Problem(f"{', '.join(slow)} at {min(rates):g} Gb/s, others at {max(rates):g}",
                              "a ring is as slow as its slowest card: exclude them with NCCL_IB_HCA"))  # fmt: skip
     return found
-
-
-def _far_gpus(interconnect: Interconnect) -> list[Problem]:
-    """Return the GPUs that reach every card across sockets, if other GPUs have a card on their own socket."""
-    is_near = [any(path != "SYS" for path in row) for row in interconnect.gpu_nic_paths]
-    far = [str(gpu) for gpu, near in enumerate(is_near) if not near]
-    if not far or len(far) == len(is_near):
-        return []
-    return [Problem(f"GPU {', '.join(far)} reaches every network card across sockets",
-                    "expect less bandwidth between nodes; check NCCL_CROSS_NIC and the cards' slots")]  # fmt: skip
-
-
-def _far_cores(interconnect: Interconnect) -> list[Problem]:
-    wanted = {node for node in interconnect.gpu_numa if node >= 0}
-    missing = sorted(wanted - interconnect.allowed_numa)
-    if not missing or not interconnect.allowed_numa:
-        return []
-    return [Problem(f"this process may use cores of NUMA node {_join(interconnect.allowed_numa)} only, "
-                    f"and GPUs are attached to {_join(missing)}",
-                    "give the job cores on every socket (Slurm: --cpu-bind=none, or --gpu-bind=closest)")]  # fmt: skip
 
 
 def _join(nodes: Iterable[int]) -> str:
@@ -141,14 +133,11 @@ def culprits(first: PairSeconds, second: PairSeconds) -> set[int]:
     bad_pairs = Counter(node for pair in bad for node in pair)
     beside_healthy = {node for pair in bad for node in pair if set(pair) - {node} <= healthy}
     found = {node for node, count in bad_pairs.items() if node not in healthy and (count > 1 or node in beside_healthy)}
-    best = {node: min(_seconds(node, first, second)) for node in found}
+    took = [
+        (pair, math.inf if seconds is None else seconds) for each in (first, second) for pair, seconds in each.items()
+    ]
+    best = {node: min(seconds for pair, seconds in took if node in pair) for node in found}
     return {node for node in found if DOMINANT_CULPRIT_FACTOR * best[node] >= max(best.values())}
-
-
-def _seconds(node: int, *rounds: PairSeconds) -> list[float]:
-    """Return how long the node's pairs took; infinity for those that did not finish."""
-    took = [each for seconds in rounds for pair, each in seconds.items() if node in pair]
-    return [math.inf if each is None else each for each in took]
 
 
 def node_pairs(facts: Facts) -> CheckResult:

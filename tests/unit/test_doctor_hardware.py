@@ -1,4 +1,7 @@
-"""GPU rules on recorded samples of a real H200, which was healthy and at its power limit."""
+"""Rules about hardware: on recorded samples of a real H200, which was healthy and at its power limit, and on swapping.
+
+A machine that really swaps is in `tests/fault/test_diagnosis_swap.py`.
+"""
 
 import json
 import re
@@ -13,11 +16,12 @@ import pytest
 from tests.prometheus_server import alerts
 from tests.runs import finished_run
 from trimaran.app import RunState, status_lines
-from trimaran.core import Finding, Plan, parse_recipe
-from trimaran.doctor import RULES, Evidence, read_planner_inputs, usable_bytes
+from trimaran.core import Finding, Mesh, Plan, parse_recipe
+from trimaran.doctor import RULES, Evidence, read_planner_inputs, swap, usable_bytes
 from trimaran.run import append_line
 from trimaran.telemetry import HARDWARE_THROTTLE_REASONS, GpuSampler
 
+MIB = 2**20
 LINES = (Path(__file__).parent / "machines" / "h200-samples.jsonl").read_text().splitlines()
 SAMPLES: list[dict[str, Any]] = [json.loads(line) for line in LINES]
 NAME = "GPU 0 of vm"
@@ -181,3 +185,18 @@ def test_new_memory_errors_during_a_run_are_reported() -> None:
     assert f"`nvidia-smi -r -i {UUID}`" in found.fix
     old = [each | {"gpus": [gpu | {"ecc_uncorrected": 2} for gpu in each["gpus"]]} for each in samples]
     assert [each.severity for each in health_findings(old)] == ["warning"]
+
+
+def sampled(**keys: float) -> Evidence:
+    """Return the evidence of a node with full memory, with `keys` added to ten samples."""
+    recipe = parse_recipe("", name="test", overrides=["cluster=1xcpu"])
+    full = {"node": 0, "host": "a", "ram": 64 << 30, "ram_used": 61 << 30, "swap_used": 3 << 30}
+    samples = tuple(full | {"time": 5.0 * number} | keys for number in range(10))
+    return Evidence(recipe=recipe, plan=Plan(mesh=Mesh(), micro_batch=1), samples=samples)
+
+
+def test_swap_traffic_is_counted_and_old_swapped_pages_are_not() -> None:
+    (found,) = swap(sampled(swap_read=20 * MIB, swap_written=20 * MIB))
+    assert found.evidence["moved"] == pytest.approx(9 * 5 * 40 * MIB)
+    assert not list(swap(sampled(swap_read=0, swap_written=0)))
+    assert not list(swap(sampled(swap_read=20 * MIB, swap_written=20 * MIB, ram_used=20 << 30)))

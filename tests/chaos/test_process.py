@@ -94,7 +94,7 @@ def test_without_its_fork_server_a_run_restarts_and_without_its_supervisor_it_en
     """Faults `supervisor-killed` and `memory-lost`: copies in memory end with the supervisor; the disk remains."""
     with start_run(tmp_path / "run", "train.steps=150", "checkpoint.every=10", "checkpoint.memory=1") as supervised:
         supervised.wait_for_step(25)
-        fork_server = next(each for each in supervised.processes() if "fork_server" in " ".join(each.cmdline()))
+        fork_server = supervised.fork_server()
         killed = time.time()
         fork_server.kill()
         cold = supervised.wait_for_fault(0)

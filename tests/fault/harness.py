@@ -195,6 +195,10 @@ class Supervised:
                 found += psutil.Process(parent).children(recursive=True)
         return found + [psutil.Process(each) for each in self._fork_servers()]
 
+    def fork_server(self) -> psutil.Process:
+        """Return the process that forks the ranks."""
+        return psutil.Process(self._fork_servers()[0])
+
     def _fork_servers(self) -> list[int]:
         """Return forks of the session's warm fork server that write to this run's log."""
         found, status = list[int](), ask_warm(os.environ, {"status": True})

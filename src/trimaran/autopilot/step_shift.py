@@ -10,12 +10,12 @@ from statistics import median
 
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
+from trimaran.core.robust import robust_sigma
 
 RECENT_STEPS = 8  # that must all belong to the new speed, in both halves
 MIN_EARLIER_STEPS, MAX_EARLIER_STEPS = 16, 64
 MIN_SHIFT = 1.2  # times as long, or as short
 MIN_DEVIATIONS = 1.5  # of a single step before the shift, that the median of each half moves
-MAD_TO_DEVIATION = 1.4826
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def find_shift(steps: Sequence[TimedStep], known: Baseline | None = None) -> Ste
     logs = [math.log(each.seconds) for each in earlier]
     if len(earlier) >= MIN_EARLIER_STEPS:
         before = median(logs)
-        spread = MAD_TO_DEVIATION * median(abs(each - before) for each in logs)
+        spread = robust_sigma(logs)
     else:
         assert known is not None
         before, spread = math.log(known.step_seconds), known.spread

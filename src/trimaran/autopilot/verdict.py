@@ -13,9 +13,10 @@ from functools import lru_cache
 from operator import mul
 from statistics import NormalDist, median
 
+from trimaran.core.robust import robust_sigma
+
 NORMAL = NormalDist()
 MAX_DEVIATIONS = 3.0  # of a step from the median of its side, in robust standard deviations; further ones are clipped
-MAD_TO_DEVIATION = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
 MIN_SPREAD = 1e-4  # relative; step times are rounded to microseconds
 MAX_AUTOCORRELATION = 0.95  # of neighbouring steps
 MAX_LAG = 12  # steps over which autocorrelation is summed
@@ -201,7 +202,7 @@ def _clipped(logs: Sequence[float]) -> list[float]:
 
 def _limits(logs: Sequence[float]) -> tuple[float, float]:
     middle = median(logs)
-    deviation = max(MIN_SPREAD, MAD_TO_DEVIATION * median(abs(each - middle) for each in logs))
+    deviation = max(MIN_SPREAD, robust_sigma(logs))
     return middle - MAX_DEVIATIONS * deviation, middle + MAX_DEVIATIONS * deviation
 
 

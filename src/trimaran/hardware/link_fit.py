@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trimaran.core.robust import MAD_TO_SIGMA
+
 NUM_ROUNDS = 50  # of reweighting; a few are enough, and the last ones change nothing
 CHANGE_TO_STOP = 1e-12
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
 TUKEY_LIMIT = 4.685  # in sigmas: beyond it a point has no weight; 95 % efficient where there are no outliers
 MIN_SIGMA = 1e-3  # relative: a clock and a mean of rounds are no better than this
 MIN_POINTS = 3

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from trimaran.core.robust import median_error
 from trimaran.run.record_types import is_number
 from trimaran.telemetry.step_lines import StepLine, read_details
 
@@ -14,8 +15,6 @@ MIN_STEADY_STEPS = 5
 WARM_UP_STEPS = 3  # after each start of the ranks: torch compiles, and allocators and caches fill
 # Events whose end they mark, `seconds` after their beginning: steps in between share disk and cores with them.
 DISTURBING_EVENTS = ("checkpoint", "upload", "evaluation", "profile", "recompile", "sample")
-STANDARD_ERROR_OF_MEDIAN = 1.2533  # relative to that of the mean
-MAD_TO_SIGMA = 1.4826
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +93,12 @@ def _overlaps(step: StepLine, begin: float, end: float) -> bool:
 def _medians(steps: Sequence[StepLine]) -> SteadySteps:
     busy = [_busy(step) for step in steps]
     middle = median(busy)
-    spread = MAD_TO_SIGMA * median(abs(each - middle) for each in busy)
     mfus = [step.mfu for step in steps if step.mfu > 0]
     return SteadySteps(
         num_steps=len(steps),
         step_seconds=median(step.step_seconds for step in steps),
         busy_seconds=middle,
-        standard_error=STANDARD_ERROR_OF_MEDIAN * spread / middle / math.sqrt(len(steps)),
+        standard_error=median_error(busy) / middle,
         tokens=median(step.tokens for step in steps),
         mfu=median(mfus) if mfus else 0.0,
         peak_bytes=_peak(steps),

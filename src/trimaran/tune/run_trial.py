@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Recipe, UserError
 from trimaran.core.recipe import MlflowSection, PrometheusSection, WandbSection
+from trimaran.core.robust import median_error
 from trimaran.history.measured_run import UnusableRunError, read_measured_run
-from trimaran.history.steady_steps import MAD_TO_SIGMA, MIN_STEADY_STEPS, STANDARD_ERROR_OF_MEDIAN, WARM_UP_STEPS
+from trimaran.history.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS
 from trimaran.launch.local import LocalRun, start_local
 from trimaran.run import JsonlFollower, RunDirectory, create_run
 from trimaran.run.incidents import read_incidents
@@ -154,9 +155,7 @@ class TrialWatch:
 
 def relative_error(seconds: Sequence[float]) -> float:
     """Return the standard error of the median, relative to it."""
-    middle = median(seconds)
-    spread = MAD_TO_SIGMA * median(abs(each - middle) for each in seconds)
-    return STANDARD_ERROR_OF_MEDIAN * spread / middle / math.sqrt(len(seconds))
+    return median_error(seconds) / median(seconds)
 
 
 def _record_of(candidate: TuneCandidate, path: Path) -> MeasuredTrial:

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from trimaran.core import CheckpointSection, Seconds
+from trimaran.core.robust import median_error
 from trimaran.cost.goodput import Faults, best_interval
 
 MAX_STALL_FRACTION = 0.01
@@ -153,23 +154,14 @@ class StepSamples:
         """Return by how much a copy slows the steps after it, as far as that is more than noise; else 0."""
         if len(self._slowed) < MIN_SLOWED_SAMPLES or len(self._others) < MIN_OTHER_SAMPLES:
             return Seconds(0.0)
-        (slowed, slowed_error), (usual, usual_error) = (
-            _median_and_error(each) for each in (self._slowed, self._others)
-        )
-        error = math.hypot(slowed_error, REVIEW_DELAY_STEPS * usual_error)
-        return Seconds(max(0.0, slowed - REVIEW_DELAY_STEPS * usual - NUM_STANDARD_ERRORS * error))
+        slower = statistics.median(self._slowed) - REVIEW_DELAY_STEPS * statistics.median(self._others)
+        error = math.hypot(median_error(self._slowed), REVIEW_DELAY_STEPS * median_error(self._others))
+        return Seconds(max(0.0, slower - NUM_STANDARD_ERRORS * error))
 
     def forget(self) -> None:
         """Start over, since the durations may have changed."""
         for samples in (self._all, self._others, self._slowed):
             samples.clear()
-
-
-def _median_and_error(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error, from the median absolute deviation: outliers do not count."""
-    median = statistics.median(samples)
-    deviation = statistics.median(abs(each - median) for each in samples)
-    return median, 1.4826 * 1.2533 * deviation / math.sqrt(len(samples))
 
 
 class CopySchedule:

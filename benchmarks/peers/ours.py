@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, VisionShape, Work
 from PIL import Image
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.request.request import Request, resolve
 from trimaran.core import Plan, Recipe
 from trimaran.data import cache_folder
@@ -205,7 +205,7 @@ def result_of(lines: list[dict[str, Any]], plan: Plan) -> dict[str, Any]:
     return {
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
-        "version": f"trimaran {__version__}",
+        "version": f"trimaran {VERSION}",
         "note": "plan " + json.dumps(shown, sort_keys=True),
     }
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimaran.app.request.live_module import plan
+    from trimaran.core.version import VERSION as __version__
     from trimaran.loop.loop import Loop, prepare
     from trimaran.loop.rank_functions import gather_metrics, print_in_order, seed_rank
     from trimaran.loop.scale_lr import scale_lr
     from trimaran.loop.split_loop import SplitLoop
 
-__version__ = "0.2.0"
 __all__ = ["Loop", "SplitLoop", "gather_metrics", "plan", "prepare", "print_in_order", "scale_lr", "seed_rank"]
 
 _MODULES = {
@@ -31,6 +31,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import the API on first use, so that the command line starts without torch."""
+    if name == "__version__":
+        return import_module("trimaran.core.version").VERSION
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     renamed = import_module("trimaran.core.renamed")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.terminal import clean_standard_streams, raw_stream
 from trimaran.run.process_control import drop_unread_output, open_closed_output
 
@@ -166,7 +166,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
     `trimaran train` alone trains a small model on this machine.
     """
     if version:
-        typer.echo(f"trimaran {__version__}")
+        typer.echo(f"trimaran {VERSION}")
         raise typer.Exit
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.history.measured_plan import MeasuredPlan, measured_plans
 from trimaran.run.run_directory import MARKER
@@ -67,7 +67,7 @@ class RunIndex:
         if self.path is None or not self.changed:
             return
         runs = {key: [list(run.stamp), list(run.plans), run.reason] for key, run in self.runs.items()}
-        tree = {"format": FORMAT, "version": __version__, "runs": runs}
+        tree = {"format": FORMAT, "version": VERSION, "runs": runs}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as file:
@@ -92,7 +92,7 @@ def open_index(path: Path | None) -> RunIndex:
         return index
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         tree = json.loads(read_regular_bytes(path, limit_bytes=MAX_INDEX_BYTES))
-        if (tree["format"], tree["version"]) == (FORMAT, __version__):
+        if (tree["format"], tree["version"]) == (FORMAT, VERSION):
             index.runs = {
                 key: IndexedRun(stamp=tuple(stamp), plans=tuple(plans), reason=reason)
                 for key, (stamp, plans, reason) in tree["runs"].items()

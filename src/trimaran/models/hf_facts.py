@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.core import ModelSection, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
@@ -108,7 +108,7 @@ def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None
     if section.path is None or root is None or missing_package():
         return None
     versions = {name: metadata.version(name) for name in PACKAGES}
-    parts: dict[str, Any] = {"format": FORMAT, "trimaran": __version__, **versions, "code": section.trust_remote_code}
+    parts: dict[str, Any] = {"format": FORMAT, "trimaran": VERSION, **versions, "code": section.trust_remote_code}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     folder = model_folder(section.path)
     for path in [folder / "config.json", *(sorted(folder.glob("*.py")) if section.trust_remote_code else [])]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 
 SOCKET, LOCK, LOG = "warm.socket", "warm.lock", "warm.log"
 # Variables that nothing in a run reads when it is imported: our own, and those that describe a terminal or a login. A
@@ -55,7 +55,7 @@ def fingerprint(environment: Mapping[str, str]) -> dict[str, Any]:
     umask = os.umask(0o022)
     os.umask(umask)
     return {
-        "trimaran": [__version__, __file__],
+        "trimaran": [VERSION, __file__],
         "python": [sys.version, sys.executable],
         "path": [each for each in sys.path[1:] if each],  # the first is the folder of the script, or the current one
         "user": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],

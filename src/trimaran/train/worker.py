@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
 from trimaran.core.recipe_plugins import plugin_records
 from trimaran.data.loader import LoaderFault
@@ -146,7 +146,7 @@ def _train_rank(
     here: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "device": str(rank.info.device)}
     here |= bound | ({"fork_server": rank.link.note} if rank.link.note else {})
     here |= {"plugins": records} if (records := plugin_records(recipe)) else {}
-    journal.event("start", world_size=rank.info.world_size, version=__version__, **here)
+    journal.event("start", world_size=rank.info.world_size, version=VERSION, **here)
     agree_on_plugins(recipe)
     parts = build_worker_parts(rank.context(journal, cache, stop, change_file))
     timer.lap("build")

@@ -5,7 +5,7 @@ from typing import Any
 
 from mcp.server import MCPServer
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.assistant.docs_search import DocsIndex, docs_folder
 from trimaran.app.assistant.read_tools import (
     add_diagnosis_tools,
@@ -29,7 +29,7 @@ Every answer has the command that gives it; show it to the user. search_docs exp
 
 def build_server(folder: Path, runs: RunsRoot, *, may_write: bool) -> MCPServer[Any]:
     """Return the server. Commands run in `folder`; runs are those of `runs`."""
-    server: MCPServer[Any] = MCPServer("trimaran", version=__version__, instructions=INSTRUCTIONS, log_level="WARNING")
+    server: MCPServer[Any] = MCPServer("trimaran", version=VERSION, instructions=INSTRUCTIONS, log_level="WARNING")
     limits, caller = ToolLimits(folder, runs, may_write=may_write), VerbCaller(folder)
     add_predict_tool(server, caller)
     for add_tools in (add_plan_tool, add_rehearse_tool, add_run_tools, add_diagnosis_tools):

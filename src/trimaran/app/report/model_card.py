@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.report.part_facts import model_text
 from trimaran.app.request.export_request import ExportRequest
 from trimaran.app.views.run_state import RunState
@@ -164,7 +164,7 @@ def _usage(request: ExportRequest, folder: str) -> list[str]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "trimaran", __version__
+    yield "trimaran", VERSION
     yield "Python", platform.python_version()
     for name in LIBRARIES:
         try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
 from trimaran.app.report.goodput_waterfall import waterfall_of
 from trimaran.app.report.ranks_now import ranks_now
@@ -39,7 +39,7 @@ def about_facts(state: RunState) -> Tree:
     return {
         "format": FORMAT,
         "made": time.time(),
-        "version": __version__,
+        "version": VERSION,
         "name": state.recipe.name,
         "model": model_text(state.recipe),
         "plan_words": str(state.plan),

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.request.ask_hf_facts import ask_hf_facts
 from trimaran.app.request.hub_files import with_local_files
 from trimaran.app.request.options import RUNS
@@ -100,7 +100,7 @@ def about_of(question: Question) -> dict[str, Any]:
         "data": data,
         "precision": recipe.train.precision,
         "deterministic": recipe.train.deterministic,
-        "trimaran": __version__,
+        "trimaran": VERSION,
         "torch": _version("torch"),
         "python": platform.python_version(),
         "threads": os.environ.get("OMP_NUM_THREADS", ""),

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.app.request.eval_request import EvalRequest
 from trimaran.app.session.open_trained import open_trained
 from trimaran.core import Plan, UserError
@@ -84,7 +84,7 @@ def about(request: EvalRequest) -> dict[str, Any]:
     step = weights.step
     if step is None and weights.run is not None:
         step = _saved_step(request)
-    return {"run_dir": run_dir, "model": str(weights.path), "step": step, "time": time.time(), "version": __version__}
+    return {"run_dir": run_dir, "model": str(weights.path), "step": step, "time": time.time(), "version": VERSION}
 
 
 def _saved_step(request: EvalRequest) -> int | None:

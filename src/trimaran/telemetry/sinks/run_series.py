@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trimaran import __version__
+from trimaran.core.version import VERSION
 from trimaran.core import AXES, PHASES
 from trimaran.core.plan import WORLD
 from trimaran.telemetry.sinks.series import Series
@@ -83,7 +83,7 @@ class RunSeries:
         """Set the series of a new attempt; `data` is that of the start event."""
         series = self._series
         series.clear("build_info", "attempt_info")
-        series.set("build_info", 1, version=str(data.get("version", __version__)))
+        series.set("build_info", 1, version=str(data.get("version", VERSION)))
         series.set("attempt_info", 1, attempt=str(attempt), world_size=str(data.get("world_size", "")))
         series.set("finished", 0)
         if attempt != self._attempt:

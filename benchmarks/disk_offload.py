@@ -79,7 +79,7 @@ def _numbers(path: str) -> dict[str, int]:
 def train(name: str, folder: str, steps: int) -> Line:
     """Train a few steps in this process; return the measurements."""
     from trimaran.core import Plan, Recipe  # noqa: PLC0415 - before torch, which reads the environment
-    from trimaran.launch.local import worker_environment  # noqa: PLC0415
+    from trimaran.planner.rank_environment import worker_environment  # noqa: PLC0415
 
     plan = Plan.model_validate(plan_fields(name, folder))
     on_cpu = name.split("/")[0] in ON_CPU

@@ -198,7 +198,7 @@ def _with_row_sizes(job: Any, towers: dict[str, list[int]]) -> Any:
 def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     """Start the process of one plan, with the allocator settings and compile cache of a real rank."""
     from trimaran.app.request.rehearse_request import read_rehearse_request
-    from trimaran.launch.local import worker_environment
+    from trimaran.planner.rank_environment import worker_environment
     from trimaran.run.compile_cache import compile_cache
 
     request = read_rehearse_request(None, {}, settings_of(name, tiny=arguments.tiny), ranks="first", steps=1, layers=0)

@@ -25,7 +25,7 @@ from trimaran.data import cache_folder
 from trimaran.data.token_shards import ShardWriter
 from trimaran.data.tokenizer import ByteTokenizer
 from trimaran.hardware import detect
-from trimaran.launch.local import worker_environment
+from trimaran.planner.rank_environment import worker_environment
 from trimaran.run import create_run
 
 MEAN_DOCUMENT = 512  # tokens of a packed document

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimaran.app.request.live_module import plan
-    from trimaran.core.version import VERSION as __version__
     from trimaran.loop.loop import Loop, prepare
     from trimaran.loop.rank_functions import gather_metrics, print_in_order, seed_rank
     from trimaran.loop.scale_lr import scale_lr

@@ -1,6 +1,9 @@
 """Public names of `trimaran.app`, and the modules that they come from. They are imported on first use."""
 
 from .assistant.docs_search import DocsIndex as DocsIndex, docs_folder as docs_folder
+from .commands.bench import (
+    complete_collectives as complete_collectives, complete_comm_groups as complete_comm_groups,
+)
 from .commands.drill import Drills as Drills, complete_target as complete_target
 from .commands.jobs import JOB_TARGETS as JOB_TARGETS
 from .commands.resume import refuse_other_run as refuse_other_run
@@ -58,8 +61,7 @@ from .request.emit_files import SlowerBy as SlowerBy, search_for_tool as search_
 from .request.machine_check import interface_to as interface_to, refuse_unfit_machine as refuse_unfit_machine
 from .request.measured_plans import runs_in as runs_in
 from .request.options import (
-    complete_cluster as complete_cluster, complete_collectives as complete_collectives,
-    complete_comm_groups as complete_comm_groups, complete_goal as complete_goal, complete_lines as complete_lines,
+    complete_cluster as complete_cluster, complete_goal as complete_goal, complete_lines as complete_lines,
     complete_model_or_recipe as complete_model_or_recipe, complete_recipe as complete_recipe,
     complete_run as complete_run, complete_run_or_recipe as complete_run_or_recipe,
     complete_setting as complete_setting, complete_tool as complete_tool, find_run as find_run,

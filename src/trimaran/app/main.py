@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran.core.version import VERSION
 from trimaran.app.terminal import clean_standard_streams, raw_stream
+from trimaran.core.version import VERSION
 from trimaran.run.process_control import drop_unread_output, open_closed_output
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.version import VERSION
 from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.version import VERSION
 from trimaran.history.measured_plan import MeasuredPlan, measured_plans
 from trimaran.run.run_directory import MARKER
 

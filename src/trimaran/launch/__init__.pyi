@@ -36,8 +36,7 @@ from .intent import (
 from .left_out_watch import LeftOutWatch as LeftOutWatch
 from .link_probe import measure_link as measure_link
 from .local import (
-    DEBUG_VARIABLES as DEBUG_VARIABLES, LocalRun as LocalRun, allocator_settings as allocator_settings,
-    start_local as start_local, worker_environment as worker_environment,
+    LocalRun as LocalRun, start_local as start_local,
 )
 from .local_node import LocalNode as LocalNode
 from .measure_links import list_groups as list_groups, tournament as tournament

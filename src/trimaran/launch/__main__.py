@@ -38,7 +38,6 @@ from trimaran.hardware import Cluster  # noqa: E402
 from trimaran.hub.restore_files import restore_missing_files  # noqa: E402
 from trimaran.launch.autopilot_process import autopilot_process  # noqa: E402
 from trimaran.launch.head_client import HeadClient, create_as_head_has_it  # noqa: E402
-from trimaran.launch.local import worker_environment  # noqa: E402
 from trimaran.launch.local_node import LocalNode  # noqa: E402
 from trimaran.launch.local_node_group import LocalNodeGroup  # noqa: E402
 from trimaran.launch.multi_node import run_on_several_nodes  # noqa: E402
@@ -53,6 +52,7 @@ from trimaran.launch.recovery_policy import EXIT_FAULT  # noqa: E402
 from trimaran.launch.replan import cluster_of  # noqa: E402
 from trimaran.launch.run_token import given_token, keep_token, needed_token  # noqa: E402
 from trimaran.launch.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
+from trimaran.planner.rank_environment import worker_environment  # noqa: E402
 from trimaran.run import RunDirectory, last_step, open_run  # noqa: E402
 from trimaran.run.attempts import AttemptLog  # noqa: E402
 from trimaran.run.compile_cache import refuse_unusable  # noqa: E402

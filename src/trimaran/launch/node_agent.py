@@ -7,11 +7,11 @@ from trimaran.launch import link_probe
 from trimaran.launch.channel import Channel
 from trimaran.launch.fork_server_process import ForkServerProcess
 from trimaran.launch.head_client import OPERATION, answer_not_ready
-from trimaran.launch.local import without_unusable, worker_environment
 from trimaran.launch.local_node import LocalNode
 from trimaran.launch.node_options import NodeOptions, split_head
 from trimaran.launch.preflight_process import PreflightProcess
 from trimaran.launch.replan import cluster_of
+from trimaran.planner.rank_environment import without_unusable, worker_environment
 from trimaran.run import RunDirectory
 from trimaran.run.lease import run_token
 

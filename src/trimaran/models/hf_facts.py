@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.version import VERSION
 from trimaran.core import ModelSection, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.core.user_folders import user_cache
+from trimaran.core.version import VERSION
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder
 
 FORMAT = 4  # of the files in the cache; a change of what they hold needs another number

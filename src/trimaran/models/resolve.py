@@ -5,7 +5,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
-from trimaran.core import DataSection, ModelSection, UserError, did_you_mean
+from trimaran.core import DataSection, ModelSection, UserError, did_you_mean, show_count
 from trimaran.core.input_rules import ScenePoints
 from trimaran.core.plugin_fields import UNCHECKED
 from trimaran.core.user_folders import expand_user
@@ -141,3 +141,14 @@ def _frozen(outline: Outline, names: tuple[str, ...]) -> Outline:
         raise UserError("M012", "every tower is frozen, and nothing is left to train", where="model.freeze",
                         fix=f"leave out one of {', '.join(towers)}")  # fmt: skip
     return replace(outline, towers=tuple(replace(tower, frozen=tower.name in names) for tower in outline.towers))
+
+
+def model_text(section: ModelSection, data: DataSection) -> str:
+    """Return the name of the model, with its size if that is known here."""
+    names = filter(None, [section.family, section.preset or section.path])
+    try:
+        outline = outline_if_known(section, data)
+    except UserError:
+        outline = None  # its folder is on another machine
+    size = f", {show_count(outline.num_parameters)} parameters" if outline else ""
+    return f"{' '.join(names)}{size}"

@@ -42,3 +42,6 @@ from .serving_plans import (
 from .space import Space as Space
 from .tower_rules import check_towers as check_towers
 from .unequal_rules import check_micro_batches as check_micro_batches
+from .rank_environment import (
+    DEBUG_VARIABLES as DEBUG_VARIABLES, allocator_settings as allocator_settings, worker_environment as worker_environment,
+)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from trimaran.core import UserError
-from trimaran.launch.local import worker_environment
+from trimaran.planner.rank_environment import worker_environment
 from trimaran.rehearse.rank_task import RankAnswer, RankTask
 from trimaran.run.compile_cache import compile_cache
 from trimaran.run.out_of_memory import says_out_of_memory

@@ -161,6 +161,16 @@ class LeaseWatch:
         return holder if self._clock() - self._since < EXPIRY_SECONDS else holder.term + 1
 
 
+def is_running(run: RunDirectory) -> bool:
+    """Return whether a process runs the run; the lease of another machine is watched for some seconds."""
+    watch = LeaseWatch(run)
+    while not isinstance(watch.poll(), int):
+        if watch.certain:
+            return True
+        time.sleep(POLL_SECONDS)
+    return False
+
+
 def take_lease(
     run: RunDirectory, *, address: str = "", shared: bool = False, lock_seconds: float = LOCK_SECONDS
 ) -> Lease:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.core.version import VERSION
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
 from trimaran.core.recipe_plugins import plugin_records
+from trimaran.core.version import VERSION
 from trimaran.data.loader import LoaderFault
 from trimaran.parallel.apply import steps_of
 from trimaran.run import Journal, RunDirectory

@@ -4,12 +4,13 @@ from .choose_next import (
     TrialCosts as TrialCosts, best_of as best_of, costs_of as costs_of, propose as propose, why_not as why_not,
 )
 from .run_trial import (
-    MAX_STEADY_STEPS as MAX_STEADY_STEPS, TrialLimits as TrialLimits, TrialWatch as TrialWatch,
+    MAX_STEADY_STEPS as MAX_STEADY_STEPS, TrialWatch as TrialWatch,
     trial_recipe as trial_recipe,
 )
 from .step_time_model import (
     ExpectedTime as ExpectedTime, StepTimeModel as StepTimeModel, expected_gain as expected_gain,
 )
+from .trial_record import TrialLimits as TrialLimits
 from .trial_record import (
     MeasuredTrial as MeasuredTrial, TriedCandidate as TriedCandidate, TuneCandidate as TuneCandidate,
     combine as combine,

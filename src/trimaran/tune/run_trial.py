@@ -4,7 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from trimaran.history.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS
 from trimaran.launch.local import LocalRun, start_local
 from trimaran.run import JsonlFollower, RunDirectory, create_run
 from trimaran.run.incidents import read_incidents
-from trimaran.tune.trial_record import MeasuredTrial, TrialOutcome, TuneCandidate
+from trimaran.tune.trial_record import MeasuredTrial, TrialLimits, TrialOutcome, TuneCandidate
 
 STEPS = 10_000_000  # more than any trial lasts
 POLL_SECONDS = 0.05
@@ -27,19 +27,6 @@ SLOW_RATIO = 1.5  # of the best: a trial whose steps are all slower ends after M
 MIN_SLOW_STEPS = 2
 CLEARLY_SLOWER = 1.1  # of the best: such a trial needs no smaller error
 MAX_REASON_CHARACTERS = 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialLimits:
-    """When a trial ends. `deadline` is a time of `time.monotonic`; `best_seconds` is the fastest step so far.
-
-    start_seconds: to the first step. steady_seconds: of steps that count, unless fewer than needed fit into it.
-    """
-
-    deadline: float = math.inf
-    best_seconds: float | None = None
-    start_seconds: float = 900.0
-    steady_seconds: float = 30.0
 
 
 class TrialEnd(NamedTuple):

@@ -18,6 +18,19 @@ FAILED: tuple[TrialOutcome, ...] = ("out of memory", "refused", "failed")
 MIN_SIGMA = 0.005  # of a step time: two runs of one plan differ by about that much on an idle machine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLimits:
+    """When a trial ends. `deadline` is a time of `time.monotonic`; `best_seconds` is the fastest step so far.
+
+    start_seconds: to the first step. steady_seconds: of steps that count, unless fewer than needed fit into it.
+    """
+
+    deadline: float = math.inf
+    best_seconds: float | None = None
+    start_seconds: float = 900.0
+    steady_seconds: float = 30.0
+
+
 @dataclass(frozen=True, kw_only=True)  # without slots, for the cached key
 class TuneCandidate:
     """A plan with its prediction, and the loader processes to run it with. `origin` says where it comes from."""

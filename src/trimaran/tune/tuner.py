@@ -19,8 +19,7 @@ from trimaran.tune.choose_next import (
     costs_of,
     propose,
 )
-from trimaran.tune.run_trial import TrialLimits
-from trimaran.tune.trial_record import MeasuredTrial, TriedCandidate, TuneCandidate, Workers, combine
+from trimaran.tune.trial_record import MeasuredTrial, TrialLimits, TriedCandidate, TuneCandidate, Workers, combine
 from trimaran.tune.trial_store import TrialStore
 
 WORKER_COUNTS: tuple[Workers, ...] = ("auto", 0, 1, 2, 4)

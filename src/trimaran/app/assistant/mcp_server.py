@@ -5,7 +5,6 @@ from typing import Any
 
 from mcp.server import MCPServer
 
-from trimaran.core.version import VERSION
 from trimaran.app.assistant.docs_search import DocsIndex, docs_folder
 from trimaran.app.assistant.read_tools import (
     add_diagnosis_tools,
@@ -19,6 +18,7 @@ from trimaran.app.assistant.tool_limits import ToolLimits
 from trimaran.app.assistant.verb_call import VerbCaller
 from trimaran.app.assistant.write_tools import add_write_tools
 from trimaran.app.web.runs_root import RunsRoot
+from trimaran.core.version import VERSION
 
 INSTRUCTIONS = """\
 Trimaran plans, trains and diagnoses distributed training of PyTorch models.

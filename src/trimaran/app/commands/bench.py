@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,13 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trimaran.app.request.calibration_file import refuse_unwritable, write_calibration
-from trimaran.app.request.options import (
-    Json,
-    Settings,
-    complete_collectives,
-    complete_comm_groups,
-    complete_recipe,
-)
+from trimaran.app.request.options import Json, Settings, complete_recipe, starting
 from trimaran.core.user_folders import needed_user_cache
 from trimaran.hardware import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
 from trimaran.run.compile_cache import refuse_unusable
@@ -26,6 +21,25 @@ bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=N
 
 DEFAULT_SECONDS = 20.0
 MAX_SECONDS = 600.0
+
+
+def complete_collectives(incomplete: str) -> list[str]:
+    """Return the collectives that complete the last word of a list with commas."""
+    from trimaran.hardware.comm_result import BUS_FACTORS
+
+    return _starting_in_list([*BUS_FACTORS, "all"], incomplete)
+
+
+def complete_comm_groups(incomplete: str) -> list[str]:
+    """Return the groups of ranks that complete the last word of a list with commas."""
+    from trimaran.app.request.comm_groups import JOINED_AXES, MESH_AXES
+
+    return _starting_in_list(["world", "node", *MESH_AXES, *JOINED_AXES], incomplete)
+
+
+def _starting_in_list(words: Iterable[str], incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{word}" for word in starting(words, last)]
 
 
 @bench.callback()

@@ -59,9 +59,9 @@ def decisions(
 
 def request_undo(run: "RunDirectory", number: int) -> int:
     """Ask the ranks to take a kept decision back, as the user, and return the number of the request."""
-    from trimaran.app.commands.profile import is_running
     from trimaran.core import UserError
     from trimaran.run.change_request import write_change_request
+    from trimaran.run.lease import is_running
 
     found = next((each for each in _read(run) if each.id == number), None)
     if found is None or found.outcome != "kept":

@@ -3,13 +3,13 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimaran.app.leaves import open_leaf
 from trimaran.app.request.options import (
     Json,
     Settings,
@@ -138,8 +138,8 @@ def plan(
         unused = {"--seq-len": seq_len, "--global-batch": global_batch, "--adapter": adapter, "--from": from_file,
                   "--emit": emit, "--output": output, "--tokens": tokens, "--mtbf": mtbf}  # fmt: skip
         asked = {"cluster": cluster, "goal": goal, "price": price}
-        return _plan_serving(what, asked | {name[2:].replace("-", "_"): each for name, each in serving.items()},
-                             unused, settings or [], as_json=as_json)  # fmt: skip
+        asked |= {name[2:].replace("-", "_"): each for name, each in serving.items()}
+        return open_leaf("plan --serve")(what, asked, unused, settings or [], as_json=as_json)
     if named := [name for name, value in serving.items() if value is not None]:
         raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
                         fix="add --serve, or leave it out")  # fmt: skip
@@ -185,32 +185,6 @@ def _print_report(report: "PlanReport", tool_file: "ToolFile | None", *, top: in
     if report.best is None:
         raise no_fit_error(report.answer)
     _print_commands(report)
-    return EXIT_DONE
-
-
-def _plan_serving(
-    what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
-) -> int:
-    """Answer `plan --serve`."""
-    from trimaran.app.request.serving_request import (
-        ServingOptions,
-        read_serving_question,
-        refuse_training_options,
-        serving_as_dict,
-    )
-    from trimaran.core import EXIT_DONE
-    from trimaran.planner.serving_plans import plan_serving
-
-    refuse_training_options(unused)
-    options = ServingOptions(**asked)
-    answer = plan_serving(read_serving_question(what, options, settings))
-    if as_json:
-        typer.echo(json.dumps(serving_as_dict(answer, price=options.price)))
-        return EXIT_DONE
-    from trimaran.app.views.clean_console import open_console
-    from trimaran.app.views.serving_plan_view import show_serving
-
-    show_serving(answer, open_console(), price=options.price)
     return EXIT_DONE
 
 

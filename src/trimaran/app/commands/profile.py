@@ -11,6 +11,7 @@ import typer
 from trimaran.app.request.options import Json, Settings, complete_run_or_recipe, find_run, refuse_missing_ranks
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
+from trimaran.run.lease import is_running
 from trimaran.run.profile_request import (
     MAX_STEPS,
     ProfileRequest,
@@ -150,19 +151,6 @@ def _files(run: "RunDirectory", request: ProfileRequest, console: "Console") -> 
 def _no_profile(run: "RunDirectory", what: str) -> UserError:
     return UserError("D010", what, where=str(run.path), fix="run `trimaran profile RUN` while it trains, or name the "
                      "steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
-
-
-def is_running(run: "RunDirectory") -> bool:
-    """Return whether a process runs the run; the lease of another machine is watched for some seconds."""
-    from trimaran.run.lease import POLL_SECONDS as SECONDS
-    from trimaran.run.lease import LeaseWatch
-
-    watch = LeaseWatch(run)
-    while not isinstance(watch.poll(), int):
-        if watch.certain:
-            return True
-        time.sleep(SECONDS)
-    return False
 
 
 def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:

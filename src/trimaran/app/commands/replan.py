@@ -44,7 +44,7 @@ def replan(
     trimaran replan runs/stdlib-tiny --set plan.mesh.tp=2
     trimaran replan runs/stdlib-tiny
     """
-    from trimaran.app.commands.profile import is_running
+    from trimaran.run.lease import is_running
 
     directory = find_run(run)
     if not is_running(directory):
@@ -111,8 +111,8 @@ def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bo
 
 def _answer(run: "RunDirectory", request: "ChangeRequest", show: Callable[[], None]) -> dict[str, Any]:
     """Return the event that answers the request. Raises if the run ends before; Ctrl-C withdraws the request."""
-    from trimaran.app.commands.profile import is_running
     from trimaran.run.change_request import change_answers, withdraw_change_request
+    from trimaran.run.lease import is_running
 
     shown = 0.0
     try:

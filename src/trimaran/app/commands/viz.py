@@ -11,8 +11,16 @@ from trimaran.app.request.options import (
     complete_cluster,
     complete_model_or_recipe,
     complete_run,
-    complete_view,
+    starting,
 )
+
+
+def complete_view(incomplete: str) -> list[str]:
+    """Return the names of views that complete `incomplete`."""
+    from trimaran.viz import SHORT_NAMES, VIEWS
+
+    return starting([*SHORT_NAMES, *VIEWS], incomplete)
+
 
 ViewName = Annotated[
     str | None,

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from trimaran.core.version import VERSION
-from trimaran.app.report.part_facts import model_text
 from trimaran.app.request.export_request import ExportRequest
 from trimaran.app.views.run_state import RunState
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.core import show_count, show_seconds
+from trimaran.core.version import VERSION
+from trimaran.models.resolve import model_text
 from trimaran.run.evaluation_records import read_evaluations
 
 CARD = "README.md"
@@ -65,7 +65,8 @@ def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
     )
     front = yaml.safe_dump(_front_matter(request, state, manifest), sort_keys=False, allow_unicode=True)
     lines = ["---", front.rstrip(), "---", "", f"# {state.recipe.name}", ""]
-    lines += [f"{model_text(state.recipe)}, trained with Trimaran; the checkpoint of step {manifest.step}."]
+    model = model_text(state.recipe.model, state.recipe.data)
+    lines += [f"{model}, trained with Trimaran; the checkpoint of step {manifest.step}."]
     for title, body in sections:
         if body:
             lines += [

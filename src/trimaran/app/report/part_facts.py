@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trimaran.core.version import VERSION
 from trimaran.app.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
 from trimaran.app.report.goodput_waterfall import waterfall_of
 from trimaran.app.report.ranks_now import ranks_now
@@ -19,11 +18,12 @@ from trimaran.app.views.run_state import RunState
 from trimaran.app.views.step_history import StepHistory
 from trimaran.autopilot.proposal import describe
 from trimaran.checkpoint.checkpoint_list import count_drafts, list_checkpoints
-from trimaran.core import PHASES, Recipe, UserError, show_count
+from trimaran.core import PHASES
 from trimaran.core.plan import predicted_comm
 from trimaran.core.regular_files import read_regular_text
+from trimaran.core.version import VERSION
 from trimaran.launch.incident_text import incident_text
-from trimaran.models import outline_if_known
+from trimaran.models.resolve import model_text
 from trimaran.run import RunDirectory
 from trimaran.telemetry.rank_table import read_rank_table
 
@@ -41,7 +41,7 @@ def about_facts(state: RunState) -> Tree:
         "made": time.time(),
         "version": VERSION,
         "name": state.recipe.name,
-        "model": model_text(state.recipe),
+        "model": model_text(state.recipe.model, state.recipe.data),
         "plan_words": str(state.plan),
         "command": shlex.join([program_name(), "train", path_argument(run.recipe)]),
         "recipe": read_regular_text(run.recipe),
@@ -110,17 +110,6 @@ def checkpoint_facts(state: RunState) -> Tree:
 def view_facts(run: RunDirectory) -> Tree:
     views, trouble = views_of(run)
     return {"views": views, "views_trouble": trouble}
-
-
-def model_text(recipe: Recipe) -> str:
-    """Return the name of the model, with its size if that is known here."""
-    names = filter(None, [recipe.model.family, recipe.model.preset or recipe.model.path])
-    try:
-        outline = outline_if_known(recipe.model, recipe.data)
-    except UserError:
-        outline = None  # its folder is on another machine
-    size = f", {show_count(outline.num_parameters)} parameters" if outline else ""
-    return f"{' '.join(names)}{size}"
 
 
 def _machines_used(state: RunState) -> Tree:

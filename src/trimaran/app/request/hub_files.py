@@ -50,8 +50,7 @@ def with_local_files(recipe: Recipe, *, weights: bool = True) -> Recipe:
 
 
 def _fetch_weights(model: ModelSection, repo: HubRepo) -> None:
-    from trimaran.app.views.clean_console import open_console
-    from trimaran.app.views.live import print_plain
+    from trimaran.app.views.clean_console import open_console, print_plain
     from trimaran.app.views.progress_bar import progress_bar
 
     console = open_console(stderr=True)
@@ -83,8 +82,7 @@ def _local_source(section: Section) -> Section:
     if not _is_on_hub(section):
         return section
     assert section.path is not None, "it names a dataset"
-    from trimaran.app.views.clean_console import open_console
-    from trimaran.app.views.live import print_plain
+    from trimaran.app.views.clean_console import open_console, print_plain
     from trimaran.data import cache_folder
 
     repo = HubRepo(kind="dataset", name=section.path, revision=section.revision)

@@ -13,7 +13,7 @@ from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.request.request import refuse_other_machine, resolve
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.hardware.run_cluster import cluster_of
-from trimaran.launch.local import worker_environment
+from trimaran.planner.rank_environment import worker_environment
 from trimaran.run import free_run_path
 from trimaran.run.profile_request import ProfileRequest
 from trimaran.tune.run_trial import trial_recipe

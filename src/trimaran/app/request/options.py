@@ -41,7 +41,7 @@ def complete_model_or_recipe(incomplete: str) -> list[str]:
     """Return what `plan` accepts: presets, recipes, and the config.json and folders of models."""
     from trimaran.models import PRESETS, VLM_PRESETS
 
-    return [*_starting(PRESETS | VLM_PRESETS, incomplete), *_files(incomplete, MODEL)]
+    return [*starting(PRESETS | VLM_PRESETS, incomplete), *_files(incomplete, MODEL)]
 
 
 def complete_cluster(incomplete: str) -> list[str]:
@@ -50,66 +50,40 @@ def complete_cluster(incomplete: str) -> list[str]:
 
     counts, separator, name = incomplete.rpartition("x")
     devices = [f"{counts}{separator}{device}" for device in DEVICES if device.casefold().startswith(name.casefold())]
-    return [*_starting(["auto"], incomplete), *devices, *_files(incomplete, YAML)]
+    return [*starting(["auto"], incomplete), *devices, *_files(incomplete, YAML)]
 
 
 def complete_autopilot(incomplete: str) -> list[str]:
     """Return the modes of the autopilot that complete `incomplete`."""
-    return _starting(["act", "advise", "off"], incomplete)
-
-
-def complete_view(incomplete: str) -> list[str]:
-    """Return the names of views that complete `incomplete`."""
-    from trimaran.viz import SHORT_NAMES, VIEWS
-
-    return _starting([*SHORT_NAMES, *VIEWS], incomplete)
+    return starting(["act", "advise", "off"], incomplete)
 
 
 def complete_goal(incomplete: str) -> list[str]:
     """Return the goals that complete `incomplete`."""
     from trimaran.planner import GOALS
 
-    return _starting(GOALS, incomplete)
+    return starting(GOALS, incomplete)
 
 
 def complete_adapter(incomplete: str) -> list[str]:
     """Return the adapters that complete `incomplete`."""
     from trimaran.app.request.plan_request import ADAPTERS
 
-    return _starting(ADAPTERS, incomplete)
+    return starting(ADAPTERS, incomplete)
 
 
 def complete_tool(incomplete: str) -> list[str]:
     """Return the tools that a plan can be written for."""
     from trimaran.planner.emit import EMITTERS
 
-    return _starting(EMITTERS, incomplete)
-
-
-def complete_collectives(incomplete: str) -> list[str]:
-    """Return the collectives that complete the last word of a list with commas."""
-    from trimaran.hardware.comm_result import BUS_FACTORS
-
-    return _starting_in_list([*BUS_FACTORS, "all"], incomplete)
-
-
-def complete_comm_groups(incomplete: str) -> list[str]:
-    """Return the groups of ranks that complete the last word of a list with commas."""
-    from trimaran.app.request.comm_groups import JOINED_AXES, MESH_AXES
-
-    return _starting_in_list(["world", "node", *MESH_AXES, *JOINED_AXES], incomplete)
+    return starting(EMITTERS, incomplete)
 
 
 def complete_fabric(incomplete: str) -> list[str]:
     """Return the fabrics that complete `incomplete`."""
     from trimaran.doctor.fabric_presets import FABRICS
 
-    return _starting(["auto", *FABRICS], incomplete)
-
-
-def _starting_in_list(words: Iterable[str], incomplete: str) -> list[str]:
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{word}" for word in _starting(words, last)]
+    return starting(["auto", *FABRICS], incomplete)
 
 
 def _files(incomplete: str, kind: re.Pattern[str]) -> list[str]:
@@ -117,7 +91,8 @@ def _files(incomplete: str, kind: re.Pattern[str]) -> list[str]:
     return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or kind.search(name)]
 
 
-def _starting(words: Iterable[str], incomplete: str) -> list[str]:
+def starting(words: Iterable[str], incomplete: str) -> list[str]:
+    """Return the words that complete `incomplete`."""
     return [word for word in words if word.startswith(incomplete)]
 
 

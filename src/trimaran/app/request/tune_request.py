@@ -10,13 +10,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.version import VERSION
 from trimaran.app.request.ask_hf_facts import ask_hf_facts
 from trimaran.app.request.hub_files import with_local_files
 from trimaran.app.request.options import RUNS
 from trimaran.app.request.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.request.request import Request, read_question, refuse_other_machine, with_absolute_paths
 from trimaran.core import Plan, Recipe
+from trimaran.core.version import VERSION
 from trimaran.hardware import refuse_mixed
 from trimaran.history.measured_plan import job_of_plan
 from trimaran.models import refuse_freezing

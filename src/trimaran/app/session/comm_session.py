@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from trimaran.app.leaves import open_leaf
 from trimaran.app.request.calibration_file import refuse_unwritable, write_calibration
 from trimaran.app.request.comm_links import calibrated, find_outliers
 from trimaran.app.request.comm_request import CommOptions, measure_comm
@@ -60,9 +61,7 @@ def run_comm(options: CommOptions, files: CommFiles, *, as_json: bool) -> int:
     if against is not None:
         tree["against"] = tree_of(against)
     if files.html:
-        from trimaran.app.report.comm_page import comm_page
-
-        files.html.write_text(comm_page(result, against), encoding="utf-8")
+        files.html.write_text(open_leaf("bench comm --html")(result, against), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(tree))
     else:

@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trimaran.core.version import VERSION
 from trimaran.app.request.eval_request import EvalRequest
 from trimaran.app.session.open_trained import open_trained
 from trimaran.core import Plan, UserError
+from trimaran.core.version import VERSION
 from trimaran.data import TokenShards, cache_folder
 from trimaran.data.pack_text import pack_with
 from trimaran.data.source_files import named_path

@@ -24,8 +24,8 @@ from trimaran.history.run_index import index_path, open_index
 from trimaran.launch.warm_connection import ask_warm, start_warm
 from trimaran.run.compile_cache import refuse_unusable
 from trimaran.tune.choose_next import StopReason
-from trimaran.tune.run_trial import TrialLimits, run_trial
-from trimaran.tune.trial_record import MeasuredTrial, TuneCandidate
+from trimaran.tune.run_trial import run_trial
+from trimaran.tune.trial_record import MeasuredTrial, TrialLimits, TuneCandidate
 from trimaran.tune.trial_store import TrialStore
 from trimaran.tune.tuner import Tuner, TuneResult, TuneTask
 

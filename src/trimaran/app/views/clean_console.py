@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from trimaran.app.terminal import printable, raw_stream
 
@@ -21,3 +22,8 @@ def open_console(*, stderr: bool = False) -> Console:
     """Return a console on stdout or stderr. It reads no markup: text in square brackets is shown as it is."""
     file = raw_stream(sys.stderr if stderr else sys.stdout)
     return CleanConsole(file=file, highlight=False, markup=False, emoji=False)
+
+
+def print_plain(console: Console, text: str) -> None:
+    """Print `text` without markup and without wrapping."""
+    console.print(Text(text), soft_wrap=True)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from trimaran.app.views.clean_console import print_plain
 from trimaran.app.views.logs import LogLine
 from trimaran.app.views.run_findings import FindingsPoller
 from trimaran.app.views.run_state import RunState, accuracy_texts
@@ -131,8 +132,3 @@ def show_findings(state: RunState, console: Console, poller: FindingsPoller | No
             console.print(each, soft_wrap=True)
     if error := poller.new_error():
         print_plain(console, error)
-
-
-def print_plain(console: Console, text: str) -> None:
-    """Print `text` without markup and without wrapping."""
-    console.print(Text(text), soft_wrap=True)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from trimaran.core.version import VERSION
 from trimaran.core import AXES, PHASES
 from trimaran.core.plan import WORLD
+from trimaran.core.version import VERSION
 from trimaran.telemetry.sinks.series import Series
 from trimaran.telemetry.sinks.sink import Line
 

@@ -30,7 +30,7 @@ from trimaran.run import die_with_parent, set_process_name
 
 LENGTH_BYTES = 8
 # Packages with all their modules: a rank would import what it needs of them again and again.
-PACKAGES = ("checkpoint", "loop", "nets", "optim", "parallel", "train")
+PACKAGES = ("checkpoint", "loop", "nets", "parallel", "train")
 IMPORTED = (
     "encodings.idna",
     "numpy.ma",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trimaran.core import Incident, Plan, Recipe, show_bytes
-from trimaran.launch.local import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
+from trimaran.planner.rank_environment import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
 from trimaran.launch.replan import less_memory
 from trimaran.run import RunDirectory, read_incidents
 from trimaran.run.out_of_memory import HOST_RAN_OUT

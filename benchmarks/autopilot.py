@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 WARM_STEPS, GRID_STEPS, ROUNDS = 8, 40, 2
 SHAPE = ("model.shape={layers: 4, hidden: 128, heads: 4, kv_heads: 2, head_dim: 32, ffn: 384}", "data.seq_len=128")

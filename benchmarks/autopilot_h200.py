@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.autopilot import read_lines, step_seconds
 
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 LARGE = ("model.shape={layers: 16, hidden: 2048, heads: 32, kv_heads: 8, head_dim: 64, ffn: 8192, vocab: 128256}",
          "data.seq_len=2048", "train.global_batch=32", "plan.precision=bf16", "cluster=1xH200")  # fmt: skip

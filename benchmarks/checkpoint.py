@@ -38,11 +38,11 @@ from trimaran.checkpoint.device_copier import DeviceCopier
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.memory_copies import CopyMetadata, RankMemory
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
-from trimaran.checkpoint.rank_share import assign_rows, build_share
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import step_path
 from trimaran.core import CheckpointSection
 from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel.rank_share import assign_rows, build_share
 from trimaran.train.checkpointing.restore import restore_from_disk
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.process.rank_info import join_process_group, read_rank_info

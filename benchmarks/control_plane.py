@@ -33,14 +33,14 @@ import psutil
 from benchmarks.control_plane_clients import NUM_CLIENTS, STEP_SECONDS, Fleet, Options
 
 from trimaran.core import EXIT_AGAIN, Mesh, Plan, parse_recipe
-from trimaran.launch.channel import Channel
-from trimaran.launch.node import AttemptSpec, NodeEvent, RankEnded
-from trimaran.launch.node_options import NodeOptions
-from trimaran.launch.remote_node_group import RemoteNodeGroup
-from trimaran.launch.signals import Signals
-from trimaran.launch.supervisor import Supervisor
-from trimaran.run import Heartbeat, RunDirectory, create_run, lease
-from trimaran.run.attempts import read_attempts
+from trimaran.launch.supervise.channel import Channel
+from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, RankEnded
+from trimaran.launch.supervise.node_options import NodeOptions
+from trimaran.launch.supervise.remote_node_group import RemoteNodeGroup
+from trimaran.launch.supervise.signals import Signals
+from trimaran.launch.supervise.supervisor import Supervisor
+from trimaran.runs import Heartbeat, RunDirectory, create_run, lease
+from trimaran.runs.attempts import read_attempts
 
 STEADY_SECONDS = 10.0
 LIMIT_SECONDS = 900.0

@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 
 from trimaran.core import EXIT_AGAIN
-from trimaran.launch.remote_node import record_of_heartbeat
-from trimaran.launch.store_relay import StoreRelay
-from trimaran.run import Heartbeat, RunDirectory, lease
-from trimaran.run.wire import FrameAuthenticator, FrameReader, frame, new_nonce, proof, unpack
+from trimaran.launch.supervise.remote_node import record_of_heartbeat
+from trimaran.launch.supervise.store_relay import StoreRelay
+from trimaran.runs import Heartbeat, RunDirectory, lease
+from trimaran.runs.wire import FrameAuthenticator, FrameReader, frame, new_nonce, proof, unpack
 
 NUM_CLIENTS = max(2, min(8, len(os.sched_getaffinity(0)) - 2))  # processes
 EXCHANGE_SECONDS = 0.1  # of a node, if the coordinator names no other

@@ -23,10 +23,10 @@ from tests.fault.harness import lines, wait_for
 
 from trimaran.core import parse_recipe
 from trimaran.data import cache_folder, prepare
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 MAX_SECONDS = 1800.0
 MEASURED_STEPS = 20  # the last ones of a phase

@@ -79,7 +79,7 @@ def _numbers(path: str) -> dict[str, int]:
 def train(name: str, folder: str, steps: int) -> Line:
     """Train a few steps in this process; return the measurements."""
     from trimaran.core import Plan, Recipe  # noqa: PLC0415 - before torch, which reads the environment
-    from trimaran.planner.rank_environment import worker_environment  # noqa: PLC0415
+    from trimaran.runs.rank_environment import worker_environment  # noqa: PLC0415
 
     plan = Plan.model_validate(plan_fields(name, folder))
     on_cpu = name.split("/")[0] in ON_CPU
@@ -162,7 +162,7 @@ def finish(name: str, child: subprocess.Popen[str], facts: Line, group: Path | N
 
 def measure(names: Sequence[str], asked: argparse.Namespace) -> None:
     """Measure the disk, then every run in turn, or all together."""
-    from trimaran.probe.calibrate_disk import measure_disk  # noqa: PLC0415
+    from trimaran.machine.probe.calibrate_disk import measure_disk  # noqa: PLC0415
 
     facts: Line = {}
     if any(name.endswith("/disk") for name in names):
@@ -183,7 +183,7 @@ def predicted(line: Line) -> tuple[float, float]:
     """Return the seconds of a step and the bytes of host memory, predicted with the measured rates of the disk."""
     from trimaran.core import ModelSection, Plan  # noqa: PLC0415
     from trimaran.cost import Job, predict  # noqa: PLC0415
-    from trimaran.hardware import Calibration, apply_calibration, parse_cluster  # noqa: PLC0415
+    from trimaran.machine import Calibration, apply_calibration, parse_cluster  # noqa: PLC0415
     from trimaran.models import outline_of, spec_of  # noqa: PLC0415
 
     model, seq_len = MODELS[line["name"].split("/")[0]]

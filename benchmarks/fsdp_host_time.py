@@ -16,10 +16,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 from benchmarks.rehearsals import as_settings  # noqa: E402
 
-from trimaran.app.request.rehearse_request import read_rehearse_request  # noqa: E402
+from trimaran.app.plan.rehearse_request import read_rehearse_request  # noqa: E402
 from trimaran.data import cache_folder  # noqa: E402
-from trimaran.rehearse.rehearsal import predicted_rank  # noqa: E402
-from trimaran.rehearse.rehearsed_rank import rehearse_rank  # noqa: E402
+from trimaran.planner.measure.rehearsal import predicted_rank  # noqa: E402
+from trimaran.train.rehearsal.rehearsed_rank import rehearse_rank  # noqa: E402
 
 ONE_GPU = {"precision": "bf16", "micro_batch": 1, "recompute": "none", "offload": "none", "cuda_graphs": False}
 FSDP = {"mesh": {"dp_shard": 8}, "sharding": "parameters"}

@@ -36,7 +36,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from trimaran.data import ByteTokenizer, Sequences, ShardWriter, TokenShards
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
-from trimaran.data.token_feed import TokenFeed
+from trimaran.data.text.token_feed import TokenFeed
 
 H200_TOKENS_PER_SECOND = 60_000
 SEQ_LEN, BATCH = 2048, 32

@@ -19,18 +19,18 @@ from pathlib import Path
 
 from tests.long_run import write_long_run
 
-from trimaran.run import RunDirectory, open_run
+from trimaran.runs import RunDirectory, open_run
 
 RESTART = """
 import json, resource, sys, time
 from pathlib import Path
-from trimaran.run import RunDirectory
-from trimaran.run.attempts import read_attempts
-from trimaran.run.journal import forget_steps_after, last_step
-from trimaran.run.line_files import last_lines
-from trimaran.app.views.run_state import RunState
-from trimaran.telemetry.ledger import LedgerReader
-from trimaran.telemetry.run_tail import RunTail
+from trimaran.runs import RunDirectory
+from trimaran.runs.attempts import read_attempts
+from trimaran.runs.journal import forget_steps_after, last_step
+from trimaran.runs.line_files import last_lines
+from trimaran.app.runs.run_state import RunState
+from trimaran.runs.read.ledger import LedgerReader
+from trimaran.runs.read.run_tail import RunTail
 run = RunDirectory(Path(sys.argv[1]))
 state, done = RunState(run), RunState(run, only_status=True)
 position = run.path / "telemetry" / "fed.json"
@@ -57,10 +57,10 @@ import json, resource, sys, time
 from pathlib import Path
 from rich.console import Console
 from tests.long_run import _templates, write_steps
-from trimaran.app.views.run_state import RunState
-from trimaran.app.views.run_view import draw
-from trimaran.app.views.status_lines import status_lines
-from trimaran.run import RunDirectory
+from trimaran.app.runs.run_state import RunState
+from trimaran.app.runs.run_view import draw
+from trimaran.app.runs.status_lines import status_lines
+from trimaran.runs import RunDirectory
 def resident(): return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 def frame():
     state.refresh()

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.accuracy.ask import H200, question_of
 
 from trimaran.cost import predict
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 
 GIB = 2**30
 SETTINGS = ("precision", "recompute", "loss", "states", "offload", "compile")

@@ -28,13 +28,13 @@ from trimaran.core import Plan, Recipe
 from trimaran.data import cache_folder
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import StepBatch
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
-from trimaran.optim.schedule import learning_rate
 from trimaran.parallel import autocast, build_mesh
 from trimaran.parallel.gradient_norm import gradient_norm
+from trimaran.parallel.optimizer.schedule import learning_rate
 from trimaran.planner import choose
-from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.runs import Journal, RunDirectory, create_run
 from trimaran.train.build import build_worker_parts
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.metrics.step_clock import StepClock

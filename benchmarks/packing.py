@@ -26,19 +26,19 @@ from torch import Tensor
 from trimaran.core import DataSection, ImageRules, ModelSection, RowCost
 from trimaran.data.feed import DataShare, positions
 from trimaran.data.image_arrays import ImageArrays
-from trimaran.data.packed_sample import SamplePacker
 from trimaran.data.row_balance import balance_rows, sequential_rows, slowest_rank_cost
 from trimaran.data.row_packing import Batching, PackingRules, RowPacking, pack_samples
 from trimaran.data.sample_costs import measure_samples
 from trimaran.data.sample_feed import SampleFeed, SampleFeedOptions, SampleRows
-from trimaran.data.token_shards import IGNORED
+from trimaran.data.text.packed_sample import SamplePacker
+from trimaran.data.text.token_shards import IGNORED
 from trimaran.models import outline_if_known
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.row_cost import row_cost
 from trimaran.models.vlm_presets import VLM_PRESETS
 from trimaran.models.vlm_spec import ProjectorSpec, VisionSpec, VlmSpec
 from trimaran.nets.initialise import initialise
-from trimaran.nets.vlm_network import vlm_network
+from trimaran.nets.vlm.vlm_network import vlm_network
 from trimaran.train.loss.cross_entropy import summed_loss
 
 SEQ_LEN = 4096

@@ -130,11 +130,11 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
     """Return the line of one plan. Waits for its turn on the device once torch is imported."""
     import torch
 
-    from trimaran.app.request.rehearse_request import read_rehearse_request
+    from trimaran.app.plan.rehearse_request import read_rehearse_request
     from trimaran.core import UserError
     from trimaran.data import cache_folder
-    from trimaran.rehearse.rehearsal import predicted_rank
-    from trimaran.rehearse.rehearsed_rank import rehearse_rank
+    from trimaran.planner.measure.rehearsal import predicted_rank
+    from trimaran.train.rehearsal.rehearsed_rank import rehearse_rank
 
     began, where = time.monotonic(), next((each[4] for each in PLANS if each[0] == name), "first")
     request = read_rehearse_request(None, {}, settings_of(name, tiny=tiny), ranks=where, steps=steps, layers=0)
@@ -165,8 +165,8 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
 
 def with_prediction(line: dict[str, Any]) -> dict[str, Any]:
     """Return the line with what the cost model predicts today for the cluster that the plan is of."""
-    from trimaran.app.request.rehearse_request import read_rehearse_request
-    from trimaran.rehearse.rehearsal import predicted_rank
+    from trimaran.app.plan.rehearse_request import read_rehearse_request
+    from trimaran.planner.measure.rehearsal import predicted_rank
 
     if "measured" not in line:
         return line
@@ -197,9 +197,9 @@ def _with_row_sizes(job: Any, towers: dict[str, list[int]]) -> Any:
 
 def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     """Start the process of one plan, with the allocator settings and compile cache of a real rank."""
-    from trimaran.app.request.rehearse_request import read_rehearse_request
-    from trimaran.planner.rank_environment import worker_environment
-    from trimaran.run.compile_cache import compile_cache
+    from trimaran.app.plan.rehearse_request import read_rehearse_request
+    from trimaran.runs.compile_cache import compile_cache
+    from trimaran.runs.rank_environment import worker_environment
 
     request = read_rehearse_request(None, {}, settings_of(name, tiny=arguments.tiny), ranks="first", steps=1, layers=0)
     own = worker_environment(os.environ, request.plan, on_cpu=arguments.tiny, deterministic=False)

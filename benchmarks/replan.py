@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trimaran.app.request.replan_request import plan_change
-from trimaran.run import JsonlFollower, RunDirectory, holds_run
-from trimaran.run.change_request import change_answers, write_change_request
+from trimaran.app.train.replan_request import plan_change
+from trimaran.runs import JsonlFollower, RunDirectory, holds_run
+from trimaran.runs.change_request import change_answers, write_change_request
 
 POLL_SECONDS = 0.1
 

@@ -37,14 +37,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimaran.infer.engine.batching_engine import BatchingEngine, EngineSettings
-from trimaran.infer.engine.engine_request import EngineRequest
-from trimaran.infer.engine.model_runner import ModelRunner, RunnerTraits
-from trimaran.infer.sampling import Sampling
-from trimaran.infer.trained_model import compute_in_bf16
 from trimaran.models import PRESETS, ModelSpec, spec_from_hf, spec_to_hf
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.nets.paged_cache import PagedCache
+from trimaran.serve.engine.batching_engine import BatchingEngine, EngineSettings
+from trimaran.serve.engine.engine_request import EngineRequest
+from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits
+from trimaran.serve.trained_model import compute_in_bf16
+from trimaran.train.generation.sampling import Sampling
 
 MAX_LENGTH = 4096
 DEEPSEEK_V2_LITE = {  # of its config.json; 15.7 billion parameters
@@ -143,7 +143,7 @@ def our_engine(spec: ModelSpec, device: torch.device, options: argparse.Namespac
     traits = RunnerTraits(overlaps=on_gpu and not options.no_overlap)
     if not on_gpu or options.eager:
         return BatchingEngine(ModelRunner(network, device, dtype, cache, traits), settings)
-    from trimaran.infer.engine.decode_graphs import GraphRunner  # noqa: PLC0415
+    from trimaran.serve.engine.decode_graphs import GraphRunner  # noqa: PLC0415
 
     runner = GraphRunner(network, device, dtype, cache, traits)
     gc.collect()
@@ -171,8 +171,8 @@ def network_on_gpu(spec: ModelSpec, device: torch.device) -> Network:
 
 
 def prepare(network: Any, device: torch.device, options: argparse.Namespace) -> None:
-    from trimaran.infer.serving_layers import join_projections  # noqa: PLC0415
-    from trimaran.infer.weight_quantisation import quantise  # noqa: PLC0415
+    from trimaran.serve.serving_layers import join_projections  # noqa: PLC0415
+    from trimaran.serve.weight_quantisation import quantise  # noqa: PLC0415
 
     if options.quantise:
         quantise(network, options.quantise, device)

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from benchmarks.serving import SPECS, machine
 from tests.serving import MODEL, TOKEN, RunningServer, running_server
 
-from trimaran.checkpoint.export_hf import write_hf_folder
-from trimaran.data.tokenizer import load_tokenizer
-from trimaran.infer.generate import save_tokenizer
+from trimaran.checkpoint.convert.export_hf import write_hf_folder
+from trimaran.data.text.tokenizer import load_tokenizer
 from trimaran.nets import decoder_network, initialise
+from trimaran.train.generation.generate import save_tokenizer
 
 END = "<end>"
 MAX_TAIL = 4096  # bytes of a stream that are kept: the last events

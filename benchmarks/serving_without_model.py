@@ -28,15 +28,15 @@ from benchmarks.serving import machine
 from benchmarks.serving_http import measured, save_model
 from tests.serving import MODEL, TOKEN, RunningServer
 
-from trimaran.infer.engine.batching_engine import BatchingEngine, EngineStats
-from trimaran.infer.engine.engine_config import EngineConfig
-from trimaran.infer.engine.engine_loop import EngineLoop, EngineSocket
-from trimaran.infer.engine.engine_messages import MAX_MESSAGE_BYTES
-from trimaran.infer.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.infer.server.engine_process import EngineProcess
-from trimaran.infer.server.run_server import Server
-from trimaran.infer.server.server_settings import ServerSettings
-from trimaran.infer.weights_location import TrainedWeights
+from trimaran.serve.engine.batching_engine import BatchingEngine, EngineStats
+from trimaran.serve.engine.engine_config import EngineConfig
+from trimaran.serve.engine.engine_loop import EngineLoop, EngineSocket
+from trimaran.serve.engine.engine_messages import MAX_MESSAGE_BYTES
+from trimaran.serve.engine.engine_request import EngineRequest, TokenOutput
+from trimaran.serve.server.engine_process import EngineProcess
+from trimaran.serve.server.run_server import Server
+from trimaran.serve.server.server_settings import ServerSettings
+from trimaran.serve.weights_location import TrainedWeights
 
 VOCABULARY = 257
 

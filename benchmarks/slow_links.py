@@ -31,10 +31,10 @@ from tests.chaos.nodes import TwoMachines
 
 from trimaran.core import Flops, Plan, Prediction, Recipe, parse_recipe
 from trimaran.data import cache_folder, prepare
-from trimaran.hardware import Device, parse_cluster
+from trimaran.machine import Device, parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 MAX_SECONDS = 1200.0
 EVALUATED = 10  # steps from one evaluation to the next

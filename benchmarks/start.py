@@ -30,10 +30,10 @@ import yaml
 
 from trimaran.core import Recipe, parse_recipe
 from trimaran.data import cache_folder, prepare
-from trimaran.hardware import detect
-from trimaran.run import RunDirectory
-from trimaran.run.attempts import read_attempts
-from trimaran.run.journal import parse_lines
+from trimaran.machine import detect
+from trimaran.runs import RunDirectory
+from trimaran.runs.attempts import read_attempts
+from trimaran.runs.journal import parse_lines
 
 MAX_START_SECONDS = 560.0
 LARGE = {

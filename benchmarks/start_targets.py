@@ -34,8 +34,8 @@ from tests.ray_cluster import RayCluster
 from tests.slurm.cluster import TOOLS, SlurmCluster
 from tests.ssh_machines import MISSING, SshMachines
 
-from trimaran.run import RunDirectory
-from trimaran.run.attempts import read_attempts
+from trimaran.runs import RunDirectory
+from trimaran.runs.attempts import read_attempts
 
 MAX_START_SECONDS = 300.0
 SETTINGS = [f"--set={each}" for each in (*TINY, "train.steps=2", "checkpoint.every=100")]

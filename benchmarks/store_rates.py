@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.launch.channel import Channel
-from trimaran.run.wire import ChannelClient, split_address
+from trimaran.launch.supervise.channel import Channel
+from trimaran.runs.wire import ChannelClient, split_address
 from trimaran.train.process.supervisor_link import TokenStore
 
 TOKEN = "token"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import Plan, StepMetrics
-from trimaran.run import Journal, RunDirectory, dump_plan, read_change_request
+from trimaran.runs import Journal, RunDirectory, dump_plan, read_change_request
 
 STEP_SECONDS = 0.1
 PAUSE_SECONDS = 0.01

@@ -15,7 +15,7 @@ from tests.matrix import SHAPE
 from tests.ranks import run_ranks
 from tests.resume import HeldShard, SavedState, bits, share_of
 from trimaran.core import Plan, Recipe
-from trimaran.run import RunDirectory, change_answers, create_run, write_change_request
+from trimaran.runs import RunDirectory, change_answers, create_run, write_change_request
 from trimaran.train import ChangeFile, SupervisorLink, known_groups, read_rank_info, run_worker
 from trimaran.train.features.live_change import apply_change
 

@@ -15,17 +15,13 @@ from trimaran.checkpoint import (
     DiskSource,
     DurableDisk,
     Manifest,
-    RankShare,
-    TensorShard,
-    assign_rows,
-    build_share,
     commit,
-    copy_to_memory,
     draft_path,
     fill_shards,
     step_path,
     write_share,
 )
+from trimaran.parallel import RankShare, TensorShard, assign_rows, build_share, copy_to_memory
 
 MANIFEST = Manifest(step=0, time=1.5, term=3, world_size=2, plan={"mesh": {"dp_shard": 2}}, recipe="name: x\n")
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.forked import start_fork_source
 from tests.slow_cases import SLOW_CASES
-from trimaran.app.request import ask_hf_facts, calibrate_cpu
+from trimaran.app.recipe import ask_hf_facts, calibrate_cpu
 from trimaran.core import ModelSection
 from trimaran.models import HfFacts
 from trimaran.nets import WeightsNeededError

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.parity import plan_for
 from trimaran.core import Plan, Recipe
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 SEEDS = (0, 1, 2)
 TEXT = Path(__file__).parents[1] / "docs" / "decisions"

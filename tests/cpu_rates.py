@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trimaran.hardware import CpuRates, cpu_rates_file, write_cpu_rates
+from trimaran.machine import CpuRates, cpu_rates_file, write_cpu_rates
 
 RATES = CpuRates(
     matmul_gflops=30.0,

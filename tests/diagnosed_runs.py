@@ -16,10 +16,10 @@ from tests.environment import CACHE
 from tests.ranks import run_ranks
 from trimaran.core import Finding, Recipe, dump_recipe, parse_recipe
 from trimaran.doctor import StepBreakdown, diagnose, patch_settings, read_evidence, step_breakdown
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 
 NEW_NETWORK, NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS

@@ -9,10 +9,10 @@ import pytest
 
 from tests.fault.harness import lines
 from tests.parity import TOLERANCE
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 
 def sizes(run: RunDirectory) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from trimaran.core import Mesh, Plan, Recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import Emission, Question
 

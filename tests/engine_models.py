@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from tests.random_weights import perturb
-from trimaran.infer import (
+from trimaran.nets import Network
+from trimaran.serve import (
     ALL,
     EMBEDDING,
     LAST,
@@ -25,16 +26,14 @@ from trimaran.infer import (
     PendingTokens,
     Runner,
     RunnerTraits,
-    Sampling,
     StepLogits,
     TokenChooser,
     TokenOutput,
     choose_on_device,
-    load_trained,
     open_runner,
     section_of_folder,
 )
-from trimaran.nets import Network
+from trimaran.train import Sampling, load_trained
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)

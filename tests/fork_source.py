@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import trimaran
-from trimaran.run import die_with_parent, set_process_name
+from trimaran.runs import die_with_parent, set_process_name
 
 LENGTH_BYTES = 8
 # Packages with all their modules: a rank would import what it needs of them again and again.
@@ -42,8 +42,8 @@ IMPORTED = (
     "torch.profiler._cupti_monitor",
     "transformers.modeling_utils",
     "trimaran.app.main",
-    "trimaran.app.commands.resume",
-    "trimaran.app.commands.train",
+    "trimaran.app.train.resume",
+    "trimaran.app.train.train",
     "trimaran.launch.__main__",
 )
 

@@ -8,9 +8,10 @@ from contextlib import redirect_stdout
 import pytest
 from rich.console import Console
 
-from trimaran.app import FindingsPoller, RunState, facts_of, main, page_of, status_lines, summarise
+from trimaran.app import FindingsPoller, RunState, main, status_lines, summarise
 from trimaran.core import PrometheusSection
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
+from trimaran.ui import facts_of, page_of
 
 
 def check_goodput(run: RunDirectory, goodput: float) -> None:
@@ -47,6 +48,6 @@ def on_page(page: str) -> float:
 
 
 def _shown_by_a_new_sink(run: RunDirectory) -> float:
-    sink = pytest.importorskip("trimaran.telemetry.sinks.prometheus").PrometheusSink(run, PrometheusSection())
+    sink = pytest.importorskip("trimaran.runs.sinks.prometheus").PrometheusSink(run, PrometheusSection())
     sink.close()
     return on_page((run.path / "telemetry" / "metrics.prom").read_text())

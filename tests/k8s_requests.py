@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import Plan, Recipe, Seconds, parse_recipe
-from trimaran.hardware import Cluster, parse_cluster
 from trimaran.launch import KubernetesSite, LaunchRequest
+from trimaran.machine import Cluster, parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
 

@@ -16,7 +16,7 @@ from tests import forked
 from tests.environment import environment
 from tests.fault.harness import TINY, lines, wait_for
 from trimaran.app import JOB_TARGETS
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 STEPS = 24
 PAUSE_SECONDS = 6  # of each step until the job was stopped: commands are slow on a busy machine

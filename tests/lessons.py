@@ -18,7 +18,7 @@ from tests.environment import CACHE, ROOT, environment
 from tests.guide_commands import BLOCK
 from tests.ranks import run_ranks
 from trimaran.app import main, resolve
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 
 PAGES = ROOT / "docs" / "course"

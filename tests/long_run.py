@@ -12,8 +12,7 @@ from typing import Any
 
 from tests.runs import PREDICTION
 from trimaran.core import PHASES, Mesh, Plan, StepMetrics, parse_recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.telemetry import StepIndexer
+from trimaran.runs import RunDirectory, StepIndexer, create_run
 from trimaran.train import MEASURES, SlowDetails, rank_measures, summarise_ranks, wait_phases
 
 BEGIN, STEP_SECONDS, RESTART_SECONDS, READY_SECONDS = 1.75e9, 0.25, 20.0, 5.0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from trimaran.core import Mesh, Plan, Recipe, StepMetrics, parse_recipe
 from trimaran.cost import predict
-from trimaran.hardware import FittedRates, parse_cluster, with_fitted
+from trimaran.machine import FittedRates, parse_cluster, with_fitted
 from trimaran.models import outline_for, spec_of
 from trimaran.planner import Question, predicted
-from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.runs import Journal, RunDirectory, create_run
 
 EPOCH = 1_790_000_000.0
 SLOWED = "computing slowed by collectives"

@@ -17,8 +17,8 @@ import torch
 from tests.ranks import run_ranks
 from tests.serving_models import DENSE, PROMPTS, SPECS, TOKENS, save_spec
 from tests.serving_ranks import SETTINGS, answers, on_ranks, outputs_of, requests_for, served
-from trimaran.infer import BatchingEngine, RankedRunner, ServedModel
 from trimaran.launch import SHARE_GPUS, shared_gpu_environment
+from trimaran.serve import BatchingEngine, RankedRunner, ServedModel
 
 # As in tests/dist/test_serving_adapters.py: slices for two ranks are multiples of 128 inputs.
 WIDE = replace(DENSE, layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, tied=False)

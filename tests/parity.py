@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.environment import CACHE
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 
 TOLERANCE = 1e-5

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.unit.test_models_outline_hf import CAUSAL, LLAMA, MIXED, VISION, VLMS, WIDE_HEADS
 from trimaran.core import AXES, CONTEXTS, Mesh, Plan, Recipe, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS, HfFacts, outline_if_known, spec_of
 from trimaran.planner import check_plan
 

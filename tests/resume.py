@@ -11,27 +11,27 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint import (
+from trimaran.checkpoint import fill_shards, refuse_unused_tensors
+from trimaran.core import Plan, Recipe
+from trimaran.data import DataShare, StepBatch, text_batch
+from trimaran.parallel import (
     TORCH_DTYPES,
     CheckpointState,
     IndexEntry,
+    RankMesh,
     TensorIndex,
     TensorMeta,
     TensorRegion,
     TensorShard,
     assign_rows,
+    build_mesh,
     build_share,
     copy_to_memory,
     copy_values,
-    fill_shards,
     item_view,
+    learning_rate,
     meta_of,
-    refuse_unused_tensors,
 )
-from trimaran.core import Plan, Recipe
-from trimaran.data import DataShare, StepBatch, text_batch
-from trimaran.optim import learning_rate
-from trimaran.parallel import RankMesh, build_mesh
 from trimaran.train import (
     MAY_BE_UNUSED,
     StepClock,

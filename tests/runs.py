@@ -5,7 +5,7 @@ import platform
 from pathlib import Path
 
 from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction, Seconds, StepMetrics, parse_recipe
-from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.runs import Journal, RunDirectory, create_run
 
 PREDICTION = Prediction(
     fits=True,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tests.launched import SECRETS, digest
-from trimaran.run import Section
+from trimaran.runs import Section
 from trimaran.train import SupervisorLink
 
 FREE_STEPS = 3

@@ -18,22 +18,14 @@ from tests.runs import PREDICTION
 from tests.unit.test_checkpoint_export import save
 from tests.vlm_models import perturb
 from trimaran.checkpoint import AdapterFacts, whole_modules, write_hf_folder, write_peft_folder
-from trimaran.checkpoint.export_peft import peft_tensors
+from trimaran.checkpoint.convert.export_peft import peft_tensors
 from trimaran.core import AdapterSection, Mesh, Plan, Recipe
 from trimaran.data import ByteTokenizer
-from trimaran.infer import (
-    Sampling,
-    TokenSampler,
-    TrainedWeights,
-    continuation,
-    load_trained,
-    open_trained,
-    save_tokenizer,
-    section_of_folder,
-)
 from trimaran.models import PRESETS, spec_of
 from trimaran.nets import LoraLinear, attach_adapter, initialise, initialise_adapter, network_of
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
+from trimaran.serve import TrainedWeights, continuation, open_trained, section_of_folder
+from trimaran.train import Sampling, TokenSampler, load_trained, save_tokenizer
 
 TOKEN = "a-token-for-tests"
 MODEL = "tiny"
@@ -111,7 +103,7 @@ class RunningServer:
     def engines(self) -> list[psutil.Process]:
         """Return the processes of the engine's ranks."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in found if "trimaran.infer.engine" in _arguments(each)]
+        return [each for each in found if "trimaran.serve.engine" in _arguments(each)]
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """Return the answer of /v1/completions."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimaran.core import ModelSection, UserError
-from trimaran.infer import (
+from trimaran.serve import (
     BatchingEngine,
     EngineRequest,
     EngineSettings,
@@ -17,12 +17,12 @@ from trimaran.infer import (
     RankedRunner,
     RankPlace,
     Runner,
-    Sampling,
     ServedModel,
     TokenOutput,
     open_ranked_runner,
     serve_rank,
 )
+from trimaran.train import Sampling
 
 PAGE_SIZE = 4
 SETTINGS = EngineSettings(max_running=4, max_step_tokens=16)

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.runs import new_run, step_metrics
-from trimaran.run import RunDirectory, append_line
-from trimaran.telemetry import Line, Sink
+from trimaran.runs import Line, RunDirectory, Sink, append_line
 
 GIB = 1 << 30
 

@@ -41,8 +41,8 @@ from tests.ranks import free_port
 from tests.sweep_models import tiny_config
 from trimaran.core import EXIT_DONE, EXIT_USER, Plan, Recipe
 from trimaran.data import DataShare, TokenFeed, TokenShards, prepare, split
-from trimaran.nets import hf_stages, hf_vlm
-from trimaran.run import RunDirectory, create_run
+from trimaran.nets.hf import hf_stages, hf_vlm
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 from trimaran.train.features import first_loss
 

@@ -7,7 +7,7 @@ from tests.sources import FILES, facts_of, name_of, names_of, text_of
 
 ROOT = Path(__file__).parents[1]
 # Folders of files that are named after what they hold a row for (a command, a tool), and are read as a table.
-TABLES = ("app/commands", "planner/emit", "telemetry/sinks", "kernels")
+TABLES = ("app/", "planner/emit", "runs/sinks", "kernels")
 # Invented nouns that were replaced by the field's own terms (docs/glossary.md has those that are left).
 REPLACED = {
     "boat", "berth", "cargo", "crew", "ferry", "inquest", "keeper", "moorings", "muster", "nursery", "reunion",

@@ -16,17 +16,10 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runs import step_metrics
-from trimaran.checkpoint import (
-    CopyMetadata,
-    DurableDisk,
-    MemorySlot,
-    TensorIndex,
-    TensorShard,
-    file_parts,
-    memory_slots,
-)
+from trimaran.checkpoint import CopyMetadata, DurableDisk, MemorySlot, file_parts, memory_slots
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
-from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.parallel import TensorIndex, TensorShard
+from trimaran.runs import Journal, RunDirectory, create_run
 from trimaran.train import (
     Checkpointer,
     CheckpointInputs,

@@ -11,7 +11,7 @@ from benchmarks.accuracy.published import Run
 
 from trimaran.core import ModelSection, Plan
 from trimaran.cost import STACKS, STATE_BYTES, Job, predict
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import outline_of, spec_of
 from trimaran.planner.predict_bulk import predict_line
 

@@ -51,7 +51,7 @@ SET_BY = """
 
 These constants are fitted.
 All others are counted (bytes of operators, FLOPs, messages), from data sheets, or measured on our own H200, and say so
-where they are defined, in `cost/*.py` and `hardware/device_catalogue.py`.
+where they are defined, in `cost/*.py` and `machine/device_catalogue.py`.
 """
 VISION = """
 ## Vision-language and perception models

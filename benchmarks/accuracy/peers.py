@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks.accuracy.errors import Case
 from benchmarks.accuracy.published import Run
 
-from trimaran.hardware import find_device
+from trimaran.machine import find_device
 from trimaran.planner.predict_request import job_of
 
 STAGE = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}

@@ -24,7 +24,7 @@ from benchmarks.accuracy.published import SOURCES, Run
 from trimaran.core import Plan
 from trimaran.cost import STACKS, Job, Stack, predict
 from trimaran.cost.time_profiles import HostOverhead
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
 
 NUM_SAMPLED_RUNS, NUM_ROUNDS, STEP_FACTOR = 160, 3, 2.5

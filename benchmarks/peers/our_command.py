@@ -19,7 +19,7 @@ from benchmarks.peers.timer import TurnTimer
 from benchmarks.peers.work import Work
 
 from trimaran.core.recipe import CheckpointSection
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 POLL_SECONDS = 0.02
 

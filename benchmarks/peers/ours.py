@@ -18,15 +18,15 @@ import numpy as np
 from benchmarks.peers.work import CLIP, LR, SEED, WEIGHT_DECAY, VisionShape, Work
 from PIL import Image
 
-from trimaran.core.version import VERSION
-from trimaran.app.request.request import Request, resolve
+from trimaran.app.recipe.request import Request, resolve
 from trimaran.core import Plan, Recipe
+from trimaran.core.version import VERSION
 from trimaran.data import cache_folder
-from trimaran.data.token_shards import ShardWriter
-from trimaran.data.tokenizer import ByteTokenizer
-from trimaran.hardware import detect
-from trimaran.planner.rank_environment import worker_environment
-from trimaran.run import create_run
+from trimaran.data.text.token_shards import ShardWriter
+from trimaran.data.text.tokenizer import ByteTokenizer
+from trimaran.machine import detect
+from trimaran.runs import create_run
+from trimaran.runs.rank_environment import worker_environment
 
 MEAN_DOCUMENT = 512  # tokens of a packed document
 IMAGES = 32
@@ -54,7 +54,7 @@ def ready(work: Work) -> Callable[[Any], dict[str, Any]]:
     os.environ.update(worker_environment(os.environ, request.plan, on_cpu=on_cpu, deterministic=False))
     train = trainer(copies=bool(work.options.get("copies")))
     if work.options.get("family") == "hf":
-        importlib.import_module("trimaran.nets.hf")  # imports transformers, before the lock is taken
+        importlib.import_module("trimaran.nets.hf.hf")  # imports transformers, before the lock is taken
     return lambda timer: _measure(train, request, folder, work, timer)
 
 
@@ -156,7 +156,7 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
 
     torch reads the environment when it is imported, so it is imported here.
     """
-    from trimaran.run import Journal  # noqa: PLC0415
+    from trimaran.runs import Journal  # noqa: PLC0415
     from trimaran.train.build import build_worker_parts  # noqa: PLC0415
     from trimaran.train.checkpointing import checkpointer as checkpointing  # noqa: PLC0415
     from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415

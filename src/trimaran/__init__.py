@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimaran.app.request.live_module import plan
+    from trimaran.app.plan.live_module import plan
     from trimaran.loop.loop import Loop, prepare
     from trimaran.loop.rank_functions import gather_metrics, print_in_order, seed_rank
     from trimaran.loop.scale_lr import scale_lr
@@ -24,7 +24,7 @@ _MODULES = {
     "print_in_order": "trimaran.loop.rank_functions",
     "seed_rank": "trimaran.loop.rank_functions",
     "scale_lr": "trimaran.loop.scale_lr",
-    "plan": "trimaran.app.request.live_module",
+    "plan": "trimaran.app.plan.live_module",
 }
 
 

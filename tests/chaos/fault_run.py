@@ -10,7 +10,7 @@ from tests.fault.harness import Supervised, lines, wait_for
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_DONE
 from trimaran.data import cache_folder
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 
 PLUGIN = {"TRIMARAN_TEST_PLUGIN": "tests.chaos.plugin"}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from tests.chaos.fault_run import inject_fault
 from tests.fault.harness import Supervised, wait_for
+from trimaran.app import KINDS as DRILLS
+from trimaran.app import DrillFault, FaultName, find_processes, inject
 from trimaran.core import Cause
-from trimaran.drill import KINDS as DRILLS
-from trimaran.drill import DrillFault, FaultName, find_processes, inject
 
 Inject = Callable[[Supervised, int], AbstractContextManager[object]]
 SLOW_FACTOR = 4.0

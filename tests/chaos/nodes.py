@@ -18,10 +18,10 @@ from tests.chaos.wire import ALL_ADDRESSES
 from tests.fault.harness import ROOT, TINY, lines, start_module, wait_for
 from trimaran.core import Incident, parse_recipe
 from trimaran.data import cache_folder, prepare
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run, read_incidents
+from trimaran.runs import RunDirectory, create_run, read_incidents
 
 PAUSE = 0.05  # seconds added to each step
 

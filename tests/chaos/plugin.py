@@ -25,7 +25,7 @@ from tests.fault.plugin import RUN
 from trimaran.checkpoint import DurableDisk
 from trimaran.data import Sequences, TokenSample
 from trimaran.nets import Network, local_part
-from trimaran.run import Section
+from trimaran.runs import Section
 from trimaran.train import PlainStepper, SupervisorLink, build
 from trimaran.train.health import memory_check
 
@@ -150,7 +150,7 @@ if seconds := float(os.environ.get("TRIMARAN_TEST_DISK_SECONDS", "0")):
     DurableDisk.sync = sync_slowly  # type: ignore[method-assign]
 
 if export_seconds := float(os.environ.get("TRIMARAN_TEST_EXPORT_SECONDS", "0")):  # for each tensor
-    export_hf = import_module("trimaran.checkpoint.export_hf")
+    export_hf = import_module("trimaran.checkpoint.convert.export_hf")
     all_tensors = export_hf.all_tensors
 
     def yield_slowly(*args: Any) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from tests.chaos.mix import Kind, draw_kinds, wait_until
 from tests.chaos.report import InjectedFault, Soak, good_seconds, table, with_table
 from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.core import Incident
-from trimaran.telemetry import read_ledger
+from trimaran.runs import read_ledger
 
 PAUSE = 0.05
 WARM_UP_STEPS = 40  # before the first fault, so that there is a checkpoint and a known step time

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from trimaran.app import main
 from trimaran.core import EXIT_DONE, Plan
 from trimaran.data import cache_folder
-from trimaran.run import (
+from trimaran.runs import (
     CHANGE_PHASES,
     ChangePhase,
     RunDirectory,

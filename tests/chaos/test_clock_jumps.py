@@ -17,7 +17,7 @@ import pytest
 from tests.chaos.fault_run import assert_as_undisturbed, remove_pause, start_run
 from tests.fault.harness import ROOT, lines, wait_for
 from trimaran.core import EXIT_DONE
-from trimaran.run import LeaseHolder, LeaseWatch, RunDirectory
+from trimaran.runs import LeaseHolder, LeaseWatch, RunDirectory
 
 pytestmark = [
     pytest.mark.chaos,

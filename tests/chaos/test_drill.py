@@ -17,8 +17,7 @@ from tests.chaos.nodes import TwoMachines, make_run
 from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.disks import mounted
 from tests.fault.harness import ROOT, TINY, Supervised, lines, wait_for
-from trimaran.app import main
-from trimaran.drill import KINDS
+from trimaran.app import KINDS, main
 from trimaran.launch import process_state
 
 pytestmark = pytest.mark.chaos

@@ -15,7 +15,7 @@ import pytest
 from tests.chaos.nodes import Machine, TwoMachines, make_run
 from tests.fault.harness import lines, wait_for
 from trimaran.checkpoint import complete_steps
-from trimaran.run import RunDirectory, read_incidents
+from trimaran.runs import RunDirectory, read_incidents
 
 ROOT_NEEDED = pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/dev/net/tun").exists() or not shutil.which("ip"),

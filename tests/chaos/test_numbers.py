@@ -19,7 +19,7 @@ from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.checkpoint import complete_steps
 from trimaran.core import EXIT_DONE, Incident
 from trimaran.data import DataShare, TokenShards, cache_folder, positions, prepare, split
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

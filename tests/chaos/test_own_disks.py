@@ -16,7 +16,7 @@ from tests.chaos.wire import ADDRESSES
 from tests.elastic_runs import assert_as_one_size, remove_pause
 from tests.fault.harness import lines, wait_for
 from trimaran.checkpoint import complete_steps, step_path
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = [pytest.mark.chaos, ROOT_NEEDED]
 CANARY = "canary-token-0123456789-abcdef"

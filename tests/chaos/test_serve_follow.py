@@ -12,10 +12,10 @@ import pytest
 from tests.chaos.fault_run import kill_supervisor, resume_run, start_run
 from tests.fault.harness import Supervised
 from tests.serving import RunningServer, greedy_text, running_server, wait_for
+from trimaran.app import damage_checkpoint
 from trimaran.checkpoint import complete_steps, step_path
 from trimaran.core import UserError
-from trimaran.drill import damage_checkpoint
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

@@ -25,7 +25,7 @@ from tests.disks import mounted, remount
 from tests.fault.harness import wait_for
 from trimaran.checkpoint import complete_steps, verify
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

@@ -15,13 +15,13 @@ from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.fault.harness import Supervised, lines, wait_for
 from tests.goodput import check_goodput, on_page
 from trimaran.core import EXIT_DONE
-from trimaran.telemetry import read_ledger
+from trimaran.runs import read_ledger
 
 pytestmark = pytest.mark.chaos
 
 
 def sidecars(supervised: Supervised) -> list[psutil.Process]:
-    return [each for each in supervised.processes() if "trimaran.telemetry.sidecar" in each.cmdline()]
+    return [each for each in supervised.processes() if "trimaran.runs.sinks.sidecar" in each.cmdline()]
 
 
 def test_every_second_of_a_run_with_killed_ranks_and_sidecars_is_accounted_for(tmp_path: Path) -> None:

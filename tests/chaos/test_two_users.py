@@ -13,7 +13,7 @@ import pytest
 
 from tests.fault.harness import ROOT, TINY, lines, wait_for
 from tests.two_users import User
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = [
     pytest.mark.chaos,

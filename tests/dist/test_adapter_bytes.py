@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.cost import Job, memory_inputs_of, parts_of, states_of
 from trimaran.data import DataShare
-from trimaran.hardware import Cluster, find_device
+from trimaran.machine import Cluster, find_device
 from trimaran.models import outline_for
 from trimaran.parallel import build_mesh
 from trimaran.train import StepClock, TorchStepper, build_networks, build_stepper, join_process_group, read_rank_info

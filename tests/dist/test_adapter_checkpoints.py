@@ -20,10 +20,10 @@ from tests.ranks import run_ranks
 from trimaran.app import main
 from trimaran.checkpoint import DiskSource, read_manifest, step_path, write_hf_folder
 from trimaran.core import AdapterSection, ModelSection, Plan, Recipe, UserError
-from trimaran.infer import fill_from_peft, load_adapted
 from trimaran.models import spec_of
 from trimaran.nets import initialise, local_part, network_of
-from trimaran.run import RunDirectory, create_run, replace_plan, replace_recipe
+from trimaran.runs import RunDirectory, create_run, replace_plan, replace_recipe
+from trimaran.serve import fill_from_peft, load_adapted
 from trimaran.train import TrainingState, Updater, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "tied": False}

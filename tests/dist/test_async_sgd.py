@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, Plan, Recipe
 from trimaran.data import StepBatch
 from trimaran.nets import Network
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import AsyncStepper, PlainStepper, build, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}

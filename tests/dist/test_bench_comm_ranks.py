@@ -18,8 +18,7 @@ import torch.distributed as dist
 from tests.chaos.wire import ADDRESSES
 from tests.ranks import free_port, run_ranks
 from trimaran.app import main
-from trimaran.hardware import BUS_FACTORS
-from trimaran.probe import CommGroup, count_wrong, measure
+from trimaran.machine import BUS_FACTORS, CommGroup, count_wrong, measure
 
 ROOT = Path(__file__).parents[2]
 needs_network = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from tests.toy_run import (
 )
 from trimaran.checkpoint import FIRST_INTERVAL_STEPS, RankMemory, complete_steps, read_manifest, step_path, verify
 from trimaran.core import parse_recipe
-from trimaran.run import RunDirectory, create_run, take_lease
+from trimaran.runs import RunDirectory, create_run, take_lease
 from trimaran.train import read_rank_info, run_worker
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.toy_run import DIED, RankLog, ToyAttempt, events, new_run, run_attempt
 from trimaran.checkpoint import Copier
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train.checkpointing import state_copies
 
 

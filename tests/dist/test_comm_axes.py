@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from trimaran.core import Recipe
 from trimaran.parallel import AXIS_WAITS, AxisWaits, await_rows, gather_dim, gather_sequence, start_exchange
 from trimaran.parallel.comm import tensor_collectives
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64}

@@ -11,7 +11,7 @@ from tests.parity import plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
 from trimaran.doctor import Evidence, debug_on
-from trimaran.planner import DEBUG_VARIABLES, worker_environment
+from trimaran.runs import DEBUG_VARIABLES, worker_environment
 from trimaran.train import join_process_group, read_rank_info
 
 SHAPE = {"layers": 2, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 260}

@@ -27,12 +27,11 @@ from tests.environment import CACHE
 from tests.parity import TOLERANCE, Trajectory, assert_same_trajectory, train_run, train_trajectory
 from tests.ranks import run_ranks
 from tests.resume import SEGMENT_STEPS
-from trimaran.checkpoint import copy_values
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
 from trimaran.data import text_batch
 from trimaran.nets import Network
-from trimaran.parallel import build_mesh
-from trimaran.run import RunDirectory, create_run
+from trimaran.parallel import build_mesh, copy_values
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import (
     Guard,
     StepClock,

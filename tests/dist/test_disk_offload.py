@@ -16,8 +16,7 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.resume import SEGMENT_STEPS, TrainedSegment, recipe_for, train_segment
 from trimaran.core import Plan
-from trimaran.optim import LowMemoryAdamW
-from trimaran.parallel import store_of
+from trimaran.parallel import LowMemoryAdamW, store_of
 
 # Half and a third of the largest matrices are still large enough for the disk.
 SHAPE = {"layers": 1, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 512, "vocab": 192, "tied": False}

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.data import BF16, BadSampleError, FeatureCache
 from trimaran.nets import VisionTower
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 from trimaran.train.features.vision_features import refuse_trained_tower
 

@@ -16,7 +16,7 @@ from tests.hf_models import EXPERTS, SMALL
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_DONE, EXIT_USER, Recipe
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 
 WIDE: dict[str, Any] = {"vocab_size": 320, "initializer_range": 0.2}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.run import closed_listeners, count_refused_packets
+from trimaran.runs import closed_listeners, count_refused_packets
 
 CONNECT_SECONDS = 0.5  # a port on loopback takes a connection in well under a millisecond
 

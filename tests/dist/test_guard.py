@@ -22,8 +22,8 @@ from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
 from trimaran.data import DataShare, StepBatch, TokenShards, positions, prepare, split
 from trimaran.nets import Network, local_part
-from trimaran.optim import LossScale
-from trimaran.run import RunDirectory, create_run
+from trimaran.parallel import LossScale
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import (
     Checkpointer,
     PlainStepper,

@@ -15,7 +15,7 @@ from tests.cases import slow
 from tests.hf_models import save_model
 from tests.parity import TOLERANCE, Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
 from trimaran.core import Recipe
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {},

@@ -22,7 +22,7 @@ from tests.unit.test_nets_hf_eager import CONFIGS, config_of
 from trimaran.core import EXIT_USER, ModelSection, Plan, Recipe
 from trimaran.nets import hf_network, open_hf_model
 from trimaran.parallel import apply_plan, build_mesh
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import join_process_group, read_rank_info, run_worker
 
 NAMES = ("gptj", "gpt_neo", "bloom", "mpt", "rwkv")

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from trimaran.core import Recipe, UserError
 from trimaran.parallel import vocab_parallel_token_losses
 from trimaran.planner import check_objective
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train import (
     IGNORED,
     head_losses,

@@ -27,7 +27,7 @@ from trimaran.data import (
     TokenSample,
     loader_tuner,
 )
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train import loader_wait, read_rank_info, run_worker
 from trimaran.train.features import vision_features
 from trimaran.train.inputs import training_data

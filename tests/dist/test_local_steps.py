@@ -23,7 +23,7 @@ from tests.resume import SavedState, TrainedSegment, recipe_for, train_segment
 from trimaran.core import EXIT_USER, LocalSteps, Mesh, Plan, synchronisation_bytes
 from trimaran.nets import Network
 from trimaran.parallel import build_mesh, build_outer_step
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import PlainStepper, RefusedStep, StepDecision, join_process_group, read_rank_info, run_worker
 
 ROUNDS, NESTEROV = 3, {"optimizer": "nesterov"}

@@ -17,8 +17,7 @@ from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS
 from trimaran.nets import decoder_network, full_tensor, initialise
 from trimaran.parallel import CONTEXTS, apply_plan, build_mesh
-from trimaran.rehearse import measured_tensors
-from trimaran.train import join_process_group, read_rank_info
+from trimaran.train import join_process_group, measured_tensors, read_rank_info
 
 NARROW = replace(PRESETS["tiny"], layers=1, hidden=16, heads=1, kv_heads=1, head_dim=16, ffn=32, max_seq_len=1 << 17)
 

@@ -19,7 +19,7 @@ from tests.matrix import Case, cases, is_quick, recipe_for, reference, run, writ
 from tests.parity import assert_same_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import ModelSpec, spec_of
 from trimaran.nets import Decoder, full_tensor, initialise
 from trimaran.parallel import build_mesh

@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity import Trajectory, assert_same_trajectory, train_trajectory
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import ModelSpec, outline_of, spec_of
 from trimaran.planner import Patch, Question, all_changes, check_plan, describe_change, plan_with
 

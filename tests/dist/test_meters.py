@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from trimaran.core import Recipe
 from trimaran.data import Inputs
 from trimaran.nets import Network
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import LossSums, Objective, read_rank_info, run_worker
 from trimaran.train.steppers import stepper
 

@@ -15,7 +15,7 @@ from tests.matrix import write_documents
 from tests.parity import plan_for, train_run
 from tests.plan_training import assert_each_trains_as_one_process, recipe_of
 from trimaran.core import Plan, Recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import check_plan
 

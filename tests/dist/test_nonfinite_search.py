@@ -17,7 +17,7 @@ from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.nets import Network
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import build, read_rank_info, run_worker
 from trimaran.train.features import nonfinite_search
 

@@ -25,7 +25,7 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
 from trimaran.nets import decoder_network, full_tensor, local_part, local_slices
 from trimaran.parallel import apply_plan, build_mesh, vocab_parallel_token_losses
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train import join_process_group, read_rank_info
 
 VOCABULARY = 265  # enough for bytes; neither 2 nor 3 nor 4 divides it

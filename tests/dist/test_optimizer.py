@@ -15,8 +15,7 @@ from tests.cases import quick_or_slow, slow
 from tests.parity import TOLERANCE, plan_for, train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, TrainSection
-from trimaran.optim import build_optimizer
-from trimaran.parallel import gradient_norm
+from trimaran.parallel import build_optimizer, gradient_norm
 
 LOW_PRECISION = ["bf16", "8bit"]
 

@@ -17,9 +17,8 @@ from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.data import DataShare, Loader, TokenFeed, TokenShards, prepare, split
-from trimaran.infer import load_trained
 from trimaran.parallel import build_mesh
-from trimaran.train import build_networks, join_process_group, read_rank_info
+from trimaran.train import build_networks, join_process_group, load_trained, read_rank_info
 
 PLANS = {
     "one-process": {},

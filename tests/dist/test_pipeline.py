@@ -14,7 +14,7 @@ from tests.parity import assert_same_trajectory, plan_for, train_run, trajectory
 from tests.ranks import run_ranks
 from trimaran.core import ModelSection, Pipeline, Plan, Recipe
 from trimaran.parallel import build_mesh
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train import build_networks, join_process_group, read_rank_info
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")

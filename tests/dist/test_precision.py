@@ -16,8 +16,8 @@ from tests.environment import CACHE
 from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.optim import INITIAL_SCALE
-from trimaran.run import Journal, RunDirectory, create_run
+from trimaran.parallel import INITIAL_SCALE
+from trimaran.runs import Journal, RunDirectory, create_run
 from trimaran.train import WorkerParts, build_worker_parts, join_process_group, read_context, read_rank_info, run_worker
 
 PLANS = {

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from tests.cases import quick_or_slow
 from tests.parity import Trajectory, assert_same_trajectory, plan_for, train_run, trajectory_of
 from tests.prediction_models import save_predicting
-from trimaran.checkpoint import DiskSource
-from trimaran.checkpoint.convert import export_hf
+from trimaran.checkpoint import DiskSource, export_hf
 from trimaran.core import Recipe
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 OWN_STAGES = "pp-own-stages"
 PLANS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import free_port, run_ranks
-from trimaran.doctor import ProbeProcess, measure_devices
-from trimaran.hardware import parse_cluster
-from trimaran.probe import NodeRendezvous, count_wrong_values, measure_all_reduce, measure_matmuls, run_forked
+from trimaran.machine import (
+    NodeRendezvous,
+    ProbeProcess,
+    count_wrong_values,
+    measure_all_reduce,
+    measure_devices,
+    measure_matmuls,
+    parse_cluster,
+    run_forked,
+)
 
 CPU = torch.device("cpu")
 

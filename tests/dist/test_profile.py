@@ -15,8 +15,18 @@ from tests.environment import CACHE
 from tests.parity import Trajectory, plan_for, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe
-from trimaran.run import ProfileRequest, RunDirectory, create_run, find_traces, request_file, write_request
-from trimaran.telemetry import Trace, load_trace, merge, summarise
+from trimaran.runs import (
+    ProfileRequest,
+    RunDirectory,
+    Trace,
+    create_run,
+    find_traces,
+    load_trace,
+    merge,
+    request_file,
+    summarise,
+    write_request,
+)
 from trimaran.train import PlainStepper, read_rank_info, run_worker
 from trimaran.train.metrics import profiler
 

@@ -24,7 +24,7 @@ from tests.parity import train_trajectory
 from tests.ranks import run_ranks
 from trimaran.core import AdapterSection, Mesh, Plan
 from trimaran.cost import STACKS, Job, layer_bytes, memory_inputs_of
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, ModelSpec, OutlineLayer, outline_of
 from trimaran.nets import Network, attach_adapter, decoder_network, initialise, initialise_adapter, local_part
 from trimaran.parallel import RankMesh, apply_plan, autocast, build_mesh, convert_linears

@@ -12,10 +12,10 @@ import yaml
 from tests.cases import slow
 from tests.ranks import run_ranks
 from trimaran.core import Plan, Recipe, parse_recipe
+from trimaran.cost import pipeline_order
 from trimaran.parallel import build_mesh
-from trimaran.rehearse import MeasuredRank, measure_rank, rehearse_rank
-from trimaran.simulate import pipeline_order
-from trimaran.train import join_process_group, read_rank_info
+from trimaran.planner import MeasuredRank
+from trimaran.train import join_process_group, measure_rank, read_rank_info, rehearse_rank
 
 CPU = torch.device("cpu")
 PLANS = {

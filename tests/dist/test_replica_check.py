@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint import TensorShard
+from trimaran.parallel import TensorShard
 from trimaran.train import ReplicaCheck, ReplicaDifference, bit_checksum
 
 

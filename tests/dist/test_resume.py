@@ -15,7 +15,7 @@ from tests.hf_models import save_model
 from tests.parity import TOLERANCE, plan_for
 from tests.resume import SEGMENT_STEPS, SavedState, TrainedSegment, bits, recipe_for, train_segment
 from trimaran.core import Plan, Recipe
-from trimaran.optim import BlockLayout, BlockReshard, LossScale, codebook, dequantize, quantize
+from trimaran.parallel import BlockLayout, BlockReshard, LossScale, codebook, dequantize, quantize
 
 
 def pipeline(schedule: str) -> dict[str, Any]:

@@ -16,23 +16,6 @@ from tests.ranks import run_ranks
 from tests.serving_models import DENSE, PROMPTS, SPECS, save_spec
 from tests.serving_ranks import answers, on_ranks, place_of, requests_for, served
 from trimaran.core import AdapterSection, ModelSection, UserError
-from trimaran.infer import (
-    EngineRequest,
-    ModelRunner,
-    Quantisation,
-    QuantisedLinear,
-    RankedRunner,
-    ServedModel,
-    is_supported,
-    join_ranks,
-    load_peft_folder,
-    load_trained,
-    open_part,
-    output_head,
-    quantise_linear,
-    restored_weight,
-    traits_of,
-)
 from trimaran.nets import (
     PEFT_CONFIG,
     PEFT_WEIGHTS,
@@ -46,6 +29,23 @@ from trimaran.nets import (
     peft_config,
     peft_tensors,
 )
+from trimaran.serve import (
+    EngineRequest,
+    ModelRunner,
+    Quantisation,
+    QuantisedLinear,
+    RankedRunner,
+    ServedModel,
+    is_supported,
+    join_ranks,
+    load_peft_folder,
+    open_part,
+    output_head,
+    quantise_linear,
+    restored_weight,
+    traits_of,
+)
+from trimaran.train import load_trained
 
 CPU = torch.device("cpu")
 TOKENS = 7

@@ -29,25 +29,24 @@ from tests.unit.test_checkpoint_export import save
 from tests.unit.test_infer_engine_images import request_with_images
 from trimaran.checkpoint import step_path
 from trimaran.core import ModelSection, UserError
-from trimaran.infer import (
+from trimaran.nets import Network, PagedCache, local_part
+from trimaran.serve import (
     RANK_LOST_EXIT,
     BatchingEngine,
     EngineSettings,
     ModelRunner,
     RankedRunner,
     Runner,
-    Sampling,
     ServedModel,
     bytes_of_page,
     compute_in_bf16,
     join_ranks,
-    load_trained,
     open_part,
     open_ranked_runner,
     serve_rank,
     traits_of,
 )
-from trimaran.nets import Network, PagedCache, local_part
+from trimaran.train import Sampling, load_trained
 
 ORDERS: list[list[int | None]] = [[None, 0, None], [None] * 3, [None, 0, None, 1, None]]  # images by number, and texts
 

@@ -18,7 +18,7 @@ from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.checkpoint import step_path
 from trimaran.nets import local_part
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import Updater, read_rank_info, run_worker
 
 STEPS, FLIPPED_AFTER = 7, 4

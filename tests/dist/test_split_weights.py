@@ -22,8 +22,7 @@ from tests.resume import recipe_for as recipe_of_segments
 from tests.vlm_training import SPEC, assert_traces_match, plan_of, train_all_ranks
 from trimaran.checkpoint import DiskSource, newest_step, read_full_tensor
 from trimaran.core import Plan, Recipe
-from trimaran.optim import SplitWeights, learning_rate
-from trimaran.parallel import build_mesh
+from trimaran.parallel import SplitWeights, build_mesh, learning_rate
 from trimaran.train import StepClock, TorchStepper, build_networks, build_stepper, join_process_group, read_rank_info
 
 

@@ -13,7 +13,7 @@ from tests.environment import CACHE
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from trimaran.core import Recipe
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import StepRecorder, read_rank_info, run_worker
 
 STEPS, WARM_STEPS = 8, 3

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks import free_port, run_ranks
 from trimaran.app import main
-from trimaran.run import Section
+from trimaran.runs import Section
 from trimaran.train import SupervisorLink
 
 SETTINGS = ["model.shape={layers: 1, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}", "data.seq_len=32", "train.steps=12",

@@ -16,7 +16,7 @@ from tests.environment import CACHE
 from tests.parity import assert_same_trajectory, train_run, train_trajectory, trajectory_of
 from tests.ranks import run_ranks
 from trimaran.core import AXES, Mesh, Plan, Recipe
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 from trimaran.train import read_rank_info, run_worker
 from trimaran.train.features import measure_rows
 

@@ -18,16 +18,14 @@ from tests.parity import plan_for, train_run
 from tests.ranks import run_ranks
 from tests.resume import recipe_for
 from tests.unit.test_viz_texts import untranslated
-from trimaran.app import read_subject
 from trimaran.core import Mesh, Plan, Recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import linears_of, outline_for
 from trimaran.parallel import build_mesh
 from trimaran.planner import Question
-from trimaran.run import RunDirectory, create_run
-from trimaran.telemetry import load_trace
+from trimaran.runs import RunDirectory, create_run, load_trace
 from trimaran.train import StepRecorder, build_networks, join_process_group, read_rank_info, run_worker
-from trimaran.viz import (
+from trimaran.ui import (
     OPERATIONS,
     SHORT_NAMES,
     Subject,
@@ -38,6 +36,7 @@ from trimaran.viz import (
     gathered_blocks,
     gathered_bytes,
     layers_of,
+    read_subject,
 )
 
 GROUPED = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 512}

@@ -22,7 +22,7 @@ from trimaran.checkpoint import DurableDisk
 from trimaran.core import Bytes, Plan, Recipe, UserError
 from trimaran.data import Sequences, TokenSample, position
 from trimaran.nets import initialise
-from trimaran.run import HeartbeatBoard, RunDirectory, Section, create_run, refuse_full_disk
+from trimaran.runs import HeartbeatBoard, RunDirectory, Section, create_run, refuse_full_disk
 from trimaran.train import HoldoutEvaluator, SupervisorLink, rank_networks, read_rank_info, run_worker
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}

@@ -11,7 +11,7 @@ import pytest
 from tests import forked
 from tests.environment import environment
 from tests.parity import assert_same_trajectory, trajectory_of
-from trimaran.run import RunDirectory, change_answers, read_incidents
+from trimaran.runs import RunDirectory, change_answers, read_incidents
 
 SETTINGS = (
     "cluster=2xcpu",

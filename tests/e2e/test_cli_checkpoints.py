@@ -20,7 +20,7 @@ from trimaran.checkpoint import DiskSource, checkpoint_list, complete_steps, rea
 from trimaran.core import Mesh, Plan, parse_recipe
 from trimaran.models import ModelSpec
 from trimaran.nets import decoder_network, load_hf_weights
-from trimaran.run import RunDirectory, create_run, take_lease
+from trimaran.runs import RunDirectory, create_run, take_lease
 
 SMALL = [
     "model.shape={layers: 1, hidden: 32, heads: 2, kv_heads: 2, ffn: 48}",

@@ -16,7 +16,7 @@ import pytest
 from tests.environment import environment
 from tests.runs import new_run, start_ranks
 from trimaran.app import COMMANDS, main
-from trimaran.run import Journal
+from trimaran.runs import Journal
 
 MAX_HELP_SECONDS = 0.3
 

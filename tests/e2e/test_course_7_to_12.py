@@ -14,7 +14,7 @@ import pytest
 from tests.diagnosed_runs import findings, measured
 from tests.lessons import TOLERANCE, Student, commands
 from trimaran.app import main
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 LESSONS = ("07-three-d.md", "08-precision.md", "09-vlm-data.md", "10-faults.md", "11-bottleneck.md", "12-clusters.md")
 EXIT_CODES = {  # of commands that find what is wrong

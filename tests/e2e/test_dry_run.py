@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.hf_models import SMALL
 from trimaran.app import main
-from trimaran.app.session import dry_run
+from trimaran.app.recipe import dry_run
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 DETECTOR = {"model_type": "yolos", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

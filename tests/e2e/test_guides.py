@@ -26,7 +26,7 @@ from tests.ray_cluster import RayCluster
 from tests.slurm.cluster import NEEDS_SLURM, SlurmCluster
 from tests.ssh_machines import MISSING, SshMachines
 from trimaran.launch import read_records
-from trimaran.run import RunDirectory, open_run, read_attempts
+from trimaran.runs import RunDirectory, open_run, read_attempts
 
 pytestmark = pytest.mark.slow
 RECIPE = {

@@ -32,7 +32,7 @@ from tests.pod_runner import can_run_pods
 from tests.ray_cluster import RayCluster
 from tests.slurm.cluster import NEEDS_SLURM, SlurmCluster
 from tests.ssh_machines import MISSING, SshMachines
-from trimaran.run import RunDirectory, open_run
+from trimaran.runs import RunDirectory, open_run
 
 pytestmark = pytest.mark.slow
 NEEDS_SSH = pytest.mark.skipif(bool(MISSING), reason=MISSING)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from tests.elastic_runs import assert_as_one_size, remove_pause, sizes
 from tests.fault.harness import ROOT, TINY, lines, wait_for
 from tests.ssh_machines import MISSING, SshMachines, make_key
-from trimaran.run import RunDirectory, create_run, open_run, read_incidents
+from trimaran.runs import RunDirectory, create_run, open_run, read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 HOSTILE = 'it\'s $(touch x) "q" \\ é日'

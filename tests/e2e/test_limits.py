@@ -11,7 +11,7 @@ from tests.cpu_rates import give_cpu_rates
 from tests.environment import environment
 
 RAISED = (
-    "import resource; from trimaran.run.process_control import raise_soft_limits; raise_soft_limits(); "
+    "import resource; from trimaran.runs.process_control import raise_soft_limits; raise_soft_limits(); "
     "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
 )
 

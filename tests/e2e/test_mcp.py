@@ -15,7 +15,7 @@ pytest.importorskip("mcp")
 from mcp import Client, StdioServerParameters, stdio_client
 
 from tests import forked
-from trimaran.app import DocsIndex, docs_folder
+from trimaran.ui import DocsIndex, docs_folder
 
 RECIPE = """\
 model: {preset: tiny, shape: {layers: 1, hidden: 32}}

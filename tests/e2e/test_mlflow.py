@@ -12,8 +12,7 @@ from tests.prometheus_server import free_port
 from tests.runs import new_run
 from tests.sink_lines import event_line, feed, incident_line, sample_line, step_line
 from trimaran.core import TelemetrySection, UserError, parse_recipe
-from trimaran.run import RunDirectory
-from trimaran.telemetry import Sink, SinkFeed, open_sinks
+from trimaran.runs import RunDirectory, Sink, SinkFeed, open_sinks
 
 FIRST = [
     ("event", event_line("start", 1000.0, world_size=2, version="0.1.0", device="cpu")),

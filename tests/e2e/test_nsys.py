@@ -10,7 +10,7 @@ import pytest
 from tests.nvtx_tool import build_nvtx_tool
 from tests.runs import new_run
 from trimaran.app import main
-from trimaran.run import MARKER, RunDirectory
+from trimaran.runs import MARKER, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 TINY = ("train.global_batch=4", "data.seq_len=32", "checkpoint.every=10")

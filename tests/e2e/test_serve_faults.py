@@ -26,7 +26,7 @@ from tests.serving import (
     wait_for,
 )
 from trimaran.checkpoint import step_path
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 LONG = {"max_tokens": 300, "temperature": 0.9, "seed": 4, "ignore_eos": True}

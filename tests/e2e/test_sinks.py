@@ -22,8 +22,17 @@ from tests.runs import new_run
 from tests.sink_lines import event_line, feed, incident_line, incidents, recorded, sample_line, step_line
 from trimaran.app import main
 from trimaran.core import PrometheusSection, TelemetrySection, UserError, fixed_field_changes, parse_recipe
-from trimaran.run import RunDirectory, append_line
-from trimaran.telemetry import SINKS, Line, PrometheusSink, Sink, open_sinks, read_ledger, refuse_missing_sinks
+from trimaran.runs import (
+    SINKS,
+    Line,
+    PrometheusSink,
+    RunDirectory,
+    Sink,
+    append_line,
+    open_sinks,
+    read_ledger,
+    refuse_missing_sinks,
+)
 
 LIFE = [
     ("event", event_line("start", 1000.0, world_size=2, version="0.1.0", device="cpu")),
@@ -217,7 +226,7 @@ def test_elasticsearch_gets_events_incidents_and_log_messages(tmp_path: Path) ->
     printed = "WARNING trimaran.train.metrics.step_monitor: step 3 was refused\n\x1b[31mplain text\x1b[0m\n"
     trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: a bad thing\n'
     run.log(1).write_text(printed + trace)
-    run.agent_log.write_text("2026-11-15 21:59:48,670 INFO trimaran.launch.supervisor: start 1\n")
+    run.agent_log.write_text("2026-11-15 21:59:48,670 INFO trimaran.launch.supervise.supervisor: start 1\n")
     feed_sinks(run, {"ecs": True}, LIFE)
     logged = documents(run)
     for each in logged:

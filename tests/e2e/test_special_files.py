@@ -30,7 +30,7 @@ from trimaran.data import (
     text_of,
 )
 from trimaran.models import weight_files
-from trimaran.run import RunDirectory, append_line, read_request, request_file
+from trimaran.runs import RunDirectory, append_line, read_request, request_file
 
 LIMIT_SECONDS = 30.0
 NOT_LINKS = [kind for kind in KINDS if kind != "link"]  # a person may name a link

@@ -21,7 +21,7 @@ from tests import forked
 from tests.sources import SRC
 from trimaran.app import build_app, main
 from trimaran.core import GONE_IN, RENAMED, all_fields, parse_recipe
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 FOLDER = Path(__file__).parents[1] / "v0_1"
 NAMES = json.loads((FOLDER / "names.json").read_text())

@@ -26,7 +26,7 @@ from trimaran.launch import (
     process_state,
     read_rank_reports,
 )
-from trimaran.run import HeartbeatBoard, Journal, JsonlFollower, RunDirectory
+from trimaran.runs import HeartbeatBoard, Journal, JsonlFollower, RunDirectory
 from trimaran.train import HeartbeatThread, SupervisorLink
 
 Scenario = Callable[[int, SupervisorLink], Any]

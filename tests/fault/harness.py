@@ -19,11 +19,11 @@ from tests.environment import environment
 from tests.forked import Forked
 from trimaran.core import Incident, parse_recipe
 from trimaran.data import cache_folder, prepare
-from trimaran.hardware import parse_cluster
 from trimaran.launch import WARM, ask_warm
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run, read_incidents
+from trimaran.runs import RunDirectory, create_run, read_incidents
 
 ROOT = Path(__file__).parents[2]
 TINY = (

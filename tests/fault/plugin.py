@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trimaran.run import Section
+from trimaran.runs import Section
 from trimaran.train import SupervisorLink
 
 

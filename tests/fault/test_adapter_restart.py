@@ -12,7 +12,7 @@ from tests.fault.harness import Supervised
 from tests.ranks import run_ranks
 from trimaran.core import EXIT_DONE
 from trimaran.data import cache_folder
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 __all__ = ["base"]  # a fixture
 

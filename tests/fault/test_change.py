@@ -9,7 +9,7 @@ import pytest
 from tests.fault.harness import Supervised, lines
 from trimaran.app import main
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.run import change_answers, create_run, read_change_request, request_kill, write_change_request
+from trimaran.runs import change_answers, create_run, read_change_request, request_kill, write_change_request
 
 PATCH = {"plan.mesh": {"dp_shard": 2}}
 

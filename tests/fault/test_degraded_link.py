@@ -9,7 +9,7 @@ from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.elastic_runs import assert_as_one_size
 from tests.fault.harness import lines, wait_for
 from trimaran.core import Decision
-from trimaran.run import RunDirectory, read_decisions
+from trimaran.runs import RunDirectory, read_decisions
 
 pytestmark = [pytest.mark.chaos, ROOT_NEEDED]
 SLEEPING = {"TRIMARAN_TEST_PLUGIN": "tests.fault.sleeping_layers", "TRIMARAN_TEST_ROW_SECONDS": "0.012"}

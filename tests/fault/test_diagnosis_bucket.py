@@ -9,7 +9,7 @@ from tests.diagnosed_runs import findings, in_slow_network, measured, recipe_of,
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE
 from trimaran.doctor import MAX_BUSY_CORES_FRACTION, patch_settings
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

@@ -14,7 +14,7 @@ from tests.diagnosed_runs import findings, in_container
 from tests.fault.harness import Supervised, lines
 from trimaran.core import EXIT_DONE
 from trimaran.doctor import patch_settings
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup v1 counts memory and swap separately
 MIB = 2**20

@@ -15,7 +15,7 @@ from trimaran.app import main
 from trimaran.core import EXIT_DONE, Recipe
 from trimaran.doctor import patch_settings
 from trimaran.models import outline_if_known
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

@@ -17,7 +17,7 @@ from tests.fault.harness import Supervised, lines, wait_for
 from tests.fault.injections import change_network, hook
 from trimaran.core import EXIT_DONE, EXIT_STUCK, Finding, Recipe
 from trimaran.nets import Network
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

@@ -21,7 +21,7 @@ from tests.diagnosed_runs import (
 from tests.fault.harness import SECONDS, start_module, wait_for
 from tests.fault.injections import compile_each_step, forward_slowly, load_slowly, sync_slowly, wait_for_values
 from trimaran.doctor import read_evidence
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 

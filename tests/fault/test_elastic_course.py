@@ -11,7 +11,7 @@ from tests.fault.harness import Supervised
 from tests.parity import train_run
 from trimaran.core import Plan
 from trimaran.data import cache_folder, prepare
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 SECONDS = 300.0
 

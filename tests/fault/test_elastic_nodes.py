@@ -13,7 +13,7 @@ from tests.elastic_runs import assert_as_one_size, last_step, remove_pause, size
 from tests.fault.harness import lines, wait_for
 from tests.resume import SavedState
 from trimaran.checkpoint import StepFiles, step_path
-from trimaran.run import RunDirectory, read_holder, read_incidents
+from trimaran.runs import RunDirectory, read_holder, read_incidents
 
 pytestmark = pytest.mark.chaos
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")

@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.nodes import Machine, make_run
 from tests.elastic_runs import last_step
 from tests.fault.harness import ROOT, lines, wait_for
-from trimaran.run import RunDirectory, read_holder, read_incidents
+from trimaran.runs import RunDirectory, read_holder, read_incidents
 
 pytestmark = pytest.mark.chaos
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")

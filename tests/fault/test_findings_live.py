@@ -12,7 +12,7 @@ import pytest
 from tests.diagnosed_runs import SMALL
 from tests.fault.harness import ROOT, wait_for
 from trimaran.core import EXIT_AGAIN
-from trimaran.run import RunDirectory, last_step
+from trimaran.runs import RunDirectory, last_step
 
 pytestmark = pytest.mark.chaos
 

@@ -19,7 +19,7 @@ from tests.chaos.nodes import make_run
 from tests.fault.harness import TINY, lines, wait_for
 from tests.parity import TOLERANCE
 from tests.ray_cluster import ROOT, RayCluster
-from trimaran.run import RunDirectory, read_incidents
+from trimaran.runs import RunDirectory, read_incidents
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 
 from tests.chaos.nodes import make_run
 from tests.fault.harness import ROOT, has_ended, lines, wait_for
-from trimaran.hardware import parse_cluster
 from trimaran.launch import BUCKET_PATH, LaunchRequest, SkySection, SkyTarget
+from trimaran.machine import parse_cluster
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tests.fault.harness import wait_for
 from tests.fault.test_network import FakeNode, FollowerThread, node_group, present
 from trimaran.core import FaultsSection, Plan, Recipe
 from trimaran.launch import Channel, LeftOutWatch, LocalNode
-from trimaran.run import RunDirectory, create_run, read_node_speeds, run_token, take_lease, write_left_out
+from trimaran.runs import RunDirectory, create_run, read_node_speeds, run_token, take_lease, write_left_out
 
 
 class FakeIdleNode(FakeNode):

@@ -20,7 +20,7 @@ from trimaran.app import RunState, run_and_show, summarise
 from trimaran.checkpoint import complete_steps, verify
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
 from trimaran.launch import start_local
-from trimaran.run import RunDirectory, create_run, lock_directory, read_attempts, read_incidents, take_lease
+from trimaran.runs import RunDirectory, create_run, lock_directory, read_attempts, read_incidents, take_lease
 
 ENDLESS = ("train.steps=100000", "checkpoint.every=10")
 

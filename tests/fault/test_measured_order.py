@@ -13,8 +13,9 @@ from tests.chaos.test_nodes import ROOT_NEEDED
 from tests.fault.harness import lines, wait_for
 from tests.fault.test_network import FakeNode, FollowerThread, node_group, present
 from trimaran.core import Recipe
-from trimaran.launch import Channel, RemoteNodeGroup, link_probe, measure_link
-from trimaran.run import RunDirectory, read_measured_links, run_token, take_lease
+from trimaran.launch import Channel, RemoteNodeGroup, measure_link
+from trimaran.launch.supervise import link_probe
+from trimaran.runs import RunDirectory, read_measured_links, run_token, take_lease
 
 MEASURED = Recipe.model_validate({"nodes": {"order": "measured"}})
 HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"

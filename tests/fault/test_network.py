@@ -37,7 +37,7 @@ from trimaran.launch import (
     RemoteNodeGroup,
     Signals,
 )
-from trimaran.run import (
+from trimaran.runs import (
     Heartbeat,
     LeaseWatch,
     RunDirectory,

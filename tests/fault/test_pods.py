@@ -13,7 +13,7 @@ from tests.fault.harness import ROOT, Supervised, lines, wait_for
 from tests.k8s_requests import launch_request
 from tests.pod_runner import JobController, JobEnd, PodRunner, can_run_pods
 from trimaran.launch import KubernetesTarget, LaunchRequest
-from trimaran.run import RunDirectory, create_run, read_holder, read_incidents
+from trimaran.runs import RunDirectory, create_run, read_holder, read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_run_pods(), reason="namespaces need root and iproute2")]
 STEPS = 16

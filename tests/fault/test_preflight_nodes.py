@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trimaran.doctor import first_round, second_round
-from trimaran.probe import PAIR_SECONDS, NodeRendezvous, probe_nodes
+from trimaran.machine import PAIR_SECONDS, NodeRendezvous, first_round, second_round
+from trimaran.machine.probe import probe_nodes
 
 NODES, BAD = 64, 13
 LINK_SECONDS = 4.0  # a pair starts its ranks, meets, and all-reduces for 1 s

@@ -11,7 +11,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.fault.harness import ROOT, TINY, Supervised, wait_for
-from trimaran.run import RunDirectory, find_traces, last_step, request_file
+from trimaran.runs import RunDirectory, find_traces, last_step, request_file
 
 pytestmark = pytest.mark.chaos
 

@@ -12,7 +12,7 @@ from tests.chaos.test_own_disks import OwnDisks
 from tests.elastic_runs import assert_as_one_size, remove_pause
 from tests.fault.harness import lines
 from trimaran.app import main
-from trimaran.run import ChangePhase, RunDirectory, change_answers, request_kill, write_change_request
+from trimaran.runs import ChangePhase, RunDirectory, change_answers, request_kill, write_change_request
 
 pytestmark = [pytest.mark.chaos, ROOT_NEEDED]
 HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"

@@ -12,7 +12,7 @@ from tests.fault.harness import Supervised, lines, wait_for
 from trimaran.autopilot import rows_by_speed
 from trimaran.core import Decision
 from trimaran.doctor import read_evidence
-from trimaran.run import (
+from trimaran.runs import (
     RunDirectory,
     change_answers,
     read_decisions,

@@ -11,7 +11,7 @@ from tests.fault.harness import Supervised, lines, wait_for
 from tests.s3_server import CREDENTIALS, NEEDS_S3, s3_server
 from trimaran.app import main
 from trimaran.checkpoint import ObjectStore, complete_steps, open_store
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.chaos
 SETTINGS = ("train.steps=20", "checkpoint.every=5", "train.deterministic=true")

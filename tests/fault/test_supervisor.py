@@ -19,8 +19,7 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.data import cache_folder
 from trimaran.launch import start_local
 from trimaran.planner import plan_with
-from trimaran.run import RunDirectory, create_run, run_token
-from trimaran.telemetry import read_ledger
+from trimaran.runs import RunDirectory, create_run, read_ledger, run_token
 from trimaran.train import read_rank_info, run_worker
 
 HANG_SECONDS = 10.0  # a rank of a busy machine may seem to hang for a shorter time

@@ -10,7 +10,7 @@ import psutil
 from tests.chaos.nodes import Machine, make_run
 from tests.elastic_runs import last_step, sizes
 from tests.fault.harness import lines, wait_for
-from trimaran.run import RunDirectory, read_holder, read_incidents
+from trimaran.runs import RunDirectory, read_holder, read_incidents
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 FLAGS = ("--nodes", "2", "--min-nodes", "1", "--node-wait", "600", "--no-check")

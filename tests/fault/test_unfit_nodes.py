@@ -15,7 +15,7 @@ from tests.fault.harness import SECONDS, lines, start_module, wait_for
 from tests.fault.test_network import WAIT_SECONDS, FakeNode, FollowerThread, node_group, present
 from trimaran.core import UserError
 from trimaran.launch import Channel, PreflightProcess, RemoteNodeGroup
-from trimaran.run import RunDirectory, run_token, take_lease, write_left_out
+from trimaran.runs import RunDirectory, run_token, take_lease, write_left_out
 
 BAD_INTERFACE = {"GLOO_SOCKET_IFNAME": "nosuch0"}
 ADDRESSES = ("127.0.0.1", "127.0.0.2")

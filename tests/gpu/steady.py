@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trimaran.core import Plan, Recipe
 from trimaran.data import Loader, StepBatch
-from trimaran.run import Journal, create_run
+from trimaran.runs import Journal, create_run
 from trimaran.train import (
     Checkpointer,
     RankInfo,

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trimaran.optim import SplitWeights, split_fp32
-from trimaran.parallel import DeviceNumbers, TensorChecksums, TensorSquares
+from trimaran.parallel import DeviceNumbers, SplitWeights, TensorChecksums, TensorSquares, split_fp32
 from trimaran.train import SampledWeights
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trimaran.hardware import BUS_FACTORS
+from trimaran.machine import BUS_FACTORS
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.hardware import Calibration, detect
+from trimaran.machine import Calibration, detect
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 

@@ -12,10 +12,10 @@ import pytest
 
 from tests.changes import request_after
 from trimaran.core import Recipe, parse_recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, change_answers, create_run, open_run
+from trimaran.runs import RunDirectory, change_answers, create_run, open_run
 from trimaran.train import read_rank_info, run_worker
 
 pytestmark = pytest.mark.gpu

@@ -12,21 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trimaran.checkpoint import (
-    Copier,
-    CopyMetadata,
-    DeviceCopier,
-    MemorySource,
-    RankMemory,
-    RankShare,
-    TensorLike,
-    TensorShard,
-    build_share,
-    copy_to_memory,
-)
+from trimaran.checkpoint import Copier, CopyMetadata, DeviceCopier, MemorySource, RankMemory
 from trimaran.core import Plan, Recipe
-from trimaran.optim import SplitWeight, split_fp32
-from trimaran.run import RunDirectory, create_run
+from trimaran.parallel import RankShare, SplitWeight, TensorLike, TensorShard, build_share, copy_to_memory, split_fp32
+from trimaran.runs import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +27,7 @@ TREE = {
 WORKER = """
 import os, sys
 from pathlib import Path
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
@@ -96,7 +85,7 @@ ENDING = """
 import os, sys, torch
 from trimaran.checkpoint.device_copier import DeviceCopier
 from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.rank_share import RankShare
+from trimaran.parallel.rank_share import RankShare
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
 rank_memory = RankMemory(os.memfd_create("test"))

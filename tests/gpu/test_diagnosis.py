@@ -11,10 +11,10 @@ import pytest
 from tests.environment import environment
 from trimaran.core import Recipe, parse_recipe
 from trimaran.doctor import apply_patch, diagnose, read_evidence, steady_steps, step_breakdown
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu
 
@@ -33,8 +33,8 @@ WAITS = """
 import os, sys
 from pathlib import Path
 from trimaran.data import cache_folder
-from trimaran.nets.decoder import DecoderLayer
-from trimaran.run import open_run
+from trimaran.nets.decoder.decoder import DecoderLayer
+from trimaran.runs import open_run
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.worker import run_worker
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.environment import environment
 from trimaran.app import refuse_unfit_machine, resolve
-from trimaran.doctor import (
+from trimaran.machine import (
     FULL_QUERY,
     PEER_MATRIX,
     SHORT_QUERY,
@@ -19,9 +19,9 @@ from trimaran.doctor import (
     parse_full_query,
     parse_peers,
     parse_short_query,
+    parse_topology,
     run_nvidia_smi,
 )
-from trimaran.hardware import parse_topology
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ from trimaran.nets import (
     Decoder,
     Segments,
     attend,
-    attention_context,
     causal_window,
     has_flex_kernel,
     masked_attention,
     run_lengths,
 )
+from trimaran.nets.decoder import attention_context
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (100, 300, 112)

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from trimaran.core import Finding, Recipe, parse_recipe
 from trimaran.doctor import StepBreakdown, apply_patch, diagnose, read_evidence, step_breakdown
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.nets import DecoderLayer
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run, open_run
-from trimaran.telemetry import Sampler
+from trimaran.runs import RunDirectory, Sampler, create_run, open_run
 from trimaran.train import read_rank_info, run_worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]

@@ -11,8 +11,9 @@ from tests import vlm_models
 from tests.engine_models import LATENT, answers_of, requests_of, tokens_of
 from tests.gpu.test_serving import extension_of, random_tensor
 from trimaran.core import ModelSection
-from trimaran.infer import BatchingEngine, EngineSettings, GraphRunner, RunnerTraits, load_trained
 from trimaran.nets import AttentionOptions, PagedCache, PagedExtension, attend_gathered_pages
+from trimaran.serve import BatchingEngine, EngineSettings, GraphRunner, RunnerTraits
+from trimaran.train import load_trained
 
 pytestmark = pytest.mark.gpu
 

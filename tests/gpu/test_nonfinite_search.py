@@ -11,7 +11,7 @@ from tests.dist.test_guard import recipe_with
 from tests.dist.test_nonfinite_search import skip_event
 from tests.environment import environment
 from trimaran.core import Plan
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 pytestmark = pytest.mark.gpu
 

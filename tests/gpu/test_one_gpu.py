@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from tests.unit.test_train_optimizer import ManyShapes, section, state_bytes, train
 from trimaran.core import Plan
-from trimaran.optim import NUM_STAGING_BUFFERS, adamw, build_optimizer
+from trimaran.parallel import NUM_STAGING_BUFFERS, build_optimizer
+from trimaran.parallel.optimizer import adamw
 
 pytestmark = pytest.mark.gpu
 

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from tests.unit.test_train_optimizer import FORMATS, ManyShapes, section
 from tests.unit.test_train_split_bf16 import split_matrices
 from trimaran.core import Plan
-from trimaran.optim import FORMATS as MOMENTS
-from trimaran.optim import (
+from trimaran.parallel import FORMATS as MOMENTS
+from trimaran.parallel import (
     NO_SPLIT_WEIGHTS,
     AdamWConstants,
     StateChunk,
-    adamw,
-    batched_update,
     build_optimizer,
     codebook,
     hash_text,
@@ -25,6 +23,7 @@ from trimaran.optim import (
     step_constants,
     update_chunk,
 )
+from trimaran.parallel.optimizer import adamw, batched_update
 
 pytestmark = pytest.mark.gpu
 
@@ -287,6 +286,6 @@ def chunk_of(
 
 
 def update_chunk_on_gpu(chunk: StateChunk, states: dict[str, Tensor], refused: Tensor | None) -> None:
-    from trimaran.optim.kernels import adamw as kernels  # noqa: PLC0415  needs Triton
+    from trimaran.parallel.optimizer.kernels import adamw as kernels  # noqa: PLC0415  needs Triton
 
     kernels.update_chunk_on_gpu(chunk, states, refused)

@@ -17,7 +17,7 @@ from trimaran.core import Mesh, Plan, Recipe
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import RankMesh, TrainedParameters, apply_fp8, autocast, build_mesh, override_precision
-from trimaran.run import create_run
+from trimaran.runs import create_run
 from trimaran.train import Updater, join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 
 from trimaran.core import Plan, Recipe
-from trimaran.run import ProfileRequest, RunDirectory, create_run, find_traces, snapshot_file, write_request
-from trimaran.telemetry import device_phases, load_trace, merge, summarise
+from trimaran.runs import (
+    ProfileRequest,
+    RunDirectory,
+    create_run,
+    device_phases,
+    find_traces,
+    load_trace,
+    merge,
+    snapshot_file,
+    summarise,
+    write_request,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +30,7 @@ GREEDY = """
 import os, sys, torch
 from pathlib import Path
 from trimaran.data import cache_folder
-from trimaran.run import open_run
+from trimaran.runs import open_run
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker

@@ -15,7 +15,7 @@ import torch
 from tests.parity import plan_for
 from trimaran.core import Recipe
 from trimaran.data import DataShare, LoadedArrays, Loader, LoaderLimits
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 pytestmark = pytest.mark.gpu
 

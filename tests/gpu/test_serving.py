@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimaran.infer import (
+from trimaran.models import PRESETS
+from trimaran.nets import (
+    AttentionOptions,
+    Network,
+    PagedCache,
+    PagedExtension,
+    attend_gathered_pages,
+    decoder_network,
+    initialise,
+)
+from trimaran.serve import (
     LAST,
     NOTHING,
     BatchingEngine,
@@ -21,22 +31,12 @@ from trimaran.infer import (
     QuantisedLinear,
     Runner,
     RunnerTraits,
-    Sampling,
     compute_in_bf16,
     quantise,
     quantise_linear,
     restored_weight,
 )
-from trimaran.models import PRESETS
-from trimaran.nets import (
-    AttentionOptions,
-    Network,
-    PagedCache,
-    PagedExtension,
-    attend_gathered_pages,
-    decoder_network,
-    initialise,
-)
+from trimaran.train import Sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,8 @@ from tests.environment import environment
 from tests.nccl_serving import GROUPS
 from tests.unit.test_infer_engine_images import hf_vlm, own_network, request_with_images
 from trimaran.core import ModelSection
-from trimaran.infer import (
+from trimaran.nets import MoeLayer, Network, PagedCache
+from trimaran.serve import (
     BatchingEngine,
     CacheSettings,
     EngineBatch,
@@ -28,13 +29,11 @@ from trimaran.infer import (
     EngineSettings,
     GraphRunner,
     ModelRunner,
-    Sampling,
     StepLogits,
     compute_in_bf16,
-    load_trained,
     open_runner,
 )
-from trimaran.nets import MoeLayer, Network, PagedCache
+from trimaran.train import Sampling, load_trained
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import torch
 
 from tests.environment import environment
 from tests.fault.harness import lines
-from trimaran.run import RunDirectory
-from trimaran.telemetry import GpuSampler
+from trimaran.machine import GpuSampler
+from trimaran.runs import RunDirectory
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("pynvml", reason="GPUs are sampled with the extra `metrics`")

@@ -11,19 +11,9 @@ import torch.distributed as dist
 
 from tests.parity import plan_for
 from tests.resume import SEGMENT_STEPS, batch_of, bits, recipe_for, train_segment_here
-from trimaran.checkpoint import (
-    CopyMetadata,
-    DeviceCopier,
-    MemorySource,
-    RankMemory,
-    TensorShard,
-    build_share,
-    encode_items,
-    fill_shards,
-)
+from trimaran.checkpoint import CopyMetadata, DeviceCopier, MemorySource, RankMemory, encode_items, fill_shards
 from trimaran.core import Plan, Recipe
-from trimaran.optim import CHUNK_VALUES, SplitWeight, split_fp32
-from trimaran.parallel import build_mesh
+from trimaran.parallel import CHUNK_VALUES, SplitWeight, TensorShard, build_mesh, build_share, split_fp32
 from trimaran.train import StepClock, build_networks, build_stepper, join_process_group, read_rank_info
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from tests.hf_models import SMALL
 from trimaran.core import Plan, Recipe
-from trimaran.run import Journal, create_run
+from trimaran.runs import Journal, create_run
 from trimaran.train import (
     EAGER_STEPS,
     Checkpointer,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.course import LEARNED, METHODS, SEEDS, SYNCHRONOUS, Method, held_out_loss
 from tests.nccl.row_runner import RowRunner
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 
 @dataclass(frozen=True, slots=True)

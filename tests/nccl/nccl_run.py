@@ -10,7 +10,7 @@ from tests.chaos.fault_run import remove_pause
 from tests.fault.harness import ROOT, Supervised, lines
 from trimaran.core import EXIT_DONE
 from trimaran.launch import SHARE_GPUS
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 PAUSE = 0.05
 RUN_SECONDS = 150.0

@@ -10,7 +10,7 @@ from tests.matrix import GLOBAL_BATCH, Case, cases, has_adapter, is_quick, recip
 from tests.nccl.row_runner import RowRunner
 from tests.parity import Trajectory, differences, trajectory_of
 from trimaran.core import Mesh, Plan
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 FP32_TOLERANCE = 1e-5  # of loss, gradient norm and weights, as in docs/parity.md
 # Of the loss in bf16. In a mixture, a token between two experts may choose the other one after rounding.

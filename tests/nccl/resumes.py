@@ -24,7 +24,7 @@ from tests.nccl.nccl_run import (
 )
 from trimaran.checkpoint import complete_steps
 from trimaran.core import EXIT_DONE
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 STEPS = ("train.steps=80", "checkpoint.every=10", "checkpoint.keep=4")
 ADDRESSES = ("127.0.0.1", "127.0.0.2")

@@ -19,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 
 from tests.ranks import run_ranks
 from trimaran.launch import SHARE_GPUS, shared_gpu_environment
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train import read_rank_info, run_worker
 
 ROW_SECONDS = 240.0

@@ -10,11 +10,11 @@ from tests.fault.harness import ROOT, TINY, lines, wait_for
 from tests.slurm.cluster import SlurmCluster
 from trimaran.core import parse_recipe
 from trimaran.data import cache_folder, prepare
-from trimaran.hardware import parse_cluster
 from trimaran.launch import JobRecord, JobState, LaunchRequest, SlurmSite, SlurmTarget, new_record
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 STEPS = 20
 

@@ -21,7 +21,7 @@ from tests.fault.harness import lines, wait_for
 from tests.slurm.cluster import NEEDS_SLURM, SlurmCluster
 from tests.slurm.runs import STEPS, SlurmRun, environment, make_request
 from trimaran.data import cache_folder, prepare
-from trimaran.run import RunDirectory, create_run, read_incidents
+from trimaran.runs import RunDirectory, create_run, read_incidents
 
 pytestmark = [pytest.mark.slow, NEEDS_SLURM]
 HOSTILE = "a b'c\"d$(touch x)`touch y`;#&é%j"

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.runs import finished_run
-from trimaran.app import RunState, Status, command_of_decision, facts_of, main, status_lines
+from trimaran.app import RunState, Status, command_of_decision, main, status_lines
 from trimaran.autopilot import DecisionLedger
 from trimaran.core import Decision
-from trimaran.run import RunDirectory, read_change_request, take_lease
+from trimaran.runs import RunDirectory, read_change_request, take_lease
+from trimaran.ui import facts_of
 
 KEPT = Decision(
     id=1,

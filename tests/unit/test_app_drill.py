@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run
-from trimaran.app import Drills, complete_target, open_console
-from trimaran.drill import DrillResult
+from trimaran.app import DrillResult, Drills, complete_target, open_console
 
 PASSED = DrillResult(
     fault="kill 1",

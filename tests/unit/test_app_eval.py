@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.parity import plan_for, train_run
-from trimaran.app import find_weights, main, open_trained
+from trimaran.app import main
 from trimaran.core import parse_recipe
 from trimaran.data import ByteTokenizer, load_tokenizer, token_byte_lengths
-from trimaran.run import RunDirectory, read_evaluations
+from trimaran.runs import RunDirectory, read_evaluations
+from trimaran.serve import find_weights, open_trained
 
 RECIPE = """
 name: small
@@ -219,7 +220,7 @@ def test_a_task_of_ones_own_is_run(
     (tmp_path / "tasks" / "numbers.yaml").write_text(TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
     found = evaluate(capsys, str(run.path), "--tasks", "numbers", "--task-folder", str(tmp_path / "tasks"))
     assert found["samples"] == len(rows)
-    trained = open_trained(find_weights(str(run.path), None), "fp32")
+    trained = open_trained(find_weights(str(run.path), None), "fp32", cache=None)
     chosen = [max((0, 1), key=lambda each: log_probability(trained, row["question"], CHOICES[each])) for row in rows]
     right = sum(choice == row["label"] for choice, row in zip(chosen, rows, strict=True))
     assert found["tasks"]["numbers"]["acc"] == pytest.approx(right / len(rows))
@@ -246,9 +247,9 @@ def test_lm_eval_gets_whole_texts_and_continuations(run: RunDirectory, capsys: A
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance  # noqa: PLC0415  # pyrefly: ignore[missing-import]
 
-    from trimaran.infer import HarnessModel  # noqa: PLC0415
+    from trimaran.serve import HarnessModel  # noqa: PLC0415
 
-    trained = open_trained(find_weights(str(run.path), None), "fp32")
+    trained = open_trained(find_weights(str(run.path), None), "fp32", cache=None)
     model = HarnessModel(trained)
 
     def request(kind: str, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from tests.runs import new_run, start_ranks, step_metrics
 from trimaran.app import main
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, dump_recipe, parse_recipe
-from trimaran.run import AttemptLog, Journal, RunDirectory
+from trimaran.runs import AttemptLog, Journal, RunDirectory
 
 RESUME = "`trimaran resume runs/toy`"
 WATCH = "`trimaran watch runs/toy`"

@@ -16,14 +16,15 @@ from PIL import Image
 from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
 from tests.random_weights import perturb
 from tests.runs import new_run
-from trimaran.app import generate_command, main, show_generation
+from trimaran.app import generate_command, main
 from trimaran.checkpoint import Manifest, commit, draft_path, step_path, write_hf_folder, write_share
 from trimaran.core import Recipe, dump_recipe, parse_recipe
 from trimaran.data import ByteTokenizer
-from trimaran.infer import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler, save_tokenizer
 from trimaran.models import spec_of
 from trimaran.nets import Network, initialise, network_of
-from trimaran.run import Journal, RunDirectory
+from trimaran.runs import Journal, RunDirectory
+from trimaran.serve import show_generation
+from trimaran.train import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler, save_tokenizer
 
 MODEL = "model: {preset: tiny, shape: {layers: 1, hidden: 32, heads: 2, kv_heads: 1, ffn: 32}}"
 SHORT = ("--greedy", "--tokens", "6", "--json")

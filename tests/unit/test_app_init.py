@@ -25,7 +25,7 @@ from trimaran.app import (
     main,
 )
 from trimaran.core import UserError, parse_recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import VLM_PRESETS, vlm_to_disk
 
 WORDS = "the quick brown fox jumps over the lazy dog "

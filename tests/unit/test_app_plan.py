@@ -35,7 +35,7 @@ from trimaran.app import (
     with_top,
 )
 from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, TowerPlan, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.planner import MEANING, PHASE_MEANING, NearMiss, PlanAnswer, no_fit_error
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"

@@ -14,8 +14,7 @@ from tests.runs import new_run
 from trimaran.app import main, profile_settings, show_profile
 from trimaran.core import UserError, dump_recipe, parse_recipe
 from trimaran.launch import HANDLED_SIGNALS, Signals, describe_ranks
-from trimaran.run import request_file
-from trimaran.telemetry import read_nsys_stats
+from trimaran.runs import read_nsys_stats, request_file
 
 GIB = 1 << 30
 

@@ -19,10 +19,11 @@ import pytest
 from tests.parity import plan_for
 from tests.ranks import run_ranks
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app import MAX_POINTS, Html, curve, facts_of, main, page_of, round_scale, spread, tag, tick_labels
+from trimaran.app import main
 from trimaran.core import Recipe
-from trimaran.run import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run, dump_plan
+from trimaran.runs import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run, dump_plan
 from trimaran.train import read_rank_info, run_worker
+from trimaran.ui import MAX_POINTS, Html, curve, facts_of, page_of, round_scale, spread, tag, tick_labels
 
 SECONDS = 6.0  # of a core: 2.8 were measured, and 4.3 with thirty other processes on two cores
 BROWSER = shutil.which("chromium")

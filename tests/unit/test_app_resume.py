@@ -9,7 +9,7 @@ import pytest
 from tests.runs import finished_run, new_run, step_metrics
 from trimaran.app import RunState, main, refuse_other_run
 from trimaran.core import UserError, parse_recipe
-from trimaran.run import AttemptLog, IncidentLog, Journal, RunDirectory, take_lease
+from trimaran.runs import AttemptLog, IncidentLog, Journal, RunDirectory, take_lease
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
 from trimaran.app import RunState
 from trimaran.core import UserError
-from trimaran.run import Journal, RunDirectory
+from trimaran.runs import Journal, RunDirectory
 
 
 def state_of(run: RunDirectory) -> RunState:

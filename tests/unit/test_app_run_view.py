@@ -22,7 +22,7 @@ from trimaran.app import (
     summarise,
 )
 from trimaran.core import AdapterSection, UserError
-from trimaran.run import AttemptLog, Journal, RunDirectory, replace_recipe
+from trimaran.runs import AttemptLog, Journal, RunDirectory, replace_recipe
 
 
 def state_of(run: RunDirectory) -> RunState:

@@ -16,7 +16,7 @@ import pytest
 from tests.runs import new_run, start_ranks, step_metrics
 from trimaran.app import PAUSED_NOTICE_SECONDS, PausedSupervisorNotice, StopSignals, main
 from trimaran.launch import LocalRun
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 # Started as the interpreter of the supervisor would be: -m trimaran.launch RUN ... It imports nothing of ours.
 SUPERVISOR = """

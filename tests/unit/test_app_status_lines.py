@@ -14,20 +14,18 @@ import pytest
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
 from trimaran.app import (
-    MAX_STEPS,
     CleanConsole,
     FindingsPoller,
     RunDiagnosis,
     RunFinding,
     RunState,
-    detailed_steps,
     draw,
     follow,
     main,
     status_lines,
 )
 from trimaran.core import Finding
-from trimaran.run import (
+from trimaran.runs import (
     AttemptLog,
     IncidentLog,
     Journal,
@@ -36,6 +34,7 @@ from trimaran.run import (
     append_line,
     write_measured_links,
 )
+from trimaran.ui import MAX_STEPS, detailed_steps
 
 GIB = 2**30
 RANKS = {

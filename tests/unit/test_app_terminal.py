@@ -17,7 +17,7 @@ from tests.environment import environment
 from tests.runs import finished_run
 from tests.sources import SRC, text_of
 from trimaran.app import CleanConsole, PrintableStream, main, printable
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 OSC, CLEAR, BELL, C1, REORDER = "\x1b]0;owned\x07", "\x1b[2J\x1b[1;1H", "\x07", "\x9b31m", "\u202e"
 PLANTED = f"{OSC}{CLEAR}{BELL}{C1}{REORDER}\x1bPq\x1b\\[link=file:///x]"

@@ -1,7 +1,7 @@
 """Charts in text."""
 
 from trimaran.app import stacked_bar
-from trimaran.app.views.text_chart import curve
+from trimaran.app.show.text_chart import curve
 
 BLANK = chr(0x2800)
 

@@ -28,7 +28,7 @@ from trimaran.autopilot import (
 from trimaran.core import Decision, Plan, parse_recipe
 from trimaran.doctor import Evidence
 from trimaran.launch import autopilot_process
-from trimaran.run import (
+from trimaran.runs import (
     DecisionReader,
     IncidentLog,
     Journal,

@@ -18,7 +18,7 @@ from trimaran.autopilot import (
 )
 from trimaran.core import Decision, FaultsSection, Plan, Recipe
 from trimaran.doctor import Evidence, predicted_gain, step_breakdown, with_measured_links
-from trimaran.run import (
+from trimaran.runs import (
     LEFT_OUT_FIELD,
     MAX_KEPT,
     add_speed,

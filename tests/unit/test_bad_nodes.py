@@ -12,7 +12,7 @@ from tests.runs import new_run
 from trimaran.app import main
 from trimaran.core import UserError
 from trimaran.launch import NodeLost, note_lost_nodes, note_unfit_node
-from trimaran.run import MIN_LOSSES, VARIABLE, add_observation, bad_nodes_file, observe, read_bad_nodes
+from trimaran.runs import MIN_LOSSES, VARIABLE, add_observation, bad_nodes_file, observe, read_bad_nodes
 
 
 class NamedNode:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint import VALUES_PER_ROW, Piece, Run, find_run, gather_rows, split_into_pieces
-from trimaran.optim import SplitWeight, join_fp32, split_fp32
+from trimaran.parallel import SplitWeight, join_fp32, split_fp32
 
 SPECIAL = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -3e38, 3.4e38])
 

@@ -24,7 +24,7 @@ from trimaran.app import (
 )
 from trimaran.core import Mesh, UserError
 from trimaran.cost import all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.hardware import (
+from trimaran.machine import (
     BUS_FACTORS,
     Calibration,
     Cluster,

@@ -29,7 +29,7 @@ from trimaran.cost import (
     predict,
     rates_of,
 )
-from trimaran.hardware import (
+from trimaran.machine import (
     DEVICES,
     Cluster,
     CpuRates,
@@ -40,8 +40,8 @@ from trimaran.hardware import (
     with_cpu_rates,
     write_cpu_rates,
 )
+from trimaran.machine.probe import measure_cpu
 from trimaran.models import OutlineLayer, outline_for
-from trimaran.probe import measure_cpu
 
 
 def prediction(rates: CpuRates | None, plan: Plan | None = None) -> Prediction:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.runs import new_run
+from trimaran.app import parse_kill_in_change
 from trimaran.core import Mesh, Plan, Recipe, UserError
-from trimaran.drill import parse_kill_in_change
-from trimaran.run import (
+from trimaran.runs import (
     Journal,
     RunDirectory,
     change_answers,

@@ -25,18 +25,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
-from trimaran.checkpoint import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
-    DcpSource,
-    PickledDict,
-    TensorMeta,
-    dcp_key,
-    read_full_tensor,
-    read_pickle,
-    write_dcp,
-)
+from trimaran.checkpoint import DcpSource, PickledDict, dcp_key, read_full_tensor, read_pickle, write_dcp
 from trimaran.core import UserError
+from trimaran.parallel import DTYPE_NAMES, TORCH_DTYPES, TensorMeta
 
 CANARY = "canary"
 

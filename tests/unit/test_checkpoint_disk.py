@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from tests.checkpoints import UnsyncedDisk, loads, save_checkpoint, tensors_of
 from trimaran.checkpoint import (
-    DTYPE_NAMES,
     FILE_END,
     ZERO_DIGEST,
     DamagedError,
@@ -35,6 +34,7 @@ from trimaran.checkpoint import (
     without_manifest,
 )
 from trimaran.core import UserError
+from trimaran.parallel import DTYPE_NAMES
 
 SHARDS = {f"rank-0000{rank}{part}.safetensors" for rank in (0, 1) for part in ("", ".frozen")}
 FILES = {"index.json", "manifest.json", *SHARDS}

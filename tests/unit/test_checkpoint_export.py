@@ -20,13 +20,13 @@ from tests.checkpoints import UnsyncedDisk, copy_share, on_ranks, rows_of
 from tests.hf_models import save_model
 from tests.ranks import run_ranks
 from trimaran.checkpoint import (
-    CheckpointSource,
     DcpSource,
     DiskSource,
     Manifest,
     commit,
     draft_path,
     export_dcp,
+    export_hf,
     find_imported_tensors,
     read_full_tensor,
     step_path,
@@ -35,10 +35,10 @@ from trimaran.checkpoint import (
     write_imported_tensors,
     write_share,
 )
-from trimaran.checkpoint.convert import export_hf
 from trimaran.core import ModelSection, Recipe, UserError, parse_recipe
 from trimaran.models import ModelSpec, model_folder, spec_of
 from trimaran.nets import Network, decoder_network, initialise, load_hf_weights
+from trimaran.parallel import CheckpointSource
 
 MODELS = {
     "untied": "{preset: tiny, shape: {layers: 2, tied: false}}",

@@ -16,15 +16,13 @@ from trimaran.checkpoint import (
     MemorySlot,
     MemorySource,
     RankMemory,
-    RankShare,
-    TensorShard,
     budget_options,
-    build_share,
     encode_items,
     fill_shards,
     first_fitting_budget,
 )
 from trimaran.core import CheckpointSection, Seconds
+from trimaran.parallel import RankShare, TensorShard, build_share
 from trimaran.train import SaveCost, SaveSchedule, copy_every, is_review, max_repeated_steps, save_interval
 
 GIB = 1 << 30

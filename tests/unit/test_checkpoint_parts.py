@@ -21,9 +21,6 @@ from trimaran.checkpoint import (
     DurableDisk,
     Manifest,
     PartLoader,
-    RankShare,
-    TensorShard,
-    build_share,
     commit,
     complete_steps,
     draft_path,
@@ -36,7 +33,7 @@ from trimaran.checkpoint import (
     write_share,
 )
 from trimaran.core import UserError
-from trimaran.optim import SplitWeight, split_fp32
+from trimaran.parallel import RankShare, SplitWeight, TensorShard, build_share, split_fp32
 
 PART_BYTES, TEST_CHUNK_BYTES = 24576, 12288
 

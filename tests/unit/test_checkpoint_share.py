@@ -11,22 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import MANIFEST, UnsyncedDisk, copy_share, on_ranks, plain_tensor, rows_of, tensors_of
-from trimaran.checkpoint import (
+from trimaran.checkpoint import DiskSource, commit, fill_shards, refuse_unused_tensors, write_share
+from trimaran.core import UserError
+from trimaran.parallel import (
     DTYPE_NAMES,
     TORCH_DTYPES,
     VALUE_BYTES,
-    DiskSource,
     TensorShard,
     assign_rows,
     build_share,
-    commit,
     copy_to_memory,
-    fill_shards,
     item_view,
-    refuse_unused_tensors,
-    write_share,
 )
-from trimaran.core import UserError
 
 
 def shard(key: str, tensor: torch.Tensor, **kwargs: Any) -> TensorShard:

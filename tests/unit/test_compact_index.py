@@ -20,12 +20,12 @@ from trimaran.checkpoint import (
     index_bytes,
     layout_of,
     manifest_bytes,
-    overlap,
     overlaps,
     parse_index,
     read_manifest,
     runs_of,
 )
+from trimaran.parallel import overlap
 
 
 def layouts_of(shards: int, tp: int) -> tuple[tuple[ShardLayout, ...], dict[str, int]]:

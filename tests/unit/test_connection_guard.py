@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trimaran.infer import (
+from trimaran.serve import (
     AccessMiddleware,
     ConnectionGuard,
     ConnectionLimits,
@@ -232,7 +232,7 @@ def test_a_refused_body_is_read_so_that_the_answer_arrives(protocol: Any, size: 
 
 
 def test_the_web_page_has_the_same_limits() -> None:
-    pages = pytest.importorskip("trimaran.app.web.server", exc_type=ImportError)
+    pages = pytest.importorskip("trimaran.ui.web.server", exc_type=ImportError)
     with listening(SMALL, make=pages.http_config) as connect:
         connection = connect()
         connection.sendall(b"GET / HTTP/1.1\r\nHo")

@@ -6,7 +6,7 @@ import pytest
 
 from trimaran.core import Plan, comm_axes, data_axis, predicted_comm
 from trimaran.cost import Job, find_stack, predict
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
 
 NOT_WAITED = "computing slowed by collectives"  # a run measures it as forward and backward

@@ -3,7 +3,7 @@
 import pytest
 
 from trimaran.core import TextError, UserError, load_json, load_yaml, parse_recipe
-from trimaran.hardware import openmp_threads
+from trimaran.machine import openmp_threads
 
 BAD_YAML = [
     ("a: 1\nb: 2001-13-45", 2, "'2001-13-45' is not a valid date"),

@@ -22,7 +22,7 @@ from trimaran.cost import (
     stage_times_of,
     states_of,
 )
-from trimaran.hardware import Cluster, find_device
+from trimaran.machine import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, outline_for, outline_of, with_adapter
 from trimaran.nets import DecoderLayer as RealLayer
 from trimaran.nets import add_adapter, rotation_at

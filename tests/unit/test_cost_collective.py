@@ -17,7 +17,7 @@ from trimaran.cost import (
     ring_of,
     send_seconds,
 )
-from trimaran.hardware import Link, parse_cluster
+from trimaran.machine import Link, parse_cluster
 
 FOUR = Ring(
     4,

@@ -7,9 +7,9 @@ import pytest
 
 from trimaran.core import Mesh, Plan
 from trimaran.cost import Job, predict_equal
-from trimaran.hardware import CPU, DEVICES, Calibration, Cluster, DiskRates, apply_calibration
+from trimaran.machine import CPU, DEVICES, Calibration, Cluster, DiskRates, apply_calibration, measure_disk
+from trimaran.machine.probe import calibrate_disk
 from trimaran.models import PRESETS, outline_of
-from trimaran.probe import calibrate_disk, measure_disk
 
 SPEC = PRESETS["llama-3.1-8b"]
 JOB = Job(outline=outline_of(SPEC), seq_len=4096)

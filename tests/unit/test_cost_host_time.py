@@ -18,7 +18,7 @@ from trimaran.cost import (
     host_wait,
     predict,
 )
-from trimaran.hardware import Calibration, Cluster, apply_calibration, parse_cluster
+from trimaran.machine import Calibration, Cluster, apply_calibration, parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import Question
 

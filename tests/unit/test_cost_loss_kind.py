@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.test_cost_peak_memory import PAGE, memory, plan_of
 from trimaran.cost import STATE_BYTES, TRIMARAN_LAUNCHES, Job, chunk_rows, find_stack, predict, step_time_of
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.train import chunk_rows as trained_rows
 

@@ -18,7 +18,7 @@ from trimaran.cost import (
     predict,
     rates_of,
 )
-from trimaran.hardware import DEVICES, parse_cluster
+from trimaran.machine import DEVICES, parse_cluster
 from trimaran.models import (
     PERCEPTION_PRESETS,
     PRESETS,

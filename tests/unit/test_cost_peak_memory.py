@@ -28,7 +28,7 @@ from trimaran.cost import (
     states_of,
     without_sequence_parallelism,
 )
-from trimaran.hardware import Cluster, find_device
+from trimaran.machine import Cluster, find_device
 from trimaran.models import PRESETS, ExpertSpec, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 from trimaran.nets import Attention, FeedForward, rotation_at
 from trimaran.nets import DecoderLayer as RealLayer

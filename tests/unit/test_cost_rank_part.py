@@ -17,12 +17,12 @@ from trimaran.cost import (
     num_owned_in,
     parts_of,
     peak_memory_of,
+    pipeline_order,
     predict,
     stage_memory_of,
 )
-from trimaran.hardware import Cluster, find_device
+from trimaran.machine import Cluster, find_device
 from trimaran.models import PRESETS, ModelSpec, Outline, OutlineLayer, Tower, outline_of
-from trimaran.simulate import pipeline_order
 
 TINY, MIXTURE = PRESETS["tiny"], PRESETS["tiny-moe"]
 ENDS = TINY.vocab * TINY.hidden

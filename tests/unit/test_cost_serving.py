@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from trimaran.core import GIB
-from trimaran.cost import (
+from trimaran.machine import find_device, parse_cluster
+from trimaran.models import PRESETS, Outline, outline_of
+from trimaran.serve import (
     Layout,
     StepWork,
     Traffic,
@@ -16,8 +18,6 @@ from trimaran.cost import (
     serving_memory,
     serving_step,
 )
-from trimaran.hardware import find_device, parse_cluster
-from trimaran.models import PRESETS, Outline, outline_of
 
 LLAMA_8B = outline_of(PRESETS["llama-3-8b"])
 PARAMETERS = 8_030_261_248

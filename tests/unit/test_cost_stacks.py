@@ -20,7 +20,7 @@ from trimaran.cost import (
     with_16_bit_gradients,
     without_sequence_parallelism,
 )
-from trimaran.hardware import DEVICES, Cluster, find_device, parse_cluster
+from trimaran.machine import DEVICES, Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import predict_line
 

@@ -28,7 +28,7 @@ from trimaran.cost import (
     stage_times_of,
     step_time_of,
 )
-from trimaran.hardware import DEVICES, Calibration, Cluster, Link, apply_calibration, parse_cluster
+from trimaran.machine import DEVICES, Calibration, Cluster, Link, apply_calibration, parse_cluster
 from trimaran.models import PRESETS, ModelSpec, Opaque, Outline, OutlineLayer, Tower, outline_of
 
 H200 = rates_of(DEVICES["H200"], "bf16")

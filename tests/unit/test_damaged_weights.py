@@ -7,7 +7,7 @@ import pytest
 from tests.serving import add_checkpoint, greedy_text, new_tiny_run
 from trimaran.app import main
 from trimaran.checkpoint import step_path
-from trimaran.infer import TrainedWeights, damage_of, newest_weights
+from trimaran.serve import TrainedWeights, damage_of, newest_weights
 
 
 def flip_a_bit(folder: Path) -> None:

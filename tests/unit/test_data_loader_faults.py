@@ -183,7 +183,7 @@ from pathlib import Path
 from trimaran.data import Sequences, TokenShards
 from trimaran.data.feed import DataShare
 from trimaran.data.loader import Loader
-from trimaran.data.token_feed import TokenFeed
+from trimaran.data.text.token_feed import TokenFeed
 
 sequences = Sequences(TokenShards.open(Path(sys.argv[1])), 8, True, 0, 41)
 share = DataShare(rank=0, dp=1, micro_batch=64, grad_accum=4)

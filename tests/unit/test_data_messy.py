@@ -148,7 +148,7 @@ def test_the_hint_for_a_missing_field_depends_on_how_many_lines_have_it(tmp_path
 
 
 def test_a_line_of_a_text_that_is_not_utf8_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.data.text_sources.CHUNK_BYTES", 8000)
+    monkeypatch.setattr("trimaran.data.text.text_sources.CHUNK_BYTES", 8000)
     file = tmp_path / "a.txt"
     file.write_bytes(LINE * 299 + b"caf\xe9\n" + LINE * 600 + b"zero\0\n" + LINE)
     shards = shards_of(section("text", file), tmp_path / "cache")

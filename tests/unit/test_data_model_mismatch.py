@@ -10,7 +10,7 @@ from trimaran.app import main, read_plan_request
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, UserError
 from trimaran.data import data_kind_of, prepare_samples
 from trimaran.models import VLM_PRESETS, recipe_image_rules, spec_of
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 
 def png(width: int, height: int) -> bytes:

@@ -14,7 +14,7 @@ from trimaran.app import as_recorded, main, with_model_tokenizer
 from trimaran.checkpoint import copy_tokenizer_files
 from trimaran.core import DataSection, Plan, Recipe, UserError
 from trimaran.data import ByteTokenizer, TokenShards, load_tokenizer, open_tokenizer, pack, prepare
-from trimaran.run import create_run
+from trimaran.runs import create_run
 
 TEXTS = ["Who is there? Nobody, but thé cat.", " Be  brief.\n\n三体船", "a<|im_end|>b </s> c"]
 

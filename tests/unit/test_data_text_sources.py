@@ -50,7 +50,7 @@ def test_text_folders_are_read_recursively_in_name_order(tmp_path: Path) -> None
 
 
 def test_a_large_file_is_read_in_chunks_of_complete_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimaran.data.text_sources.CHUNK_BYTES", 10)
+    monkeypatch.setattr("trimaran.data.text.text_sources.CHUNK_BYTES", 10)
     text = "".join(f"Zeile {number}: Rümpfe\n" for number in range(9))
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "short.txt").write_text("end")

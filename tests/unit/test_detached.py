@@ -11,7 +11,7 @@ from typing import Any
 from tests.fault.harness import wait_for
 from trimaran.launch import DetachedProcess, read_secrets
 
-MODULE = [sys.executable, "-m", "trimaran.launch.detached"]
+MODULE = [sys.executable, "-m", "trimaran.launch.supervise.detached"]
 
 
 def detached(folder: Path, action: str, *words: str, stdin: bytes = b"") -> tuple[int, bytes]:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from trimaran.core import Plan, UserError
-from trimaran.optim import DiskStream, LowMemoryAdamW
-from trimaran.parallel import DiskStore, DiskWeights, aligned_buffer, store_of
-from trimaran.run import check_disk_folder, filesystem_of
+from trimaran.parallel import DiskStore, DiskStream, DiskWeights, LowMemoryAdamW, aligned_buffer, store_of
+from trimaran.runs import check_disk_folder, filesystem_of
 
 CPU = torch.device("cpu")
 DEFAULTS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import GIB, Bytes, Seconds, UserError
-from trimaran.doctor import (
+from trimaran.machine import (
     CHECKS,
     DiskFacts,
     Facts,
@@ -21,13 +21,13 @@ from trimaran.doctor import (
     RunRequirements,
     Versions,
     known_bad,
+    parse_cluster,
     parse_full_query,
     refuse_failed_checks,
     run_checks,
     within,
 )
-from trimaran.doctor.checks import between_nodes, devices, host, software
-from trimaran.hardware import parse_cluster
+from trimaran.machine.checks import between_nodes, devices, host, software
 
 MACHINES = Path(__file__).parent / "machines"
 # Recorded from a real H200 (tests/unit/machines/README.md), and a second GPU like it.

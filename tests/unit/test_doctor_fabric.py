@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.app import main
-from trimaran.doctor import (
+from trimaran.machine import (
     FABRICS,
     FabricFacts,
     known_names,

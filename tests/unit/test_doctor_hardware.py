@@ -18,8 +18,8 @@ from tests.runs import finished_run
 from trimaran.app import RunState, status_lines
 from trimaran.core import Finding, Mesh, Plan, parse_recipe
 from trimaran.doctor import RULES, Evidence, read_planner_inputs, swap, usable_bytes
-from trimaran.run import append_line
-from trimaran.telemetry import HARDWARE_THROTTLE_REASONS, GpuSampler
+from trimaran.machine import HARDWARE_THROTTLE_REASONS, GpuSampler
+from trimaran.runs import append_line
 
 MIB = 2**20
 LINES = (Path(__file__).parent / "machines" / "h200-samples.jsonl").read_text().splitlines()

@@ -7,7 +7,7 @@ import pytest
 
 from trimaran.core import Comm, Finding, Plan, Recipe, parse_recipe
 from trimaran.doctor import RULES, Evidence, apply_patch, diagnose, read_planner_inputs
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import Bytes, UserError
-from trimaran.doctor import (
+from trimaran.machine import (
     Ecc,
     Facts,
     Gpu,
@@ -20,6 +20,7 @@ from trimaran.doctor import (
     Pair,
     RendezvousOptions,
     Versions,
+    cpu_quota,
     culprits,
     first_round,
     is_port_in_use,
@@ -28,6 +29,7 @@ from trimaran.doctor import (
     parse_gpu_nic_paths,
     parse_peers,
     parse_short_query,
+    parse_topology,
     read_disk,
     read_facts,
     read_interconnect,
@@ -35,7 +37,6 @@ from trimaran.doctor import (
     second_round,
     visible,
 )
-from trimaran.hardware import cpu_quota, parse_topology
 
 MACHINES = Path(__file__).parent / "machines"
 

@@ -24,10 +24,10 @@ from trimaran.doctor import (
     read_planner_inputs,
     step_breakdown,
 )
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
-from trimaran.run import RunDirectory, create_run
+from trimaran.runs import RunDirectory, create_run
 
 RECORDED_RUNS = Path(__file__).parent / "recorded_runs"
 

@@ -7,8 +7,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.runs import new_run
-from trimaran.core import Action, Bytes, Cause, Incident, UserError
-from trimaran.drill import (
+from trimaran.app import (
     INJECTIONS,
     KINDS,
     MAX_FILL_BYTES,
@@ -27,7 +26,8 @@ from trimaran.drill import (
     parse_slow,
     refuse_shared_disk,
 )
-from trimaran.run import IncidentLog
+from trimaran.core import Action, Bytes, Cause, Incident, UserError
+from trimaran.runs import IncidentLog
 
 
 def fault(name: FaultName, rank: int | None = 1) -> DrillFault:

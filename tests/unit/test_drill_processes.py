@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import new_run
+from trimaran.app import find_processes
 from trimaran.core import UserError
-from trimaran.drill import find_processes
-from trimaran.run import AttemptLog, Journal, RunDirectory, take_lease
+from trimaran.runs import AttemptLog, Journal, RunDirectory, take_lease
 
 
 def recorded_run(path: Path, *, host: str) -> RunDirectory:

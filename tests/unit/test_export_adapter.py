@@ -26,8 +26,9 @@ from trimaran.checkpoint import (
     read_full_tensor,
 )
 from trimaran.core import ModelSection, Recipe, UserError
-from trimaran.infer import base_of_peft, fill_from_peft, load_adapted, load_trained, section_of_folder
 from trimaran.nets import Network, adapter_parameters, open_base_weights
+from trimaran.serve import base_of_peft, fill_from_peft, load_adapted, section_of_folder
+from trimaran.train import load_trained
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,9 @@ from tests.unit.test_checkpoint_export import network_of, save, state_of
 from trimaran.app import main
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
 from trimaran.data import ByteTokenizer, load_tokenizer
-from trimaran.infer import (
+from trimaran.nets import Network
+from trimaran.runs import RunDirectory, create_run
+from trimaran.serve import (
     BOUNDS,
     compare_logits,
     graph_module,
@@ -31,8 +33,6 @@ from trimaran.infer import (
     write_onnx,
     write_program,
 )
-from trimaran.nets import Network
-from trimaran.run import RunDirectory, create_run
 
 SHAPE = "layers: 2, hidden: 64, heads: 4, kv_heads: 2, ffn: 96, max_seq_len: 128"
 EXPERTS = "num_experts: 4, top_k: 2, ffn: 32"
@@ -289,7 +289,7 @@ def test_a_model_card_says_where_the_weights_come_from(trained: RunDirectory, ca
 
 def test_the_tokenizer_goes_into_a_gguf_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    from trimaran.infer import gguf_tokenizer  # noqa: PLC0415
+    from trimaran.serve import gguf_tokenizer  # noqa: PLC0415
 
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(

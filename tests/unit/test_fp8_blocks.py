@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from trimaran.core import Plan, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.parallel import dequantized, fp8_blocks, in_mx_blocks, in_row_blocks, in_square_blocks, in_tiles, linear
 from trimaran.planner import check_fp8_recipe
 

@@ -9,7 +9,7 @@ import pytest
 
 from trimaran.app import main
 from trimaran.core import UserError
-from trimaran.hardware import (
+from trimaran.machine import (
     DEVICES,
     Calibration,
     Cluster,

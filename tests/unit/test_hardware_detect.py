@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import GIB
-from trimaran.hardware import DEVICES, cpu_flops, detect, gpu_device
+from trimaran.machine import DEVICES, cpu_flops, detect, gpu_device
 
 
 @pytest.fixture

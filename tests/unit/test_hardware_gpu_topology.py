@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.hardware import DEVICES, Cluster, gpu_links, parse_topology, read_network
+from trimaran.machine import DEVICES, Cluster, gpu_links, parse_topology, read_network
 
 LEGEND = """
 Legend:

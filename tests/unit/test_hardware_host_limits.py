@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trimaran.hardware import count_oom_kills, cpu_quota, free_bytes, free_tasks, total_and_used_bytes, total_bytes
+from trimaran.machine import count_oom_kills, cpu_quota, free_bytes, free_tasks, total_and_used_bytes, total_bytes
 
 MIB = 1 << 20
 NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000  # what cgroup v1 shows without a limit

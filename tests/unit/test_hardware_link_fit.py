@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from trimaran.hardware import fit_link
+from trimaran.machine import fit_link
 
 SIZES = [2**power for power in range(10, 29)]
 LINKS = {"NVLink": (12e-6, 400e9), "InfiniBand": (30e-6, 40e9), "gloo": (3e-4, 1.3e9), "100 Mbit/s": (20e-3, 12.5e6)}

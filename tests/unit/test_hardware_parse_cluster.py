@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import GIB, UserError
-from trimaran.hardware import DEVICES, Cluster, find_device, parse_cluster
+from trimaran.machine import DEVICES, Cluster, find_device, parse_cluster
 
 
 @pytest.mark.parametrize(

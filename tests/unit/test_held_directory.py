@@ -5,7 +5,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.runs import new_run
-from trimaran.run import CONFIRM_SECONDS, MARKER, HeldDirectory
+from trimaran.runs import CONFIRM_SECONDS, MARKER, HeldDirectory
 
 
 def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig
 from tests.hf_models import SMALL
 from trimaran.app import ask_hf_facts, main, read_plan_request, trainer_plan
 from trimaran.core import Mesh, ModelSection, Plan, Recipe, UserError
-from trimaran.hardware import parse_cluster
 from trimaran.launch import resized
+from trimaran.machine import parse_cluster
 from trimaran.models import (
     HfFacts,
     cached_facts,

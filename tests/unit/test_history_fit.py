@@ -11,8 +11,8 @@ import pytest
 from tests.measured_runs import PlannedRun, gpu_plan, write_run, write_runs
 from trimaran.app import main, refit_rates
 from trimaran.core import Plan
-from trimaran.hardware import FittedRates, LinkFactors, combined, parse_cluster, read_calibration, with_fitted
-from trimaran.history import Observation, Parameter, StepModel, fit_rates, parameters_of
+from trimaran.machine import FittedRates, LinkFactors, combined, parse_cluster, read_calibration, with_fitted
+from trimaran.planner import Observation, Parameter, StepModel, fit_rates, parameters_of
 
 FLEET = (
     PlannedRun(cluster="8xH100", plan=gpu_plan(dp_replicate=8, accumulate=4)),

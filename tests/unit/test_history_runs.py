@@ -13,8 +13,9 @@ import pytest
 from tests.measured_runs import EPOCH, PlannedRun, gpu_plan, write_run, write_steps
 from trimaran.app import main, runs_in
 from trimaran.core import Plan
-from trimaran.hardware import FittedRates
-from trimaran.history import (
+from trimaran.launch import JobRecord, state_folder, write_record
+from trimaran.machine import FittedRates
+from trimaran.planner import (
     RankStart,
     find_runs,
     index_path,
@@ -22,14 +23,12 @@ from trimaran.history import (
     open_index,
     pins_of,
     plans_in_force,
+    predicted,
     read_measured_run,
     stamp_of,
     steady_steps,
 )
-from trimaran.launch import JobRecord, state_folder, write_record
-from trimaran.planner import predicted
-from trimaran.run import RunDirectory, replace_plan
-from trimaran.telemetry import StepLine
+from trimaran.runs import RunDirectory, StepLine, replace_plan
 
 EIGHT = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_replicate=8))
 SHARDED = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_shard=8))

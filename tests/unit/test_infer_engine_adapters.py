@@ -12,17 +12,6 @@ from tests.engine_models import CPU, answers_of, open_network, random_prompts, r
 from tests.random_weights import perturb
 from tests.serving_models import SPECS
 from trimaran.core import AdapterSection, UserError
-from trimaran.infer import (
-    BatchingEngine,
-    CacheSettings,
-    EngineSettings,
-    ModelRunner,
-    RunnerTraits,
-    load_adapter,
-    load_peft_folder,
-    open_runner,
-    output_head,
-)
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.nets import (
     AdapterBank,
@@ -34,6 +23,17 @@ from trimaran.nets import (
     initialise_adapter,
     merge_in_place,
     network_of,
+)
+from trimaran.serve import (
+    BatchingEngine,
+    CacheSettings,
+    EngineSettings,
+    ModelRunner,
+    RunnerTraits,
+    load_adapter,
+    load_peft_folder,
+    open_runner,
+    output_head,
 )
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, tied=False,

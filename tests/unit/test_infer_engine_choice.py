@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.cases import slow
-from trimaran.infer import NOT_A_TOKEN, Sampling, TokenChooser, TokenSampler, choose_tokens, logprobs_of
+from trimaran.serve import NOT_A_TOKEN, TokenChooser, choose_tokens, logprobs_of
+from trimaran.train import Sampling, TokenSampler
 
 RULES = [
     Sampling(temperature=0),

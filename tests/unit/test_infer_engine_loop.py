@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine_models import LateRunner, check_runner, expected_tokens, requests_of
-from trimaran.infer import (
+from trimaran.serve import (
     BatchingEngine,
     EngineLoop,
     EngineRequest,

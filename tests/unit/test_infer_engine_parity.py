@@ -22,21 +22,17 @@ from tests.engine_models import (
     tokens_of,
 )
 from trimaran.core import UserError
-from trimaran.infer import (
+from trimaran.nets import Decoder, Network
+from trimaran.serve import (
     BatchingEngine,
-    CachedLogits,
     CacheSettings,
     EngineSettings,
-    Generation,
     ModelRunner,
-    NextTokenModel,
-    Sampling,
     SequenceRunner,
-    TokenSampler,
     compute_in_bf16,
     open_runner,
 )
-from trimaran.nets import Decoder, Network
+from trimaran.train import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler
 
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2",
           "cohere", "cohere2", "mixtral", "deepseek-v2", "deepseek-v3", "gpt-oss"}  # fmt: skip

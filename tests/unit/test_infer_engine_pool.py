@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimaran.infer import BlockPool, page_digest
+from trimaran.serve import BlockPool, page_digest
 
 
 def test_pages_with_a_prefix_are_taken_last_and_the_least_recently_used_first() -> None:

@@ -20,7 +20,8 @@ from tests.engine_models import (
     tokens_of,
 )
 from trimaran.core import UserError
-from trimaran.infer import BatchingEngine, EngineRequest, EngineSettings, PlacedImage, RunnerTraits
+from trimaran.serve import BatchingEngine, EngineRequest, EngineSettings, RunnerTraits
+from trimaran.train import PlacedImage
 
 IMAGE = VOCABULARY - 1
 

@@ -25,21 +25,10 @@ from trimaran.data import (
     load_tokenizer,
     token_positions,
 )
-from trimaran.infer import (
-    CachedLogits,
-    Conversation,
-    Generation,
-    NextTokenModel,
-    PromptBuilder,
-    Sampling,
-    TokenSampler,
-    TrainedModel,
-    continuation,
-    stored_dtype,
-    whole_sequence_logits,
-)
 from trimaran.models import PRESETS, Spec
 from trimaran.nets import Network, initialise, network_of
+from trimaran.serve import Conversation, PromptBuilder, TrainedModel, continuation, stored_dtype
+from trimaran.train import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler, whole_sequence_logits
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimaran.core import UserError
-from trimaran.infer import Sampling, TokenSampler
+from trimaran.train import Sampling, TokenSampler
 
 LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.5, -1.0, 2.0])
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tests.unit.test_data_tokenizer import train_bpe
 from trimaran.data import ByteTokenizer, load_tokenizer
-from trimaran.infer import MAX_WAITING, UNDECODABLE, TextStream
+from trimaran.serve import MAX_WAITING, UNDECODABLE, TextStream
 
 TEXT = "drei Rümpfe, 三体船, 🛶 and 👩‍🚀\n\tend"
 

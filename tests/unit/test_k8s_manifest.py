@@ -24,7 +24,7 @@ from trimaran.launch import (
     open_target,
     site_section,
 )
-from trimaran.run import dump_plan
+from trimaran.runs import dump_plan
 
 VERSION = "1.37"
 CORE = {"v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}

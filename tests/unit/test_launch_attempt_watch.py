@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.launch import AttemptSpec, AttemptWatch, NodeEvent, RankEnded, RankSilent
-from trimaran.run import AttemptOutcome, Heartbeat, Journal, RunDirectory
+from trimaran.runs import AttemptOutcome, Heartbeat, Journal, RunDirectory
 
 
 class FakeNode:

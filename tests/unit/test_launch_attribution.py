@@ -13,7 +13,6 @@ import pytest
 from tests.runs import new_run
 from trimaran.app import main
 from trimaran.core import Cause, Incident
-from trimaran.hardware import count_oom_kills
 from trimaran.launch import (
     Operation,
     RankEnded,
@@ -27,7 +26,8 @@ from trimaran.launch import (
     read_exit,
     read_rank_reports,
 )
-from trimaran.run import IncidentLog, RunDirectory
+from trimaran.machine import count_oom_kills
+from trimaran.runs import IncidentLog, RunDirectory
 from trimaran.train import find_differing_ranks
 
 RECORDED = Path(__file__).parent / "rank_reports"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trimaran.core import UserError
 from trimaran.launch import EXCHANGE_SECONDS, MAX_UNAUTHENTICATED, SILENT_SECONDS, Channel
-from trimaran.run import (
+from trimaran.runs import (
     ChannelClient,
     FrameAuthenticator,
     FrameReader,

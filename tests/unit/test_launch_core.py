@@ -8,7 +8,6 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from trimaran.core import Mesh, Plan, Recipe, UserError
-from trimaran.hardware import parse_cluster
 from trimaran.launch import (
     TARGET_CLASSES,
     LaunchRequest,
@@ -23,6 +22,7 @@ from trimaran.launch import (
     site_section,
     write_record,
 )
+from trimaran.machine import parse_cluster
 
 HOSTILE = ("$(touch x)", "a b", "'; rm -rf / #", "a\nb", "日本語", "-oProxyCommand=x", "../../etc", "")
 

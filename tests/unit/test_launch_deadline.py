@@ -6,7 +6,7 @@ import pytest
 
 from trimaran.core import FaultsSection
 from trimaran.launch import Deadlines
-from trimaran.run import Heartbeat
+from trimaran.runs import Heartbeat
 
 
 def heartbeat(section: Any, step: int, entered: float) -> Heartbeat:

@@ -25,9 +25,9 @@ from trimaran.launch import (
     take_early,
     wait_for_arguments,
 )
-from trimaran.probe import stopped
-from trimaran.run import difference, runtime_folder, take_lock
-from trimaran.run.warm_protocol import fingerprint
+from trimaran.machine import stopped
+from trimaran.runs import difference, runtime_folder, take_lock
+from trimaran.runs.warm_protocol import fingerprint
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
@@ -52,7 +52,7 @@ def test_a_supervisor_that_gets_no_run_ends_with_its_fork_server() -> None:
 
 def test_a_supervisor_ends_when_the_command_that_started_it_is_killed(tmp_path: Path) -> None:
     script = (
-        "import time; from trimaran.launch.early_supervisor import *; start_early(['train'], {});"
+        "import time; from trimaran.launch.supervise.early_supervisor import *; start_early(['train'], {});"
         "print(early_processes()[0], flush=True); time.sleep(60)"
     )
     command = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.launch import HANDLED_SIGNALS, SIGNAL_TEXTS, Signals
-from trimaran.planner import allocator_settings, worker_environment
+from trimaran.runs import allocator_settings, worker_environment
 
 SHARDED = Plan.model_validate({"mesh": {"dp_shard": 2}, "sharding": "parameters"})
 

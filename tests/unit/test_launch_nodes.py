@@ -26,7 +26,7 @@ from trimaran.launch import (
     source_towards,
     with_own_address,
 )
-from trimaran.run import Heartbeat, RunDirectory, take_lease
+from trimaran.runs import Heartbeat, RunDirectory, take_lease
 
 
 def parse(*arguments: str) -> NodeOptions | None:

@@ -32,7 +32,7 @@ from trimaran.launch import (
     split_head,
     write_run_files,
 )
-from trimaran.run import RunDirectory, WireError, new_token, pack, run_token, take_lease
+from trimaran.runs import RunDirectory, WireError, new_token, pack, run_token, take_lease
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from tests.runs import new_run
 from trimaran.core import Incident
 from trimaran.launch import RankEventIncidents
-from trimaran.run import IncidentLog, read_incidents
+from trimaran.runs import IncidentLog, read_incidents
 
 BAD = {"reason": "the loss is nan", "loss": None, "ranks": [1], "sample_ids": [7, 9]}
 DIFFERING = {"message": "replicas differ", "ranks": [2], "keys": ["model/embed"], "since": 5}

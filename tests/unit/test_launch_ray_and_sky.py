@@ -16,10 +16,10 @@ import yaml
 
 from trimaran.app import write_files
 from trimaran.core import UserError, parse_recipe
-from trimaran.hardware import parse_cluster
 from trimaran.launch import LaunchRequest, RaySection, RayTarget, SkySection, SkyTarget, new_record, site_section
 from trimaran.launch.targets import ray_target as ray_module
 from trimaran.launch.targets import sky_target as sky_module
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import choose
 

@@ -19,7 +19,7 @@ from trimaran.launch import (
     with_prediction,
 )
 from trimaran.planner import next_rung
-from trimaran.run import AttemptLog, RunDirectory, create_run, replace_plan
+from trimaran.runs import AttemptLog, RunDirectory, create_run, replace_plan
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.launch import KEPT_ROUNDS, MAX_FAILED_ROUNDS, ReplicaRounds
-from trimaran.run import Round, RoundResult, Statement, lost_key, result_key, round_key
+from trimaran.runs import Round, RoundResult, Statement, lost_key, result_key, round_key
 
 
 class Replicas:

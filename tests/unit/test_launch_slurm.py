@@ -27,7 +27,7 @@ from trimaran.launch import (
     stands_for_chain,
     time_seconds,
 )
-from trimaran.run import AttemptLog, Journal, add_observation, observe
+from trimaran.runs import AttemptLog, Journal, add_observation, observe
 
 HOSTILE = "a b'c\"d$(touch x)`touch y`;#&é%j"
 ECHO = 'echo "$(basename "$0")" "$@" >> "$CALLS"\n'

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.control_plane_clients import Client, Loop, SimulatedRank
 
 from trimaran.launch import MAX_KEYS, MAX_SET_BYTES, Channel, RelayAnswers, StoreRelay
-from trimaran.run import MAX_FRAME_BYTES, ChannelClient, Record, WireError, frame, pack
+from trimaran.runs import MAX_FRAME_BYTES, ChannelClient, Record, WireError, frame, pack
 from trimaran.train import TokenStore
 
 TOKEN = "a token of a test"

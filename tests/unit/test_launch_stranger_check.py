@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.runs import new_run
 from trimaran.launch import StrangerCheck
-from trimaran.run import IncidentLog, read_incidents
+from trimaran.runs import IncidentLog, read_incidents
 
 
 def test_a_flood_of_the_channel_is_one_incident_and_a_few_connections_are_none(tmp_path: Path) -> None:

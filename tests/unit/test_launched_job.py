@@ -11,7 +11,7 @@ import pytest
 from tests.runs import new_run
 from trimaran.app import exit_code, main
 from trimaran.launch import JobRecord, JobState, SlurmSite, State, site_section
-from trimaran.run import AttemptLog, RunDirectory
+from trimaran.runs import AttemptLog, RunDirectory
 
 LAUNCH = ["launch", "--on", "slurm", "--no-check", "--set", "cluster=2x1xcpu", "--set", "train.steps=4"]
 

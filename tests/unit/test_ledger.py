@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from tests.goodput import check_goodput
 from tests.runs import new_run, step_metrics
-from trimaran.run import Journal, RunDirectory, append_line, forget_steps_after
-from trimaran.telemetry import (
+from trimaran.runs import (
     CATEGORIES,
     STEP_CATEGORIES,
+    Journal,
     Ledger,
     LedgerReader,
+    RunDirectory,
     StepLine,
+    append_line,
+    forget_steps_after,
     read_ledger,
     read_step,
     split_step,

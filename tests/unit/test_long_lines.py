@@ -11,17 +11,21 @@ import pytest
 from tests.cases import slow
 from tests.long_run import write_long_run
 from tests.runs import finished_run, new_run, step_metrics
-from trimaran.app import RunFeed, RunsRoot, RunState, facts_of, main, page_of
-from trimaran.run import (
+from trimaran.app import RunState, main
+from trimaran.runs import (
     MAX_LINE_BYTES,
+    LedgerReader,
     LineFollower,
+    ReadLimits,
     RunDirectory,
+    StepBlock,
+    StepIndexer,
     append_line,
     forget_steps_after,
     last_step,
     lines_from_end,
 )
-from trimaran.telemetry import LedgerReader, ReadLimits, StepBlock, StepIndexer
+from trimaran.ui import RunFeed, RunsRoot, facts_of, page_of
 
 HUGE = 160 << 20  # bytes of a line, in a file without data
 PEAK = 8 * MAX_LINE_BYTES  # well below the size of the line

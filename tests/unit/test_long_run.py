@@ -14,29 +14,28 @@ from benchmarks.long_run import measure
 from tests import forked
 from tests.long_run import CHECKPOINT_STEPS, write_long_run, write_steps
 from tests.runs import new_run, step_metrics
-from trimaran.app import StepHistory, facts_of, main, page_of
+from trimaran.app import StepHistory, main
 from trimaran.core import SLOW_DETAILS
-from trimaran.run import (
+from trimaran.runs import (
     BLOCK_BYTES,
+    BLOCK_LINES,
+    SCALARS,
     Journal,
+    LedgerReader,
     RunDirectory,
+    RunTail,
+    StepBlock,
+    StepIndexer,
     append_line,
     forget_steps_after,
     last_lines,
     last_step,
     lines_from_end,
-)
-from trimaran.telemetry import (
-    BLOCK_LINES,
-    SCALARS,
-    LedgerReader,
-    RunTail,
-    StepBlock,
-    StepIndexer,
     read_index,
     read_step,
 )
 from trimaran.train import NUM_COMPLETE_STEPS, SlowDetails
+from trimaran.ui import facts_of, page_of
 
 STEPS = 40_000  # more than are read without the index
 

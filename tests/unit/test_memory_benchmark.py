@@ -10,7 +10,7 @@ from benchmarks.planner import configurations, plan_fields
 
 from trimaran.core import Plan, Recipe
 from trimaran.cost import predict
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import check_plan
 

@@ -14,7 +14,7 @@ import pytest
 from tests.fault.harness import wait_for
 from trimaran.core import Plan, Recipe
 from trimaran.doctor import Evidence, memory_growth
-from trimaran.telemetry import HostSampler
+from trimaran.runs import HostSampler
 
 GIB, MIB = 1 << 30, 1 << 20
 LEAKING_RANK = """

@@ -41,7 +41,7 @@ from trimaran.app import (
     summarise,
 )
 from trimaran.core import UserError
-from trimaran.run import IncidentLog, RunDirectory
+from trimaran.runs import IncidentLog, RunDirectory
 
 EVERY = 96  # `make test` runs one of so many inputs
 LIMIT_SECONDS = 60  # of one command: an input must not make it hang

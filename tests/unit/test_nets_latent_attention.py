@@ -11,11 +11,19 @@ from tests.serving_models import LATENT, SPECS, random_network
 from tests.unit.test_infer_engine_adapters import attach
 from tests.unit.test_models_published import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from trimaran.core import ModelSection
-from trimaran.cost import Layout, Traffic, captures_steps, serving_memory
-from trimaran.hardware import find_device
-from trimaran.infer import CacheSettings, compute_in_bf16, open_runner, quantise_linear
+from trimaran.machine import find_device
 from trimaran.models import outline_for, outline_of, spec_from_hf
 from trimaran.nets import HostLengthsNeededError, LatentAttention, Network, PagedCache, PagedExtension
+from trimaran.serve import (
+    CacheSettings,
+    Layout,
+    Traffic,
+    captures_steps,
+    compute_in_bf16,
+    open_runner,
+    quantise_linear,
+    serving_memory,
+)
 
 CPU = torch.device("cpu")
 DENSE = spec_from_hf(LATENT | {"kv_lora_rank": 128, "first_k_dense_replace": 3}, where="here")

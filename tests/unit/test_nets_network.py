@@ -10,7 +10,7 @@ from tests.hf_models import CONFIGS, SMALL
 from trimaran.core import ModelSection, UserError
 from trimaran.models import PRESETS, spec_of
 from trimaran.nets import HfNetwork, decoder_network, hf_network, initialise, load_hf_model
-from trimaran.nets import hf as hf_module
+from trimaran.nets.hf import hf as hf_module
 
 LLAMA = LlamaConfig(**SMALL)
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -14,9 +14,9 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from tests.vlm_models import IMAGE, TEXT, perturb
 from trimaran.core import ModelSection, UserError
 from trimaran.data import ImageArrays, SamplePacker, fill_patches, grids_of, measure_images
-from trimaran.infer import PromptImage, place_images
 from trimaran.models import VlmSpec, spec_of, vlm_from_disk
 from trimaran.nets import HfVlmNetwork, network_of_hf
+from trimaran.serve import PromptImage, place_images
 
 TILE, PATCH = 20, 6  # three patches per side, and two pixels that make none
 SIZES = ((33, 21), (20, 20), (70, 90), (81, 79), (9, 64))  # width, height

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimaran.core import Seconds
 from trimaran.launch import group_nodes, list_groups, order_nodes, tournament
-from trimaran.run import LinkSpeed, MeasuredLinks, RunDirectory, read_measured_links, write_measured_links
+from trimaran.runs import LinkSpeed, MeasuredLinks, RunDirectory, read_measured_links, write_measured_links
 
 NOISE = 1.15  # a measurement is off by this factor at most
 

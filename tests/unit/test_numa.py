@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from trimaran.hardware import cores_near, numa_nodes, pci_device
 from trimaran.launch import order_nodes, read_switches
+from trimaran.machine import cores_near, numa_nodes, pci_device
 from trimaran.train import bind_near
 
 BUS = "0000:41:00.0"

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from tests.prometheus_server import DASHBOARD, OPS, alerts, panels
-from trimaran.telemetry import CATALOGUE, HARDWARE_THROTTLE_REASONS, THROTTLE_REASONS
+from trimaran.machine import HARDWARE_THROTTLE_REASONS, THROTTLE_REASONS
+from trimaran.runs import CATALOGUE
 
 
 def test_queries_use_metrics_of_the_catalogue_and_show_all_of_them() -> None:

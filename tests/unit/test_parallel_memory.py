@@ -19,16 +19,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimaran.core import Plan
 from trimaran.cost import STACKS, Job, layer_bytes, memory_inputs_of
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, ModelSpec, OutlineLayer, outline_of
 from trimaran.nets import Network, decoder_network, hf_network, initialise
-from trimaran.optim import split_weights
 from trimaran.parallel import (
     ActivationOffload,
     SynchronousCopies,
     apply_joint_projections,
     apply_recompute,
     offload_blocks,
+    split_weights,
 )
 
 MODES = ("elementwise", "selective", "full", 2)

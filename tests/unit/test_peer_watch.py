@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from trimaran.infer import ADDRESS_KEY, GOODBYE, PeerWatch, watch_peers
+from trimaran.serve import ADDRESS_KEY, GOODBYE, PeerWatch, watch_peers
 
 WAIT_SECONDS = 30.0
 

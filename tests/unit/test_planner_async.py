@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import Mesh, Plan, Recipe, UserError, parse_recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.planner import check_plan, choose
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, HfFacts, ModelSpec
 from trimaran.planner import check_hf_facts, check_plan
 

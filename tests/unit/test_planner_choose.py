@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import GIB, Bytes, DataSection, Mesh, Plan, Recipe, TrainSection, UserError
-from trimaran.hardware import DEVICES, Cluster, parse_cluster
+from trimaran.machine import DEVICES, Cluster, parse_cluster
 from trimaran.models import PRESETS, ModelSpec
 from trimaran.planner import check_plan, choose, explain
 

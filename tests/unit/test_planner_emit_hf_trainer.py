@@ -14,7 +14,7 @@ import torch
 from tests.emitted import question
 from trimaran.core import Mesh, Plan, UserError
 from trimaran.models import EAGER_ATTENTION, OutlineLayer, with_operators
-from trimaran.optim import learning_rate
+from trimaran.parallel import learning_rate
 from trimaran.planner.emit import emit
 
 SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", precision="bf16", micro_batch=2, grad_accum=4)

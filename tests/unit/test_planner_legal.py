@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import DataSection, Plan, Recipe, TrainSection, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, spec_of
 from trimaran.planner import check_plan
 

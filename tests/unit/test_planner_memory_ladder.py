@@ -5,7 +5,7 @@ from typing import Any
 
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.cost import predict
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import (
     Question,

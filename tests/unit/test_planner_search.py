@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from trimaran.core import CONTEXTS, GIB, Bytes, Comm, Flops, Mesh, Pipeline, Plan, Recipe, UserError, show_bytes
 from trimaran.cost import predict
-from trimaran.hardware import DEVICES, Cluster, parse_cluster
+from trimaran.machine import DEVICES, Cluster, parse_cluster
 from trimaran.models import (
     PRESETS,
     Block,
@@ -38,9 +38,9 @@ from trimaran.planner import (
     find_plans,
     fits_on,
     resized_cluster,
-    search,
     smallest_cluster,
 )
+from trimaran.planner.search.search import search
 
 
 def question_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object) -> Question:

@@ -7,10 +7,9 @@ import pytest
 
 from trimaran.app import main
 from trimaran.core import UserError
-from trimaran.cost import Traffic
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import ServingQuestion, plan_serving, tensor_degrees
+from trimaran.serve import ServingQuestion, Traffic, plan_serving, tensor_degrees
 
 
 def question(name: str, cluster: str, **fields: Any) -> ServingQuestion:

@@ -22,7 +22,7 @@ from trimaran.core import (
     used_plugins,
 )
 from trimaran.launch import TARGET_CLASSES, open_target
-from trimaran.telemetry import SINKS, open_sinks
+from trimaran.runs import SINKS, open_sinks
 
 GOOD = """
 class Rule:

@@ -13,8 +13,15 @@ from torch.overrides import TorchFunctionMode
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.models import PRESETS, ModelSpec, module_names, refuse_unmatched
 from trimaran.nets import Network, RMSNorm, decoder_network, initialise
-from trimaran.optim import MAX_SCALE, LossScale, build_loss_scale
-from trimaran.parallel import autocast, fsdp_modules, kept_weight_casts, override_precision
+from trimaran.parallel import (
+    MAX_SCALE,
+    LossScale,
+    autocast,
+    build_loss_scale,
+    fsdp_modules,
+    kept_weight_casts,
+    override_precision,
+)
 
 CPU = torch.device("cpu")
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, tied=False)

@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.runs import PREDICTION, new_run, start_ranks, step_metrics
-from trimaran.app import LEVELS, RunFeed, grid_columns, level_of, rank_matrix
 from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.run import HeartbeatBoard, Journal, RunDirectory, append_line, create_run
-from trimaran.telemetry import RankTableWriter, add_heartbeats, read_rank_table
+from trimaran.runs import (
+    HeartbeatBoard,
+    Journal,
+    RankTableWriter,
+    RunDirectory,
+    add_heartbeats,
+    append_line,
+    create_run,
+    read_rank_table,
+)
+from trimaran.ui import LEVELS, RunFeed, grid_columns, level_of, rank_matrix
 
 NAMES = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes", "tokens")
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from tests.model_folders import write_model_tokenizer
 from trimaran.app import main
 from trimaran.core import Recipe, parse_recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import VLM_PRESETS, outline_for, spec_of, vlm_to_disk
 from trimaran.planner import choose
 

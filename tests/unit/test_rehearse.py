@@ -16,12 +16,19 @@ from torch.distributed import _functional_collectives as funcol
 from tests.ranks import run_ranks
 from trimaran.app import chosen_ranks, main, read_rehearse_request
 from trimaran.core import Mesh, ModelSection, Pipeline, Plan, Recipe, UserError
-from trimaran.cost import Job, peak_memory_of, rank_compute_of, rank_memory_of, step_time_of
-from trimaran.hardware import parse_cluster
+from trimaran.cost import (
+    Job,
+    peak_memory_of,
+    rank_compute_of,
+    rank_memory_of,
+    simulate_step,
+    stage_compute_of,
+    step_costs_of,
+    step_time_of,
+)
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, VLM_PRESETS, Spec, outline_of
-from trimaran.rehearse import (
-    BACKEND,
-    MESSAGE_BLOCK,
+from trimaran.planner import (
     MeasuredRank,
     RankAnswer,
     RankTask,
@@ -31,11 +38,10 @@ from trimaran.rehearse import (
     extrapolated,
     predicted_rank,
     refuse_fewer_layers,
-    register_backend,
     run_rank,
     with_layers,
 )
-from trimaran.simulate import simulate_step, stage_compute_of, step_costs_of
+from trimaran.train import BACKEND, MESSAGE_BLOCK, register_backend
 
 PIPELINE = Plan(mesh=Mesh(pp=4, tp=2), grad_accum=8, precision="bf16", pipeline=Pipeline(schedule="1f1b"))
 SHARDED = Plan(mesh=Mesh(dp_shard=8), sharding="parameters", grad_accum=2, precision="bf16", compile=True)
@@ -152,7 +158,7 @@ def test_deepspeed_is_refused() -> None:
 
 
 def test_the_command_imports_no_torch() -> None:
-    modules = "trimaran.rehearse.rehearsal, trimaran.app.request.rehearse_request, trimaran.app.views.rehearse_view"
+    modules = "trimaran.planner.measure.rehearsal, trimaran.app.plan.rehearse_request, trimaran.app.plan.rehearse_view"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

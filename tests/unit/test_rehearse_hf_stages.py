@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trimaran.core import Mesh, Plan, Recipe
-from trimaran.rehearse import stage_facts_of
+from trimaran.train import stage_facts_of
 
 SMALL = Path(__file__).parents[2] / "recipes" / "case-studies" / "configs" / "gpt-small"
 

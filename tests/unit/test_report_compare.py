@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs import PREDICTION, finished_run, new_run, start_ranks, step_metrics
-from trimaran.app import GROUPS, at_step, compare_page, compare_runs, curve_plots, differences, facts_of, main
+from trimaran.app import main
 from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.run import AttemptLog, Journal, RunDirectory, create_run
-from trimaran.telemetry import CATEGORIES
+from trimaran.runs import CATEGORIES, AttemptLog, Journal, RunDirectory, create_run
+from trimaran.ui import GROUPS, at_step, compare_page, compare_runs, curve_plots, differences, facts_of
 
 
 def other_run(path: Path) -> RunDirectory:

@@ -18,7 +18,9 @@ import pytest
 from tests.cases import quick_or_slow
 from tests.runs import PREDICTION, finished_run, new_run, start_ranks, step_metrics
 from tests.unit.test_app_report import hostile_run, long_run
-from trimaran.app import (
+from trimaran.core import Mesh, Plan, parse_recipe
+from trimaran.runs import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run
+from trimaran.ui import (
     LABEL_GAP,
     MAX_LABEL,
     Curve,
@@ -31,8 +33,6 @@ from trimaran.app import (
     split_verdict,
     spread_apart,
 )
-from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.run import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run
 
 BROWSER = shutil.which("chromium")
 WIDTHS = {"phone": 390, "laptop": 1366, "wide": 2560}

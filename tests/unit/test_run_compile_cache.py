@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trimaran.core import UserError
-from trimaran.run import INDUCTOR, TRITON, compile_cache, compile_folder, refuse_unusable
+from trimaran.runs import INDUCTOR, TRITON, compile_cache, compile_folder, refuse_unusable
 
 
 def test_the_folder_is_in_the_users_cache_by_version_of_torch(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import UserError
-from trimaran.run import Journal, find_refusal, says_connection_lost
+from trimaran.runs import Journal, find_refusal, says_connection_lost
 
 REFUSAL = UserError("M024", "transformers cannot load this model", where="x", fix="y")
 RANK = """

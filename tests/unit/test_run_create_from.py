@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import new_run
 from trimaran.core import UserError, dump_recipe
-from trimaran.run import MARKER, RunDirectory, create_run, create_run_from
+from trimaran.runs import MARKER, RunDirectory, create_run, create_run_from
 
 FORK = multiprocessing.get_context("fork")
 

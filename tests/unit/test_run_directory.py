@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import new_run, step_metrics
 from trimaran.core import Mesh, Plan, Prediction, Recipe, UserError, parse_recipe
-from trimaran.run import (
+from trimaran.runs import (
     AttemptLog,
     IncidentLog,
     Journal,

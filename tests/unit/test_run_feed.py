@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run, start_ranks, step_metrics
-from trimaran.app import MAX_SINGLE_STEPS, PARTS, DetailsFeed, MachinesFeed, RunFeed, StepPyramid, facts_of, read_range
 from trimaran.core import UserError
-from trimaran.run import IncidentLog, Journal, RunDirectory, append_line, forget_steps_after
-from trimaran.telemetry import BLOCK_LINES, StepIndexer
+from trimaran.runs import BLOCK_LINES, IncidentLog, Journal, RunDirectory, StepIndexer, append_line, forget_steps_after
+from trimaran.ui import MAX_SINGLE_STEPS, PARTS, DetailsFeed, MachinesFeed, RunFeed, StepPyramid, facts_of, read_range
 
 STEPS = 12_000
 FAST_PARTS = ("about", "state", "curves", "phases", "details", "ranks", "machines", "checkpoints")

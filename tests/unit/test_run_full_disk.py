@@ -12,7 +12,7 @@ import pytest
 
 from tests.disks import fill, mounted
 from tests.runs import new_run, step_metrics
-from trimaran.run import (
+from trimaran.runs import (
     PIECE_BYTES,
     RESERVE_BYTES,
     AttemptLog,

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from trimaran.run import HEADER_WORDS, STEP, VERSION, HeartbeatBoard
+from trimaran.runs import HEADER_WORDS, STEP, VERSION, HeartbeatBoard
 
 NUM_READS = 20_000
 

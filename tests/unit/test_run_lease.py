@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trimaran.core import UserError
-from trimaran.run import (
+from trimaran.runs import (
     EXPIRY_SECONDS,
     FENCED_SECONDS,
     RENEW_SECONDS,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trimaran.launch import read_exit
-from trimaran.run import memory_holes, says_out_of_memory
+from trimaran.runs import memory_holes, says_out_of_memory
 from trimaran.train import is_out_of_memory
 
 MESSAGES = {

@@ -11,19 +11,19 @@ from tests.cases import slow
 
 NAME = """
 from pathlib import Path
-from trimaran.run.process_control import set_process_name
+from trimaran.runs.process_control import set_process_name
 set_process_name("trimaran-3")
 print(Path("/proc/self/comm").read_text())
 """
 PARENT_IS_GONE = """
 import os, signal
-from trimaran.run.process_control import die_with_parent
+from trimaran.runs.process_control import die_with_parent
 die_with_parent(signal.SIGKILL, parent=os.getppid() + 1)
 print("alive")
 """
 CHILD = """
 import os, signal, time
-from trimaran.run.process_control import die_with_parent
+from trimaran.runs.process_control import die_with_parent
 die_with_parent(signal.SIGKILL, parent=os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -53,7 +53,7 @@ def test_a_process_dies_with_its_parent() -> None:
 
 UNREAD = """
 import sys
-from trimaran.run.process_control import drop_unread_output
+from trimaran.runs.process_control import drop_unread_output
 drop_unread_output()
 print("shown", flush=True)
 sys.stdin.readline()  # until the reader has gone

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trimaran.app import (
+from trimaran.core import PHASES
+from trimaran.ui import (
     ALWAYS,
     AXES,
     GROUPS,
@@ -25,8 +26,7 @@ from trimaran.app import (
     WATERFALL,
     say,
 )
-from trimaran.app.report.words import speaking
-from trimaran.core import PHASES
+from trimaran.ui.report.words import speaking
 
 APP = Path(__file__).parents[2] / "src" / "trimaran" / "app"
 FILES = [

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from trimaran.app import OPTIONS, VllmRequest, check_folder, config_text, vllm_options
 from trimaran.core import UserError
 from trimaran.data import ByteTokenizer
-from trimaran.infer import (
+from trimaran.serve import (
     NEXT_SECONDS,
+    OPTIONS,
     AccessMiddleware,
     AnswerChoice,
     AnswerHead,
@@ -24,14 +24,15 @@ from trimaran.infer import (
     EngineLimits,
     EngineRequest,
     ModelTexts,
-    PlacedImage,
     PreparedPrompt,
     PromptReader,
     RequestQueue,
-    Sampling,
     ServingMetrics,
     TokenOutput,
     TokenTimes,
+    VllmRequest,
+    check_folder,
+    config_text,
     dump_message,
     may_have_many_values,
     output_from_json,
@@ -41,8 +42,10 @@ from trimaran.infer import (
     request_from_json,
     request_to_json,
     stopping,
+    vllm_options,
 )
-from trimaran.infer.server import answer_response
+from trimaran.serve.server import answer_response
+from trimaran.train import PlacedImage, Sampling
 
 GREEDY = Sampling(temperature=0)
 

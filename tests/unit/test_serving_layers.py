@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trimaran.infer import join_projections, joined_linear
 from trimaran.models import PRESETS
 from trimaran.nets import (
     AttentionOptions,
@@ -17,6 +16,7 @@ from trimaran.nets import (
     has_paged_kernel,
     initialise,
 )
+from trimaran.serve import join_projections, joined_linear
 
 SPEC = replace(PRESETS["tiny"], layers=2)
 

@@ -22,8 +22,21 @@ from tests.fault.harness import lines, wait_for
 from tests.runs import step_metrics
 from trimaran.core import Plan, parse_recipe
 from trimaran.launch import SidecarProcess
-from trimaran.run import IncidentLog, Journal, JsonlFollower, LineWriter, RunDirectory, append_line, create_run
-from trimaran.telemetry import CounterRates, GpuSampler, HostSampler, RunTail, Sampler, SinkFeed
+from trimaran.machine import GpuSampler
+from trimaran.runs import (
+    CounterRates,
+    HostSampler,
+    IncidentLog,
+    Journal,
+    JsonlFollower,
+    LineWriter,
+    RunDirectory,
+    RunTail,
+    Sampler,
+    SinkFeed,
+    append_line,
+    create_run,
+)
 
 # An idle rank with a busy loader process.
 RANK = """
@@ -266,8 +279,8 @@ def test_without_a_writable_log_there_is_no_sidecar(tmp_path: Path, caplog: pyte
 def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1")
     code = (
-        "import os, sys, time; from pathlib import Path; from trimaran.run import RunDirectory\n"
-        "from trimaran.launch.sidecar_process import SidecarProcess\n"
+        "import os, sys, time; from pathlib import Path; from trimaran.runs import RunDirectory\n"
+        "from trimaran.launch.supervise.sidecar_process import SidecarProcess\n"
         "SidecarProcess(RunDirectory(Path(sys.argv[1])), os.environ).start(0)\ntime.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.path)])

@@ -11,9 +11,10 @@ import pytest
 from tests.runs import new_run
 from trimaran.app import complete_plan, main
 from trimaran.core import Plan, parse_recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question, reliability_of, search
+from trimaran.planner import Question, reliability_of
+from trimaran.planner.search.search import search
 
 SMALL = ["--days", "3", "--runs", "2", "--seq-len", "4096", "--global-batch", "64"]
 

@@ -6,19 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trimaran.cost import Faults, best_interval, expected_goodput
-from trimaran.simulate import (
+from trimaran.cost import (
     LLAMA_DEVICES,
     LLAMA_FAILURES,
     FailureClass,
+    Faults,
     Interruption,
     JobHistory,
     JobTerms,
     SaveTerms,
     SlowNodeTerms,
     StepTimes,
+    best_interval,
     draw_interruptions,
     draw_slow_periods,
+    expected_goodput,
     job_trace,
     simulate_job,
     spares_needed,

@@ -16,13 +16,11 @@ from torch.distributed.pipelining import (
 
 from tests import forked
 from trimaran.core import Mesh, Pipeline, Plan
-from trimaran.cost import Job, predict
-from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS, outline_of
-from trimaran.simulate import (
+from trimaran.cost import (
     SLOWEST_RANK,
     Demands,
     Fabric,
+    Job,
     NodeSpeeds,
     Order,
     Schedule,
@@ -32,12 +30,15 @@ from trimaran.simulate import (
     fair_share,
     node_speeds_of,
     pipeline_order,
+    predict,
     sample_steps,
     simulate_step,
     step_costs_of,
     with_slower_network,
 )
-from trimaran.telemetry import load_trace
+from trimaran.machine import parse_cluster
+from trimaran.models import PRESETS, outline_of
+from trimaran.runs import load_trace
 
 FREE = Demands(card=1.0, ring_card=0.0, ring_uplink=0.0, send_card=0.0, send_uplink=0.0, ranks_per_pod=1024)
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input_grad",

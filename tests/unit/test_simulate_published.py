@@ -9,13 +9,11 @@ import json
 import pytest
 
 from trimaran.core import Mesh, Pipeline, Plan
-from trimaran.cost import STACKS, Job
-from trimaran.hardware import parse_cluster
-from trimaran.models import PRESETS, outline_of
-from trimaran.planner import job_of
-from trimaran.simulate import (
+from trimaran.cost import (
     FULL_BANDWIDTH,
+    STACKS,
     Fabric,
+    Job,
     Scenario,
     StepTimes,
     job_terms_of,
@@ -25,6 +23,9 @@ from trimaran.simulate import (
     simulate_step,
     step_costs_of,
 )
+from trimaran.machine import parse_cluster
+from trimaran.models import PRESETS, outline_of
+from trimaran.planner import job_of
 
 DAY = 86_400.0
 LLAMA_FABRIC = Fabric(pod_nodes=384, oversubscription=7.0, outermost="dp")  # section 3.3.1 of the paper

@@ -32,7 +32,7 @@ from trimaran.launch import (
     detached_command,
     site_section,
 )
-from trimaran.run import add_observation, observe
+from trimaran.runs import add_observation, observe
 
 HOSTILE = 'it\'s $(touch x) `touch x` "q" \\ ; touch x\n# a b é日'
 # As sshd does it: the last argument is a command for the login shell. The host is the argument before it.

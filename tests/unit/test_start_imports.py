@@ -21,7 +21,12 @@ UNUSED_BY_RANKS = UNUSED | UNUSED_BY_PLAIN_RANKS | {
 }  # fmt: skip
 UNUSED_BY_SUPERVISORS = UNUSED | {"torch", "numpy", "trimaran.app", "trimaran.train", "trimaran.nets",
                                   "trimaran.models", "trimaran.planner"}  # fmt: skip
-UNUSED_BY_COMMANDS = (UNUSED - {"rich", "typer"}) | {"torch", "trimaran.train", "trimaran.nets", "trimaran.probe"}
+UNUSED_BY_COMMANDS = (UNUSED - {"rich", "typer"}) | {
+    "torch",
+    "trimaran.train",
+    "trimaran.nets",
+    "trimaran.machine.probe",
+}
 # What the fork server and a rank of the default recipe import, up to the first update.
 PLAIN_RANK = """
 import torch
@@ -29,7 +34,7 @@ from trimaran.core import Plan, parse_recipe
 from trimaran.models import spec_of
 from trimaran.nets import network_of
 from trimaran.nets.local_shards import to_empty
-from trimaran.optim import build_optimizer
+from trimaran.parallel.optimizer import build_optimizer
 from trimaran.train.process.fork_server import freeze_imports
 
 freeze_imports()
@@ -57,7 +62,7 @@ def imported_by(statement: str) -> set[str]:
     [
         (PLAIN_RANK, UNUSED_BY_RANKS),
         ("import trimaran.launch.__main__", UNUSED_BY_SUPERVISORS),
-        ("import trimaran.app.commands.train, trimaran.app.session.session", UNUSED_BY_COMMANDS),
+        ("import trimaran.app.train.train, trimaran.app.train.session", UNUSED_BY_COMMANDS),
     ],
     ids=["ranks", "supervisor", "command"],
 )
@@ -67,6 +72,8 @@ def test_a_process_of_a_plain_run_imports_nothing_that_it_does_not_use(statement
 
 
 def test_the_supervisor_is_started_by_a_process_that_has_imported_almost_nothing() -> None:
-    modules = imported_by("import trimaran.launch.early_supervisor, trimaran.launch.warm_connection")
-    heavy = {"pydantic", "yaml", "numpy", "psutil", "typing_extensions", "trimaran.core", "trimaran.run.run_directory"}
+    modules = imported_by(
+        "import trimaran.launch.supervise.early_supervisor, trimaran.launch.supervise.warm_connection"
+    )
+    heavy = {"pydantic", "yaml", "numpy", "psutil", "typing_extensions", "trimaran.core", "trimaran.runs.run_directory"}
     assert modules & heavy == set()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.telemetry import MemoryOwner, downsample, read_snapshot
+from trimaran.runs import MemoryOwner, downsample, read_snapshot
 
 MIB = 1 << 20
 WEIGHT, STATE, ACTIVATION = 0x7F00_0000_0000, 0x7F00_0020_0000, 0x7F00_0040_0000

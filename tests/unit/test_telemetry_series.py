@@ -13,8 +13,7 @@ from tests.runs import new_run
 from tests.sink_lines import GIB, event_line, feed, gpu_line, incident_line, recorded, sample_line, step_line
 from trimaran.autopilot import DecisionLedger
 from trimaran.core import Decision, PrometheusSection
-from trimaran.run import RunDirectory
-from trimaran.telemetry import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC, PrometheusSink
+from trimaran.runs import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC, PrometheusSink, RunDirectory
 
 
 def free_port() -> int:

@@ -9,8 +9,7 @@ import pytest
 
 from tests.runs import new_run, step_metrics
 from trimaran.core import StepMetrics
-from trimaran.run import Journal
-from trimaran.telemetry import read_details, read_step
+from trimaran.runs import Journal, read_details, read_step
 
 DETAILS = {"waits": {"data": 0.5}, "router": {"imbalance": 1.5, "dropped": [0, {"a": "}\n"}]}}
 

@@ -11,28 +11,26 @@ from hypothesis import strategies as st
 
 from tests.runs import new_run
 from trimaran.core import UserError
-from trimaran.run import (
+from trimaran.runs import (
     ProfileRequest,
-    find_traces,
-    read_request,
-    recipe_request,
-    request_file,
-    trace_file,
-    withdraw_request,
-    write_request,
-)
-from trimaran.telemetry import (
     Trace,
     clock_shifts,
     device_phases,
+    find_traces,
     load_trace,
     merge,
     overlap,
+    read_request,
+    recipe_request,
+    request_file,
     self_times,
     summarise,
     total,
+    trace_file,
     union,
+    withdraw_request,
     write_merged,
+    write_request,
 )
 
 BASE = 1_790_857_026_000_000_000

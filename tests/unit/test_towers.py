@@ -8,12 +8,12 @@ from torch import nn
 
 from tests.vlm_training import SPEC
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of, split_by_cost
 from trimaran.nets import network_of, tower_of
-from trimaran.optim import LR_FACTOR, build_optimizer
-from trimaran.parallel import apply_recompute, assign_images, freeze_towers, tower_of_blocks
-from trimaran.planner import Question, check_plan, check_tensor, check_towers, choose, search
+from trimaran.parallel import LR_FACTOR, apply_recompute, assign_images, build_optimizer, freeze_towers, tower_of_blocks
+from trimaran.planner import Question, check_plan, check_tensor, check_towers, choose
+from trimaran.planner.search.search import search
 
 TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
 EIGHT = parse_cluster("8xH100")

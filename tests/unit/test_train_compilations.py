@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import new_run
-from trimaran.run import HeartbeatBoard, Journal, JsonlFollower
+from trimaran.runs import HeartbeatBoard, Journal, JsonlFollower
 from trimaran.train import WARMUP_STEPS, Compilations, SupervisorLink
 
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from trimaran.core import FaultsSection, Mesh, UserError
 from trimaran.data import Quarantine, read_quarantine
-from trimaran.optim import LossScale, LowMemoryAdamW
+from trimaran.parallel import LossScale, LowMemoryAdamW
 from trimaran.train import MEAN_LOSS_STEPS, MIN_GOOD_STEPS, Guard, RefusedStep, StepNumbers
 
 MESH = Mesh(dp_replicate=2, tp=2)

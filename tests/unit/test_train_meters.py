@@ -13,8 +13,8 @@ from tests.runs import PREDICTION
 from tests.unit.test_train_optimizer import section
 from tests.unit.test_train_split_bf16 import split_matrices
 from trimaran.core import Flops, Plan, Recipe
-from trimaran.hardware import total_bytes
-from trimaran.optim import NO_SPLIT_WEIGHTS, build_optimizer
+from trimaran.machine import total_bytes
+from trimaran.parallel import NO_SPLIT_WEIGHTS, build_optimizer
 from trimaran.train import (
     MEASURES,
     MIN_SAMPLED_VALUES,

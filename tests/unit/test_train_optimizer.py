@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection
-from trimaran.optim import (
+from trimaran.parallel import (
     NOISE_OFFSET,
     AdamWConstants,
     LowMemoryAdamW,

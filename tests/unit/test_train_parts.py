@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trimaran.core import TrainSection
-from trimaran.optim import learning_rate
+from trimaran.parallel import learning_rate
 from trimaran.train import StepClock, StopRequest, summed_loss
 
 

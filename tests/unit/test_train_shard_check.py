@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from trimaran.checkpoint import TensorShard
-from trimaran.optim import SplitWeight
+from trimaran.parallel import SplitWeight, TensorShard
 from trimaran.train import FIRST_STEPS, REVIEW_STEPS, SMALL_BYTES, ShardCheck
 
 CPU = torch.device("cpu")

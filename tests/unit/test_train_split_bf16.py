@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from tests.unit.test_train_optimizer import FORMATS, ManyShapes, section
 from trimaran.core import Plan
-from trimaran.optim import NO_SPLIT_WEIGHTS, SplitWeights, build_optimizer, join_fp32, split_fp32
+from trimaran.parallel import NO_SPLIT_WEIGHTS, SplitWeights, build_optimizer, join_fp32, split_fp32
 
 SPECIAL = (0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x007FFFFF, 0x3F808000, 0xBF818000)
 BORDERS = (0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF)

@@ -10,26 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from tests.resume import bits
-from trimaran.checkpoint import (
-    Copier,
-    CopyMetadata,
-    MemorySource,
-    RankMemory,
-    TensorShard,
-    build_share,
-    copy_to_memory,
-    encode_items,
-    fill_shards,
-    item_view,
-    meta_of,
-)
+from trimaran.checkpoint import Copier, CopyMetadata, MemorySource, RankMemory, encode_items, fill_shards
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
 from trimaran.nets import DecoderLayer, FeedForward, Network, initialise, network_of
-from trimaran.optim import SplitWeight, split_fp32, split_weights
-from trimaran.parallel import apply_joint_projections, autocast, override_precision
+from trimaran.parallel import (
+    SplitWeight,
+    TensorShard,
+    apply_joint_projections,
+    autocast,
+    build_share,
+    copy_to_memory,
+    item_view,
+    meta_of,
+    override_precision,
+    split_fp32,
+    split_weights,
+)
 
-split_weights_module = import_module("trimaran.optim.split_weights")  # the package has its function
+split_weights_module = import_module("trimaran.parallel.optimizer.split_weights")  # the package has its function
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}

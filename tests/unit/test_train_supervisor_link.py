@@ -2,7 +2,7 @@
 
 import pytest
 
-from trimaran.run import HeartbeatBoard
+from trimaran.runs import HeartbeatBoard
 from trimaran.train import NO_SUPERVISOR, SupervisorLink
 
 

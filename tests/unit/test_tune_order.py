@@ -13,12 +13,13 @@ import pytest
 
 from trimaran import planner
 from trimaran.core import Plan, Recipe
-from trimaran.hardware import parse_cluster
+from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import PlanAnswer, Question
-from trimaran.tune import (
+from trimaran.planner import (
     ExpectedTime,
     MeasuredTrial,
+    PlanAnswer,
+    Question,
     StepTimeModel,
     TrialCosts,
     TrialLimits,

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
-from trimaran.app import HEADER, describe, refuse_other_file, tuned_recipe_text, write_tuned_recipe
+from trimaran.app import (
+    HEADER,
+    MAX_STEADY_STEPS,
+    TrialWatch,
+    describe,
+    refuse_other_file,
+    trial_recipe,
+    tuned_recipe_text,
+    write_tuned_recipe,
+)
 from trimaran.core import Plan, Recipe, UserError, parse_recipe
-from trimaran.run import RunDirectory
-from trimaran.tune import MAX_STEADY_STEPS, TrialLimits, TrialWatch, TuneCandidate, locked_folder, trial_recipe
+from trimaran.planner import TrialLimits, TuneCandidate, locked_folder
+from trimaran.runs import RunDirectory
 
 PLAN = {"mesh": {"dp_replicate": 2}, "micro_batch": 4, "precision": "fp32"}
 

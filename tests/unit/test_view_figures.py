@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from trimaran.app import FigureAxis, axis_for, draw_figure, tick_label
-from trimaran.viz import (
+from trimaran.ui import (
     Bars,
+    FigureAxis,
     FileText,
     GraphArrow,
     GraphNode,
@@ -20,6 +20,9 @@ from trimaran.viz import (
     Timeline,
     Unit,
     ValueSeries,
+    axis_for,
+    draw_figure,
+    tick_label,
 )
 
 

@@ -13,13 +13,12 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trimaran.app import main, read_subject, view_page
+from trimaran.app import main
 from trimaran.core import Mesh, Pipeline
-from trimaran.cost import all_reduce_seconds, ring_of
+from trimaran.cost import all_reduce_seconds, pipeline_order, ring_of, simulate_step
 from trimaran.parallel import build_mesh
-from trimaran.run import create_run
-from trimaran.simulate import pipeline_order, simulate_step
-from trimaran.viz import (
+from trimaran.runs import create_run
+from trimaran.ui import (
     OPERATIONS,
     ORDER,
     SCHEDULES,
@@ -41,12 +40,14 @@ from trimaran.viz import (
     groups_of,
     least_ranks,
     most_held,
+    read_subject,
     reduce_in_buckets,
     reduced_at,
     sent_bytes,
     shard_step,
     slowed,
     view_as_dict,
+    view_page,
     waited_seconds,
     with_slow_rank,
 )

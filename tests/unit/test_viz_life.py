@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.cases import slow
-from trimaran.app import life_of, main, read_subject
+from trimaran.app import main
 from trimaran.core import Mesh, Plan, parse_recipe
-from trimaran.run import RunDirectory, create_run
-from trimaran.viz import FileText, Timeline, build_view
+from trimaran.runs import RunDirectory, create_run
+from trimaran.ui import FileText, Timeline, build_view, life_of, read_subject
 
 START = 1_700_000_000.0
 

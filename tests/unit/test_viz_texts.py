@@ -10,22 +10,23 @@ from typing import Any
 import pytest
 
 from tests.cases import slow
-from trimaran.app import read_plan_request, read_subject
-from trimaran.planner import search
-from trimaran.viz import (
+from trimaran.app import read_plan_request
+from trimaran.planner.search.search import search
+from trimaran.ui import (
     SHORT_NAMES,
     TEMPLATES,
     Subject,
     as_is,
     build_view,
     planner_text,
+    read_subject,
     say,
     texts_of,
     translate,
     translate_view,
     view_as_dict,
 )
-from trimaran.viz import WORDS as PLANNER_WORDS
+from trimaran.ui import WORDS as PLANNER_WORDS
 
 WEB = Path(__file__).parents[2] / "src" / "trimaran" / "app" / "web"
 WORDS = re.compile(r"[A-Za-z]{2,}")

@@ -9,21 +9,10 @@ import pytest
 pytest.importorskip("nicegui")
 
 from tests.sources import FILES, name_of, nodes_of
-from trimaran.app import (
-    COLUMNS,
-    FILTERS,
-    OUTSIDE,
-    PAGES,
-    POINT_KINDS,
-    TEXTS,
-    Status,
-    chinese,
-    language_of,
-    say_in,
-    speaking,
-)
-from trimaran.app.web.language import say
+from trimaran.app import Status
 from trimaran.planner import GOALS, MEANING, PHASE_MEANING
+from trimaran.ui import COLUMNS, FILTERS, OUTSIDE, PAGES, POINT_KINDS, TEXTS, chinese, language_of, say_in, speaking
+from trimaran.ui.web.language import say
 
 WEB = [path for path in FILES if name_of(path).startswith("app/web/")]
 

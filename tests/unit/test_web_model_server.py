@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from trimaran.app import Answer, ChatSettings, checked_address, costs_markup, parse_metrics, take_part, talk_markup
 from trimaran.core import UserError
+from trimaran.ui import Answer, ChatSettings, checked_address, costs_markup, parse_metrics, take_part, talk_markup
 
 
 def test_addresses_lose_their_path_and_other_kinds_are_refused() -> None:

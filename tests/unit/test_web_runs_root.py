@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import finished_run, new_run
-from trimaran.app import SLUG, RunsRoot, check_runs_root
 from trimaran.core import UserError
-from trimaran.run import MARKER
+from trimaran.runs import MARKER
+from trimaran.ui import SLUG, RunsRoot, check_runs_root
 
 SECONDS = 1.0  # of a core, for a list
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trimaran.app import Credentials, SecurityMiddleware, content_policy
+from trimaran.ui import Credentials, SecurityMiddleware, content_policy
 
 PORT = 8123
 HOST = f"127.0.0.1:{PORT}"

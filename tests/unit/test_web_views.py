@@ -7,9 +7,18 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from trimaran.app import RunsRoot, SubjectCache, SubjectName, read_subject, slider_values
 from trimaran.core import UserError
-from trimaran.viz import SHORT_NAMES, Control, Subject, build_view
+from trimaran.ui import (
+    SHORT_NAMES,
+    Control,
+    RunsRoot,
+    Subject,
+    SubjectCache,
+    SubjectName,
+    build_view,
+    read_subject,
+    slider_values,
+)
 
 
 @pytest.fixture(scope="module")

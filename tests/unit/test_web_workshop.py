@@ -16,23 +16,22 @@ import pytest
 pytest.importorskip("nicegui")
 
 from tests.cases import slow
-from trimaran.app import (
+from trimaran.app import all_plans, as_dict, main, pareto_set
+from trimaran.core import UserError, parse_recipe
+from trimaran.planner import predicted
+from trimaran.ui import (
     FOLDER,
     PIN_VALUES,
     TOP,
     PlanDesk,
     PlanInputs,
     RunsRoot,
-    all_plans,
     answer_markup,
-    as_dict,
     first_answer,
     launch_text,
     launch_words,
-    main,
     memory_stack,
     pareto_figure,
-    pareto_set,
     pin_values,
     recipe_text,
     search_plans,
@@ -40,8 +39,6 @@ from trimaran.app import (
     start_run,
     time_stack,
 )
-from trimaran.core import UserError, parse_recipe
-from trimaran.planner import predicted
 
 SMALL = PlanInputs(what="llama-3.2-1b", nodes=1, devices=4, seq_len=2048, global_batch=64)
 searched = cache(search_plans)  # the same question always gets the same answer

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from trimaran.core import UserError
-from trimaran.infer import GROUP, Quantisation, quantise, quantised_weight, restored_weight
 from trimaran.models import PRESETS
 from trimaran.nets import decoder_network
+from trimaran.serve import GROUP, Quantisation, quantise, quantised_weight, restored_weight
 
 # Relative errors of normally distributed weights: about a third of a step of e4m3, of 1/127 of a row's largest value,
 # and of 1/15 of a group's range.

@@ -23,7 +23,7 @@ import pytest
 from tests import forked
 from tests.cpu_rates import give_cpu_rates
 from tests.environment import environment
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120  # of a process on a busy machine

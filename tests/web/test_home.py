@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import finished_run
 from tests.web.conftest import OpenPage, WebServer, opening, serving, trimaran, wait_until
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 WIDTHS = {"phone": 360, "tablet": 820, "laptop": 1280, "wide": 2560}
 PAGES = ("/", "/workshop")

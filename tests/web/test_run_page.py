@@ -12,9 +12,9 @@ import pytest
 from tests.fault.harness import Supervised
 from tests.unit.test_app_decisions import ADVISED, KEPT
 from tests.web.conftest import OpenPage, WebServer, wait_until
-from trimaran.app import facts_of
 from trimaran.autopilot import DecisionLedger
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
+from trimaran.ui import facts_of
 
 TABS = ("overview", "training", "ranks", "time", "incidents", "checkpoints", "autopilot", "plan", "machines", "samples",
         "commands")  # fmt: skip

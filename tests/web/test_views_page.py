@@ -12,9 +12,8 @@ import pytest
 from tests.cases import slow
 from tests.unit.test_viz_texts import CHINESE
 from tests.web.conftest import OpenPage, trimaran, user_environment
-from trimaran.app import read_subject
-from trimaran.run import RunDirectory
-from trimaran.viz import SHORT_NAMES, PlanView, build_view, show_value, translate_view
+from trimaran.runs import RunDirectory
+from trimaran.ui import SHORT_NAMES, PlanView, build_view, read_subject, show_value, translate_view
 
 WAIT_SECONDS = 60.0  # on a busy machine
 MODES = ("explain", "simulate", "live")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.web.conftest import OpenPage, opening, serving, wait_until
 from trimaran.app import RunState
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 END_SECONDS = 240
 MOVED = {"Nodes": 2, "Devices of a node": 2, "Tokens of a sequence": 3, "Sequences of a step": 5, "Steps of the run": 1}

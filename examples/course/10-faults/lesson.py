@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from trimaran.drill.find_processes import find_processes
-from trimaran.run import RunDirectory
+from trimaran.app.drill.find_processes import find_processes
+from trimaran.runs import RunDirectory
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
 KILL_AFTER = 10  # steps

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Mapping
 from typing import Any
 
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 
 COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "step_seconds")
 

@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import Any
 
 LEAVES = {
-    "plan --serve": "trimaran.app.session.plan_serving:plan_serving_command",
-    "bench comm --html": "trimaran.app.report.comm_page:comm_page",
+    "plan --serve": "trimaran.serve.app.plan_serving:plan_serving_command",
+    "bench comm --html": "trimaran.ui.report.comm_page:comm_page",
 }
 
 

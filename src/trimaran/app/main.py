@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran.app.terminal import clean_standard_streams, raw_stream
+from trimaran.app.show.terminal import clean_standard_streams, raw_stream
 from trimaran.core.version import VERSION
-from trimaran.run.process_control import drop_unread_output, open_closed_output
+from trimaran.runs.process_control import drop_unread_output, open_closed_output
 
 if TYPE_CHECKING:
     from trimaran.core import UserError
@@ -54,6 +54,17 @@ COMMANDS = {
     "plugins": "List the plug-ins of installed packages.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }
+FOLDERS = {  # of the commands; each has a module of its own name, imported when it is asked for
+    "app.plan": "init plan predict simulate tune rehearse history",
+    "app.train": "train launch jobs resume replan profile",
+    "ui.app": "viz ui report mcp",
+    "app.runs": "watch incidents decisions checkpoints",
+    "app.machine": "doctor warm calibrate bench",
+    "app.drill": "drill",
+    "serve.app": "export eval generate serve",
+    "app.recipe": "data presets plugins schema",
+}
+FOLDER_OF = {name: folder for folder, names in FOLDERS.items() for name in names.split()}
 
 COMMANDS_THAT_TRAIN = ("train", "resume")
 CLOSED_PIPE = 1
@@ -92,13 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _show_error(error, arguments)
     finally:
-        if (early := sys.modules.get("trimaran.launch.early_supervisor")) is not None:
+        if (early := sys.modules.get("trimaran.launch.supervise.early_supervisor")) is not None:
             early.cancel_early()  # if the command was refused; otherwise the run has taken it
 
 
 def _start_early(arguments: Sequence[str]) -> None:
     """Start the processes of the run: torch takes longest to import, and loads while this process plans."""
-    from trimaran.launch.early_supervisor import start_early
+    from trimaran.launch.supervise.early_supervisor import start_early
 
     start_early(arguments, os.environ)
 
@@ -153,7 +164,7 @@ def _requested_command(arguments: Sequence[str], environment: Mapping[str, str])
 
 def _load(name: str) -> Any:
     """Return the command's function, or its Typer if it has subcommands: `name` in the module of the same name."""
-    return getattr(import_module(f"trimaran.app.commands.{name}"), name)
+    return getattr(import_module(f"trimaran.{FOLDER_OF[name]}.{name}"), name)
 
 
 def _placeholder() -> None:
@@ -193,7 +204,7 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
 
 def _print_error(error: "UserError") -> None:
     """Print three lines for each mistake in the user's language, with a red code on a terminal."""
-    from trimaran.app.messages.error_language import chosen_language, error_lines, shown_errors
+    from trimaran.app.show.error_language import chosen_language, error_lines, shown_errors
 
     language = chosen_language(os.environ)
     for each in shown_errors(error, language):

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from trimaran.autopilot.controller import control
-from trimaran.run import open_run
+from trimaran.runs import open_run
 
 
 def main() -> int:

@@ -31,13 +31,13 @@ from trimaran.doctor.evidence import Evidence, read_evidence
 from trimaran.doctor.memory_fix import usable_bytes
 from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
-from trimaran.hardware import Link
-from trimaran.run import JsonlFollower, RunDirectory, read_incidents
-from trimaran.run.attempts import Attempts
-from trimaran.run.change_request import read_change_request, write_change_request
-from trimaran.run.decision_records import read_decisions
-from trimaran.run.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
-from trimaran.run.node_speeds import has_recovered, read_node_speeds
+from trimaran.machine import Link
+from trimaran.runs import JsonlFollower, RunDirectory, read_incidents
+from trimaran.runs.attempts import Attempts
+from trimaran.runs.change_request import read_change_request, write_change_request
+from trimaran.runs.decision_records import read_decisions
+from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
+from trimaran.runs.node_speeds import has_recovered, read_node_speeds
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Writes the decisions of a run: a line of `decisions.jsonl` for each state of one; the last of an id counts."""
 
 from trimaran.core import Decision
-from trimaran.run import RunDirectory
-from trimaran.run.line_files import LineWriter
+from trimaran.runs import RunDirectory
+from trimaran.runs.line_files import LineWriter
 
 
 class DecisionLedger:

@@ -6,19 +6,23 @@ from .batched_copy import (
 )
 from .compact_index import Column as Column, CompactRegions as CompactRegions, overlaps as overlaps, runs_of as runs_of
 from .compare_checkpoints import compare as compare
-from .convert import export_dcp as export_dcp, read_full_tensor as read_full_tensor
-from .convert_adapter import export_adapter as export_adapter, export_merged as export_merged
-from .copier import Copier as Copier
-from .device_copier import DeviceCopier as DeviceCopier
-from .dcp_read import DcpSource as DcpSource
-from .dcp_write import dcp_key as dcp_key, write_dcp as write_dcp
-from .disk_source import DiskSource as DiskSource
-from .durable import CHUNK_BYTES as CHUNK_BYTES, DurableDisk as DurableDisk
-from .export_hf import copy_tokenizer_files as copy_tokenizer_files, write_hf_folder as write_hf_folder
-from .export_peft import (
+from .convert.convert import export_dcp as export_dcp, read_full_tensor as read_full_tensor
+from .convert.convert_adapter import export_adapter as export_adapter, export_merged as export_merged
+from .convert.dcp_read import DcpSource as DcpSource
+from .convert.dcp_write import dcp_key as dcp_key, write_dcp as write_dcp
+from .convert.convert import export_hf as export_hf
+from .convert.export_hf import copy_tokenizer_files as copy_tokenizer_files, write_hf_folder as write_hf_folder
+from .convert.export_peft import (
     AdapterFacts as AdapterFacts, whole_modules as whole_modules, write_peft_folder as write_peft_folder,
 )
-from .import_dcp import find_imported_tensors as find_imported_tensors, write_imported_tensors as write_imported_tensors
+from .convert.import_dcp import (
+    find_imported_tensors as find_imported_tensors, write_imported_tensors as write_imported_tensors,
+)
+from .convert.safe_pickle import PickledDict as PickledDict, read_pickle as read_pickle
+from .copier import Copier as Copier
+from .device_copier import DeviceCopier as DeviceCopier
+from .disk_source import DiskSource as DiskSource
+from .durable import CHUNK_BYTES as CHUNK_BYTES, DurableDisk as DurableDisk
 from .load_state import (
     PartLoader as PartLoader, fill_matched as fill_matched, fill_shards as fill_shards, match_shards as match_shards,
     refuse_unused_tensors as refuse_unused_tensors,
@@ -35,18 +39,9 @@ from .memory_copies import (
 from .memory_slots import (
     MemoryBudget as MemoryBudget, budget_options as budget_options, first_fitting_budget as first_fitting_budget,
 )
-from .object_store import (
-    NUM_TRANSFERS as NUM_TRANSFERS, ObjectStore as ObjectStore, StoreError as StoreError, open_store as open_store,
-)
 from .peer_copies import FIRST_INTERVAL_STEPS as FIRST_INTERVAL_STEPS
 from .pinned_memory import BackgroundPinning as BackgroundPinning, split_at_pin_chunks as split_at_pin_chunks
 from .rank_layout import RankLayout as RankLayout
-from .rank_share import (
-    DTYPE_NAMES as DTYPE_NAMES, RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, assign_rows as assign_rows,
-    build_share as build_share, copy_to_memory as copy_to_memory, copy_values as copy_values, item_view as item_view,
-    meta_of as meta_of,
-)
-from .safe_pickle import PickledDict as PickledDict, read_pickle as read_pickle
 from .saver import SaveRequest as SaveRequest, SaveResult as SaveResult, Saver as Saver
 from .shard_index import (
     ShardLayout as ShardLayout, index_bytes as index_bytes, layout_of as layout_of, parse_index as parse_index,
@@ -57,16 +52,13 @@ from .step_dirs import (
     without_manifest as without_manifest,
 )
 from .step_files import StepFiles as StepFiles
-from .store_client import StoreClient as StoreClient
-from .store_process import StoreRequests as StoreRequests
-from .store_uploads import StoreUploads as StoreUploads, UploadResult as UploadResult, refuse_ordered as refuse_ordered
-from .tensor_regions import (
-    IndexEntry as IndexEntry, TensorIndex as TensorIndex, TensorMeta as TensorMeta, TensorRegion as TensorRegion,
-    VALUE_BYTES as VALUE_BYTES, overlap as overlap,
+from .store.object_store import (
+    NUM_TRANSFERS as NUM_TRANSFERS, ObjectStore as ObjectStore, StoreError as StoreError, open_store as open_store,
 )
-from .tensor_shards import (
-    CheckpointSource as CheckpointSource, CheckpointState as CheckpointState, TensorLike as TensorLike,
-    TensorShard as TensorShard,
+from .store.store_client import StoreClient as StoreClient
+from .store.store_process import StoreRequests as StoreRequests
+from .store.store_uploads import (
+    StoreUploads as StoreUploads, UploadResult as UploadResult, refuse_ordered as refuse_ordered,
 )
 from .verify_checkpoint import verify as verify
 from .write_checkpoint import WriteReportParser as WriteReportParser, commit as commit, write_share as write_share

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import MemorySlot
 from trimaran.checkpoint.pinned_memory import PIN_CHUNK_BYTES
-from trimaran.checkpoint.tensor_shards import TensorLike
+from trimaran.parallel.tensor_shards import TensorLike
 
 log = logging.getLogger(__name__)
 

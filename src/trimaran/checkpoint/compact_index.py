@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
+from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
 
 COMPACT = 2
 """The value of `format` in such an index; the older form has no such field."""

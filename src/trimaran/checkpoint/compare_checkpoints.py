@@ -9,7 +9,7 @@ import numpy as np
 
 from trimaran.checkpoint.compact_index import overlaps
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
+from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
 
 NUMPY_DTYPES = {
     "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",

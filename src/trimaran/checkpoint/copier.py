@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, encode_items
-from trimaran.checkpoint.rank_share import RankShare, ShareItem, copy_values, item_values, item_view
-from trimaran.checkpoint.tensor_shards import TensorLike, TensorShard
+from trimaran.parallel.rank_share import RankShare, ShareItem, copy_values, item_values, item_view
+from trimaran.parallel.tensor_shards import TensorLike, TensorShard
 
 log = logging.getLogger(__name__)
 

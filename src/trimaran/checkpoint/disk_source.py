@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.rank_share import TORCH_DTYPES
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.checkpoint.tensor_regions import TensorRegion
+from trimaran.parallel.rank_share import TORCH_DTYPES
+from trimaran.parallel.tensor_regions import TensorRegion
 
 
 class DiskSource:

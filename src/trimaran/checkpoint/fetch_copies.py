@@ -18,9 +18,9 @@ from trimaran.checkpoint.memory_copies import (
     index_of,
 )
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
-from trimaran.checkpoint.tensor_regions import TensorIndex, overlap
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
+from trimaran.parallel.tensor_regions import TensorIndex, overlap
+from trimaran.parallel.tensor_shards import TensorShard
 
 CopyKey = tuple[tuple[int, int], int, int]
 """Incarnation, step and world size: slots with the same key belong to the same copy of the state."""

@@ -24,10 +24,10 @@ from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import CHUNK_BYTES, read_blocks
 from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, ThreadProgress, map_in_threads
 from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
-from trimaran.checkpoint.rank_share import Gather, meta_of
-from trimaran.checkpoint.tensor_shards import CheckpointSource, TensorLike, TensorShard
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.regular_files import SpecialFileError, open_regular_fd
+from trimaran.parallel.rank_share import Gather, meta_of
+from trimaran.parallel.tensor_shards import CheckpointSource, TensorLike, TensorShard
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"

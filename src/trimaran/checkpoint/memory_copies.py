@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.rank_share import RankShare, ShareItem, item_view
-from trimaran.checkpoint.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
+from trimaran.parallel.rank_share import RankShare, ShareItem, item_view
+from trimaran.parallel.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
 
 PAGE_BYTES = 4096
 LAYOUT = struct.Struct("=8sQQQI")

@@ -11,10 +11,10 @@ import numpy as np
 
 from trimaran.checkpoint.memory_copies import MemorySlot, RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, can_pair
-from trimaran.checkpoint.rank_share import RankShare
 from trimaran.core import CheckpointSection, UserError, show_bytes
-from trimaran.hardware.host_limits import free_bytes
+from trimaran.machine.host_limits import free_bytes
 from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel.rank_share import RankShare
 
 MAX_FREE_MEMORY_FRACTION = 0.5
 """Of the memory that is free before the first step, copies may take this fraction. Training needs the rest."""

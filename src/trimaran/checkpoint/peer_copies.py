@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import MemorySlot, checksum, decode_contents, encode_contents, encode_items
 from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.runs.gloo_listeners import closed_listeners
 
 CHUNK_BYTES = 64 << 20
 FIRST_INTERVAL_STEPS = 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import PAGE_BYTES, RankMemory
-from trimaran.checkpoint.tensor_shards import TensorLike
+from trimaran.parallel.tensor_shards import TensorLike
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.file_parts import map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import Manifest, read_manifest
 from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.checkpoint.rank_share import RankShare, item_view
 from trimaran.checkpoint.step_dirs import draft_path, looks_complete, prune, refuse, remove_checkpoint, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import KeyValueStore, WriteReport, WriteReportParser, commit, write_share
 from trimaran.core import CheckpointSection, UserError
+from trimaran.parallel.rank_share import RankShare, item_view
 
 if TYPE_CHECKING:
-    from trimaran.checkpoint.store_uploads import StoreUploads
+    from trimaran.checkpoint.store.store_uploads import StoreUploads
 
 RANK_TIMEOUT_SECONDS = 3600.0
 """How long to wait for another rank to write its share."""

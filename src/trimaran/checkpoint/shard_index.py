@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from trimaran.checkpoint.compact_index import COMPACT, GridCheck, compact_index_bytes, covers_grid, parse_compact_index
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
 from trimaran.core import UserError
+from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
 
 MAX_COUNT = 1 << 62
 MAX_KEY_LENGTH = 2048

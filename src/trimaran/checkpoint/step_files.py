@@ -19,9 +19,9 @@ from trimaran.checkpoint.manifest import (
     unreadable,
 )
 from trimaran.checkpoint.shard_index import parse_index
-from trimaran.checkpoint.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
+from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
 
 MAX_NAMED_FILES = 4
 

@@ -18,10 +18,10 @@ from trimaran.checkpoint.manifest import (
     parse_record,
     read_manifest,
 )
-from trimaran.checkpoint.rank_share import ALIGNMENT, RankShare, ShareItem
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, is_compact, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
+from trimaran.parallel.rank_share import ALIGNMENT, RankShare, ShareItem
 
 
 class KeyValueStore(Protocol):

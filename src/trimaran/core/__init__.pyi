@@ -19,9 +19,7 @@ from .input_rules import (
     RADAR_NUMBERS as RADAR_NUMBERS, RIG_NUMBERS as RIG_NUMBERS, RowCost as RowCost, RowSizes as RowSizes,
     SceneRules as SceneRules, UNKNOWN_GROUND as UNKNOWN_GROUND,
 )
-from .model_family import (
-    MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named,
-)
+from .model_family import MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named
 from .optional_packages import (
     FP8_FEATURE_MULTIPLE as FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES as MIN_FP8_FEATURES,
     refuse_missing_packages as refuse_missing_packages,

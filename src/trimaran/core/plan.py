@@ -337,7 +337,7 @@ class Plan(BaseModel):
 
     @property
     def joins_projections(self) -> bool:
-        """Whether projections of the same input are one matmul (`nets/joint_projections.py`).
+        """Whether projections of the same input are one matmul (`nets/decoder/joint_projections.py`).
 
         Weights must be adjacent in memory without a copy at every step: here they are split. In fp8 every layer has its
         own scale, and recompute by operator counts matmuls.

@@ -41,11 +41,32 @@ from .roofline import (
     SUSTAINED_FRACTION as SUSTAINED_FRACTION, TILE_DEPTH as TILE_DEPTH, attention_seconds as attention_seconds,
     matmul_seconds as matmul_seconds, rates_of as rates_of,
 )
-from .serving import (
-    Layout as Layout, Traffic as Traffic, captures_steps as captures_steps, serving_memory as serving_memory,
+from .simulate.fabric import (
+    Demands as Demands, FULL_BANDWIDTH as FULL_BANDWIDTH, Fabric as Fabric, demands_of as demands_of,
+    fair_share as fair_share, with_slower_network as with_slower_network,
 )
-from .serving_load import load_table as load_table, loads_to_show as loads_to_show, max_running as max_running
-from .serving_time import StepWork as StepWork, serving_step as serving_step
+from .simulate.failure_classes import (
+    FailureClass as FailureClass, LLAMA_DEVICES as LLAMA_DEVICES, LLAMA_FAILURES as LLAMA_FAILURES,
+)
+from .simulate.job_history import (
+    ACTIVITIES as ACTIVITIES, Interruption as Interruption, JobHistory as JobHistory, JobTerms as JobTerms,
+    SaveTerms as SaveTerms, SlowNodeTerms as SlowNodeTerms, StepTimes as StepTimes,
+    draw_interruptions as draw_interruptions, draw_slow_periods as draw_slow_periods, simulate_job as simulate_job,
+)
+from .simulate.pipeline_order import Order as Order, Schedule as Schedule, pipeline_order as pipeline_order
+from .simulate.simulation import (
+    Scenario as Scenario, Simulation as Simulation, Worth as Worth, job_terms_of as job_terms_of, simulate as simulate,
+    spares_needed as spares_needed, with_worth as with_worth,
+)
+from .simulate.step_costs import (
+    SLOWEST_RANK as SLOWEST_RANK, StageCost as StageCost, StepCosts as StepCosts, stage_compute_of as stage_compute_of,
+    step_costs_of as step_costs_of,
+)
+from .simulate.step_sample import (
+    NodeSpeeds as NodeSpeeds, node_speeds_of as node_speeds_of, sample_steps as sample_steps,
+)
+from .simulate.step_simulation import simulate_step as simulate_step
+from .simulate.trace_file import job_trace as job_trace
 from .stack_profiles import (
     HF_MODELS as HF_MODELS, STACKS as STACKS, Stack as Stack, find_stack as find_stack,
     with_16_bit_gradients as with_16_bit_gradients, without_sequence_parallelism as without_sequence_parallelism,
@@ -56,9 +77,7 @@ from .step import (
     RELATIVE_ERROR as RELATIVE_ERROR, allocator_slowdown as allocator_slowdown, error_of as error_of,
     predict_equal as predict_equal,
 )
-from .step_time import (
-    rank_compute_of as rank_compute_of, step_time_of as step_time_of, step_times_of as step_times_of,
-)
+from .step_time import rank_compute_of as rank_compute_of, step_time_of as step_time_of, step_times_of as step_times_of
 from .time_profiles import (
     HostOverhead as HostOverhead, TIME_PROFILES as TIME_PROFILES, TRIMARAN_HOST as TRIMARAN_HOST,
     TRIMARAN_LAUNCHES as TRIMARAN_LAUNCHES,

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Seconds
-from trimaran.hardware import Link
+from trimaran.machine import Link
 
 # Fraction of a link's bandwidth that rings reach with large messages: from nanotron's tensor parallelism inside an H100
 # node, and from its gradients on 2 to 32 nodes.

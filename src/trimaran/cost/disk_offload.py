@@ -4,11 +4,11 @@ import math
 
 from trimaran.core import Plan
 from trimaran.cost.job import Job, frees_weights, splits_weights
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 
-CHUNK_VALUES = 2**23  # values of a parameter that are updated at once, as in `optim/adamw.py`
-NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS, READ_AHEAD = 4, 3, 2  # as in `optim/disk_streaming.py`
-READ_SLOT_BYTES = 8 * (16 << 20)  # pinned memory to read weights through, as in `parallel/memory/disk_weights.py`
+CHUNK_VALUES = 2**23  # values of a parameter that are updated at once, as in `parallel/optimizer/adamw.py`
+NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS, READ_AHEAD = 4, 3, 2  # as in `parallel/optimizer/disk_streaming.py`
+READ_SLOT_BYTES = 8 * (16 << 20)  # pinned memory to read weights through, as in `parallel/disk/disk_weights.py`
 MASTER_BYTES, HALF_BYTES = 4, 2
 
 

@@ -16,7 +16,7 @@ from trimaran.cost.collective import (
 from trimaran.cost.job import Job, frees_weights, gathers_fp8
 from trimaran.cost.roofline import DeviceRates
 from trimaran.cost.stage_time import StageTime, TimeUnit
-from trimaran.hardware import Link
+from trimaran.machine import Link
 
 # How much a collective on NVLink slows down the matmuls that run at the same time, as a fraction of its own time: it
 # takes multiprocessors, memory bandwidth and power. Fitted to llm-foundry's A100 runs. A network takes less.

@@ -8,7 +8,7 @@ from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.cost.job import ELEMENT_BYTES, Job, captures_steps, regathers, splits_weights
 from trimaran.cost.memory_profiles import ENGINE_PROFILES, JOINT_PROJECTIONS, SPLIT_WEIGHTS, MemoryProfile, Saved
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 
 PRECISION_SUFFIX = {"fp32": " fp32", "fp8": " fp8"}
 

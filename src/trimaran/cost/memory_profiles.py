@@ -118,7 +118,7 @@ def _by_execution(eager: Saved, **others: Saved) -> dict[str, Saved]:
 TRIMARAN_EAGER = Saved(norm_bytes=4, projection_bytes=4, unfused_norm_bytes=12)
 TRIMARAN_FP32 = Saved(norm_bytes=8, projection_bytes=8, input_bytes=4, repeats_kv=True)
 TRIMARAN_COMPILED = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=3, drops_unused=True)
-# With split weights, projections of the same input are one matmul (nets/joint_projections.py).
+# With split weights, projections of the same input are one matmul (nets/decoder/joint_projections.py).
 # Its backward recomputes SwiGLU.
 JOINT_PROJECTIONS = Saved(norm_bytes=4, projection_bytes=4, gated_tensors=2)
 TRIMARAN = _by_execution(

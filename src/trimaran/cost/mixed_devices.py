@@ -18,7 +18,7 @@ from trimaran.cost.roofline import rate_name
 from trimaran.cost.stage_time import StageTime, StageTimes
 from trimaran.cost.step import MAX_PINNED_FRACTION, allocator_slowdown, error_of, predict_equal
 from trimaran.cost.step_time import StepTime, pipeline_times_of, step_time_of, step_time_with
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 
 TOO_LONG = float("inf")  # the seconds of rows that do not fit into memory
 

@@ -7,7 +7,7 @@ from trimaran.cost.job import Job, frees_weights, splits_weights
 from trimaran.cost.memory_inputs import memory_inputs_of
 from trimaran.cost.stage_time import StageTime
 from trimaran.cost.states import owned_weight_bytes, states_of
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 
 # Fraction of PCIe's bandwidth that a copy reaches while matmuls run, and each of two copies in opposite directions:
 # 50 and 46 of 63 GB/s in full steps on one H200. A copy alone reaches 55.

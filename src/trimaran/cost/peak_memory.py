@@ -11,7 +11,7 @@ from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows, loss_of
 from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
 from trimaran.cost.rank_part import RankPart, distinct_parts, parts_of
 from trimaran.cost.states import PINNED_OVERHEAD, States, states_of
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.models import Tower
 
 # glibc's heap fragments: resident memory grows by 1.6 bytes for each byte of activations (1.0 with mmap alone).

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from trimaran.core import Seconds
 from trimaran.cost.job import ELEMENT_BYTES
-from trimaran.hardware import CpuRates, Device
-from trimaran.hardware.device_catalogue import HOST_LAUNCH_SECONDS
+from trimaran.machine import CpuRates, Device
+from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
 
 Value = TypeVar("Value")
 

@@ -33,7 +33,7 @@ from trimaran.cost.loss_kind import loss_of
 from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
 from trimaran.cost.roofline import DeviceRates, matmul_seconds
 from trimaran.cost.time_profiles import TORCH_HOST
-from trimaran.hardware import Link
+from trimaran.machine import Link
 from trimaran.models import Opaque, OutlineLayer
 
 KERNEL_LAUNCH_SECONDS = 8e-6  # host time per kernel of an opaque block (the host of an H200)

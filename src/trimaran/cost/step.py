@@ -6,7 +6,7 @@ from trimaran.cost.peak_memory import Memory, peak_memory_of
 from trimaran.cost.recompute_flops import repeated_flops
 from trimaran.cost.roofline import rate_name, rates_of
 from trimaran.cost.step_time import step_time_of
-from trimaran.hardware import Cluster, CpuRates
+from trimaran.machine import Cluster, CpuRates
 from trimaran.models import OutlineLayer
 
 # Expected relative error of memory and time (half-width), by kind of cluster. On one H200, nine in ten steps of our

@@ -22,7 +22,7 @@ from trimaran.cost.roofline import DeviceRates, rates_of
 from trimaran.cost.stage_time import StageTime, StageTimes, TimeUnit, rank_times_of, stage_inputs_of, stage_times_of
 from trimaran.cost.states import num_owned_in
 from trimaran.cost.time_profiles import TimeProfile
-from trimaran.hardware import Cluster, Link
+from trimaran.machine import Cluster, Link
 
 # How much longer compute takes because all ranks wait for the slowest, for each doubling of the nodes (llm-foundry's
 # 13B loses 0.02 from 2 to 16), or of the ranks that share the cores of one machine.

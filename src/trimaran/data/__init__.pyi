@@ -1,6 +1,5 @@
 """Public names of `trimaran.data`, and the modules that they come from. They are imported on first use."""
 
-from .bad_lines import BadLines as BadLines
 from .data_kind import data_kind_of as data_kind_of
 from .feature_cache import BF16 as BF16, FeatureCache as FeatureCache
 from .feed import (
@@ -13,18 +12,10 @@ from .loader_tuner import (
     EXTRA_BATCHES_AHEAD as EXTRA_BATCHES_AHEAD, LoaderLimits as LoaderLimits, LoaderSetting as LoaderSetting,
     LoaderTuner as LoaderTuner, LoaderWindow as LoaderWindow,
 )
-from .nuscenes.nuscenes_files import read_lidar as read_lidar, read_radar as read_radar
-from .open_scenes import measure_points as measure_points, open_scenes as open_scenes
-from .pack_text import Progress as Progress, pack as pack
-from .packed_sample import (
-    PackedSample as PackedSample, SamplePacker as SamplePacker, token_positions as token_positions,
-)
-from .prepare_text import cache_folder as cache_folder, check as check, prepare as prepare
 from .quarantine import (
     BadSampleError as BadSampleError, Quarantine as Quarantine, SampleReader as SampleReader,
     read_quarantine as read_quarantine,
 )
-from .recorded_scenes import INDEX as INDEX, write_scenes as write_scenes
 from .row_balance import (
     NO_ROW as NO_ROW, balance_rows as balance_rows, sequential_rows as sequential_rows,
     slowest_rank_cost as slowest_rank_cost,
@@ -58,24 +49,33 @@ from .samples.sample_index import (
 from .samples.tokenize_chat import ChatTokenizer as ChatTokenizer
 from .samples.videos import block_positions as block_positions, choose_frames as choose_frames
 from .samples.webdataset import read_tar as read_tar
-from .scene_feed import scene_feeds as scene_feeds, scenes_digest as scenes_digest
-from .sensor_files import SceneOptions as SceneOptions, flat_pose as flat_pose, swept_points as swept_points
-from .simulated_radar import SWEEPS as SWEEPS, SWEEP_SECONDS as SWEEP_SECONDS
-from .simulated_scenes import (
+from .scenes.nuscenes_files import read_lidar as read_lidar, read_radar as read_radar
+from .scenes.open_scenes import measure_points as measure_points, open_scenes as open_scenes
+from .scenes.recorded_scenes import INDEX as INDEX, write_scenes as write_scenes
+from .scenes.scene_feed import scene_feeds as scene_feeds, scenes_digest as scenes_digest
+from .scenes.sensor_files import SceneOptions as SceneOptions, flat_pose as flat_pose, swept_points as swept_points
+from .scenes.simulated_radar import SWEEPS as SWEEPS, SWEEP_SECONDS as SWEEP_SECONDS
+from .scenes.simulated_scenes import (
     GROUND_HIT as GROUND_HIT, LIDAR_METRES as LIDAR_METRES, SensorRays as SensorRays, camera_rays as camera_rays,
     cast as cast, make_scene as make_scene,
 )
-from .source_files import find_files as find_files
 from .step_batch import Inputs as Inputs, StepBatch as StepBatch, text_batch as text_batch
-from .text_sources import read_chunks as read_chunks
-from .token_bytes import token_byte_lengths as token_byte_lengths
-from .token_feed import TokenFeed as TokenFeed
-from .token_files import count_tokens as count_tokens
-from .token_shards import (
+from .text.bad_lines import BadLines as BadLines
+from .text.pack_text import Progress as Progress, pack as pack
+from .text.packed_sample import (
+    PackedSample as PackedSample, SamplePacker as SamplePacker, token_positions as token_positions,
+)
+from .text.prepare_text import cache_folder as cache_folder, check as check, prepare as prepare
+from .text.source_files import find_files as find_files
+from .text.text_sources import read_chunks as read_chunks
+from .text.token_bytes import token_byte_lengths as token_byte_lengths
+from .text.token_feed import TokenFeed as TokenFeed
+from .text.token_files import count_tokens as count_tokens
+from .text.token_shards import (
     IGNORED as IGNORED, Sequences as Sequences, ShardWriter as ShardWriter, TokenSample as TokenSample,
     TokenShards as TokenShards, split as split,
 )
-from .tokenizer import (
+from .text.tokenizer import (
     ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer, load_tokenizer as load_tokenizer,
     open_tokenizer as open_tokenizer,
 )

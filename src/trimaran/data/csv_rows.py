@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.text_files import open_text_file
+from trimaran.data.text.text_files import open_text_file
 
 DELIMITERS = ",;\t"
 MAX_FIELD_CHARACTERS = 1 << 30

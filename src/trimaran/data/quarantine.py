@@ -14,8 +14,8 @@ import numpy as np
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
-from trimaran.data.token_shards import IGNORED, Sequences, TokenSample
-from trimaran.run import RunDirectory, append_line
+from trimaran.data.text.token_shards import IGNORED, Sequences, TokenSample
+from trimaran.runs import RunDirectory, append_line
 
 READ_ATTEMPTS = 3
 RETRY_PAUSE_SECONDS = 0.1

@@ -6,9 +6,9 @@ import numpy as np
 
 from trimaran.core import ImageRules
 from trimaran.data.feed import DataShare
-from trimaran.data.packed_sample import PackedSample, token_positions
 from trimaran.data.row_packing import Batching, slots_per_row
-from trimaran.data.token_shards import IGNORED
+from trimaran.data.text.packed_sample import PackedSample, token_positions
+from trimaran.data.text.token_shards import IGNORED
 from trimaran.data.vision.grid_positions import grid_positions
 
 Span = tuple[int, int]

@@ -11,13 +11,13 @@ import numpy as np
 from trimaran.core import DataSection, ImageRules, RowCost, UserError
 from trimaran.data.feed import BadSample, DataShare, LoadedArrays, positions
 from trimaran.data.image_arrays import FeatureSource, ImageArrays
-from trimaran.data.packed_sample import PackedSample, SamplePacker
 from trimaran.data.quarantine import READ_ATTEMPTS, RETRY_PAUSE_SECONDS, BadSampleError
 from trimaran.data.row_arrays import RowArrays, row_spans
 from trimaran.data.row_balance import NO_ROW, balance_rows, rank_costs, sequential_rows, slowest_rank_cost
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, SampleTable, measure_samples
-from trimaran.data.token_shards import IGNORED
+from trimaran.data.text.packed_sample import PackedSample, SamplePacker
+from trimaran.data.text.token_shards import IGNORED
 
 MAX_CACHED_STEPS = 8  # row assignments kept: the loader asks again when it names the samples of a step
 MAX_REASON_CHARACTERS = 300

@@ -8,13 +8,13 @@ from typing import Any
 
 from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError
 from trimaran.doctor.profile_evidence import read_snapshots, read_traces
-from trimaran.hardware import parse_cluster
-from trimaran.hardware.run_cluster import part_of
+from trimaran.machine import parse_cluster
+from trimaran.machine.run_cluster import part_of
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
-from trimaran.run import JsonlFollower, RunDirectory
-from trimaran.run.journal import parse_lines
-from trimaran.run.line_files import last_lines
+from trimaran.runs import JsonlFollower, RunDirectory
+from trimaran.runs.journal import parse_lines
+from trimaran.runs.line_files import last_lines
 
 Line = dict[str, Any]
 REPEATED_DETAILS = tuple(name for name in SLOW_DETAILS if name not in ("ranks", "rows"))

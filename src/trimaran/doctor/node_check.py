@@ -1,6 +1,6 @@
 """`python -m trimaran.doctor.node_check RUN`: the preflight check of one node of a run, as a JSON object on stdout.
 
-The supervisor starts it as a command (`launch/preflight_process.py`), because `launch` may not import `doctor`.
+The supervisor starts it (`launch/supervise/preflight_process.py`): `launch` may not import `doctor`.
 """
 
 import argparse
@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from trimaran.core import UserError
-from trimaran.doctor.preflight import THIS_MACHINE, check_before_run
-from trimaran.run import open_run
+from trimaran.machine.checks.preflight import THIS_MACHINE, check_before_run
+from trimaran.runs import open_run
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trimaran.launch.early_supervisor import LATER, WARM, redirect_output, wait_for_arguments
-from trimaran.launch.fork_server_process import ForkServerProcess, start_fork_server
-from trimaran.launch.signals import Signals
-from trimaran.launch.warm_connection import fork_warm_or_start
-from trimaran.run.process_control import drop_unread_output, raise_soft_limits
+from trimaran.launch.supervise.early_supervisor import LATER, WARM, redirect_output, wait_for_arguments
+from trimaran.launch.supervise.fork_server_process import ForkServerProcess, start_fork_server
+from trimaran.launch.supervise.signals import Signals
+from trimaran.launch.supervise.warm_connection import fork_warm_or_start
+from trimaran.runs.process_control import drop_unread_output, raise_soft_limits
 
 SIGNALS = Signals()
 EARLY_FORK_SERVER: ForkServerProcess | None = None
@@ -34,31 +34,31 @@ if __name__ == "__main__":
 
 from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError  # noqa: E402
 from trimaran.core.regular_files import append_regular_file  # noqa: E402
-from trimaran.hardware import Cluster  # noqa: E402
-from trimaran.hub.restore_files import restore_missing_files  # noqa: E402
-from trimaran.launch.autopilot_process import autopilot_process  # noqa: E402
-from trimaran.launch.head_client import HeadClient, create_as_head_has_it  # noqa: E402
-from trimaran.launch.local_node import LocalNode  # noqa: E402
-from trimaran.launch.local_node_group import LocalNodeGroup  # noqa: E402
-from trimaran.launch.multi_node import run_on_several_nodes  # noqa: E402
-from trimaran.launch.node_options import (  # noqa: E402
+from trimaran.launch.supervise.autopilot_process import autopilot_process  # noqa: E402
+from trimaran.launch.supervise.head_client import HeadClient, create_as_head_has_it  # noqa: E402
+from trimaran.launch.supervise.local_node import LocalNode  # noqa: E402
+from trimaran.launch.supervise.local_node_group import LocalNodeGroup  # noqa: E402
+from trimaran.launch.supervise.multi_node import run_on_several_nodes  # noqa: E402
+from trimaran.launch.supervise.node_options import (  # noqa: E402
     NodeOptions,
     add_node_flags,
     parse_node_options,
     with_own_address,
 )
-from trimaran.launch.preflight_process import PreflightProcess  # noqa: E402
-from trimaran.launch.recovery_policy import EXIT_FAULT  # noqa: E402
-from trimaran.launch.replan import cluster_of  # noqa: E402
-from trimaran.launch.run_token import given_token, keep_token, needed_token  # noqa: E402
-from trimaran.launch.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
-from trimaran.planner.rank_environment import worker_environment  # noqa: E402
-from trimaran.run import RunDirectory, last_step, open_run  # noqa: E402
-from trimaran.run.attempts import AttemptLog  # noqa: E402
-from trimaran.run.compile_cache import refuse_unusable  # noqa: E402
-from trimaran.run.create_from import create_run_from  # noqa: E402
-from trimaran.run.held_directory import HeldDirectory, LostDirectoryError, report_lost_directory  # noqa: E402
-from trimaran.run.lease import take_lease  # noqa: E402
+from trimaran.launch.supervise.preflight_process import PreflightProcess  # noqa: E402
+from trimaran.launch.supervise.recovery_policy import EXIT_FAULT  # noqa: E402
+from trimaran.launch.supervise.replan import cluster_of  # noqa: E402
+from trimaran.launch.supervise.run_token import given_token, keep_token, needed_token  # noqa: E402
+from trimaran.launch.supervise.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
+from trimaran.machine import Cluster  # noqa: E402
+from trimaran.models.hub.restore_files import restore_missing_files  # noqa: E402
+from trimaran.runs import RunDirectory, last_step, open_run  # noqa: E402
+from trimaran.runs.attempts import AttemptLog  # noqa: E402
+from trimaran.runs.compile_cache import refuse_unusable  # noqa: E402
+from trimaran.runs.create_from import create_run_from  # noqa: E402
+from trimaran.runs.held_directory import HeldDirectory, LostDirectoryError, report_lost_directory  # noqa: E402
+from trimaran.runs.lease import take_lease  # noqa: E402
+from trimaran.runs.rank_environment import worker_environment  # noqa: E402
 
 
 def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:

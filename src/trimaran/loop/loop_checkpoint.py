@@ -21,16 +21,16 @@ from torch.optim import SGD, Optimizer
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
-from trimaran.checkpoint.rank_share import assign_rows, build_share, copy_to_memory
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
-from trimaran.checkpoint.tensor_regions import TensorIndex
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import CheckpointSection, Plan, UserError
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.loop.weight_copies import copy_weights
-from trimaran.optim.optimizer_state import NamedParameters, OptimizerState
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
+from trimaran.parallel.optimizer.optimizer_state import NamedParameters, OptimizerState
+from trimaran.parallel.rank_share import assign_rows, build_share, copy_to_memory
+from trimaran.parallel.tensor_regions import TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.train.checkpointing.restore import restore_from_disk
 from trimaran.train.checkpointing.training_state import TrainingState, persistent_buffers, restore_counters
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from trimaran.checkpoint.export_hf import all_tensors
+from trimaran.checkpoint.convert.export_hf import all_tensors
 from trimaran.core import Plan, UserError
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module

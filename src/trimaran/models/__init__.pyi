@@ -21,6 +21,11 @@ from .hf_facts import (
 )
 from .hf_language import EAGER_ATTENTION as EAGER_ATTENTION, FAMILY_TRAITS as FAMILY_TRAITS
 from .hf_vision import USUAL as USUAL
+from .hub.fetch_dataset import dataset_folder as dataset_folder, split_of_folder as split_of_folder
+from .hub.hub_errors import HubRepo as HubRepo, hub_error as hub_error
+from .hub.hub_names import (
+    hub_repo_of as hub_repo_of, is_hub_name as is_hub_name, near_folder as near_folder, repo_name as repo_name,
+)
 from .json_file import read_json as read_json
 from .layer_adapter import LayerAdapter as LayerAdapter, LinearShape as LinearShape
 from .layer_variations import AttentionSpec as AttentionSpec, Ends as Ends, NormSpec as NormSpec
@@ -60,7 +65,7 @@ from .vlm_outline import vlm_outline as vlm_outline
 from .vlm_presets import VLM_PRESETS as VLM_PRESETS
 from .vlm_spec import (
     IMAGENET_MEAN as IMAGENET_MEAN, IMAGENET_STD as IMAGENET_STD, ImageLimits as ImageLimits,
-    ProjectorSpec as ProjectorSpec,
-    VisionBlock as VisionBlock, VisionEnds as VisionEnds, VisionSpec as VisionSpec, VlmSpec as VlmSpec,
+    ProjectorSpec as ProjectorSpec, VisionBlock as VisionBlock, VisionEnds as VisionEnds, VisionSpec as VisionSpec,
+    VlmSpec as VlmSpec,
 )
 from .weight_files import weight_files as weight_files

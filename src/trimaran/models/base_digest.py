@@ -18,7 +18,7 @@ from typing import Any
 
 from trimaran.core import ModelSection, UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
-from trimaran.hub.hub_names import hub_repo_of
+from trimaran.models.hub.hub_names import hub_repo_of
 from trimaran.models.section_spec import model_folder, spec_of
 from trimaran.models.weight_files import weight_files
 

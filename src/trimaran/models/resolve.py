@@ -9,9 +9,9 @@ from trimaran.core import DataSection, ModelSection, UserError, did_you_mean, sh
 from trimaran.core.input_rules import ScenePoints
 from trimaran.core.plugin_fields import UNCHECKED
 from trimaran.core.user_folders import expand_user
-from trimaran.hub import repo_name
 from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
+from trimaran.models.hub.hub_names import repo_name
 from trimaran.models.json_file import read_json
 from trimaran.models.model_presets import PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of

@@ -58,8 +58,8 @@ def _decoder_of(section: ModelSection) -> ModelSpec:
 
 def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any]) -> ModelSpec:
     """Return the decoder of a Hugging Face folder with this config.json."""
-    from trimaran.hub import repo_name  # noqa: PLC0415
     from trimaran.models.from_hf import spec_from_hf  # noqa: PLC0415
+    from trimaran.models.hub.hub_names import repo_name  # noqa: PLC0415
 
     spec = spec_from_hf(config, where=str(folder / "config.json"))
     return reshaped(replace(spec, name=repo_name(folder)), shape)
@@ -106,7 +106,7 @@ def model_folder(path: str) -> Path:
     named = expand_user(path)
     folder = named.parent if named.name == "config.json" else named
     if not folder.is_dir():
-        from trimaran.hub import near_folder  # noqa: PLC0415
+        from trimaran.models.hub.hub_names import near_folder  # noqa: PLC0415
 
         near = near_folder(path)
         raise UserError("M004", f"there is no such folder{f' (did you mean {near!r}?)' if near else ''}",

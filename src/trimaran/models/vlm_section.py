@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import ModelSection, UserError
-from trimaran.hub import repo_name
 from trimaran.models.from_hf_vlm import vlm_from_disk
+from trimaran.models.hub.hub_names import repo_name
 from trimaran.models.internvl_tokens import with_image_tokens
 from trimaran.models.json_file import read_json
 from trimaran.models.section_spec import DEFAULT_PRESET, MAX_CONFIG_BYTES, model_folder, preset_named, reshaped

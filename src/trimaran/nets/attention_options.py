@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimaran.nets.varlen_attention import attention
+from trimaran.nets.decoder.varlen_attention import attention
 
 
 @dataclass(frozen=True, slots=True)

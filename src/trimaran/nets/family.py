@@ -18,8 +18,8 @@ def open_network(section: ModelSection, *, seed: int = 0) -> tuple[Network, Call
     The weights of a Hugging Face model are then as on disk, or random ones from `seed`; those of others are undefined.
     """
     if section.kind.is_hf:
-        from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-        from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+        from trimaran.nets.hf.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+        from trimaran.nets.hf.hf_vlm import network_of_hf  # noqa: PLC0415
 
         assert section.path is not None, "a section without a path has no spec to plan with"
         module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=seed)
@@ -42,7 +42,7 @@ def network_of(spec: Spec, blocks: range | None = None) -> Network:
         case ModelSpec():
             return decoder_network(spec, blocks)
         case VlmSpec():
-            from trimaran.nets.vlm_network import vlm_network  # noqa: PLC0415
+            from trimaran.nets.vlm.vlm_network import vlm_network  # noqa: PLC0415
 
             return vlm_network(spec, blocks)
         case PerceptionSpec():

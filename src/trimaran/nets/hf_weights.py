@@ -15,10 +15,10 @@ from trimaran.core.regular_files import check_regular_file
 from trimaran.models import ModelSpec, weight_files
 from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
 from trimaran.models.from_hf import disk_layout, is_extra_layer
-from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.decoder import Decoder, PredictionLayer
+from trimaran.nets.decoder.decoder import Decoder, PredictionLayer
 from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
+from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 log = logging.getLogger(__name__)

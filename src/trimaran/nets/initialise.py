@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import InitialRules, Spec
-from trimaran.nets.adapters.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
 
 CHUNK_VALUES = 2**20
 STD = 0.02

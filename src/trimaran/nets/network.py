@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import ModelSpec, Spec, decoder_of, language_of
-from trimaran.nets.attention_context import Context
-from trimaran.nets.decoder import Decoder
-from trimaran.nets.key_value_cache import KeyValueCache
+from trimaran.nets.decoder.attention_context import Context
+from trimaran.nets.decoder.decoder import Decoder
+from trimaran.nets.decoder.key_value_cache import KeyValueCache
+from trimaran.nets.decoder.tp_plan import tensor_plan
+from trimaran.nets.decoder.varlen_attention import run_lengths
 from trimaran.nets.paged_cache import PagedExtension
-from trimaran.nets.tp_plan import tensor_plan
-from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 if TYPE_CHECKING:
-    from trimaran.nets.vlm_names import DiskTensor
+    from trimaran.nets.vlm.vlm_names import DiskTensor
 
 
 class WeightsNeededError(Exception):
@@ -201,7 +201,7 @@ class Network:
     def hf_parameter(self, name: str) -> "DiskTensor":
         """Return the parameter of transformers' model, once loaded, that holds our parameter `name`."""
         from trimaran.models.from_hf import packed_part  # noqa: PLC0415  few runs start from weights
-        from trimaran.nets.vlm_names import DiskTensor  # noqa: PLC0415
+        from trimaran.nets.vlm.vlm_names import DiskTensor  # noqa: PLC0415
 
         if name.startswith("lm_head."):
             return DiskTensor(name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.nets.attention_options import AttentionOptions, cached_mask, masked_attention
-from trimaran.nets.varlen_attention import attention
+from trimaran.nets.decoder.varlen_attention import attention
 
 MAX_KERNEL_HEAD_DIM = 256
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trimaran.core import ModelSection, UserError
 from trimaran.models.plugin_family import FamilyModule, build_family
-from trimaran.nets.attention_context import Context
+from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.hf_weights import damaged, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network

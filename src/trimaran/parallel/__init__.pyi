@@ -28,6 +28,9 @@ from .comm.tensor_collectives import (
     reduce_gradient as reduce_gradient, reduce_sum as reduce_sum, reduce_to_sequence as reduce_to_sequence,
     start_exchange as start_exchange,
 )
+from .disk.disk_store import DiskStore as DiskStore, aligned_buffer as aligned_buffer
+from .disk.disk_weights import DiskWeights as DiskWeights
+from .disk.tensors_on_disk import store_of as store_of
 from .fp8 import (
     MIN_CAPABILITY as MIN_CAPABILITY, RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8,
     convert_linears as convert_linears, require_fp8_device as require_fp8_device,
@@ -48,17 +51,54 @@ from .memory.activation_offload import (
     offload_blocks as offload_blocks,
 )
 from .memory.compile import apply_compile as apply_compile
-from .memory.disk_store import DiskStore as DiskStore, aligned_buffer as aligned_buffer
-from .memory.disk_weights import DiskWeights as DiskWeights
 from .memory.recompute import (
     RECOMPUTED_ATTRIBUTE as RECOMPUTED_ATTRIBUTE, apply_recompute as apply_recompute, matrix_rank as matrix_rank,
     selective_policy as selective_policy,
 )
-from .memory.tensors_on_disk import store_of as store_of
 from .mesh import RankMesh as RankMesh, build_mesh as build_mesh
+from .optimizer.adamw import LowMemoryAdamW as LowMemoryAdamW
+from .optimizer.block_quantization import (
+    BlockLayout as BlockLayout, BlockReshard as BlockReshard, codebook as codebook, dequantize as dequantize,
+    lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
+)
+from .optimizer.build_optimizer import (
+    LR_FACTOR as LR_FACTOR, ShardAdamW as ShardAdamW, build_optimizer as build_optimizer, decay_groups as decay_groups,
+)
+from .optimizer.disk_streaming import DiskStream as DiskStream
+from .optimizer.eager_optimizer import split_weights_of as split_weights_of
+from .optimizer.loss_scale import (
+    INITIAL_SCALE as INITIAL_SCALE, LossScale as LossScale, MAX_SCALE as MAX_SCALE,
+    build_loss_scale as build_loss_scale,
+)
+from .optimizer.moments import (
+    AdamWConstants as AdamWConstants, FORMATS as FORMATS, NOISE_OFFSET as NOISE_OFFSET, StateChunk as StateChunk,
+    step_constants as step_constants, update_chunk as update_chunk,
+)
+from .optimizer.schedule import learning_rate as learning_rate
+from .optimizer.split_weights import (
+    CHUNK_VALUES as CHUNK_VALUES, NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeight as SplitWeight,
+    SplitWeights as SplitWeights, join_fp32 as join_fp32, split_fp32 as split_fp32, split_weights as split_weights,
+)
+from .optimizer.state_streaming import NUM_STAGING_BUFFERS as NUM_STAGING_BUFFERS, StateStream as StateStream
+from .optimizer.stochastic_rounding import (
+    hash_int32 as hash_int32, hash_text as hash_text, index_runs as index_runs, to_bf16 as to_bf16,
+)
 from .precision import (
     autocast as autocast, fsdp_modules as fsdp_modules, kept_weight_casts as kept_weight_casts,
     override_precision as override_precision,
+)
+from .rank_share import (
+    DTYPE_NAMES as DTYPE_NAMES, RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, assign_rows as assign_rows,
+    build_share as build_share, copy_to_memory as copy_to_memory, copy_values as copy_values, item_view as item_view,
+    meta_of as meta_of,
+)
+from .tensor_regions import (
+    IndexEntry as IndexEntry, TensorIndex as TensorIndex, TensorMeta as TensorMeta, TensorRegion as TensorRegion,
+    VALUE_BYTES as VALUE_BYTES, overlap as overlap,
+)
+from .tensor_shards import (
+    CheckpointSource as CheckpointSource, CheckpointState as CheckpointState, TensorLike as TensorLike,
+    TensorShard as TensorShard,
 )
 from .tower_plan import freeze_towers as freeze_towers, tower_of_blocks as tower_of_blocks
 from .vocab_parallel_loss import (

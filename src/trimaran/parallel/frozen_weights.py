@@ -5,9 +5,9 @@ from torch import nn
 
 from trimaran.core import Plan
 from trimaran.nets import Network
+from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.nets.module_dtype import own_dtype
-from trimaran.nets.moe import MoeLayer
-from trimaran.nets.vision import Stem
+from trimaran.nets.vlm.vision import Stem
 from trimaran.parallel.precision import DTYPES
 
 # The attributes of a transformers model that list modules whose weights stay in fp32.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.nets import Network
-from trimaran.nets.attention import Attention, RMSNorm
-from trimaran.nets.decoder import Decoder, DecoderLayer
+from trimaran.nets.decoder.attention import Attention, RMSNorm
+from trimaran.nets.decoder.decoder import Decoder, DecoderLayer
+from trimaran.nets.decoder.moe import ExpertWeights, FeedForward, MoeLayer
 from trimaran.nets.module_dtype import own_dtype
-from trimaran.nets.moe import ExpertWeights, FeedForward, MoeLayer
 from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
 # Modules that autocast runs in 16 bits, so that nothing reads the weight in fp32. Embeddings are not among them: their
@@ -49,7 +49,7 @@ def fp32_modules(network: Network) -> Iterator[nn.Module]:
         if isinstance(each, MoeLayer):
             yield each.gate
     if "vision" in network.towers:
-        from trimaran.nets.vision import Stem  # noqa: PLC0415  networks without images do not need it
+        from trimaran.nets.vlm.vision import Stem  # noqa: PLC0415  networks without images do not need it
 
         yield from (each.patch_embed for each in network.module.modules() if isinstance(each, Stem))
 

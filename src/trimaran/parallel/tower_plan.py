@@ -7,8 +7,8 @@ from torch import nn
 from trimaran.core import Plan
 from trimaran.core.plan import Recompute, Sharding
 from trimaran.nets import Network
-from trimaran.nets.image_assignment import ImageAssignment
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
+from trimaran.nets.vlm.image_assignment import ImageAssignment
 
 SHARDING_ATTRIBUTE = "_trimaran_sharding"  # of the module of an FSDP unit
 

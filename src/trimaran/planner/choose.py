@@ -1,14 +1,14 @@
 """Chooses the plan of a run: the fastest that fits and that our trainer can run. Pinned fields stay."""
 
 from trimaran.core import Plan, Recipe, UserError, show_bytes
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.models import Outline, Spec, decoder_of, outline_of, with_adapter
 from trimaran.models.hf_facts import HfFacts
 from trimaran.planner.comm_choices import choose_comm
-from trimaran.planner.legal import check_sequence
 from trimaran.planner.question import PlanAnswer, Question
-from trimaran.planner.rejections import shortages
-from trimaran.planner.search import best_plans, nothing_fits, predicted
+from trimaran.planner.rules.legal import check_sequence
+from trimaran.planner.search.rejections import shortages
+from trimaran.planner.search.search import best_plans, nothing_fits, predicted
 from trimaran.planner.simple_plans import first_legal_plan
 
 

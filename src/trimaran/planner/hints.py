@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from trimaran.core import AdapterSection, Bytes, Mesh, Plan, show_bytes
 from trimaran.core.plan import Comm
 from trimaran.core.replica_sync import LocalSteps, OuterOptimizer
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.models import Outline, OutlineLayer, with_adapter
-from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.least_memory import fits_on, least_memory_plan, resized_cluster
 from trimaran.planner.question import Question
 from trimaran.planner.risk import ranked_by_risk
-from trimaran.planner.space import Space
+from trimaran.planner.search.evaluator import PlanEvaluator
+from trimaran.planner.search.space import Space
 
 MIN_HINT_SPEEDUP = 1.03  # a smaller gain is not shown
 # What changes the trajectory is shown only on slow links: from this much of a step in communication, and this gain.

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from trimaran.core import Plan
 from trimaran.cost.peak_memory import Memory
-from trimaran.hardware import Cluster
-from trimaran.planner.branch_and_bound import is_legal, least_memory_plans
-from trimaran.planner.evaluator import PlanEvaluator
+from trimaran.machine import Cluster
 from trimaran.planner.question import Question
-from trimaran.planner.space import Space
+from trimaran.planner.search.branch_and_bound import is_legal, least_memory_plans
+from trimaran.planner.search.evaluator import PlanEvaluator
+from trimaran.planner.search.space import Space
 
 MAX_DEVICES = 16_384
 MAX_NODE_COUNTS_TRIED = 16  # one after the other

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from trimaran.core import Plan, Prediction, UserError
 from trimaran.cost import predict
 from trimaran.cost.step import MAX_PINNED_FRACTION
-from trimaran.planner.legal import check_plan
 from trimaran.planner.question import Question
+from trimaran.planner.rules.legal import check_plan
+from trimaran.runs.rank_environment import uses_expandable_segments
 
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
 # Of a device's memory that a changed plan may need. After an OOM the present plan needs at least all of it, so a rung
@@ -92,15 +93,6 @@ def next_rung(plan: Plan, question: Question | None = None, *, may_offload: bool
         return None
     changed = plan_with(plan, patch).model_copy(update={"prediction": None})
     return changed, describe_change(plan, changed)
-
-
-def uses_expandable_segments(plan: Plan) -> bool:
-    """Return whether the CUDA allocator gets expandable segments for this plan from the start.
-
-    Sharded weights, pipelines, recompute and offload allocate blocks of many sizes at changing times, which fragments
-    memory. Other plans allocate the same blocks at every step.
-    """
-    return not (plan.sharding == "none" and plan.mesh.pp == 1 and plan.recompute == "none" and plan.offload == "none")
 
 
 def may_expand_segments(plan: Plan, *, hole_bytes: float, wanted_bytes: float) -> bool:

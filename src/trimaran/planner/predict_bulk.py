@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from trimaran.core import Plan, Prediction, UserError, show_bytes
 from trimaran.core.parse_text import without_duplicates
 from trimaran.cost import Job, predict
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.models import OutlineLayer
-from trimaran.planner.legal import check_loss
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy, with_options
+from trimaran.planner.rules.legal import check_loss
 
 MAX_LINE_BYTES = 1 << 20
 

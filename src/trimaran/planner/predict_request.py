@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trimaran.core import AdapterSection, Mesh, Plan, UserError, did_you_mean
 from trimaran.core.plan import Degree
 from trimaran.cost import Job, find_stack, with_16_bit_gradients, without_sequence_parallelism
-from trimaran.hardware import Cluster, find_device, parse_cluster
+from trimaran.machine import Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, Outline, OutlineLayer, Tower, outline_of, with_adapter
-from trimaran.planner.unequal_rules import check_micro_batches
+from trimaran.planner.rules.unequal_rules import check_micro_batches
 
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]

@@ -6,7 +6,7 @@ from typing import Literal
 from trimaran.core import Bytes, DataSection, Plan, Recipe, RowSizes
 from trimaran.core.plugins import SOURCES
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.models import Outline, Spec
 from trimaran.models.hf_facts import HfFacts
 

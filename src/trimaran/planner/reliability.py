@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from trimaran.core import Plan
-from trimaran.hardware import Cluster
-from trimaran.planner.branch_and_bound import FoundPlan, mesh_key_of
+from trimaran.cost import Scenario, Simulation, simulate
+from trimaran.cost.simulate.simulation import job_terms_of, spares_needed
+from trimaran.machine import Cluster
 from trimaran.planner.least_memory import resized_cluster
 from trimaran.planner.question import Question
-from trimaran.simulate import Scenario, Simulation, simulate
-from trimaran.simulate.simulation import job_terms_of, spares_needed
+from trimaran.planner.search.branch_and_bound import FoundPlan, mesh_key_of
 
 PRICED_DAYS, PRICED_RUNS = 30.0, 2
 LEAST_TRAINING_FRACTION = 0.85  # of the nodes; the others are spares

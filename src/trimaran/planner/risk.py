@@ -6,10 +6,16 @@ from typing import NamedTuple
 
 from trimaran.core import Plan, show_bytes
 from trimaran.cost.step import RELATIVE_ERROR
-from trimaran.planner.branch_and_bound import TIE_RATIO, FoundPlan, find_plans, mesh_key_of, num_model_axes
-from trimaran.planner.evaluator import PlanEvaluator
 from trimaran.planner.question import NearMiss
-from trimaran.planner.space import Space
+from trimaran.planner.search.branch_and_bound import (
+    TIE_RATIO,
+    FoundPlan,
+    find_plans,
+    mesh_key_of,
+    num_model_axes,
+)
+from trimaran.planner.search.evaluator import PlanEvaluator
+from trimaran.planner.search.space import Space
 
 # Offloaded tensors pin host memory, and copies to the host are the least certain term of a step. So a plan that
 # offloads must be faster than all that do not by more than the error bar of several GPUs. Between other plans, whose

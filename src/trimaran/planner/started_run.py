@@ -6,12 +6,12 @@
 from collections.abc import Mapping
 
 from trimaran.core import Plan, Recipe
-from trimaran.hardware.run_cluster import cluster_of
+from trimaran.machine.run_cluster import cluster_of
 from trimaran.models import outline_if_known, spec_of
 from trimaran.models.hf_facts import cached_facts
-from trimaran.planner.legal import check_plan
 from trimaran.planner.question import Question
-from trimaran.planner.search import predicted
+from trimaran.planner.rules.legal import check_plan
+from trimaran.planner.search.search import predicted
 
 
 def question_of(recipe: Recipe, world_size: int, environment: Mapping[str, str]) -> Question:

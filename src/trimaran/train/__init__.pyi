@@ -8,10 +8,10 @@ from .checkpointing.base_hashing import assigned_files as assigned_files, file_h
 from .checkpointing.checkpointer import Checkpointer as Checkpointer
 from .checkpointing.inputs import CheckpointInputs as CheckpointInputs
 from .checkpointing.save_interval import (
-    CopySchedule as CopySchedule, CopyTime as CopyTime, StartFacts as StartFacts, when_to_copy as when_to_copy,
-    MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION, SaveCost as SaveCost,
-    SaveSchedule as SaveSchedule, copy_every as copy_every, is_review as is_review,
-    max_repeated_steps as max_repeated_steps, save_interval as save_interval,
+    CopySchedule as CopySchedule, CopyTime as CopyTime, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION,
+    SaveCost as SaveCost, SaveSchedule as SaveSchedule, StartFacts as StartFacts, copy_every as copy_every,
+    is_review as is_review, max_repeated_steps as max_repeated_steps, save_interval as save_interval,
+    when_to_copy as when_to_copy,
 )
 from .checkpointing.training_state import MAY_BE_UNUSED as MAY_BE_UNUSED, TrainingState as TrainingState
 from .evaluate import (
@@ -32,6 +32,14 @@ from .features.live_change.process_groups import known_groups as known_groups
 from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
 from .features.table import FEATURES as FEATURES, features_of as features_of
 from .find_hf_facts import find_hf_facts as find_hf_facts
+from .generation.generate import (
+    Generation as Generation, load_trained as load_trained, prompt_ids as prompt_ids, save_tokenizer as save_tokenizer,
+)
+from .generation.next_token import (
+    CachedLogits as CachedLogits, NextTokenModel as NextTokenModel, PlacedImage as PlacedImage,
+    whole_sequence_logits as whole_sequence_logits,
+)
+from .generation.sampling import Sampling as Sampling, TokenSampler as TokenSampler
 from .health.compilations import Compilations as Compilations, WARMUP_STEPS as WARMUP_STEPS
 from .health.guard import (
     BadSampleCount as BadSampleCount, Guard as Guard, MEAN_LOSS_STEPS as MEAN_LOSS_STEPS,
@@ -83,6 +91,12 @@ from .process.supervisor_link import (
 from .process.torch_modes import set_expandable_segments as set_expandable_segments
 from .rank_context import RankContext as RankContext, read_context as read_context
 from .rank_networks import build_networks as build_networks, refuse_unsavable as refuse_unsavable
+from .rehearsal.absent_ranks import stage_facts_of as stage_facts_of
+from .rehearsal.rehearsal_group import (
+    BACKEND as BACKEND, MESSAGE_BLOCK as MESSAGE_BLOCK, register_backend as register_backend,
+)
+from .rehearsal.rehearsed_rank import measure_rank as measure_rank, rehearse_rank as rehearse_rank
+from .rehearsal.tensor_peak import measured_tensors as measured_tensors
 from .steppers.engine import ENGINES as ENGINES, build_stepper as build_stepper
 from .steppers.feature import Feature as Feature, UpdatePart as UpdatePart
 from .steppers.step_graphs import (

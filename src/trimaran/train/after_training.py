@@ -11,8 +11,8 @@ import torch.distributed as dist
 from trimaran.core.recipe import AUTO_PROMPT, PYTHON_PROMPT
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
-from trimaran.data.tokenizer import Tokenizer
-from trimaran.run import Journal
+from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.runs import Journal
 from trimaran.train.agreement import FlagAllReduce, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.evaluate import MAX_ANSWER_TOKENS, decode_answers, generate_answers
@@ -140,13 +140,9 @@ def _write_sample(parts: WorkerParts, journal: Journal, step: int) -> str:
 
 
 def _write_text(parts: WorkerParts, tokenizer: Tokenizer, journal: Journal, limit: TokenLimit, step: int) -> None:
-    from trimaran.infer import (  # noqa: PLC0415  nothing needs it before the end of training
-        Generation,
-        NextTokenModel,
-        Sampling,
-        TokenSampler,
-        prompt_ids,
-    )
+    from trimaran.train.generation.generate import Generation, prompt_ids  # noqa: PLC0415  only to sample
+    from trimaran.train.generation.next_token import NextTokenModel  # noqa: PLC0415  only to sample
+    from trimaran.train.generation.sampling import Sampling, TokenSampler  # noqa: PLC0415  only to sample
 
     trainer, sample = parts.trainer, parts.trainer.recipe.train.sample
     tokens = trainer.recipe.train.sample_tokens

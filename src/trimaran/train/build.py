@@ -8,7 +8,7 @@ from trimaran.data.feed import BatchFeed, share_of
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.axes.stage_map import StageMap, map_stages
-from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.agreement import RunRequests
 from trimaran.train.checkpointing.inputs import Base, CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator

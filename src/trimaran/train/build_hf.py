@@ -16,7 +16,7 @@ from trimaran.nets import Network
 from trimaran.parallel import RankMesh
 
 if TYPE_CHECKING:
-    from trimaran.nets.hf import HfNetwork
+    from trimaran.nets.hf.hf import HfNetwork
 
 ReadWeights = Callable[[nn.Module, torch.device], None]
 
@@ -32,8 +32,8 @@ def open_hf_network(
 
     See `open_hf_model` for models that transformers cannot build without weights.
     """
-    from trimaran.nets.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
-    from trimaran.nets.hf_vlm import network_of_hf  # noqa: PLC0415
+    from trimaran.nets.hf.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+    from trimaran.nets.hf.hf_vlm import network_of_hf  # noqa: PLC0415
 
     assert section.path is not None, "a section without a path has no spec to plan with"
     path = Path(section.path)
@@ -56,7 +56,7 @@ def open_hf_stages(
     refuse_unmatched(recipe.train.precision, [name for name, _ in whole.module.named_modules() if name])
     if plan.mesh.pp == 1:
         return (whole,), None, read_weights
-    from trimaran.nets.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415
+    from trimaran.nets.hf.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415
 
     layers = pipeline_layers(whole)
     ranges = hf_stage_ranges(recipe, plan, layers.count)

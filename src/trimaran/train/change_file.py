@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
-from trimaran.run import Journal, RunDirectory
-from trimaran.run.change_request import ChangeRequest, ChangeStatus, read_change_request, replace_recipe
+from trimaran.runs import Journal, RunDirectory
+from trimaran.runs.change_request import ChangeRequest, ChangeStatus, read_change_request, replace_recipe
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)

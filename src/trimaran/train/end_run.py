@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, UserError
-from trimaran.run import Journal, RunDirectory
+from trimaran.runs import Journal, RunDirectory
 from trimaran.train.after_training import evaluate_and_sample, planned_parts
 from trimaran.train.agreement import LoopExit
 from trimaran.train.build import WorkerParts
@@ -109,7 +109,7 @@ def _try_save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, ran
 
 def _save_model(parts: WorkerParts, run: RunDirectory, journal: Journal, rank_info: RankInfo, step: int) -> None:
     """Save the trained weights; of a run with an adapter only the adapter, as a PEFT folder."""
-    from trimaran.infer.generate import save_tokenizer  # noqa: PLC0415  only now is text generated
+    from trimaran.train.generation.generate import save_tokenizer  # noqa: PLC0415  only now is text generated
 
     started, section = time.monotonic(), parts.trainer.recipe.model
     with parts.trainer.link.section("export", step) as report_progress:

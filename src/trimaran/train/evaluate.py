@@ -11,8 +11,8 @@ from trimaran.core import Recipe
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import Inputs
-from trimaran.data.tokenizer import Tokenizer
-from trimaran.run import Journal
+from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.runs import Journal
 from trimaran.train.agreement import FlagAllReduce, StopRequest
 from trimaran.train.loss.cross_entropy import IGNORED
 from trimaran.train.loss.objective import Objective

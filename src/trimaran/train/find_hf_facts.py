@@ -11,13 +11,13 @@ from typing import Any
 
 from trimaran.core import ModelSection, UserError
 from trimaran.models.hf_facts import HfFacts
-from trimaran.nets.attention_context import Context
-from trimaran.nets.hf import HfNetwork
-from trimaran.nets.hf_attention import longest_packed_row, mixes_documents, mixing_reason
-from trimaran.nets.hf_stages import pipeline_layers
-from trimaran.nets.hf_tp_plan import hf_tp_sizes
+from trimaran.nets.decoder.attention_context import Context
+from trimaran.nets.decoder.stacked_experts import count_experts
+from trimaran.nets.hf.hf import HfNetwork
+from trimaran.nets.hf.hf_attention import longest_packed_row, mixes_documents, mixing_reason
+from trimaran.nets.hf.hf_stages import pipeline_layers
+from trimaran.nets.hf.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
-from trimaran.nets.stacked_experts import count_experts
 from trimaran.parallel.fp8 import fp8_layers
 from trimaran.train.build_hf import open_hf_network
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.data.loader import Loader
 from trimaran.nets import Network
-from trimaran.optim.loss_scale import build_loss_scale
 from trimaran.parallel import RankMesh
-from trimaran.telemetry.rank_table import RankTableWriter
-from trimaran.telemetry.step_index import StepIndexer
+from trimaran.parallel.optimizer.loss_scale import build_loss_scale
+from trimaran.parallel.tensor_shards import CheckpointState
+from trimaran.runs.read.rank_table import RankTableWriter
+from trimaran.runs.read.step_index import StepIndexer
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.connection_watch import ConnectionWatch

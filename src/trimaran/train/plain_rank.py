@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from trimaran.run import Journal, RunDirectory
+from trimaran.runs import Journal, RunDirectory
 from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile

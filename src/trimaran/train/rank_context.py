@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimaran.core import Plan, Recipe
-from trimaran.run import Journal, RunDirectory
+from trimaran.runs import Journal, RunDirectory
 from trimaran.train.agreement import StopRequest
 from trimaran.train.features.table import features_of
 from trimaran.train.process.rank_info import RankInfo

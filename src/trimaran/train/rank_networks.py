@@ -68,7 +68,7 @@ def build_networks(
     by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
     if plan.offloads_to_disk and not ranks.without_device:
-        from trimaran.run.disk_folder import check_disk_folder  # noqa: PLC0415  few plans offload to a disk
+        from trimaran.runs.disk_folder import check_disk_folder  # noqa: PLC0415  few plans offload to a disk
 
         check_disk_folder(plan.disk.path, any_filesystem=plan.disk.any_filesystem)
     stages = shard_networks(recipe, plan, ranks, report_progress)
@@ -87,7 +87,7 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
         if attachment_of(recipe).packs:
             fill(device)
         elif recipe.model.kind.is_hf:
-            from trimaran.nets.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
+            from trimaran.nets.hf.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
 
             materialise(network.module, device)
         else:

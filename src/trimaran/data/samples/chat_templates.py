@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimaran.data.tokenizer import Tokenizer
+from trimaran.data.text.tokenizer import Tokenizer
 
 # Special tokens in the texts below; `{end}` is the tokenizer's end-of-document token.
 SPECIAL = re.compile(r"(<\|[a-z_]+\|>|</?s>|\{end\})")

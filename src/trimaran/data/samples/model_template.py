@@ -17,9 +17,9 @@ import numpy as np
 
 from trimaran.core import UserError
 from trimaran.data.chat_rendering import BEGIN_GENERATED, END_GENERATED, PLAIN_TEXT, ChatRenderer, ChatTemplateError
-from trimaran.data.model_tokenizer import ModelTokenizer
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import RawSample, Turn
+from trimaran.data.text.model_tokenizer import ModelTokenizer
 
 PROBE, ANSWER = "Wxprobe", "Vxanswer"
 IMAGE_PART = {"type": "image"}

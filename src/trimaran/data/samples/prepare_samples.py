@@ -16,7 +16,6 @@ from pathlib import Path
 
 from trimaran.core import DataSection, ImageRules, MixtureSource, UserError
 from trimaran.data import drawn_shapes
-from trimaran.data.pack_text import Progress
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_fields import PREFERENCE_REASON, preference_error
 from trimaran.data.samples.image_header import ImageSizeReader
@@ -25,9 +24,10 @@ from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
 from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
 from trimaran.data.samples.tokenize_chat import NO_IMAGES_REASON, ChatTokenizer
-from trimaran.data.source_files import any_byte_order_mark, find_files
-from trimaran.data.token_shards import rename_into_place
-from trimaran.data.tokenizer import load_tokenizer
+from trimaran.data.text.pack_text import Progress
+from trimaran.data.text.source_files import any_byte_order_mark, find_files
+from trimaran.data.text.token_shards import rename_into_place
+from trimaran.data.text.tokenizer import load_tokenizer
 
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20

@@ -9,8 +9,8 @@ from typing import Any
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.parse_chat import ImageFinder, read_extras, read_row
 from trimaran.data.samples.raw_sample import RawSample
-from trimaran.data.source_files import data_suffix
-from trimaran.data.text_files import TextFile, open_text_file
+from trimaran.data.text.source_files import data_suffix
+from trimaran.data.text.text_files import TextFile, open_text_file
 
 MAX_JSON_BYTES = 4 << 30  # a JSON file that is one list is read into memory
 MAX_TEXT_BYTES = 1 << 30

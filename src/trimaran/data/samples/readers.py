@@ -13,7 +13,7 @@ from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
 from trimaran.data.samples.read_rows import FractionAt, files_with_progress, json_rows, parse_json, sample_of, text_of
 from trimaran.data.samples.webdataset import read_tar
-from trimaran.data.source_files import CSV_SUFFIXES, JSON_SUFFIXES, NOT_ROWS, data_suffix, is_saved_dataset
+from trimaran.data.text.source_files import CSV_SUFFIXES, JSON_SUFFIXES, NOT_ROWS, data_suffix, is_saved_dataset
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CAPTION_FILES = ("metadata.jsonl", "captions.jsonl")
@@ -47,7 +47,7 @@ def parquet_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any
 
 
 def saved_rows(folder: Path) -> Iterator[tuple[int, Any, float]]:
-    module = lazy_import.load("hf_datasets", "datasets", where="data.source")
+    module = lazy_import.load("text.hf_datasets", "datasets", where="data.source")
     for number, row, fraction_read in module.read_saved(folder):
         yield number, without_arrow_nulls(row), fraction_read
 

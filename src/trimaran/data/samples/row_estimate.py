@@ -15,7 +15,7 @@ from trimaran.data.samples.raw_sample import SourceFiles
 from trimaran.data.samples.readers import read_samples
 from trimaran.data.samples.source_part import TokenizedSample
 from trimaran.data.samples.tokenize_chat import ChatTokenizer
-from trimaran.data.tokenizer import load_tokenizer
+from trimaran.data.text.tokenizer import load_tokenizer
 from trimaran.data.vision.image_grid import measure_images
 
 NUM_SAMPLES = 256  # of each source

@@ -18,7 +18,7 @@ from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.data.feed import positions
 from trimaran.data.samples.source_part import SamplePart, not_samples
-from trimaran.data.tokenizer import Tokenizer, check_vocabulary
+from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary
 
 FORMAT = "trimaran-mixture-1"
 MIXTURE = "mixture.json"

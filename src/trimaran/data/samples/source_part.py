@@ -20,8 +20,8 @@ from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
 from trimaran.data.samples.image_files import ImageFiles
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SizedImage, origin
-from trimaran.data.token_shards import DTYPES, rename_into_place
-from trimaran.data.tokenizer import Tokenizer, open_tokenizer
+from trimaran.data.text.token_shards import DTYPES, rename_into_place
+from trimaran.data.text.tokenizer import Tokenizer, open_tokenizer
 from trimaran.data.vision.grid_positions import ALONE
 
 FORMAT = "trimaran-samples-1"

@@ -13,7 +13,7 @@ from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.chat_templates import SPECIAL, TEMPLATES, choose_template
 from trimaran.data.samples.raw_sample import ImageSource, RawSample, SizedImage, Turn, Video
 from trimaran.data.samples.source_part import TokenizedSample
-from trimaran.data.tokenizer import ByteTokenizer, Tokenizer
+from trimaran.data.text.tokenizer import ByteTokenizer, Tokenizer
 from trimaran.data.vision.grid_positions import ALONE
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from trimaran.doctor.step_breakdown import (
     step_breakdown,
 )
 from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE
-from trimaran.planner.neighbours import larger_micro_batch
+from trimaran.planner.search.neighbours import larger_micro_batch
 
 MIN_COMM_FRACTION = {"cuda": 0.2, "cpu": 0.3}  # of a step; gloo shares the cores that compute
 SLOW_NETWORK = "the network is slower than the plan assumed: measure it with `trimaran doctor` on these nodes"

@@ -12,7 +12,7 @@ from trimaran.cost.time_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch
 from trimaran.doctor.step_breakdown import StepBreakdown, get_number, get_numbers, steady_steps, step_breakdown
-from trimaran.planner.neighbours import fewer_launches, larger_micro_batches
+from trimaran.planner.search.neighbours import fewer_launches, larger_micro_batches
 
 MIN_LAUNCH_FRACTION = 0.15  # of compute time
 MIN_FRACTION_OF_PREDICTION = 0.85  # of predicted compute: a faster run cannot be launch-bound

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from trimaran.core import UserError, show_bytes
 from trimaran.core.regular_files import read_regular_bytes
-from trimaran.hub import hub_repo_of
 from trimaran.launch.targets.kubernetes_files import k8s_client
 from trimaran.launch.targets.kubernetes_files.k8s_lint import lint_manifest
 from trimaran.launch.targets.kubernetes_files.k8s_manifest import dump_documents, job_documents, storage_documents
@@ -25,6 +24,7 @@ from trimaran.launch.targets.target import (
     SiteCheck,
     job_name,
 )
+from trimaran.models import hub_repo_of
 
 JOB_FILE, STORAGE_FILE = "job.yaml", "storage.yaml"
 MAX_MANIFEST_BYTES = 4 << 20

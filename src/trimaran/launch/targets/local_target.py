@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from trimaran.core import UserError, show_bytes
-from trimaran.hardware import detect
-from trimaran.launch.detached import DetachedProcess
+from trimaran.launch.supervise.detached import DetachedProcess
 from trimaran.launch.targets.node_command import node_command
 from trimaran.launch.targets.script_text import EXIT_CODES, SHARED_FUNCTIONS, commented, state_of_process
 from trimaran.launch.targets.target import JobCommands, JobRecord, JobState, LaunchFiles, LaunchRequest, SiteCheck
+from trimaran.machine import detect
 
 SCRIPT = "run.sh"
 PROCESS = "launch"  # the name of the detached script, whose output is RUN/logs/launch.log
@@ -74,7 +74,7 @@ class LocalTarget:
     def commands(self, job: JobRecord) -> JobCommands:
         process = _process(job)
         files = [f"--folder={process.folder}", f"--logs={process.log.parent}"]
-        detached = [sys.executable, "-m", "trimaran.launch.detached"]
+        detached = [sys.executable, "-m", "trimaran.launch.supervise.detached"]
         return JobCommands(
             follow=[*detached, "follow", PROCESS, *files],
             stop=[*detached, "stop", PROCESS, *files],

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from trimaran.core import EXIT_AGAIN, UserError
-from trimaran.launch.detached import DetachedProcess
+from trimaran.launch.supervise.detached import DetachedProcess
 from trimaran.launch.targets.node_command import node_command
 from trimaran.launch.targets.script_text import state_of_process
 from trimaran.launch.targets.site_variables import Variables

@@ -8,8 +8,8 @@ from typing import Any
 
 from trimaran.core import Seconds
 from trimaran.launch.targets.target import LaunchRequest
-from trimaran.run import RunDirectory
-from trimaran.run.line_files import last_lines, lines_from_end
+from trimaran.runs import RunDirectory
+from trimaran.runs.line_files import last_lines, lines_from_end
 
 SLACK_SECONDS = 60
 NUM_SAVES = 5  # the longest of the last ones counts

@@ -3,7 +3,7 @@
 import json
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
-from trimaran.launch.detached import DetachedProcess
+from trimaran.launch.supervise.detached import DetachedProcess
 from trimaran.launch.targets.target import JobState
 
 EXIT_UNREACHABLE = 69  # of a script that could reach no node; EX_UNAVAILABLE of sysexits.h

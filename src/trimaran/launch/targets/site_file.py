@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import read_regular_bytes
-from trimaran.hardware.validation_error import first_error
 from trimaran.launch.targets.target import TARGET_CLASSES, target_names
+from trimaran.machine.validation_error import first_error
 
 MAX_SITE_BYTES = 1 << 16
 EXAMPLE = "slurm: {partition: gpu, account: llm}"

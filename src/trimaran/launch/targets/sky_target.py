@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimaran.core import EXIT_AGAIN, UserError
-from trimaran.launch.run_token import VARIABLE as RUN_TOKEN
+from trimaran.launch.supervise.run_token import VARIABLE as RUN_TOKEN
 from trimaran.launch.targets.node_command import node_command
 from trimaran.launch.targets.script_text import EXIT_CODES, commented
 from trimaran.launch.targets.site_variables import Variables

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
-from trimaran.run import RunDirectory, append_line, last_step, open_run
-from trimaran.run.attempts import read_attempts
-from trimaran.run.journal import JsonlFollower
-from trimaran.run.line_files import last_lines
+from trimaran.runs import RunDirectory, append_line, last_step, open_run
+from trimaran.runs.attempts import read_attempts
+from trimaran.runs.journal import JsonlFollower
+from trimaran.runs.line_files import last_lines
 
 MAX_DEATHS = 3  # ends in a row without a new step, of which no supervisor could say why
 MAX_REASON = 250  # characters

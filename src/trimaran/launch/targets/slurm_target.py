@@ -36,8 +36,8 @@ from trimaran.launch.targets.target import (
     SiteCheck,
     State,
 )
-from trimaran.run import RunDirectory
-from trimaran.run.bad_nodes import bad_nodes_file, read_bad_nodes
+from trimaran.runs import RunDirectory
+from trimaran.runs.bad_nodes import bad_nodes_file, read_bad_nodes
 
 TOOLS = ("sbatch", "scontrol", "scancel", "sinfo", "srun")
 SHARED_DISKS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.ceph", "glusterfs", "cifs", "9p"}

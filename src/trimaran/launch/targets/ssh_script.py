@@ -74,9 +74,9 @@ class SshScript:
 
 
 def detached_command(python: str, *, folder: str = "", environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return the command of a node that starts others so that they outlive the connection; see `launch/detached.py`."""
+    """Return the command of a node that starts others so that they outlive the connection (`detached.py`)."""
     given = [f"{name}={value}" for name, value in (environment or {}).items()]
-    command = [python, "-m", "trimaran.launch.detached"]
+    command = [python, "-m", "trimaran.launch.supervise.detached"]
     command = ["env", *given, *command] if given else command
     # `cd` has to be a command of the shell; the rest of the words are its arguments "$@".
     return ["sh", "-c", 'cd -- "$0" && exec "$@"', folder, *command] if folder else command

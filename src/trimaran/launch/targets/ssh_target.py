@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trimaran.core import UserError
-from trimaran.launch.detached import DetachedProcess
-from trimaran.launch.node_options import HEAD_PORT
+from trimaran.launch.supervise.detached import DetachedProcess
+from trimaran.launch.supervise.node_options import HEAD_PORT
 from trimaran.launch.targets.hostfile import SshHost, parse_hosts, read_hostfile
 from trimaran.launch.targets.node_command import node_command
 from trimaran.launch.targets.script_text import EXIT_UNREACHABLE, state_of_code
@@ -23,7 +23,7 @@ from trimaran.launch.targets.ssh_check import check_hosts
 from trimaran.launch.targets.ssh_script import SSH_OPTIONS, SshScript, detached_command
 from trimaran.launch.targets.ssh_session import SshAccess
 from trimaran.launch.targets.target import JobCommands, JobRecord, JobState, LaunchFiles, LaunchRequest, SiteCheck
-from trimaran.run.bad_nodes import bad_nodes_file, read_bad_nodes
+from trimaran.runs.bad_nodes import bad_nodes_file, read_bad_nodes
 
 SCRIPT = "launch.sh"
 FOLLOWER = "launch"  # the name of the detached `launch.sh --follow`, which collects the nodes' output

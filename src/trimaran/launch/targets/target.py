@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean
 from trimaran.core.plugins import installed_plugins, load_plugin, plugin_names
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 
 # By name, in the order in which help and completion list them. Only the requested one is imported.
 TARGET_CLASSES = {

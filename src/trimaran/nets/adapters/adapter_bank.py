@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.nets.adapters.lora_linear import ADAPTER_PARAMETERS, LoraLinear
-from trimaran.nets.latent_attention import LatentAttention
+from trimaran.nets.decoder.latent_attention import LatentAttention
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
 from trimaran.nets.network import Network
 

@@ -9,10 +9,10 @@ from trimaran.core import AdapterSection, UserError, did_you_mean
 from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse_large_rank, refuse_unknown_targets
 from trimaran.models.module_names import is_named
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
-from trimaran.nets.moe import MoeLayer
+from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.nets.network import Network
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
-from trimaran.nets.vision import Stem
+from trimaran.nets.vlm.vision import Stem
 
 
 @dataclass(frozen=True, slots=True)

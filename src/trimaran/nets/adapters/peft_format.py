@@ -16,9 +16,9 @@ from torch import Tensor
 from trimaran.core import AdapterSection, UserError
 from trimaran.nets.adapters.attach import adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, is_adapter_parameter
-from trimaran.nets.moe import ExpertWeights
+from trimaran.nets.decoder.moe import ExpertWeights
 from trimaran.nets.network import Network
-from trimaran.nets.vlm_names import DiskTensor
+from trimaran.nets.vlm.vlm_names import DiskTensor
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

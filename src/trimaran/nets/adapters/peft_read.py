@@ -22,8 +22,8 @@ from trimaran.nets.adapters.peft_format import DOWN, MAGNITUDE, PEFT_CONFIG, PEF
 from trimaran.nets.hf_weights import damaged, first_few
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
-from trimaran.nets.vlm_names import DiskTensor, canonical, to_memory
-from trimaran.nets.vlm_network import VlmNetwork
+from trimaran.nets.vlm.vlm_names import DiskTensor, canonical, to_memory
+from trimaran.nets.vlm.vlm_network import VlmNetwork
 
 MAX_CONFIG_BYTES = 10_000_000
 PICKLED_WEIGHTS = "adapter_model.bin"

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trimaran.core.input_rules import CAMERA_METRES, SceneRules
 from trimaran.models.perception_spec import PerceptionSpec
-from trimaran.nets.attention_context import Context
-from trimaran.nets.moe import as_autocast
+from trimaran.nets.decoder.attention_context import Context
+from trimaran.nets.decoder.moe import as_autocast
 from trimaran.nets.perception.layers import (
     CameraNeck,
     CameraStem,

@@ -19,14 +19,14 @@ from trimaran.core import Plan
 from trimaran.core.fsdp_units import unit_sizes
 from trimaran.core.plan import Sharding
 from trimaran.nets import Network
-from trimaran.nets.adapters.nf4_linear import packed_parameters
-from trimaran.nets.decoder import DecoderLayer, PredictionLayer
-from trimaran.nets.moe import ExpertWeights
-from trimaran.nets.stacked_experts import is_spread
+from trimaran.nets.decoder.decoder import DecoderLayer, PredictionLayer
+from trimaran.nets.decoder.moe import ExpertWeights
+from trimaran.nets.decoder.stacked_experts import is_spread
+from trimaran.nets.nf4_linear import packed_parameters
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
+from trimaran.parallel.disk.disk_weights import put_on_disk
 from trimaran.parallel.fp8_gather import gather_in_fp8
-from trimaran.parallel.memory.disk_weights import put_on_disk
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
 from trimaran.parallel.tower_plan import SHARDING_ATTRIBUTE, sharding_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.image_assignment import ImageAssignment, ImagePatches
+from trimaran.nets.vlm.image_assignment import ImageAssignment, ImagePatches
 from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.mesh import RankMesh
 from trimaran.parallel.tower_plan import image_split_towers, takes_images

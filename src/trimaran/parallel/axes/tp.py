@@ -20,7 +20,7 @@ from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.nets.absent_modules import AbsentModule
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
-from trimaran.nets.attention import WideRMSNorm
+from trimaran.nets.decoder.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.foreign_layers import ForeignColumns, ForeignExperts, ForeignReplica, ForeignRows

@@ -15,7 +15,7 @@ from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel.comm.outer_exchange import MeanExchange, StartExchange, exchange_of
 from trimaran.parallel.mesh import RankMesh
-from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.runs.gloo_listeners import closed_listeners
 
 MAX_BUCKET_VALUES = 64 << 20  # 256 MiB of fp32: exchanged together
 NamedParameter = tuple[str, nn.Parameter]

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from trimaran.core import Plan
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.planner.emit.deepspeed import client_config, refuse_for_deepspeed
 from trimaran.planner.emit.emission import (
     PORT,

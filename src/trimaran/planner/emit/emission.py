@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.user_folders import expand_user
-from trimaran.hardware import Cluster
+from trimaran.machine import Cluster
 from trimaran.planner.degrees import either
 from trimaran.planner.question import Question
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.checkpoint.export_peft import AdapterFacts, save_adapter, whole_modules
+from trimaran.checkpoint.convert.export_peft import AdapterFacts, save_adapter, whole_modules
 from trimaran.checkpoint.saver import RANK_TIMEOUT_SECONDS, TorchStore
 from trimaran.core import ModelSection, Recipe, UserError
 from trimaran.models.base_digest import (

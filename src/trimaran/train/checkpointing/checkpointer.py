@@ -9,7 +9,7 @@ from trimaran.checkpoint.memory_copies import MemorySource
 from trimaran.checkpoint.rank_layout import barrier
 from trimaran.core import Recipe
 from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.run import last_step
+from trimaran.runs import last_step
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.checkpointing.disk_saves import (
     DiskSaves,
@@ -345,7 +345,7 @@ def _log_resume(inputs: CheckpointInputs, restored: RestoredState, seconds: floa
         fields = {"tier": restored.tier, "from_step": restored.step, "refused": refused}
         inputs.journal.event("resume", step=restored.step, seconds=seconds, **fields)
     if restored.store_failed:
-        from trimaran.checkpoint.store_uploads import UploadResult  # noqa: PLC0415  few runs have a store
+        from trimaran.checkpoint.store.store_uploads import UploadResult  # noqa: PLC0415  few runs have a store
 
         url = inputs.recipe.checkpoint.store
         log_upload(inputs.journal, UploadResult(step=restored.step, url=url, failed=restored.store_failed))

@@ -32,15 +32,15 @@ from trimaran.checkpoint.step_dirs import (
 from trimaran.core import Seconds, UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.run import Journal, RunDirectory
-from trimaran.run.reserve import DISK_REASONS
-from trimaran.run.run_directory import newest_term
+from trimaran.runs import Journal, RunDirectory
+from trimaran.runs.reserve import DISK_REASONS
+from trimaran.runs.run_directory import newest_term
 from trimaran.train.checkpointing.inputs import CheckpointInputs, SaveTotals
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.process.supervisor_link import supervisor_store
 
 if TYPE_CHECKING:
-    from trimaran.checkpoint.store_uploads import StoreUploads, UploadResult
+    from trimaran.checkpoint.store.store_uploads import StoreUploads, UploadResult
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class DiskSaves:
 
     def wait_until_uploaded(self, step: int) -> None:
         """Return when the object store has the last checkpoint, or the upload has failed."""
-        from trimaran.checkpoint.store_uploads import wait_for_uploads  # noqa: PLC0415  few runs have a store
+        from trimaran.checkpoint.store.store_uploads import wait_for_uploads  # noqa: PLC0415  few runs have a store
 
         uploads, url, shown_at = self.saver.uploads, self._inputs.recipe.checkpoint.store, time.monotonic()
 
@@ -283,7 +283,7 @@ def refuse_small_disk(run: RunDirectory, layout: RankLayout, share_bytes: np.nda
     """Raise UserError if the next checkpoint does not fit on the disk. Rank 0 checks for all ranks.
 
     `share_bytes` are those of each rank. With `own_disk` the fullest disk decides, on which a node writes its shares.
-    Whether all checkpoints that the recipe keeps fit is checked before the run, see `app/session/session.py`.
+    Whether all checkpoints that the recipe keeps fit is checked before the run, see `app/train/session.py`.
     """
     free, num_bytes = broadcast_json(shutil.disk_usage(run.path).free), int(share_bytes.sum())
     if own_disk:

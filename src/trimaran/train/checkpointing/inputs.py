@@ -8,13 +8,13 @@ from typing import Any
 
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, exchange_rank_layout
-from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import ModelSection, Plan, Recipe
 from trimaran.models import model_folder
 from trimaran.nets import Network
 from trimaran.nets.whole_tensors import ReadTensor
 from trimaran.parallel.axes.stage_map import StageMap
-from trimaran.run import Journal, RunDirectory
+from trimaran.parallel.tensor_shards import CheckpointState
+from trimaran.runs import Journal, RunDirectory
 from trimaran.train.process.rank_info import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -58,7 +58,7 @@ class Base:
         report_progress: Callable[[], None],
     ) -> None:
         """Write what was trained to `folder`, see `save_network`. Every rank must call it."""
-        from trimaran.checkpoint.export_hf import save_network  # noqa: PLC0415  nothing needs it before the end
+        from trimaran.checkpoint.convert.export_hf import save_network  # noqa: PLC0415  nothing needs it before the end
 
         save_network(
             networks,

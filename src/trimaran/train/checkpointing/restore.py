@@ -9,10 +9,10 @@ from typing import Any
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.checkpoint.load_state import refuse_unused_tensors
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
-from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Recipe, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
-from trimaran.run import JsonlFollower, RunDirectory
+from trimaran.parallel.tensor_shards import CheckpointState
+from trimaran.runs import JsonlFollower, RunDirectory
 from trimaran.train.checkpointing.inputs import Base
 from trimaran.train.checkpointing.tiers import DiskTier, MemoryTier, Report, Tier, TierName
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED

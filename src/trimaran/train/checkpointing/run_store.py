@@ -5,14 +5,14 @@ import time
 from typing import Any
 
 from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.checkpoint.store_client import START_RETRY_SECONDS, UPLOAD_NICENESS, StoreClient
-from trimaran.checkpoint.store_fetch import StoreFetcher, run_identity
-from trimaran.checkpoint.store_uploads import StoreUploads
+from trimaran.checkpoint.store.store_client import START_RETRY_SECONDS, UPLOAD_NICENESS, StoreClient
+from trimaran.checkpoint.store.store_fetch import StoreFetcher, run_identity
+from trimaran.checkpoint.store.store_uploads import StoreUploads
 from trimaran.checkpoint.write_checkpoint import KeyValueStore
 from trimaran.core import CheckpointSection
-from trimaran.run import RunDirectory
-from trimaran.run.held_directory import descriptor_of
-from trimaran.run.run_directory import MARKER
+from trimaran.runs import RunDirectory
+from trimaran.runs.held_directory import descriptor_of
+from trimaran.runs.run_directory import MARKER
 
 
 def open_fetcher(run: RunDirectory, section: CheckpointSection, layout: RankLayout, *, own_disk: bool) -> StoreFetcher:

@@ -15,14 +15,14 @@ from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_
 from trimaran.checkpoint.memory_copies import RankMemory
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
-from trimaran.checkpoint.tensor_shards import CheckpointSource, CheckpointState, TensorShard
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import Recipe, UserError, fixed_field_changes, parse_recipe
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+from trimaran.parallel.tensor_shards import CheckpointSource, CheckpointState, TensorShard
 from trimaran.train.checkpointing.inputs import Base
 
 if TYPE_CHECKING:
-    from trimaran.checkpoint.store_fetch import StoreFetcher
+    from trimaran.checkpoint.store.store_fetch import StoreFetcher
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_regions import IndexEntry, TensorIndex
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.parallel.comm.compression import Compressor
+from trimaran.parallel.tensor_regions import IndexEntry, TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.train.checkpointing.training_state import FEEDBACK_PREFIX
 
 SHARED = "factor"  # the same on all ranks

@@ -25,13 +25,13 @@ from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import Inputs
-from trimaran.data.token_shards import IGNORED
-from trimaran.hardware.host_limits import free_bytes
+from trimaran.data.text.token_shards import IGNORED
+from trimaran.machine.host_limits import free_bytes
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear, merged_weight
-from trimaran.nets.adapters.nf4_linear import CODES, Nf4Weight, loadable_weights
-from trimaran.nets.hf_build import open_hf_model
+from trimaran.nets.hf.hf_build import open_hf_model
 from trimaran.nets.local_shards import gathered
+from trimaran.nets.nf4_linear import CODES, Nf4Weight, loadable_weights
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel import RankMesh, autocast
 from trimaran.parallel.comm.json_exchange import all_gather_json

@@ -25,7 +25,7 @@ from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.run import Journal
+from trimaran.runs import Journal
 from trimaran.train.features.nonfinite_search import unchanged_buffers
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.objective import Objective

@@ -18,9 +18,9 @@ from trimaran.core import Mesh
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
-from trimaran.nets.joint_projections import separate_modules
+from trimaran.nets.decoder.joint_projections import separate_modules
+from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.nets.local_shards import local_part
-from trimaran.nets.moe import MoeLayer
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.features.reproduction import judge_reproduction, receive_neighbour_batch

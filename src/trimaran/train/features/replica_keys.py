@@ -4,10 +4,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from trimaran.checkpoint.tensor_regions import TensorIndex
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.nets.local_shards import local_slices
 from trimaran.parallel.comm.outer_step import OuterState, OuterTensor
+from trimaran.parallel.tensor_regions import TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.train.checkpointing.training_state import OUTER_PREFIX, REPLICA_PREFIX, ShardKeys
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from trimaran.models import model_folder, weight_files
 from trimaran.models.vlm_section import vlm_of
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets import Network, initialise, network_of
-from trimaran.nets.patch_layout import black_image
-from trimaran.nets.vlm_model import Vlm
+from trimaran.nets.vlm.patch_layout import black_image
+from trimaran.nets.vlm.vlm_model import Vlm
 from trimaran.parallel import override_precision
 from trimaran.parallel.precision import autocast
 from trimaran.train.agreement import FlagAllReduce

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.run import Journal
+from trimaran.runs import Journal
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 MAX_FRAMES = 30  # between torch's callback and the function that compiles

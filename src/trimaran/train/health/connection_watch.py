@@ -4,8 +4,8 @@ import os
 import resource
 import time
 
-from trimaran.run import Journal
-from trimaran.run.gloo_listeners import count_refused_packets
+from trimaran.runs import Journal
+from trimaran.runs.gloo_listeners import count_refused_packets
 
 CHECK_SECONDS = 5.0
 MIN_REFUSED_PACKETS = 100  # fewer are a port scan, or one program that tries in vain

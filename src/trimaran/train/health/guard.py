@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trimaran.core import FaultsSection, Mesh, UserError
 from trimaran.data.quarantine import Quarantine, read_quarantine
-from trimaran.optim.loss_scale import LossScale
-from trimaran.run import RunDirectory
+from trimaran.parallel.optimizer.loss_scale import LossScale
+from trimaran.runs import RunDirectory
 from trimaran.train.health.memory_check import ReplicaDifference, ShardCheck
 
 MIN_SAMPLES = 1000  # the fraction of bad samples is taken of at least this many

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel.batched.tensor_sums import TensorChecksums, addresses_of, can_sum
 from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.parallel.memory.tensors_on_disk import store_of
+from trimaran.parallel.disk.tensors_on_disk import store_of
+from trimaran.parallel.tensor_shards import TensorShard
 
 log = logging.getLogger(__name__)
 

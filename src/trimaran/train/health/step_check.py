@@ -7,7 +7,7 @@ from typing import Any
 
 from trimaran.core import Plan
 from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.run import Journal
+from trimaran.runs import Journal
 from trimaran.train.agreement import StepDecision
 from trimaran.train.health.guard import Guard, RefusedStep, Samples, StepNumbers
 from trimaran.train.health.memory_check import MAX_REPORTED_KEYS, CompareReplicas

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from trimaran.core import Recipe, RowCost
 from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.pack_text import Progress
 from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
+from trimaran.data.text.pack_text import Progress
 from trimaran.models import outline_if_known
 from trimaran.models.recipe_images import recipe_image_rules
 from trimaran.models.row_cost import row_cost

@@ -4,7 +4,7 @@ from functools import partial
 
 from trimaran.core import Recipe
 from trimaran.data.feed import DataShare
-from trimaran.data.scene_feed import scene_feeds, scenes_digest
+from trimaran.data.scenes.scene_feed import scene_feeds, scenes_digest
 from trimaran.nets import Network
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.perception_objective import PerceptionObjective

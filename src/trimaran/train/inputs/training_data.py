@@ -15,18 +15,18 @@ from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import LoaderLimits
 from trimaran.data.quarantine import SampleReader
-from trimaran.data.token_feed import TokenFeed
-from trimaran.data.token_shards import Sequences, split
-from trimaran.data.tokenizer import Tokenizer
-from trimaran.hardware.host_limits import CGROUP, cpu_quota, free_bytes
+from trimaran.data.text.token_feed import TokenFeed
+from trimaran.data.text.token_shards import Sequences, split
+from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.machine.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.nets import Network
 from trimaran.train.loss.objective import Objective, choose_objective
 from trimaran.train.process.rank_info import RankInfo
 
 if TYPE_CHECKING:
     from trimaran.data.image_arrays import FeatureSource
-    from trimaran.data.pack_text import Progress
     from trimaran.data.samples.sample_index import SampleIndex
+    from trimaran.data.text.pack_text import Progress
 
 CacheFeatures = Callable[["SampleIndex", ImageRules, Path], "FeatureSource"]
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
-from trimaran.optim.split_weights import NO_SPLIT_WEIGHTS, SplitWeights, join_fp32
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.stage_map import StageMap, TrainedParameters, map_stages
 from trimaran.parallel.batched.tensor_sums import has_kernels, to_device
 from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.parallel.disk.tensors_on_disk import store_of
 from trimaran.parallel.gradient_norm import GradientSquares, group_masks, num_shards, sum_by_mask
-from trimaran.parallel.memory.tensors_on_disk import store_of
+from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights, join_fp32
 
 MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update
 MAX_SAMPLED_VALUES = 2 * MIN_SAMPLED_VALUES

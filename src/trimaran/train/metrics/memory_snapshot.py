@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.run import RunDirectory
-from trimaran.run.profile_request import snapshot_file
-from trimaran.telemetry.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
+from trimaran.runs import RunDirectory
+from trimaran.runs.profile_request import snapshot_file
+from trimaran.runs.read.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
 from trimaran.train.metrics.nvtx_ranges import is_compiled
 
 log = logging.getLogger(__name__)

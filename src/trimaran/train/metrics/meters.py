@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from trimaran.core import Plan, Recipe
 from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.hardware.host_limits import CGROUP, total_bytes
+from trimaran.machine.host_limits import CGROUP, total_bytes
 from trimaran.nets import Network
-from trimaran.telemetry.rank_table import RankTableWriter
+from trimaran.runs.read.rank_table import RankTableWriter
 
 MEASURES = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes", "tokens")
 WAIT_COLUMN = MEASURES.index("wait_seconds")

@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from trimaran.core import Phase, TelemetrySection
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.nets import Network
-from trimaran.run import Journal, RunDirectory
-from trimaran.run.out_of_memory import says_out_of_memory
-from trimaran.run.profile_request import (
+from trimaran.runs import Journal, RunDirectory
+from trimaran.runs.out_of_memory import says_out_of_memory
+from trimaran.runs.profile_request import (
     RECIPE_ID,
     ProfileRequest,
     read_request,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trimaran.models import ExpertSpec, ModelSpec
 from trimaran.nets import Decoder, Network
-from trimaran.nets.moe import MoeLayer
-from trimaran.nets.moe_router import NUM_EXTRA_STATS
+from trimaran.nets.decoder.moe import MoeLayer
+from trimaran.nets.decoder.moe_router import NUM_EXTRA_STATS
 from trimaran.train.metrics.host_copy import copy_to_host_async
 
 

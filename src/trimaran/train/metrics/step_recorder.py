@@ -16,8 +16,8 @@ from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_B
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.run import Journal
-from trimaran.telemetry.step_index import StepIndexer
+from trimaran.runs import Journal
+from trimaran.runs.read.step_index import StepIndexer
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.connection_watch import ConnectionWatch
 from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.hardware.host_limits import SYS, cores_near, numa_node_of, pci_device
+from trimaran.machine.host_limits import SYS, cores_near, numa_node_of, pci_device
 
 
 def bind_cores(device: torch.device) -> dict[str, int]:

@@ -24,14 +24,14 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
-from trimaran.run.bytecode_cache import use_bytecode_cache
-from trimaran.run.process_control import adopt_orphans, die_with_parent, raise_soft_limits, set_process_name
+from trimaran.runs.bytecode_cache import use_bytecode_cache
+from trimaran.runs.process_control import adopt_orphans, die_with_parent, raise_soft_limits, set_process_name
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))  # before torch is imported, which takes seconds
     use_bytecode_cache(os.environ)
 
-from trimaran.run.compile_cache import compile_cache
+from trimaran.runs.compile_cache import compile_cache
 
 if __name__ == "__main__":
     os.environ.update(compile_cache(os.environ))  # torch reads it when it is imported
@@ -54,9 +54,9 @@ import torch
 
 from trimaran.core.regular_files import append_regular_file, open_regular_fd
 from trimaran.data import cache_folder
-from trimaran.hardware.host_limits import openmp_threads
-from trimaran.run import RunDirectory, open_run
-from trimaran.run.run_directory import DESCRIPTORS
+from trimaran.machine.host_limits import openmp_threads
+from trimaran.runs import RunDirectory, open_run
+from trimaran.runs.run_directory import DESCRIPTORS
 from trimaran.train.process.rank_info import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import import_for, run_worker

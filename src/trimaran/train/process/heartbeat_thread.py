@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from trimaran.core.regular_files import append_regular_file, read_regular_text
-from trimaran.run import RunDirectory
+from trimaran.runs import RunDirectory
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 log = logging.getLogger(__name__)

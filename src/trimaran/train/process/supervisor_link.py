@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from trimaran.core import UserError
-from trimaran.run import Heartbeat, HeartbeatBoard, Section
-from trimaran.run.wire import WRITTEN_ONCE, ChannelClient, Record, RefusedError, pack, unpack
+from trimaran.runs import Heartbeat, HeartbeatBoard, Section
+from trimaran.runs.wire import WRITTEN_ONCE, ChannelClient, Record, RefusedError, pack, unpack
 
 TIMEOUT = timedelta(minutes=10)
 CONNECT_SECONDS = 30.0
@@ -85,7 +85,7 @@ NO_SUPERVISOR = SupervisorLink()
 
 
 def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
-    """Return the link that the supervisor wrote into `environment`, see `launch/local_node.py`."""
+    """Return the link that the supervisor wrote into `environment`, see `launch/supervise/local_node.py`."""
     heartbeat, rank_memories = environment.get("TRIMARAN_PULSE"), environment.get("TRIMARAN_BERTHS", "")
     return SupervisorLink(
         attempt=int(environment.get("TRIMARAN_ATTEMPT", 0)),

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from trimaran.core import UserError
 from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.run import RunDirectory
-from trimaran.run.held_directory import HeldDirectory
-from trimaran.run.lease import take_lease
-from trimaran.run.reserve import fill_reserve, remove_reserve
+from trimaran.runs import RunDirectory
+from trimaran.runs.held_directory import HeldDirectory
+from trimaran.runs.lease import take_lease
+from trimaran.runs.reserve import fill_reserve, remove_reserve
 from trimaran.train.process.rank_info import TIMEOUT, RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
 

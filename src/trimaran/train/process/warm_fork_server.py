@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from trimaran.run.warm_protocol import SOCKET, difference, fingerprint, take_lock
+from trimaran.runs.warm_protocol import SOCKET, difference, fingerprint, take_lock
 
 _STARTED = time.time()
 _ENVIRONMENT = dict(os.environ)  # noqa: TID251 - an entry point
@@ -26,10 +26,10 @@ if __name__ == "__main__":
     gc.disable()
     for _number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(_number, signal.SIG_IGN)
-    from trimaran.run.bytecode_cache import use_bytecode_cache
+    from trimaran.runs.bytecode_cache import use_bytecode_cache
 
     use_bytecode_cache(_ENVIRONMENT)
-    from trimaran.run.compile_cache import compile_cache
+    from trimaran.runs.compile_cache import compile_cache
 
     os.environ.update(compile_cache(_ENVIRONMENT))  # noqa: TID251
 
@@ -40,7 +40,7 @@ import struct  # noqa: E402
 from importlib import import_module  # noqa: E402
 from typing import Any  # noqa: E402
 
-from trimaran.run.process_control import set_process_name  # noqa: E402
+from trimaran.runs.process_control import set_process_name  # noqa: E402
 from trimaran.train.process.fork_server import ForkServer, freeze_imports  # noqa: E402
 
 # What ranks of some plans import, in a second or two each: the compiler, sharded tensors, pipelines.

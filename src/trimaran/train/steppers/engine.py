@@ -6,8 +6,8 @@ from importlib import import_module
 
 from trimaran.core import Plan, TrainSection
 from trimaran.nets import Network
-from trimaran.optim.loss_scale import build_loss_scale
 from trimaran.parallel import RankMesh
+from trimaran.parallel.optimizer.loss_scale import build_loss_scale
 from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import LanguageObjective, Objective
 from trimaran.train.metrics.step_clock import StepClock

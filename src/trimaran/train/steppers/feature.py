@@ -12,7 +12,7 @@ from trimaran.data.feed import DataShare
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
-from trimaran.run import Journal
+from trimaran.runs import Journal
 from trimaran.train.checkpointing.training_state import ShardKeys, StatePart, TrainingCounter
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.metrics.step_clock import StepClock

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection
 from trimaran.core.plan import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
+from trimaran.parallel.tensor_shards import CheckpointState
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.head_loss import LossHead, build_loss_head, compute_later_loss
@@ -262,7 +262,7 @@ class PlainStepper:
         """See `Stepper.next_token_function`. tp and cp split a sequence, so that a single token is not enough."""
         if self._ranks.degrees.tp * self._ranks.degrees.cp > 1 or not self._network.has_cache(self._device):
             return self.next_token_logits
-        from trimaran.infer.next_token import CachedLogits  # noqa: PLC0415  only samples need it
+        from trimaran.train.generation.next_token import CachedLogits  # noqa: PLC0415  only samples need it
 
         cached = CachedLogits(self._network, self._device)
 

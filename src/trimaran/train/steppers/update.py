@@ -12,11 +12,10 @@ from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.optim import LR_FACTOR
-from trimaran.optim.eager_optimizer import SplitWeightsOptimizer, split_weights_of
-from trimaran.parallel import RankMesh
+from trimaran.parallel import LR_FACTOR, RankMesh
 from trimaran.parallel.axes.stage_map import TrainedParameters
 from trimaran.parallel.gradient_norm import GradientSquares, sum_partial_gradients
+from trimaran.parallel.optimizer.eager_optimizer import SplitWeightsOptimizer, split_weights_of
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter

@@ -8,7 +8,7 @@ import yaml
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, EXIT_USER, dump_recipe
 from trimaran.launch.targets.kubernetes_files import k8s_pod
 from trimaran.launch.targets.target import LaunchRequest, job_name
-from trimaran.run.run_directory import dump_plan
+from trimaran.runs.run_directory import dump_plan
 
 REPLICATED_JOB = "node"  # the name that Kubeflow's runtimes require, as that of the container
 MANAGER = "trimaran.dev/launch"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.core import PHASES, SECONDS_DECIMALS, Plan, StepMetrics
-from trimaran.run import Journal
-from trimaran.telemetry.step_index import StepIndexer
+from trimaran.runs import Journal
+from trimaran.runs.read.step_index import StepIndexer
 from trimaran.train.features.async_sgd.shard_server import AppliedUpdate
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.metrics.meters import MemoryMeter

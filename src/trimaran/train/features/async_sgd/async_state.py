@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trimaran.checkpoint.tensor_regions import TensorIndex
-from trimaran.checkpoint.tensor_shards import TensorShard
-from trimaran.optim.optimizer_state import OptimizerState
+from trimaran.parallel.optimizer.optimizer_state import OptimizerState
+from trimaran.parallel.tensor_regions import TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState
 from trimaran.train.features.async_sgd.shard_server import ShardServer
 

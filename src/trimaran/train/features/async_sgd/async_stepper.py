@@ -11,9 +11,9 @@ from trimaran.core import Plan, TrainSection
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.nets.tower_names import tower_of
-from trimaran.optim.build_optimizer import optimizer_of
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.stage_map import TrainedParameters
+from trimaran.parallel.optimizer.build_optimizer import optimizer_of
 from trimaran.train.checkpointing.training_state import saved_settings
 from trimaran.train.features.async_sgd.async_state import AsyncState
 from trimaran.train.features.async_sgd.batch_counter import BatchCounter

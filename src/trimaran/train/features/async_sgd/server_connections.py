@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import PHASES
-from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.features.async_sgd.batch_counter import Batch, BatchCounter, Pause
 from trimaran.train.features.async_sgd.row_shards import ServerRows
 from trimaran.train.features.async_sgd.shard_server import GradientFacts, ShardServer

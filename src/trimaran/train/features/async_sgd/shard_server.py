@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.core import Mesh, TrainSection
-from trimaran.optim.schedule import learning_rate
+from trimaran.parallel.optimizer.schedule import learning_rate
 from trimaran.train.features.async_sgd.row_shards import ServerRows
 from trimaran.train.health.guard import RefusedStep, StepNumbers
 from trimaran.train.steppers.update import Updater

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.checkpoint.tensor_regions import TensorIndex
-from trimaran.checkpoint.tensor_shards import CheckpointState, TensorShard
 from trimaran.core import TrainSection
-from trimaran.optim.optimizer_state import MOMENTS, check_moment_format
+from trimaran.parallel.optimizer.optimizer_state import MOMENTS, check_moment_format
+from trimaran.parallel.tensor_regions import TensorIndex
+from trimaran.parallel.tensor_shards import CheckpointState, TensorShard
 from trimaran.train.checkpointing.training_state import (
     TrainingCounter,
     TrainingState,

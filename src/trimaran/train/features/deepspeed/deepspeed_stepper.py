@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimaran.checkpoint.tensor_shards import CheckpointState
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.deepspeed_config import deepspeed_config
 from trimaran.core.device_traits import DEVICE_TRAITS
@@ -22,8 +21,8 @@ from trimaran.core.optional_packages import deepspeed_missing
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.whole_tensors import full_tensor
-from trimaran.optim import LR_FACTOR, decay_groups
-from trimaran.parallel import RankMesh, gradient_norm
+from trimaran.parallel import LR_FACTOR, RankMesh, decay_groups, gradient_norm
+from trimaran.parallel.tensor_shards import CheckpointState
 from trimaran.train.features.deepspeed.deepspeed_state import deepspeed_state
 from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import Objective, predicted_tokens

@@ -7,7 +7,7 @@ from dataclasses import replace
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.row_ledger import Deal, RowLedger
-from trimaran.data.token_feed import TokenFeed
+from trimaran.data.text.token_feed import TokenFeed
 from trimaran.train.inputs.training_data import TrainingData
 
 

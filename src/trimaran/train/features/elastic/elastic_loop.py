@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from trimaran.core import Recipe, StepMetrics
 from trimaran.data.row_ledger import RowLedger
-from trimaran.run import Journal, RunDirectory
-from trimaran.run.replica_records import Round, RoundResult, group_prefix
+from trimaran.runs import Journal, RunDirectory
+from trimaran.runs.replica_records import Round, RoundResult, group_prefix
 from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trimaran.data.feed import share_of
 from trimaran.data.row_ledger import RowLedger
-from trimaran.run import Journal, RunDirectory
+from trimaran.runs import Journal, RunDirectory
 from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile

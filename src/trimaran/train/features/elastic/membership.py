@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trimaran.run.replica_records import (
+from trimaran.runs.replica_records import (
     FINISHED,
     LAST_ROUND,
     Round,

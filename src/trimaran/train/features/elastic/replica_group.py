@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.process.rank_info import TIMEOUT
 
 log = logging.getLogger(__name__)

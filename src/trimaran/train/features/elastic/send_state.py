@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.rank_share import TORCH_DTYPES, copy_values, meta_of
-from trimaran.checkpoint.tensor_regions import IndexEntry, TensorMeta
-from trimaran.checkpoint.tensor_shards import CheckpointState, TensorShard
+from trimaran.parallel.rank_share import TORCH_DTYPES, copy_values, meta_of
+from trimaran.parallel.tensor_regions import IndexEntry, TensorMeta
+from trimaran.parallel.tensor_shards import CheckpointState, TensorShard
 
 
 @torch.no_grad()

@@ -13,15 +13,15 @@ from torch import Tensor
 from trimaran.checkpoint.hand_over import HeldState, hand_over
 from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.memory_copies import MemorySource
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, UserError
 from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.parallel import build_mesh
 from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 from trimaran.parallel.mesh import forget_meshes
-from trimaran.run.change_phases import reach_phase
-from trimaran.run.gloo_listeners import closed_listeners
+from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.runs.change_phases import reach_phase
+from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.build import WorkerParts, build_trainer, connect_trainer, load_data
 from trimaran.train.checkpointing.inputs import CheckpointInputs
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState

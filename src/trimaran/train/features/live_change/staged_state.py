@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from trimaran.checkpoint.hand_over import ROUND_BYTES
-from trimaran.checkpoint.tensor_shards import TensorShard
 from trimaran.core import Plan, UserError, show_bytes
 from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.hardware.host_limits import free_bytes
+from trimaran.machine.host_limits import free_bytes
 from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.train.build import WorkerParts
 from trimaran.train.features.live_change.process_groups import destroy_groups, known_groups
 from trimaran.train.features.live_change.rebuild import (

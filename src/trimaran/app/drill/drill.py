@@ -1,0 +1,273 @@
+"""`trimaran drill`: injects faults into a run, and reports whether each was noticed, named and survived."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimaran.app.plan.interrupting_signals import signals_interrupt
+from trimaran.app.recipe.options import (
+    RUNS,
+    YAML,
+    Json,
+    NoCheck,
+    Settings,
+    complete_recipe,
+    complete_run,
+    find_run,
+    path_argument,
+    program_name,
+)
+from trimaran.core import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimaran.app.drill.drill_run import Drill
+    from trimaran.app.drill.fault_kinds import DrillFault
+    from trimaran.app.drill.find_processes import RunProcesses
+    from trimaran.app.drill.measure import DrillResult
+    from trimaran.app.drill.own_run import OwnRun
+    from trimaran.app.recipe.request import Request
+    from trimaran.runs import RunDirectory
+
+EXIT_NOT_PASSED = 1
+EXIT_INTERRUPTED = 130
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """Return the runs and recipes that complete `incomplete`."""
+    runs = complete_run(incomplete)
+    return [*runs, *(path for path in complete_recipe(incomplete) if path.rstrip("/") not in runs)]
+
+
+def drill(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|RECIPE]",
+            help="A live run, or a YAML file: a run of its own is started. [default: a small built-in recipe]",
+            autocompletion=complete_target,
+            show_default=False,
+        ),
+    ] = None,
+    kill: Annotated[list[int] | None, typer.Option(metavar="RANK", min=0, help="Kill a rank (SIGKILL).")] = None,
+    kill_in_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=PHASE", help="Kill a rank while the plan changes: 1=hand-over."),
+    ] = None,
+    stop: Annotated[list[int] | None, typer.Option(metavar="RANK", min=0, help="Stop a rank (SIGSTOP).")] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="RANK=FACTORx", help="Slow a rank down: 1=2x halves its speed.")
+    ] = None,
+    kill_loader: Annotated[
+        list[int] | None, typer.Option(metavar="RANK", min=0, help="Kill a loader process of a rank.")
+    ] = None,
+    kill_fork_server: Annotated[
+        bool, typer.Option("--kill-fork-server", help="Kill the process that forks the ranks.")
+    ] = False,
+    fill_disk: Annotated[bool, typer.Option("--fill-disk", help="Fill the disk of the run directory.")] = False,
+    cut: Annotated[
+        str, typer.Option(metavar="NODE", help="Cut this node, which is this machine, from the others.")
+    ] = "",
+    terminate: Annotated[
+        bool, typer.Option("--terminate", help="Preempt the run (SIGTERM to its supervisor).")
+    ] = False,
+    kill_supervisor: Annotated[bool, typer.Option("--kill-supervisor", help="Kill the supervisor.")] = False,
+    damage_checkpoint: Annotated[
+        bool, typer.Option("--damage-checkpoint", help="Flip a bit in the newest checkpoint, and kill the supervisor.")
+    ] = False,
+    every_fault: Annotated[bool, typer.Option("--all", help="Every fault that can be injected here.")] = False,
+    within: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1.0, help="Limit of each drill. [default: from the run's own times]"),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it to a run that the drill has not started.")] = False,
+    settings: Settings = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder for its own run. [default: runs/NAME-drill]")
+    ] = None,
+    no_check: NoCheck = False,
+    as_json: Json = False,
+) -> int:
+    """Inject faults into a run, one after another; report whether each is noticed, named and survived.
+
+    With a recipe, the drill starts a run of its own, and stops it at the end. A run that it has not started is touched
+    only with --yes: the faults are real, and steps may be lost.
+
+    It reports the time until the fault is noticed, the time until the first new step, the steps that are repeated, and
+    whether the right rank was named. Ctrl-C undoes what lasts. Results are also in RUN/drills.jsonl.
+
+    Exit codes: 0 every fault was named and survived in time; 1 not all were; 2 a mistake in the options.
+
+    \b
+    trimaran drill recipes/stdlib-tiny.yaml --kill 1 --stop 0
+    trimaran drill recipes/stdlib-tiny.yaml --all --json
+    trimaran drill runs/stdlib-tiny --slow 1=2x --yes
+    """
+    from trimaran.app.drill.fault_kinds import KINDS, DrillFault, parse_kill_in_change, parse_slow
+    from trimaran.app.show.clean_console import open_console
+
+    faults = [
+        *(DrillFault(kind=KINDS["kill"], rank=rank) for rank in kill or []),
+        *(parse_kill_in_change(text) for text in kill_in_change or []),
+        *(DrillFault(kind=KINDS["stop"], rank=rank) for rank in stop or []),
+        *(parse_slow(text) for text in slow or []),
+        *(DrillFault(kind=KINDS["kill-loader"], rank=rank) for rank in kill_loader or []),
+    ]
+    flags = {"kill-fork-server": kill_fork_server, "fill-disk": fill_disk, "terminate": terminate}
+    flags |= {"kill-supervisor": kill_supervisor, "damage-checkpoint": damage_checkpoint}
+    faults += [DrillFault(kind=kind) for name, kind in KINDS.items() if flags.get(name)]
+    faults += [DrillFault(kind=KINDS["cut"], node=cut)] if cut else []
+    if not faults and not every_fault:
+        raise UserError("A001", "no fault is named", where="`trimaran drill`", fix="add --all, or some of "
+                        f"{', '.join('--' + name for name in KINDS)}; see `trimaran drill --help`")  # fmt: skip
+    console = open_console(stderr=True)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(signals_interrupt())
+            own: OwnRun | None = None
+            if target is None or target == "-" or YAML.search(target):
+                request = _request(target, settings or [], faults)
+                own = stack.enter_context(_start_own_run(request, run_dir, console, check=not no_check))
+                directory = own.run
+            else:
+                directory = find_run(target)
+                _refuse_settings(settings, run_dir)
+                _refuse_without_yes(directory, yes=yes)
+            drills = Drills(directory, own, within, console)
+            drills.run_all(faults, every_fault=every_fault, allow_root=yes)
+    except KeyboardInterrupt:  # before the first fault, or a second time
+        return EXIT_INTERRUPTED
+    return drills.print_results(as_json=as_json)
+
+
+class Drills:
+    """The drills of one command: their results so far, the faults that were left out, and whether Ctrl-C ended them."""
+
+    def __init__(self, run: "RunDirectory", own: "OwnRun | None", within: float | None, console: "Console") -> None:
+        self.run, self._own, self._within, self._console = run, own, within, console
+        self.results: list[DrillResult] = []
+        self.skipped: list[tuple[str, str]] = []
+        self.interrupted = False
+
+    def run_all(self, faults: "list[DrillFault]", *, every_fault: bool, allow_root: bool) -> None:
+        """Inject the faults in the order of `KINDS`, until the run does not go on after one, or Ctrl-C."""
+        from trimaran.app.drill.drill_run import Drill
+        from trimaran.app.drill.fault_kinds import KINDS
+
+        with self._console.status("") as status:
+            drill = Drill(self.run, within=self._within, own=self._own, show=status.update)
+            try:
+                drill.refuse(faults, allow_root=allow_root)
+                if every_fault:
+                    faults = [*faults, *self._every_fault(drill, faults)]
+                ordered = sorted(faults, key=lambda each: [*KINDS].index(each.kind.name))
+                for number, fault in enumerate(ordered):
+                    self.results.append(drill.inject(fault))
+                    restarts = fault.kind.restarts or fault.kind.ends_run
+                    if restarts and self.results[-1].recovered_seconds is None:
+                        why = f"the run did not go on after {fault.title}"
+                        self.skipped += [(each.title, why) for each in ordered[number + 1 :]]
+                        break
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    def _every_fault(self, drill: "Drill", named: "list[DrillFault]") -> "Iterator[DrillFault]":
+        """Yield the faults that were not named and can be injected here; those that cannot are in `skipped`."""
+        from trimaran.app.drill.fault_kinds import KINDS, DrillFault
+
+        processes = drill.wait_for_steady_run()
+        rank = max(processes.ranks)
+        for name, kind in KINDS.items():
+            if name in {each.kind.name for each in named} or name in ("cut", "kill-in-change"):
+                continue
+            fault = DrillFault(kind=kind, rank=rank if name in ("kill", "stop", "slow", "kill-loader") else None)
+            if why := self._why_not(drill, fault, processes):
+                self.skipped.append((fault.title, why))
+            else:
+                yield fault
+
+    def _why_not(self, drill: "Drill", fault: "DrillFault", processes: "RunProcesses") -> str:
+        """Return why `--all` leaves a fault out; empty if it does not."""
+        if fault.kind.ends_run and self._own is None:
+            return f"it ends the run; name it to do so: --{fault.kind.name}"
+        if fault.kind.name == "slow" and len(processes.hosts) < 2:
+            return "one rank alone cannot be compared with others"
+        try:
+            drill.refuse([fault], allow_root=False)
+        except UserError as error:
+            return error.what
+        return ""
+
+    def print_results(self, *, as_json: bool) -> int:
+        """Print the results and return the exit code."""
+        passed = bool(self.results) and all(each.passed for each in self.results) and not self.interrupted
+        if as_json:
+            drills = [each.as_dict() for each in self.results]
+            skipped = [{"fault": fault, "why": why} for fault, why in self.skipped]
+            answer: dict[str, Any] = {"run_dir": str(self.run.path), "passed": passed, "drills": drills}
+            typer.echo(json.dumps(answer | {"skipped": skipped, "interrupted": self.interrupted}))
+        else:
+            from trimaran.app.drill.drill_view import show_drills
+            from trimaran.app.show.clean_console import open_console
+
+            show_drills(self.results, self.skipped, open_console())
+            if self.interrupted:
+                typer.echo("interrupted; everything that lasts was undone", err=True)
+            typer.echo(f"details: {program_name()} incidents {path_argument(self.run.path)}")
+        return EXIT_INTERRUPTED if self.interrupted else 0 if passed else EXIT_NOT_PASSED
+
+
+def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") -> "Request":
+    """Return the resolved recipe of a run of the drill's own; raise if a fault names a rank that it will not have."""
+    from dataclasses import replace
+
+    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.request import resolve
+
+    request = resolve(file, settings)
+    request = replace(request, recipe=with_model_tokenizer(request.recipe))
+    last = request.plan.mesh.world_size - 1
+    for fault in faults:
+        if fault.rank is not None and fault.rank > last:
+            what = f"rank {fault.rank} does not exist: the plan has {last + 1} ranks"
+            fix = f"name one of 0 to {last}, or change the cluster"
+            raise UserError("A001", what, where=f"--{fault.kind.name}", fix=fix)
+    return request
+
+
+def _start_own_run(request: "Request", run_dir: Path | None, console: "Console", *, check: bool) -> "OwnRun":
+    from trimaran.app.drill.own_run import OwnRun
+    from trimaran.app.recipe.prepare_data import check_data
+    from trimaran.app.recipe.request import refuse_other_machine
+    from trimaran.runs import free_run_path, refuse_occupied
+
+    path = run_dir or free_run_path(RUNS, f"{request.recipe.name}-drill")
+    refuse_occupied(path)
+    check_data(request.recipe)
+    refuse_other_machine(request.cluster)
+    if check:
+        from trimaran.app.machine.machine_check import refuse_unfit_machine
+
+        refuse_unfit_machine(request)
+    console.print(f"starting a run of its own in {path}")
+    return OwnRun(request, path, console)
+
+
+def _refuse_without_yes(run: "RunDirectory", *, yes: bool) -> None:
+    from trimaran.app.drill.drill_run import is_own
+
+    if not yes and not is_own(run):
+        raise UserError("S032", "this run was not started by a drill: the faults are real, and steps may be lost",
+                        where=str(run.path), fix="add --yes, or name a recipe to drill a run of its own")  # fmt: skip
+
+
+def _refuse_settings(settings: list[str] | None, run_dir: Path | None) -> None:
+    if settings or run_dir:
+        option = "--set" if settings else "--run-dir"
+        raise UserError("A001", f"{option} is for a run that the drill starts", where=option,
+                        fix="name a recipe instead of a run, or leave it out")  # fmt: skip

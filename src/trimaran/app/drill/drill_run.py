@@ -1,0 +1,248 @@
+"""Injects faults into a live run, one after another, and observes its files until it has recovered."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from trimaran.app.drill.disk_fill import refuse_shared_disk
+from trimaran.app.drill.fault_kinds import DrillFault
+from trimaran.app.drill.find_processes import RunProcesses, find_processes
+from trimaran.app.drill.inject import inject, oldest_loader
+from trimaran.app.drill.measure import DrillResult, Observed, detected_at, is_complete, judge
+from trimaran.app.drill.network_cut import find_peers
+from trimaran.core import Incident, UserError
+from trimaran.runs import JsonlFollower, LineFollower, RunDirectory, append_line, read_incidents
+from trimaran.runs.attempts import read_attempts
+
+POLL_SECONDS = 0.02
+SLOW_POLL_SECONDS = 0.2  # of files that are read whole, and of processes
+METRICS_BACKLOG_BYTES = 256 << 10
+STEADY_STEPS = 10  # in the newest attempt before a fault; more for a slow rank, which is compared with earlier steps
+STEADY_STEPS_BEFORE_SLOW = 40
+START_SECONDS = 900.0  # for the run to reach those steps, if the recipe allows no more for its start
+BASE_SECONDS = 60.0
+MAX_TRIES = 3
+Show = Callable[[str], None]
+
+
+def drills_file(run: RunDirectory) -> Path:
+    """The drills of a run: a line when a drill has started the run, and one for each result."""
+    return run.path / "drills.jsonl"
+
+
+def mark_as_own(run: RunDirectory) -> None:
+    """Note that a drill has started this run, and so may do anything to it."""
+    append_line(drills_file(run), {"started_by_drill": True, "time": time.time()})
+
+
+def is_own(run: RunDirectory) -> bool:
+    return any(each.get("started_by_drill") is True for each in JsonlFollower(drills_file(run)).new())
+
+
+class RunObserver:
+    """Reads what a run writes from now on. Seconds count from `restart_clock`."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._metrics = JsonlFollower(run.metrics, backlog=METRICS_BACKLOG_BYTES)
+        lines = [*self._metrics.new()]
+        self.step_seconds = statistics.median([each.get("step_seconds") or 0.0 for each in lines] or [0.0])
+        self.seen = Observed(step_before=max((each.get("step", 0) for each in lines), default=0))
+        self._known = {each.id: each for each in read_incidents(run)}
+        self._earlier = frozenset(self._known)
+        self._incidents = JsonlFollower(run.incidents, backlog=0)
+        self._events = JsonlFollower(run.events(0), backlog=0)
+        self._logs = [LineFollower(path, backlog=0) for path in sorted((run.path / "logs").glob("rank-*.log"))]
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def restart_clock(self) -> None:
+        """Call it right before the fault: steps that were finished until now are before it."""
+        steps = [each.get("step", 0) for each in self._metrics.new()]
+        self.seen.step_before = max([self.seen.step_before, *steps])
+        self._began = time.monotonic()
+
+    def poll(self) -> None:
+        now, seen = self.seconds, self.seen
+        seen.steps += [(now, each["step"]) for each in self._metrics.new() if isinstance(each.get("step"), int)]
+        seen.incidents += [(now, each) for each in self._changed_incidents()]
+        seen.starts += [(now, each.get("step", 0)) for each in self._events.new() if each.get("kind") == "ready"]
+        seen.log_lines += [(now, line.decode(errors="replace")) for each in self._logs for line in each.new()]
+
+    def _changed_incidents(self) -> list[Incident]:
+        """Return the incidents since the fault that were written or changed since the last call."""
+        if not [*self._incidents.new()]:
+            return []
+        found = {each.id: each for each in read_incidents(self.run)}
+        changed = [each for each in found.values() if each.id not in self._earlier and self._known.get(each.id) != each]
+        self._known = found
+        return changed
+
+
+class DrilledRun(Protocol):
+    """A run that the drill has started, and can start again."""
+
+    def is_alive(self) -> bool:
+        """Return whether its supervisor is running."""
+        ...
+
+    def restart(self) -> None:
+        """Start it again after its supervisor has ended."""
+        ...
+
+
+class Drill:
+    """Drills a live run. `own` is that of a run that the drill has started; other runs are resumed by their user.
+
+    `within` limits each drill; None: a limit that follows from the run's own start and step times.
+    """
+
+    def __init__(self, run: RunDirectory, *, within: float | None, own: DrilledRun | None, show: Show) -> None:
+        self.run, self._within, self._own, self._show = run, within, own, show
+
+    def refuse(self, faults: list[DrillFault], *, allow_root: bool) -> None:
+        """Raise now if a fault cannot be injected into this run from this machine."""
+        processes = self.wait_for_steady_run()
+        for fault in faults:
+            if fault.rank is not None:
+                processes.rank(fault.rank)
+            if fault.kind.name == "kill-loader" and fault.rank is not None:
+                oldest_loader(processes, fault.rank)
+            if fault.kind.name == "cut":
+                find_peers(processes, fault.node)
+            if fault.kind.destroys and self._own is None:
+                raise UserError("S033", "a checkpoint is damaged only in a run that the drill has started",
+                                where=str(self.run.path), fix="name a recipe: `trimaran drill RECIPE.yaml "
+                                f"--{fault.kind.name}`")  # fmt: skip
+            if fault.kind.name == "fill-disk":
+                refuse_shared_disk(self.run.path, allow_root=allow_root)
+
+    def inject(self, fault: DrillFault) -> DrillResult:
+        """Wait until the run trains, inject `fault`, observe the run until it has recovered, and return the result."""
+        for _ in range(MAX_TRIES):
+            try:
+                return self._inject(fault)
+            except psutil.NoSuchProcess:
+                continue  # the ranks were started again right before the fault
+        raise UserError("S030", "the run cannot be drilled: its processes end all the time", where=str(self.run.path),
+                        fix=f"see `trimaran incidents {self.run.path}`")  # fmt: skip
+
+    def _inject(self, fault: DrillFault) -> DrillResult:
+        steps = STEADY_STEPS_BEFORE_SLOW if fault.kind.name == "slow" else STEADY_STEPS
+        processes = self.wait_for_steady_run(steps)
+        observer = RunObserver(self.run)
+        within = self._within or self._default_limit(observer)
+        everything = [processes.supervisor, *processes.supervisor.children(recursive=True)]
+        began = time.time()
+        with ExitStack() as stack:
+            observer.restart_clock()
+            stack.enter_context(inject(processes, fault))
+            self._observe(observer, fault, stack, within, everything)
+        can_resume = self._own is not None
+        result = judge(fault, observer.seen, time=began, can_resume=can_resume, within=within)
+        append_line(drills_file(self.run), result.as_dict())
+        return result
+
+    def _observe(
+        self,
+        observer: RunObserver,
+        fault: DrillFault,
+        stack: ExitStack,
+        within: float,
+        everything: list[psutil.Process],
+    ) -> None:
+        seen, can_resume, processes_due, restarted = observer.seen, self._own is not None, 0.0, False
+        while observer.seconds < within:
+            observer.poll()
+            detected = detected_at(fault, seen)
+            if fault.kind.lasts and seen.undone is None and detected is not None:
+                stack.close()
+                seen.undone = observer.seconds
+            if is_complete(fault, seen, can_resume=can_resume):
+                return
+            if observer.seconds >= processes_due:
+                processes_due = observer.seconds + SLOW_POLL_SECONDS
+                self._show(_progress(fault, observer.seconds, detected))
+                if not restarted and _has_ended(everything[0]) and all(map(_has_ended, everything)):
+                    seen.gone, seen.exit_code = observer.seconds, read_attempts(self.run).over
+                    if not fault.kind.ends_run:
+                        return  # the run should have survived
+                    if self._own is not None:
+                        observer.poll()
+                        self._own.restart()
+                        restarted = True
+            time.sleep(POLL_SECONDS)
+
+    def _default_limit(self, observer: RunObserver) -> float:
+        """Return a generous limit: the hang deadline, three starts, and the steps in which a slow rank is found."""
+        starts = [each for each in JsonlFollower(self.run.events(0)).new() if each.get("kind") == "ready"]
+        start = max((float(each.get("data", {}).get("seconds") or 0.0) for each in starts), default=0.0)
+        hang = self.run.read_recipe().faults.hang_seconds
+        return BASE_SECONDS + hang + 3 * start + 100 * observer.step_seconds
+
+    def _wait_for_processes(self) -> RunProcesses:
+        deadline = time.monotonic() + START_SECONDS
+        while (found := self._find_processes()) is None:
+            self._show("waiting for the ranks to start")
+            _refuse_late(self.run, deadline, "its ranks have not started")
+            time.sleep(SLOW_POLL_SECONDS)
+        return found
+
+    def _find_processes(self) -> RunProcesses | None:
+        try:
+            return find_processes(self.run)
+        except UserError:
+            if self._own is None:
+                raise
+            if self._own.is_alive():
+                return None  # its supervisor does not hold the lease yet
+            why = read_attempts(self.run).why or "its supervisor ended"
+            raise UserError("S030", f"the run has ended before the drill: {why}", where=str(self.run.path),
+                            fix=f"see {self.run.agent_log}, and try it with `trimaran train`") from None  # fmt: skip
+
+    def wait_for_steady_run(self, steps: int = STEADY_STEPS) -> RunProcesses:
+        """Return the processes once the newest attempt has finished `steps` steps."""
+        deadline = time.monotonic() + max(START_SECONDS, self.run.read_recipe().faults.start_seconds)
+        metrics, highest = JsonlFollower(self.run.metrics, backlog=METRICS_BACKLOG_BYTES), 0
+        while True:
+            processes = self._wait_for_processes()
+            highest = max([highest, *(each.get("step", 0) for each in metrics.new())])
+            done = highest - _first_step(self.run, processes.attempt, otherwise=highest)
+            if done >= steps:
+                return processes
+            self._show(f"step {highest}; waiting for {steps - done} more steps before the next fault")
+            _refuse_late(self.run, deadline, f"it has not finished {steps} steps")
+            time.sleep(SLOW_POLL_SECONDS)
+
+
+def _refuse_late(run: RunDirectory, deadline: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise UserError("S030", f"the run cannot be drilled: {what} in time", where=str(run.path),
+                        fix="see `trimaran watch RUN`, and the logs in its directory")  # fmt: skip
+
+
+def _first_step(run: RunDirectory, attempt: int, *, otherwise: int) -> int:
+    """Return the step that an attempt started from; `otherwise` if it is not ready yet."""
+    events = JsonlFollower(run.events(0)).new()
+    ready = [each for each in events if each.get("kind") == "ready" and each.get("attempt", 0) == attempt]
+    return int(ready[-1].get("step", 0)) if ready else otherwise
+
+
+def _progress(fault: DrillFault, seconds: float, detected: float | None) -> str:
+    noticed = "waiting for the run to notice it" if detected is None else f"noticed after {detected:.1f} s; recovering"
+    return f"{fault.title}: {seconds:.0f} s; {noticed}"
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,1 @@
+"""Commands about this machine: doctor, bench, calibrate and warm."""

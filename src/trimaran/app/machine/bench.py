@@ -1,0 +1,230 @@
+"""`trimaran bench`: measures how fast this machine is."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimaran.app.machine.calibration_file import refuse_unwritable, write_calibration
+from trimaran.app.recipe.options import Json, Settings, complete_recipe, starting
+from trimaran.core.user_folders import needed_user_cache
+from trimaran.machine import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
+from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs.disk_folder import check_disk_folder
+
+bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=None)
+
+DEFAULT_SECONDS = 20.0
+MAX_SECONDS = 600.0
+
+
+def complete_collectives(incomplete: str) -> list[str]:
+    """Return the collectives that complete the last word of a list with commas."""
+    from trimaran.machine.comm_result import BUS_FACTORS
+
+    return _starting_in_list([*BUS_FACTORS, "all"], incomplete)
+
+
+def complete_comm_groups(incomplete: str) -> list[str]:
+    """Return the groups of ranks that complete the last word of a list with commas."""
+    from trimaran.app.machine.comm_groups import JOINED_AXES, MESH_AXES
+
+    return _starting_in_list(["world", "node", *MESH_AXES, *JOINED_AXES], incomplete)
+
+
+def _starting_in_list(words: Iterable[str], incomplete: str) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{word}" for word in starting(words, last)]
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure how fast this machine is."""
+
+
+@bench.command("calibrate")
+def calibrate(
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=MAX_SECONDS, help="Rough duration, without the start of torch.")
+    ] = DEFAULT_SECONDS,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write to this file instead of the user's cache.")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also measure the disk of this folder, for plan.disk.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure matmuls, memory and collectives here. The planner then uses them for `cluster: auto` and `2xcpu`.
+
+    \b
+    trimaran bench calibrate
+    trimaran bench calibrate --output our-node.json   # for `calibration:` in a cluster file
+    trimaran bench calibrate --disk /nvme/scratch     # and the disk that plan.disk.path offloads to
+    """
+    from trimaran.app.show.clean_console import open_console
+
+    cluster = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    path = output or (calibration_folder(os.environ) or needed_user_cache(os.environ)) / f"{machine_name(cluster)}.json"
+    refuse_unwritable(path)
+    refuse_unusable(os.environ)
+    if disk is not None:
+        check_disk_folder(str(disk), any_filesystem=True)
+    measured = _measure(cluster, seconds, open_console(stderr=True), disk)
+    name = f"cpu, {num_cores()} cores" if cluster.device.traits.shares_cores else cluster.device.name
+    calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
+    write_calibration(path, calibration)
+    for old in path.parent.glob(f"{machine_name(cluster)}-*x*-torch-*.json") if output is None else ():
+        old.unlink(missing_ok=True)  # rates of CPU ranks, which the next run measures again
+    if as_json:
+        typer.echo(json.dumps({"path": str(path), "calibration": calibration.model_dump(exclude_none=True)}))
+        return
+    _show(calibration, open_console())
+    typer.echo(f"\nwritten to {path}")
+    if output:
+        typer.echo(f"in a cluster file:  calibration: {output.resolve()}")
+    else:
+        typer.echo("next  trimaran plan --set cluster=auto")
+
+
+@bench.command("comm")
+def comm(
+    collectives: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Some of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send_recv.",
+            autocompletion=complete_collectives,
+        ),
+    ] = "all",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Message sizes: 1KiB,1MiB or 1KiB..64MiB*2. [default: 1KiB..16MiB, and 1KiB..256MiB between GPUs]",
+        ),
+    ] = "",
+    groups: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="world, node, a number of neighbours, or axes of --recipe: tp, dp, pp, "
+            "cp, dp_shard, dp_replicate. [default: world, node, and the axes]",
+            autocompletion=complete_comm_groups,
+        ),
+    ] = "",
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="gloo|nccl", help="[default: nccl between GPUs, else gloo]", autocompletion=lambda: ["gloo", "nccl"]
+        ),
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16", autocompletion=lambda: ["fp32", "bf16", "fp16"])
+    ] = "fp32",
+    seconds: Annotated[
+        float, typer.Option(min=0.5, max=3600.0, help="Rough duration, without the start of torch.")
+    ] = DEFAULT_SECONDS,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine. [default: its GPUs or cores]")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Measure this many nodes: start it on each of them.")] = 1,
+    node: Annotated[int, typer.Option(min=0, help="Index of this node, from 0.")] = 0,
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where nodes meet: node 0, a free port.")] = "",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            autocompletion=complete_recipe,
+            help="Take the axes of --groups from this recipe's plan.",
+        ),
+    ] = None,
+    settings: Settings = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare with an earlier result, or one of another node.")
+    ] = None,
+    show: Annotated[Path | None, typer.Option(metavar="FILE", help="Show this result, and measure nothing.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page.")] = None,
+    write_links: Annotated[
+        bool, typer.Option("--calibrate", help="Let the planner use the measured links from now on.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Measure collectives between ranks by size, group and backend: bandwidth, latency, and slow ranks.
+
+    It starts the ranks by itself, or is one of torchrun's. Exit codes: 0 measured; 2 a collective returned wrong
+    values, or an option is wrong.
+
+    \b
+    trimaran bench comm
+    trimaran bench comm --ranks 4 --groups world,2 --collectives all_reduce,all_gather --seconds 10
+    trimaran bench comm --out before.json --html comm.html
+    NCCL_ALGO=Ring trimaran bench comm --against before.json
+    srun trimaran bench comm --nodes $SLURM_NNODES --node $SLURM_NODEID --address $HEAD:29400 --calibrate
+    torchrun --nproc-per-node 8 -m trimaran bench comm
+    """
+    from trimaran.app.machine.comm_request import CommOptions
+    from trimaran.app.machine.comm_session import CommFiles, run_comm
+
+    mesh = None
+    if recipe is not None or settings:
+        from trimaran.app.recipe.request import resolve
+
+        mesh = resolve(recipe, settings or ()).plan.mesh
+    options = CommOptions(collectives=collectives, sizes=sizes, groups=groups, backend=backend, dtype=dtype,
+                          seconds=seconds, ranks=ranks, nodes=nodes, node=node, address=address, mesh=mesh)  # fmt: skip
+    files = CommFiles(against=against, show=show, out=out, html=html, calibrate=write_links)
+    return run_comm(options, files, as_json=as_json)
+
+
+def _measure(cluster: Cluster, seconds: float, console: Any, disk: Path | None = None) -> dict[str, Any]:
+    from trimaran.app.machine.measure_process import run_measurement
+
+    # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
+    ranks = max(2, cluster.world_size) if cluster.device.traits.shares_cores else cluster.world_size
+    options: dict[str, object] = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
+    options |= {"disk": disk.resolve()} if disk else {}
+    command = [sys.executable, "-m", "trimaran.machine.probe.calibrate"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    return run_measurement(command, environment=environment, console=console, where="trimaran bench calibrate")
+
+
+def _show(calibration: Calibration, console: Any) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(calibration.device, style="bold", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for name, rate, unit, note in _rows(calibration):
+        table.add_row(name, f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}", note)
+    console.print(table)
+
+
+def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
+    measured = calibration.model_dump(exclude_none=True)
+    rows = [(f"matmul, {shape}", rate, "TFLOP/s", "") for shape, rate in measured["shapes"].items()]
+    labels = {
+        "memory_gb_per_second": ("memory", "GB/s", "adding two large tensors"),
+        "host_gb_per_second": ("host memory", "GB/s", ""),
+        "pcie_gb_per_second": ("host to device and back", "GB/s", "the slower direction, pinned"),
+        "launch_us": ("kernel launch", "us", ""),
+    }
+    rows += [(labels[name][0], measured[name], *labels[name][1:]) for name in labels if name in measured]
+    if collectives := measured.get("collectives"):
+        note = f"bus bandwidth, {collectives['devices']} ranks"
+        rows += [(name.removesuffix("_gb_per_second").replace("_", "-"), rate, "GB/s", note)
+                 for name, rate in collectives.items() if name.endswith("_gb_per_second")]  # fmt: skip
+        rows.append(("one hop", collectives["latency_us"], "us", "latency"))
+    if disk := measured.get("disk"):
+        notes = {"read": "direct, 16 x 8 MiB", "write": "direct, 16 x 8 MiB", "both": "of each, at the same time"}
+        rows += [(f"disk, {way}", disk[f"{way}_gb_per_second"], "GB/s", note) for way, note in notes.items()]
+    return rows

@@ -1,0 +1,249 @@
+"""The answer of `trimaran calibrate --from`: which runs are used, what is fitted to them, and the new calibrations."""
+
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trimaran.app.recipe.calibrate_cpu import cluster_of_text
+from trimaran.app.recipe.options import RUNS
+from trimaran.core import UserError
+from trimaran.machine import Calibration, Cluster, calibration_folder
+from trimaran.machine.calibration import find_calibration
+from trimaran.machine.fitted_rates import MAX_SOURCES, SourceRun, combined, with_fitted
+from trimaran.planner.measure.fit_rates import FitResult, fit_rates, median_error
+from trimaran.planner.measure.measured_plan import layout_of
+from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps, UnusableRunError, read_measured_run
+from trimaran.planner.measure.observed_runs import ObservedRun, by_device, latest_of_each_plan, observe
+from trimaran.planner.measure.rate_model import Parameter, factors_of, rate_of
+from trimaran.planner.measure.run_index import find_runs
+
+MAX_SHOWN_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateChange:
+    """A rate that was fitted: before and after, in `unit`, the standard deviation of its logarithm, and its runs."""
+
+    parameter: Parameter
+    before: float
+    after: float
+    unit: str
+    sigma: float
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    """What was fitted to the runs of one device, and the calibration with it; None if nothing got better."""
+
+    name: str
+    observed: tuple[ObservedRun, ...]
+    result: FitResult
+    changes: tuple[RateChange, ...]
+    calibration: Calibration | None
+    path: Path
+
+    @property
+    def device(self) -> str:
+        device = self.observed[0].cluster.device
+        return self.name if device.traits.shares_cores else device.name
+
+    def as_dict(self) -> dict[str, Any]:
+        result, left_out = self.result, self.result.left_out
+        return {
+            "device": self.device,
+            "path": str(self.path),
+            "improved": self.calibration is not None,
+            "runs": [
+                {
+                    "run": str(each.run.path),
+                    "plan": layout_of(each.found.plan),
+                    "cluster": str(each.cluster),
+                    "steps": each.found.steps.num_steps,
+                    "step_seconds": each.found.steps.step_seconds,
+                    "busy_seconds": each.found.steps.busy_seconds,
+                    "error_before": result.before[number],
+                    "error_after": result.after[number],
+                    "error_left_out": left_out[number] if left_out else None,
+                }
+                for number, each in enumerate(self.observed)
+            ],
+            "median_error": {
+                "before": median_error(result.before),
+                "after": median_error(result.after),
+                "left_out": median_error(left_out) if left_out else None,
+            },
+            "changes": [
+                {
+                    "rate": str(each.parameter),
+                    "kind": each.parameter.kind,
+                    "before": each.before,
+                    "after": each.after,
+                    "unit": each.unit,
+                    "relative_error": each.sigma,
+                    "runs": list(each.runs),
+                }
+                for each in self.changes
+            ],
+            "unchanged": [str(each) for each in result.undetermined],
+            "calibration": self.calibration.model_dump(exclude_none=True) if self.calibration else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateAnswer:
+    """The fits by device, and why other runs were not used."""
+
+    fits: tuple[DeviceFit, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+    @property
+    def better(self) -> list[DeviceFit]:
+        return [each for each in self.fits if each.calibration is not None]
+
+
+def calibrate_runs(names: Sequence[str], *, cluster: str | None, output: Path | None) -> CalibrateAnswer:
+    """Fit rates to the runs of these names, run directories or folders that contain them; write nothing."""
+    observed, skipped = _observe(_named_runs(names), cluster)
+    if not observed:
+        reasons = "; ".join(f"{Path(run).name}: {why}" for run, why in skipped[:MAX_SHOWN_REASONS])
+        raise UserError("P085", f"none of the {len(skipped)} runs can be used: {reasons}",
+                        where=", ".join(names), fix="name runs of at least 10 steps whose model and cluster are known "
+                        "here; --cluster names the cluster")  # fmt: skip
+    groups = by_device(observed)
+    if output is not None and len(groups) > 1:
+        raise UserError("P087", f"the runs are of {len(groups)} devices, and --output is one file: {', '.join(groups)}",
+                        where="--output", fix="name the runs of one device, or leave out --output")  # fmt: skip
+    folder = calibration_folder(os.environ)
+    if folder is None and output is None:
+        raise UserError("A023", "this user has no home directory, where calibrations are kept",
+                        where="the environment variable HOME",
+                        fix="set TRIMARAN_CACHE, or name a file with --output")  # fmt: skip
+    fits = []
+    for name, group in groups.items():
+        path = output or (folder or Path()) / f"{name}.json"
+        fits.append(_fit(name, latest_of_each_plan(group), find_calibration(folder, name), path))
+    return CalibrateAnswer(fits=tuple(fits), skipped=tuple(skipped))
+
+
+def refuse_no_gain(answer: CalibrateAnswer) -> None:
+    """Raise if no rate is to be changed: the predictions are as good as these runs can make them."""
+    if answer.better:
+        return
+    errors = ", ".join(f"{median_error(each.result.before):.1%} for {each.device}" for each in answer.fits)
+    raise UserError("P086", f"nothing gets better: the median error of these runs is {errors}, and no rate that they "
+                    "determine makes it smaller", where="trimaran calibrate --from",
+                    fix="keep the rates as they are, or add runs of other models, plans and numbers of nodes"
+                    )  # fmt: skip
+
+
+def _named_runs(names: Sequence[str]) -> list[Path]:
+    if not names:
+        raise UserError("P085", "no run is named", where="trimaran calibrate --from",
+                        fix="name run directories or folders of them; `trimaran bench calibrate` measures this machine"
+                        )  # fmt: skip
+    found: dict[Path, None] = {}
+    for name in names:
+        path = Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name
+        runs = dict.fromkeys(find_runs(path))
+        if not runs:
+            raise UserError("P085", "there is no run here" if path.exists() else "there is no such folder", where=name,
+                            fix="name a folder that `trimaran train` made, or one that contains such folders"
+                            )  # fmt: skip
+        found |= runs
+    return list(found)
+
+
+def _observe(runs: Iterable[Path], cluster: str | None) -> tuple[list[ObservedRun], list[tuple[str, str]]]:
+    """Return the observations of the runs, and why others have none."""
+    found: list[ObservedRun] = []
+    skipped: list[tuple[str, str]] = []
+    cluster_named = lru_cache(lambda text: cluster_of_text(text, os.environ))
+
+    def cluster_of(run: MeasuredRun, plan: PlanSteps) -> Cluster:
+        if cluster is not None:
+            return cluster_named(cluster)
+        return _cluster_of(run, plan, cluster_named)
+
+    for path in runs:
+        try:
+            found += observe(read_measured_run(path), cluster_of)
+        except UnusableRunError as error:
+            skipped.append((str(path), str(error)))
+    return found, skipped
+
+
+def _cluster_of(run: MeasuredRun, found: PlanSteps, cluster_named: Any) -> Cluster:
+    """Return the cluster of a run with the rates that the planner would take for it.
+
+    The recipe's own text is better than the recorded name, if it means the same: a file has links, and `auto` has the
+    topology of this machine.
+    """
+    if not found.cluster:
+        raise UnusableRunError("it does not say what it ran on: name it with --cluster")
+    is_here = found.start.host in ("", platform.node())
+    if found.cluster.endswith("xcpu") and not is_here:
+        raise UnusableRunError(f"the rates of a CPU are those of one machine, and it ran on {found.start.host}")
+    text = run.recipe.cluster
+    if text != "auto" or is_here:
+        try:
+            if str(own := cluster_named(text)) == found.cluster:
+                return own
+        except UserError:
+            pass  # a cluster file that is not here
+    return cluster_named(found.cluster)
+
+
+def _fit(name: str, observed: Sequence[ObservedRun], known: Calibration | None, path: Path) -> DeviceFit:
+    result = fit_rates([each.observation for each in observed])
+    is_better = result.is_better
+    return DeviceFit(
+        name=name,
+        observed=tuple(observed),
+        result=result,
+        changes=tuple(_change(each, result, observed) for each in result.fit.values) if is_better else (),
+        calibration=_calibration(name, observed, known, result) if is_better else None,
+        path=path,
+    )
+
+
+def _change(parameter: Parameter, result: FitResult, observed: Sequence[ObservedRun]) -> RateChange:
+    users = result.users[parameter] or range(len(observed))
+    cluster = observed[users[0]].cluster
+    before, unit = rate_of(parameter, cluster)
+    after, _ = rate_of(parameter, with_fitted(cluster, factors_of(result.fit.values)))
+    runs = tuple(dict.fromkeys(str(observed[number].run.path) for number in users))
+    return RateChange(
+        parameter=parameter, before=before, after=after, unit=unit, sigma=result.sigmas[parameter], runs=runs
+    )
+
+
+def _calibration(
+    name: str, observed: Sequence[ObservedRun], known: Calibration | None, result: FitResult
+) -> Calibration:
+    """Return the calibration that is known, with the new factors and the runs that they come from."""
+    sources = tuple(
+        SourceRun(
+            run=str(each.run.path),
+            date=f"{time.strftime('%Y-%m-%d', time.localtime(each.found.steps.last_time))}",
+            host=each.found.start.host,
+            version=each.found.start.version,
+            plan=layout_of(each.found.plan),
+            steps=each.found.steps.num_steps,
+            step_seconds=each.found.steps.step_seconds,
+            before=result.before[number],
+            after=result.after[number],
+        )
+        for number, each in enumerate(observed[:MAX_SOURCES])
+    )
+    factors = factors_of(result.fit.values)
+    fitted = combined(known.fitted if known else None, factors.model_copy(update={"runs": sources}))
+    fitted = fitted.model_copy(update={"date": time.strftime("%Y-%m-%d")})
+    device = observed[0].cluster.device
+    base = known or Calibration(device=name if device.traits.shares_cores else device.name)
+    return base.model_copy(update={"fitted": fitted})

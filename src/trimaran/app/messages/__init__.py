@@ -1,1 +1,0 @@
-"""What commands say to people, in English and Chinese."""

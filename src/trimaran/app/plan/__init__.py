@@ -1,0 +1,1 @@
+"""Commands about plans: plan, predict, simulate, rehearse, tune, init and history."""

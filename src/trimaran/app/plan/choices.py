@@ -1,0 +1,161 @@
+"""Chooses the values of a new recipe from what is known of the model, the data and the cluster."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from trimaran.app.recipe.data_facts import DataFacts
+from trimaran.app.recipe.model_facts import ModelFacts
+from trimaran.core import Plan, Recipe, UserError, family_named
+from trimaran.machine import Cluster
+from trimaran.models import outline_if_known, spec_of
+from trimaran.planner import choose
+
+Method = Literal["full", "lora", "qlora"]
+METHODS: tuple[Method, ...] = get_args(Method)
+NOTHING_FITS = "P007"
+HOST_OFFLOADS = ("optimizer", "parameters")
+RANK, ALPHA = 16, 32  # as in the examples of PEFT; alpha = 2 * rank
+MAX_SEQ_LEN = 8192  # of a new recipe: longer sequences cost much memory
+MIN_SEQ_LEN = {"cuda": 2048, "cpu": 256}  # of packed rows: short rows leave a GPU idle
+STEP_TOKENS = {"cuda": 2**15, "cpu": 2**11}  # of an optimizer step in fine-tuning
+CORPUS_STEP_TOKENS = {"cuda": 2**18, "cpu": 2**12}  # in continued pretraining
+FEW_SAMPLES = 20_000  # fewer are seen three times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The values of a new recipe. `num_steps` is an estimate: `epochs` ends the run."""
+
+    method: Method
+    seq_len: int
+    global_batch: int
+    epochs: int
+    lr: float
+    weight_decay: float
+    warmup_steps: int
+    num_steps: int
+    cluster: str
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations: about five in a run; 0, only at the end, in a short one."""
+        return self.num_steps // 5 if self.num_steps >= 50 else 0
+
+
+def choose_values(
+    model: ModelFacts, data: DataFacts, cluster: Cluster, *, method: Method | None, cluster_name: str
+) -> Choices:
+    """Return the values, with the first of full, lora and qlora that fits the cluster, unless `method` names one.
+
+    A plan that keeps weights or optimizer states in host memory fits, but an adapter that needs no such plan is much
+    faster, so it is preferred. Raises UserError if nothing fits.
+    """
+    tried = [method] if method else _methods(model, cluster)
+    for each in tried:
+        choices = _values(model, data, cluster, each, cluster_name)
+        try:
+            plan = _plan(model, data, choices, cluster)
+        except UserError as error:
+            if error.code != NOTHING_FITS or each == tried[-1]:
+                raise
+            continue
+        if plan.offload not in HOST_OFFLOADS or each == tried[-1]:
+            return choices
+    raise AssertionError("the last method either fits or raises")
+
+
+def recipe_fields(model: ModelFacts, data: DataFacts, choices: Choices, *, path: str | None = None) -> dict[str, Any]:
+    """Return the fields of the recipe; `path` replaces the name of a model on the Hub."""
+    section: dict[str, Any] = {"family": model.family, "path": path or model.named}
+    if choices.method != "full":
+        base = {"base": "4bit"} if choices.method == "qlora" else {}
+        section["adapter"] = {"kind": "lora", "rank": RANK, "alpha": ALPHA, **base}
+    elif family_named(model.family).reads == "images":
+        section["freeze"] = ["vision"]
+    source: dict[str, Any] = {"source": data.source, "path": data.named}
+    source |= {"text_field": data.text_field} if data.text_field != "text" else {}
+    source |= {"split": data.split} if data.split != "train" else {}
+    rows = {"samples": {"batching": "pad"}} if data.is_samples and model.mixes_documents else {}
+    return {
+        "name": run_name(model, choices.method),
+        "model": section,
+        "data": {**source, "seq_len": choices.seq_len, "epochs": choices.epochs, **rows},
+        "train": {
+            "global_batch": choices.global_batch,
+            "lr": choices.lr,
+            "schedule": {"kind": "cosine", "warmup_steps": choices.warmup_steps},
+            "optimizer": {"weight_decay": choices.weight_decay},
+            "evaluate": {"every": choices.evaluate_every},
+        },
+        "cluster": choices.cluster,
+    }
+
+
+def run_name(model: ModelFacts, method: Method) -> str:
+    """Return a name for the run and its file: the model's, and the method."""
+    slug = re.sub(r"[^a-z0-9._-]+", "-", model.name.lower()).strip("-._")[:50] or "model"
+    return f"{slug}-{method if model.has_weights else 'scratch'}"
+
+
+def _methods(model: ModelFacts, cluster: Cluster) -> list[Method]:
+    if not model.has_weights:
+        return ["full"]
+    return ["full", "lora", "qlora"] if cluster.device.traits.has_kernels else ["full", "lora"]
+
+
+def _plan(model: ModelFacts, data: DataFacts, choices: Choices, cluster: Cluster) -> Plan:
+    recipe = Recipe.model_validate(recipe_fields(model, data, choices, path=str(model.folder)))
+    return choose(recipe, spec_of(recipe.model), cluster, outline_if_known(recipe.model, recipe.data))
+
+
+def _values(model: ModelFacts, data: DataFacts, cluster: Cluster, method: Method, cluster_name: str) -> Choices:
+    device = cluster.device.kind
+    targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS
+    one_a_row = data.is_samples and model.mixes_documents
+    seq_len = _seq_len(model, data, MIN_SEQ_LEN["cpu" if one_a_row else device])
+    world = cluster.world_size
+    rows = data.num_samples if one_a_row else max(1, data.total_tokens // seq_len)
+    batch = max(1, min(targets[device] // seq_len, rows // 10))  # of little data, ten steps an epoch
+    batch = world * max(1, round(batch / world))
+    epochs = 3 if data.is_samples and model.has_weights and data.num_samples < FEW_SAMPLES else 1
+    steps = max(1, epochs * rows // batch)
+    return Choices(
+        method=method,
+        seq_len=seq_len,
+        global_batch=batch,
+        epochs=epochs,
+        lr=learning_rate(method, model.num_parameters or 10**9, has_weights=model.has_weights),
+        weight_decay=0.0 if model.has_weights and data.is_samples else 0.1,
+        warmup_steps=max(1, round(0.03 * steps)),
+        num_steps=steps,
+        cluster=cluster_name,
+    )
+
+
+def with_epochs(choices: Choices, epochs: int) -> Choices:
+    """Return the choices with another number of passes over the data."""
+    steps = max(1, choices.num_steps * epochs // choices.epochs)
+    return replace(choices, epochs=epochs, num_steps=steps, warmup_steps=max(1, round(0.03 * steps)))
+
+
+def learning_rate(method: Method, num_parameters: int, *, has_weights: bool) -> float:
+    """Return a usual peak learning rate of AdamW: higher for adapters and for training from scratch, lower for size."""
+    if not has_weights:
+        return 1e-3 if num_parameters < 10**8 else 6e-4 if num_parameters < 10**9 else 3e-4
+    if method != "full":
+        return 2e-4 if num_parameters < 2 * 10**10 else 1e-4
+    return 2e-5 if num_parameters < 3 * 10**9 else 1e-5 if num_parameters < 2 * 10**10 else 5e-6
+
+
+def _seq_len(model: ModelFacts, data: DataFacts, least: int) -> int:
+    """Return a power of two that holds the longest sample, within the model's limit and `MAX_SEQ_LEN`.
+
+    Text is one stream, so its sequences are as long as the model allows, but short enough that there are some.
+    """
+    limit = min(model.max_seq_len or MAX_SEQ_LEN, MAX_SEQ_LEN)
+    if not data.is_samples and not model.takes_images:
+        wanted = min(2 * least, max(32, data.total_tokens // 64))
+        return min(limit, 1 << (wanted.bit_length() - 1))
+    longest = max(least, data.longest_tokens + model.image_tokens)  # a row holds an image and the text about it
+    return min(limit, 1 << (longest - 1).bit_length())

@@ -1,0 +1,170 @@
+"""Writes a plan as config files of another tool: the best plan that the tool supports."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from trimaran.core import Plan, UserError
+from trimaran.cost import STACKS
+from trimaran.planner import PlanAnswer, Question
+from trimaran.planner.emit import EMITTERS, Emission, emit
+from trimaran.planner.search.search import search
+
+STACK_NAMES = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools have the name of their stack
+# Alternatives to a value that a tool does not support. Other fields fall back to their default.
+ALTERNATIVES = {
+    "sharding": ["parameters", "gradients", "optimizer", "none"],
+    "precision": ["bf16"],
+    "recompute": ["none", "full"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowerBy:
+    """Why a tool cannot run the best plan, and how many times as long a step of its plan takes."""
+
+    why: str
+    times: float
+
+    def __str__(self) -> str:
+        return f"{self.why}; this one is {show_slower(self.times)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"why": self.why, "times_slower": self.times}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmittedPlan:
+    """A plan as config files of a tool, and the loss if it is not the best plan."""
+
+    tool: str
+    plan: Plan
+    emission: Emission
+    loss: SlowerBy | None = None
+
+
+def search_for_tool(tool: str, question: Question) -> tuple[PlanAnswer, EmittedPlan | None]:
+    """Return the answer for the stack of `tool`, and the best plan that the tool supports; None if nothing fits.
+
+    If the tool supports none of them, the field that it refuses is pinned to another value and the rest is searched
+    again.
+    """
+    if tool not in EMITTERS:
+        emit(tool, Plan(), question)  # raises: there is no such tool
+    tool_question = replace(question, stack=STACKS[STACK_NAMES.get(tool, tool)], for_trainer=False)
+    first = search(tool_question)
+    answer, emitted = _best_supported(tool, tool_question, first)
+    return answer, replace(emitted, loss=_loss(emitted, first)) if emitted else None
+
+
+def show_slower(times: float) -> str:
+    """Return a ratio of step times as text."""
+    if 0.995 < times < 1.005:
+        return "as fast"
+    return f"{times:.2g} times slower" if times > 1.5 else f"{abs(times - 1):.0%} {'slower' if times > 1 else 'faster'}"
+
+
+def slower(plan: Plan, best: Plan) -> float:
+    """Return how many times as long a step of `plan` takes as one of `best`."""
+    return plan.prediction.step_seconds / best.prediction.step_seconds if plan.prediction and best.prediction else 1.0
+
+
+def refusal_by(tool: str, plan: Plan, question: Question) -> UserError | None:
+    """Return why the tool does not support the plan; None if it does."""
+    try:
+        emit(tool, plan, question)
+    except UserError as error:
+        return error
+    return None
+
+
+def _loss(emitted: EmittedPlan, first: PlanAnswer) -> SlowerBy | None:
+    best = first.ranked[0]
+    error = refusal_by(emitted.tool, best, first.question)
+    return SlowerBy(why=error.what, times=slower(emitted.plan, best)) if error else None
+
+
+def _best_supported(tool: str, question: Question, answer: PlanAnswer) -> tuple[PlanAnswer, EmittedPlan | None]:
+    refusal = None
+    for plan in answer.ranked:
+        try:
+            return answer, EmittedPlan(tool=tool, plan=plan, emission=emit(tool, plan, question))
+        except UserError as error:
+            refusal = refusal or error
+    if refusal is None:
+        return answer, None
+    found: list[tuple[PlanAnswer, EmittedPlan]] = []
+    for other in _without(question, refusal):
+        with suppress(UserError):  # the first refusal is the one to show
+            other_answer, emitted = _best_supported(tool, other, search(other))
+            found += [(other_answer, emitted)] if emitted else []
+    if not found:
+        raise refusal
+    return min(found, key=lambda each: each[1].plan.prediction.step_seconds if each[1].plan.prediction else 0.0)
+
+
+def _without(question: Question, refusal: UserError) -> Iterator[Question]:
+    """Yield the question with the refused field pinned to each alternative, unless the user pinned it."""
+    section, *path = refusal.where.split(".")
+    if section != "plan" or not path:
+        return
+    field, pins = ".".join(path), question.pins
+    for value in ALTERNATIVES.get(field, [attrgetter(field)(Plan())]):
+        tree = pins.model_dump(exclude_unset=True)
+        here = tree
+        for part in path[:-1]:
+            here = here.setdefault(part, {})
+        if path[-1] in here or isinstance(value, BaseModel):
+            return
+        here[path[-1]] = value
+        plan = Plan.model_validate(tree)
+        yield replace(question, recipe=question.recipe.model_copy(update={"plan": plan}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPlan:
+    """The files of an emitted plan, and the command that starts the tool with them."""
+
+    emitted: EmittedPlan
+    folder: Path
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / name) for name in self.emitted.emission.files]
+
+    @property
+    def command(self) -> str:
+        return f"cd {shlex.quote(str(self.folder))} && {self.emitted.emission.command}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tool": self.emitted.tool,
+            "plan": self.emitted.plan.model_dump(mode="json"),
+            "files": self.files,
+            "command": self.command,
+            "notes": list(self.emitted.emission.notes),
+            "loss": self.emitted.loss.as_dict() if self.emitted.loss else None,
+        }
+
+
+def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> WrittenPlan:
+    """Write the files of `emitted` to `folder`. Existing files are overwritten only with `force`."""
+    paths = {folder / name: text for name, text in emitted.emission.files.items()}
+    existing = [path for path in paths if path.exists() or path.is_symlink()]
+    if existing and not force:
+        raise UserError("A014", f"{existing[0].name} already exists", where=str(existing[0]),
+                        fix="choose another folder with --output DIR, or add --force to overwrite it")  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in paths.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError("A015", f"the files for {emitted.tool} cannot be written: {error.strerror}", where=str(folder),
+                        fix="choose a folder that you can write to with --output DIR") from None  # fmt: skip
+    return WrittenPlan(emitted=emitted, folder=folder)

@@ -1,0 +1,204 @@
+"""`trimaran init`: looks at a model and data, and writes a recipe for them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trimaran.app.recipe.options import Json, complete_cluster
+
+if TYPE_CHECKING:  # `--help` imports neither the planner nor the readers of data
+    from trimaran.app.plan.choices import Choices
+    from trimaran.app.recipe.data_facts import DataFacts
+    from trimaran.app.recipe.model_facts import ModelFacts
+    from trimaran.app.recipe.request import Request
+
+ModelName = Annotated[
+    str | None, typer.Option("--model", metavar="DIR|NAME", help="A model folder, or a name on the Hub.")
+]
+DataName = Annotated[
+    str | None, typer.Option("--data", metavar="PATH|NAME", help="A file, a folder, or a dataset on the Hub.")
+]
+Split = Annotated[str, typer.Option(metavar="NAME", help="The split of a dataset on the Hub.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="A new file for the recipe. [default: MODEL-METHOD.yaml]")
+]
+MethodName = Annotated[
+    Literal["full", "lora", "qlora"] | None,
+    typer.Option("--method", help="What is trained. [default: the first of these that fits the cluster]"),
+]
+ClusterText = Annotated[
+    str, typer.Option("--cluster", metavar="C", help="8xH100, 2xcpu, ...", autocompletion=complete_cluster)
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what is proposed.")]
+
+
+def init(
+    model: ModelName = None,
+    data: DataName = None,
+    out: Out = None,
+    method: MethodName = None,
+    cluster: ClusterText = "auto",
+    split: Split = "train",
+    yes: Yes = False,
+    as_json: Json = False,
+) -> int:
+    """Look at a model and data, and write a recipe for them, with a comment on every choice.
+
+    The format of the data is found by its content: conversations, documents, images with text. The recipe is checked
+    as `trimaran train FILE --dry-run` does before it is written. No file is overwritten.
+
+    \b
+    trimaran init --model ./Qwen2.5-0.5B --data chats.jsonl
+    trimaran init --model Qwen/Qwen2.5-7B --data HuggingFaceH4/ultrachat_200k --split train_sft --method lora --yes
+    trimaran init --model ./model --data corpus/ --cluster 8xH100 --out corpus.yaml --yes --json
+    """
+    from trimaran.app.plan.choices import choose_values, run_name
+    from trimaran.app.plan.recipe_text import recipe_text
+    from trimaran.app.recipe.data_facts import look_at_data
+    from trimaran.app.recipe.model_facts import look_at_model
+    from trimaran.machine import parse_cluster
+
+    asks = not yes
+    model, data = _given("--model", model, asks=asks), _given("--data", data, asks=asks)
+    if out is not None:
+        _refuse_existing(out)
+    if asks and not sys.stdin.isatty():
+        raise _no_terminal("--yes", "add --yes to take what is proposed")
+    devices = parse_cluster(cluster, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found_model = look_at_model(model)
+    _say(f"model  {found_model.describe()}")
+    found_data = look_at_data(data, _local_data(data, split), found_model.tokenizer, split=split)
+    _say(f"data   {found_data.describe()}")
+    _refuse_images(found_model, found_data)
+    choices = choose_values(found_model, found_data, devices, method=method, cluster_name=cluster)
+    if asks:
+        choices = _ask(choices, found_model, found_data, asks_method=method is None)
+    file = out or Path(f"{run_name(found_model, choices.method)}.yaml")
+    if asks and out is None:
+        file = Path(typer.prompt("write the recipe to", default=str(file), err=True))
+    _refuse_existing(file)
+    text = recipe_text(found_model, found_data, choices)
+    request = _write_checked(file, text, has_local_weights=found_model.weight_bytes > 0)
+    return _show(request, file, found_model, found_data, choices, as_json=as_json)
+
+
+def _given(option: str, value: str | None, *, asks: bool) -> str:
+    """Return the value of an option that is needed; ask for it on a terminal."""
+    if value is not None:
+        return value
+    if not asks or not sys.stdin.isatty():
+        raise _no_terminal(option, "name a model and data: trimaran init --model DIR --data FILE --yes")
+    what = {"--model": "model (a folder, or a name on the Hub)", "--data": "data (a file, a folder, or a dataset)"}
+    return typer.prompt(what[option], err=True)
+
+
+def _no_terminal(option: str, fix: str) -> Exception:
+    from trimaran.core import UserError
+
+    what = "there is no terminal to ask on" if option == "--yes" else f"{option} is missing, and nothing is asked"
+    return UserError("A025", what, where="`trimaran init`", fix=fix)
+
+
+def _refuse_existing(file: Path) -> None:
+    from trimaran.core import UserError
+
+    if file.exists() or file.is_symlink():
+        raise UserError("A026", "this file exists, and it is not overwritten", where=str(file),
+                        fix="name another with --out, or move the file away")  # fmt: skip
+    if not file.parent.is_dir():
+        raise UserError("A026", "the folder of this file does not exist", where=str(file),
+                        fix=f"create it: mkdir -p {file.parent}")  # fmt: skip
+
+
+def _refuse_images(model: "ModelFacts", data: "DataFacts") -> None:
+    from trimaran.core import UserError
+
+    if data.has_images and not model.takes_images:
+        raise UserError("T051", "the samples have images, and this model takes no images", where=data.named,
+                        fix="use a vision-language model, or data without images")  # fmt: skip
+
+
+def _local_data(named: str, split: str) -> Path:
+    """Return where the data is; a dataset on the Hub is fetched."""
+    from trimaran.app.recipe.hub_files import with_local_files
+    from trimaran.core import DataSection, Recipe
+    from trimaran.core.user_folders import expand_user
+    from trimaran.models import is_hub_name
+
+    if not is_hub_name(named):
+        return expand_user(named)
+    recipe = with_local_files(Recipe(data=DataSection(source="datasets", path=named, split=split)), weights=False)
+    return Path(str(recipe.data.path))
+
+
+def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_method: bool) -> "Choices":
+    """Ask for what the files do not say: what is trained, and for how long."""
+    from trimaran.app.plan.choices import METHODS, learning_rate, with_epochs
+
+    if asks_method and model.has_weights:
+        picked = typer.prompt(f"train ({', '.join(METHODS)})", default=choices.method, err=True).strip()
+        if picked not in METHODS:
+            from trimaran.core import UserError, did_you_mean
+
+            raise UserError("A001", f"there is no method '{picked}'{did_you_mean(picked, METHODS)}",
+                            where="`trimaran init`", fix=f"answer with one of {', '.join(METHODS)}")  # fmt: skip
+        from dataclasses import replace
+
+        rate = learning_rate(picked, model.num_parameters or 10**9, has_weights=True)
+        choices = replace(choices, method=picked, lr=rate)
+    epochs = typer.prompt(f"passes over the {data.num_samples:,} samples", default=choices.epochs, type=int, err=True)
+    return with_epochs(choices, max(1, epochs))
+
+
+def _write_checked(file: Path, text: str, *, has_local_weights: bool) -> "Request":
+    """Write the recipe after the checks of `train --dry-run`. The file is complete or absent."""
+    from trimaran.app.recipe.dry_run import check_ranks
+    from trimaran.app.recipe.hub_files import with_local_files
+    from trimaran.app.recipe.prepare_data import check_all_data
+    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.request import resolve
+
+    draft = file.with_name(f".{file.name}.{os.getpid()}.yaml")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        request = resolve(str(draft), [])
+        if has_local_weights:
+            check_ranks(request)
+        check_all_data(with_model_tokenizer(with_local_files(request.recipe, weights=False)), _say)
+        os.link(draft, file)  # fails if the file exists by now
+    except FileExistsError:
+        _refuse_existing(file)
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
+    return request
+
+
+def _show(
+    request: "Request", file: Path, model: "ModelFacts", data: "DataFacts", choices: "Choices", *, as_json: bool
+) -> int:
+    from trimaran.app.plan.plan import plan_as_dict
+    from trimaran.app.recipe.options import path_argument, program_name
+    from trimaran.core import show_bytes, show_seconds
+
+    command = [program_name(), "train", path_argument(file)]
+    if as_json:
+        facts = {"file": str(file), "method": choices.method, "steps": choices.num_steps, "next": command}
+        found = {"model": model.as_dict(), "data": data.as_dict()}
+        typer.echo(json.dumps(plan_as_dict(request) | facts | found))
+        return 0
+    typer.echo(f"wrote  {file}: {choices.method}, {choices.epochs} passes, about {choices.num_steps:,} steps")
+    if prediction := request.plan.prediction:
+        step, peak = prediction.step_seconds, show_bytes(prediction.peak_bytes)
+        whole = show_seconds(step * choices.num_steps)
+        typer.echo(f"plan   {request.plan}: {peak} a device, {show_seconds(step)} a step, about {whole} in all")
+    typer.echo(f"next   {' '.join(command)}")
+    return 0
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)

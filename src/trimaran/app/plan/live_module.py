@@ -1,0 +1,67 @@
+"""The planner for a live nn.Module: `trimaran.plan(module, inputs, cluster="8xH100")`."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from trimaran.core import Plan, UserError, parse_recipe
+from trimaran.machine import calibration_folder, parse_cluster
+from trimaran.planner import Goal, PlanAnswer, Question
+from trimaran.planner.search.search import search
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MIN_SEQ_LEN = 2  # the minimum of a recipe; used for samples that are not sequences
+
+
+def plan(
+    module: "nn.Module",
+    *inputs: Any,
+    cluster: str = "auto",
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    goal: Goal = "throughput",
+    pins: Plan | None = None,
+) -> PlanAnswer:
+    """Return the best plans to train `module` on `cluster`, each with its prediction, and why other plans lost.
+
+    The module is traced with `inputs`, a small batch, without computing anything, and is not changed. An optimizer step
+    has `global_batch` samples, by default one per device. `seq_len` is by default that of the first input if it is a
+    batch of tokens. Fields set in `pins` are fixed.
+    """
+    from trimaran.models.from_module import outline_from_module
+
+    visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
+    parsed = parse_cluster(cluster, visible_devices=visible, calibrations=measured)
+    _refuse_no_module(module, inputs)
+    length = _length(inputs) if seq_len is None else seq_len
+    batch = parsed.world_size if global_batch is None else global_batch
+    settings = [f"cluster={cluster}", f"data.seq_len={length}", f"train.global_batch={batch}"]
+    recipe = parse_recipe("", name="trimaran.plan", overrides=settings)
+    recipe = recipe.model_copy(update={"plan": pins or "auto"})
+    outline = outline_from_module(module, *inputs)
+    if not outline.trained_parameters or not outline.training_flops(length):
+        raise UserError("M032", f"{outline.name} has nothing to train: no trainable parameters, or no arithmetic",
+                        where="trimaran.plan", fix="call trimaran.plan(network, *inputs)")  # fmt: skip
+    # Any framework may run the plan, so the limits of our own trainer do not apply.
+    return search(Question(recipe=recipe, spec=None, outline=outline, cluster=parsed, goal=goal, for_trainer=False))
+
+
+def _refuse_no_module(module: object, inputs: tuple[Any, ...]) -> None:
+    """Raise if `module` is no nn.Module or has no inputs; a transformers model has its sizes in its config."""
+    from torch import nn
+
+    if not isinstance(module, nn.Module):
+        name = module if isinstance(module, str) else "NAME"
+        raise UserError("M033", f"{module!r:.80} is not an nn.Module", where="trimaran.plan",
+                        fix=f"call trimaran.plan(module, *inputs), or type `trimaran plan {name}`")  # fmt: skip
+    if not inputs and not hasattr(getattr(module, "config", None), "to_dict"):
+        raise UserError("M031", "there are no example inputs: the sizes of activations depend on them",
+                        where="trimaran.plan", fix="call trimaran.plan(module, *inputs)")  # fmt: skip
+
+
+def _length(inputs: tuple[Any, ...]) -> int:
+    """Return the sequence length if the first input is a batch of tokens: rows of integers."""
+    first = inputs[0] if inputs else None
+    is_tokens = getattr(first, "ndim", 0) == 2 and not first.is_floating_point()  # type: ignore[union-attr]
+    return max(MIN_SEQ_LEN, first.shape[1]) if is_tokens else MIN_SEQ_LEN  # type: ignore[union-attr]

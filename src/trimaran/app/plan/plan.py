@@ -1,0 +1,225 @@
+"""`trimaran plan`: the best parallel plan, its cost, and why other plans lost."""
+
+import json
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimaran.app.leaves import open_leaf
+from trimaran.app.recipe.options import (
+    Json,
+    Settings,
+    complete_adapter,
+    complete_cluster,
+    complete_goal,
+    complete_model_or_recipe,
+    complete_tool,
+)
+
+if TYPE_CHECKING:  # `--help` does not import the planner
+    from trimaran.app.plan.plan_answer import PlanReport
+    from trimaran.app.plan.tool_pins import ToolFile
+    from trimaran.app.recipe.request import Request
+
+ModelOrRecipe = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|RECIPE",
+        show_default=False,
+        help="A recipe (YAML, or - for standard input), a preset, a config.json or a model folder.",
+        autocompletion=complete_model_or_recipe,
+    ),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(metavar="C", help="8xH100, 4x8xA100-80GB, auto or a YAML file.", autocompletion=complete_cluster),
+]
+Length = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence.")]
+Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per optimizer step.")]
+GoalName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="throughput, memory, cost, fewest-gpus or goodput.", autocompletion=complete_goal
+    ),
+]
+Top = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many plans to show.")]
+Tool = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOOL",
+        help="Write config files of the best plan: accelerate, deepspeed, hf-trainer, torchtitan or megatron.",
+        autocompletion=complete_tool,
+    ),
+]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Where --emit writes. [default: a folder named TOOL]")]
+From = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="Pin what accelerate's YAML or a ds_config.json says; see --set."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
+Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
+Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Price of a GPU hour: show what --tokens cost.")]
+Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
+AdapterName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND[:RANK]",
+        help="Train an adapter, not the whole model: lora, dora, or qlora (lora on a 4-bit base).",
+        autocompletion=complete_adapter,
+    ),
+]
+
+Serve = Annotated[bool, typer.Option("--serve", help="Plan how to serve the model, not how to train it.")]
+PromptTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a prompt, with --serve. [default: 512]")]
+OutputTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens of an answer, with --serve. [default: 256]")
+]
+Weights = Annotated[
+    str | None, typer.Option(metavar="FORMAT", help="With --serve: bf16, fp16, fp32, fp8, int8 or int4 weights.")
+]
+Running = Annotated[
+    int | None,
+    typer.Option("--max-running", metavar="N", min=1, help="With --serve: requests computed together. [default: 64]"),
+]
+ServedTp = Annotated[int | None, typer.Option("--tp", metavar="N", help="With --serve: tensor-parallel ranks.")]
+ServedPp = Annotated[int | None, typer.Option("--pp", metavar="N", help="With --serve: pipeline stages.")]
+
+
+def plan(
+    what: ModelOrRecipe = None,
+    cluster: ClusterName = None,
+    seq_len: Length = None,
+    global_batch: Batch = None,
+    adapter: AdapterName = None,
+    from_file: From = None,
+    goal: GoalName = "throughput",
+    top: Top = 8,
+    emit: Tool = None,
+    output: Output = None,
+    force: Force = False,
+    tokens: Tokens = None,
+    price: Price = None,
+    mtbf: Mtbf = None,
+    serve: Serve = False,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    max_running: Running = None,
+    weights: Weights = None,
+    tp: ServedTp = None,
+    pp: ServedPp = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> int:
+    """Find the best parallel plan, what it costs and why. Starts nothing and needs no GPU.
+
+    Any field of the plan can be pinned with --set; the rest is searched.
+
+    \b
+    trimaran plan llama-3-8b --cluster 8xH100
+    trimaran plan ./Qwen2.5-VL-7B --cluster 4x8xA100-80GB --tokens 1T --price 2.5 --mtbf 50000
+    trimaran plan recipes/stdlib-tiny.yaml --set plan.mesh.tp=2 --json
+    trimaran plan llama-3-70b --cluster 8x8xH100 --emit megatron --output conf
+    trimaran plan llama-3.1-70b --cluster 4xA100-80GB --adapter lora:16
+    trimaran plan llama-3.1-8b --cluster 8xH100 --from ds_config.json
+    trimaran plan --serve llama-3-8b --cluster 8xH100 --prompt-tokens 1024 --output-tokens 256
+    """
+    from trimaran.app.plan.plan_answer import build_plan_report, with_files, with_goal, with_top
+    from trimaran.app.plan.run_cost import read_cost_terms
+    from trimaran.app.recipe.plan_request import adapter_setting, read_plan_request, say_reference
+    from trimaran.core import UserError
+
+    serving = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens, "--max-running": max_running,
+               "--weights": weights, "--tp": tp, "--pp": pp}  # fmt: skip
+    if serve:
+        unused = {"--seq-len": seq_len, "--global-batch": global_batch, "--adapter": adapter, "--from": from_file,
+                  "--emit": emit, "--output": output, "--tokens": tokens, "--mtbf": mtbf}  # fmt: skip
+        asked = {"cluster": cluster, "goal": goal, "price": price}
+        asked |= {name[2:].replace("-", "_"): each for name, each in serving.items()}
+        return open_leaf("plan --serve")(what, asked, unused, settings or [], as_json=as_json)
+    if named := [name for name, value in serving.items() if value is not None]:
+        raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
+                        fix="add --serve, or leave it out")  # fmt: skip
+    if output is not None and emit is None:
+        raise UserError("A013", "--output is the folder for a tool's files, but no tool is named", where="--output",
+                        fix="add --emit TOOL, or redirect --json to a file")  # fmt: skip
+    terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
+    shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
+    settings = [*([adapter_setting(adapter)] if adapter else []), *(settings or [])]
+    if from_file is None:
+        tool_file = None
+        pinned = read_plan_request(what, shortcuts, settings)
+    else:
+        from trimaran.app.plan.tool_pins import read_tool_file, with_pins
+
+        tool_file = read_tool_file(from_file)
+        pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
+    request = with_top(with_goal(pinned, goal), top)
+    say_reference(pinned)
+    if tool_file and not as_json:
+        from trimaran.app.plan.tool_pins_view import show_tool_file
+
+        show_tool_file(tool_file, request.question.cluster, request.question.recipe)
+    with _spinner(quiet=as_json):
+        report = build_plan_report(request, terms, tool=emit)
+    return _print_report(_with_measured(with_files(report, output, force=force)), tool_file, top=top, as_json=as_json)
+
+
+def _print_report(report: "PlanReport", tool_file: "ToolFile | None", *, top: int, as_json: bool) -> int:
+    """Print the answer, and return the exit code."""
+    from trimaran.app.plan.plan_answer import as_dict
+    from trimaran.core import EXIT_DONE, EXIT_USER
+    from trimaran.planner.choose import no_fit_error
+
+    if as_json:
+        translated = {"from": tool_file.as_dict(report.request.question.cluster)} if tool_file else {}
+        typer.echo(json.dumps(as_dict(report, top=top) | translated))
+        return EXIT_DONE if report.best else EXIT_USER
+    from trimaran.app.plan.plan_answer_view import show_report
+    from trimaran.app.show.clean_console import open_console
+
+    show_report(report, open_console(), top=top)
+    if report.best is None:
+        raise no_fit_error(report.answer)
+    _print_commands(report)
+    return EXIT_DONE
+
+
+def _with_measured(report: "PlanReport") -> "PlanReport":
+    from trimaran.app.plan.plan_answer import with_measured
+
+    return with_measured(report, os.environ)
+
+
+def _print_commands(report: "PlanReport") -> None:
+    """Print what to run next: the plan of the answer, and a measured one if there is another."""
+    if report.caution:
+        typer.echo(f"\n{report.caution}")
+    if report.measured_command:
+        typer.echo(f"\nmeasured  {report.measured_command}")
+    typer.echo(f"\nnext  {report.next_command}")
+    if report.trainer:
+        typer.echo(f"or    {report.trainer}")
+
+
+def _spinner(*, quiet: bool) -> AbstractContextManager[object]:
+    """Return a spinner for the terminal while plans are searched: thousands of GPUs take a moment."""
+    if quiet or not sys.stderr.isatty():
+        return nullcontext()
+    from trimaran.app.show.clean_console import open_console
+
+    return open_console(stderr=True).status("searching plans")
+
+
+def plan_as_dict(request: "Request") -> dict[str, object]:
+    """Return what `train --dry-run --json` prints: the plan, and the prediction term by term."""
+    prediction = request.plan.prediction
+    return {
+        "name": request.recipe.name,
+        "cluster": request.recipe.cluster,
+        "plan": request.plan.model_dump(mode="json"),
+        "prediction": prediction.model_dump(mode="json") if prediction else None,
+    }

@@ -1,0 +1,77 @@
+"""`trimaran rehearse`: single ranks of a plan, run for real on the one device at hand, and measured."""
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+from trimaran.app.recipe.options import GlobalBatch, Json, SeqLen, Settings, complete_cluster, complete_model_or_recipe
+
+RecipeOrModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|RECIPE",
+        show_default=False,
+        help="A recipe, or a model, which is planned with defaults. [default: a small built-in recipe]",
+        autocompletion=complete_model_or_recipe,
+    ),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(metavar="C", help="The cluster of the plan: 8x8xH100, or a YAML file. [default: the recipe's]",
+                 autocompletion=complete_cluster),
+]  # fmt: skip
+Ranks = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="first, last, stages (one rank of each pipeline stage), or numbers, with commas. "
+                 "[default: first, and last in a pipeline]",
+                 autocompletion=lambda incomplete: [each for each in ("first", "first,last", "last", "stages")
+                                                    if each.startswith(incomplete)]),
+]  # fmt: skip
+Steps = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Measured steps, after a warm-up.")]
+Layers = Annotated[
+    int,
+    typer.Option(metavar="N", min=0, max=4096, show_default=False,
+                 help="Rehearse stages of N and of 2N layers, and extrapolate. [default: all layers]"),
+]  # fmt: skip
+NOT_MEASURED = 1  # the exit code if a rank ran out of memory or failed
+
+
+def rehearse(
+    what: RecipeOrModel = None,
+    cluster: ClusterName = None,
+    ranks: Ranks = None,
+    steps: Steps = 5,
+    layers: Layers = 0,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> int:
+    """Run single ranks of a plan for real on this machine's first device, and measure their memory and compute.
+
+    A rank has its share of weights, optimizer states and micro-batches, as on the cluster. Collectives return at once,
+    and pipeline neighbours are replayed. The answer stands beside the prediction; communication is simulated.
+
+    \b
+    trimaran rehearse recipes/stdlib-tiny.yaml --cluster 4xcpu
+    trimaran rehearse llama-3.1-8b --cluster 8x8xH100 --ranks first,last --json
+    trimaran rehearse llama-3.1-70b --cluster 8x8xH100 --layers 2
+    """
+    from trimaran.app.plan.rehearse_request import read_rehearse_request
+    from trimaran.app.plan.rehearse_view import rehearsal_as_dict, show_rehearsal
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.data import cache_folder
+    from trimaran.planner.measure.rehearsal import rehearse_plan
+
+    shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
+    request = read_rehearse_request(what, shortcuts, settings or [], ranks=ranks, steps=steps, layers=layers)
+    with progress_bar(open_console(stderr=True)) as report:
+        rehearsal = rehearse_plan(request, os.environ, cache_folder(os.environ), report)
+    if as_json:
+        typer.echo(json.dumps(rehearsal_as_dict(rehearsal), allow_nan=False))
+    else:
+        show_rehearsal(rehearsal, open_console())
+    return 0 if all(each.measured for each in rehearsal.ranks) else NOT_MEASURED

@@ -1,0 +1,163 @@
+"""`trimaran simulate`: a job at scale over weeks, with failures, checkpoints and spares."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimaran.app.recipe.options import (
+    GlobalBatch,
+    Json,
+    SeqLen,
+    Settings,
+    complete_cluster,
+    complete_model_or_recipe,
+    complete_run,
+)
+
+if TYPE_CHECKING:  # `--help` does not import the simulator
+    from trimaran.app.plan.simulate_request import SimulateRequest
+    from trimaran.cost import Scenario, Simulation
+
+
+def complete_plan(incomplete: str) -> list[str]:
+    """Return what `simulate` accepts: runs, and what `plan` accepts."""
+    return [*complete_run(incomplete), *complete_model_or_recipe(incomplete)]
+
+
+PlanName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PLAN",
+        show_default=False,
+        help="A run, its plan.json, a file of `plan --json`, a recipe, or a model, which is planned first.",
+        autocompletion=complete_plan,
+    ),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(metavar="C", help="12500x8xH100, or a YAML file. [default: the plan's]",
+                 autocompletion=complete_cluster),
+]  # fmt: skip
+Days = Annotated[float, typer.Option(metavar="N", min=0.01, max=3650, help="How long the job runs.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**31, help="The same seed gives the same answer.")]
+Runs = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Simulate the job so often, and average.")]
+Spares = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, max=10**6, help="Spare nodes. [default: enough for 99.9% of the time]"),
+]
+Interval = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=0.1, max=10**7, help="Between checkpoints. [default: the best]"),
+]
+Restart = Annotated[float, typer.Option(metavar="SECONDS", min=0, max=10**6, help="From a failure to the first step.")]
+Repair = Annotated[float, typer.Option(metavar="HOURS", min=0.01, max=10**5, help="Until a broken node is back.")]
+Mtbf = Annotated[
+    float | None,
+    typer.Option(metavar="HOURS", min=1e-3, max=1e12,
+                 help="Mean time between failures of one GPU. [default: as in the Llama 3 run, 50,700]"),
+]  # fmt: skip
+Rails = Annotated[
+    int,
+    typer.Option(metavar="N", min=0, max=64, show_default=False, help="Network cards of a node. [default: one a GPU]"),
+]
+Pod = Annotated[
+    int,
+    typer.Option(
+        metavar="NODES", min=0, max=10**6, show_default=False, help="Nodes with full bandwidth. [default: all]"
+    ),
+]
+Oversubscription = Annotated[
+    float, typer.Option(metavar="N", min=1, max=1000, help="How much less bandwidth leads out of a pod.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write the answer there, and timelines of a step and the job for Perfetto."),
+]
+
+
+def simulate(
+    what: PlanName = None,
+    cluster: ClusterName = None,
+    days: Days = 30.0,
+    seed: Seed = 0,
+    runs: Runs = 4,
+    spares: Spares = None,
+    save_every: Interval = None,
+    restart: Restart = 600.0,
+    repair: Repair = 24.0,
+    mtbf: Mtbf = None,
+    rails: Rails = 0,
+    pod: Pod = 0,
+    oversubscription: Oversubscription = 1.0,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    out: Out = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a job at scale: step times, failures, checkpoints, restarts, spares. Starts nothing and needs no GPU.
+
+    Failures come as often as in the published Llama 3 run. The answer has the goodput, and what a spare node and
+    another checkpoint interval are worth.
+
+    \b
+    trimaran simulate llama-3.1-405b --cluster 2048x8xH100 --seq-len 8192 --global-batch 2048
+    trimaran simulate runs/stdlib-tiny --cluster 64x8xH100 --days 7 --json
+    trimaran simulate plan.json --cluster 12500x8xH100 --pod 384 --oversubscription 7 --out timeline
+    """
+    from trimaran.app.plan.simulate_request import read_simulate_request, refuse_endless_failures
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.cost import Fabric, Scenario
+
+    shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
+    request = read_simulate_request(what, shortcuts, settings or [])
+    refuse_endless_failures(request, mtbf, days)
+    scenario = Scenario(
+        days=days, seed=seed, runs=runs, spares=request.spares if spares is None else spares, interval=save_every,
+        restart=restart, repair=repair * 3600, mtbf_hours=mtbf,
+        fabric=Fabric(rails=rails, pod_nodes=pod, oversubscription=oversubscription),
+    )  # fmt: skip
+    simulation = _simulate(request, scenario)
+    from trimaran.app.plan.simulate_view import show_simulation, simulation_as_dict
+
+    answer = simulation_as_dict(request, simulation)
+    if out is not None:
+        answer["files"] = _write(out, answer, simulation)
+    if as_json:
+        typer.echo(json.dumps(answer, allow_nan=False))
+    else:
+        show_simulation(request, simulation, open_console())
+        for file in answer.get("files", ()):
+            typer.echo(f"wrote  {file}")
+
+
+def _simulate(request: "SimulateRequest", scenario: "Scenario") -> "Simulation":
+    """Return the simulation, with a progress bar on a terminal meanwhile."""
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.cost import simulate as simulate_plan
+    from trimaran.cost import with_worth
+
+    with progress_bar(open_console(stderr=True)) as report:
+        found = simulate_plan(request.question.job, request.cluster, request.plan, scenario, report)
+        return with_worth(found, report)
+
+
+def _write(folder: Path, answer: dict[str, Any], simulation: "Simulation") -> list[str]:
+    """Write the answer and the timelines, and return their paths. Older ones are replaced."""
+    from trimaran.core import UserError
+    from trimaran.cost.simulate.trace_file import job_trace, step_trace
+    from trimaran.runs.read.merged_trace import write_merged
+
+    files = [folder / name for name in ("simulation.json", "step.trace.json.gz", "job.trace.json.gz")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files[0].write_text(json.dumps(answer, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_merged(step_trace(simulation.step), files[1])
+        write_merged(job_trace(simulation.histories[0]), files[2])
+    except OSError as error:
+        raise UserError("P083", f"the folder cannot be written: {error.strerror}", where=f"--out {folder}",
+                        fix="name a folder that you may write to, with free space") from None  # fmt: skip
+    return [str(each) for each in files]

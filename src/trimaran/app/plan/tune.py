@@ -1,0 +1,140 @@
+"""`trimaran tune`: measures the planner's best plans and their neighbours here, and writes the fastest as a recipe."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings, path_argument, program_name
+from trimaran.core import UserError
+
+if TYPE_CHECKING:
+    from trimaran.app.plan.tune_request import TuneRequest
+    from trimaran.app.plan.tune_session import Refit
+    from trimaran.planner.measure.tuner import TuneResult
+
+EXIT_INTERRUPTED = 130
+Minutes = Annotated[float, typer.Option(metavar="N", min=0.1, max=1440, help="Time for trials.")]
+MinGain = Annotated[
+    float | None,
+    typer.Option(metavar="F", min=0, max=1, show_default=False,
+                 help="End when no trial is expected to shorten a step by this fraction. [default: the noise]"),
+]  # fmt: skip
+Out = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Where the recipe is written. [default: in the results folder]")
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="The folder of the results. [default: runs/tune/NAME-DIGEST]", file_okay=False),
+]
+Again = Annotated[bool, typer.Option("--again", help="Measure plans again that were measured before.")]
+NoCalibrate = Annotated[bool, typer.Option("--no-calibrate", help="Leave the planner's rates as they are.")]
+
+
+def tune(
+    recipe: RecipeFile = None,
+    minutes: Minutes = 10.0,
+    min_gain: MinGain = None,
+    settings: Settings = None,
+    out: Out = None,
+    folder: Folder = None,
+    again: Again = False,
+    no_calibrate: NoCalibrate = False,
+    no_check: NoCheck = False,
+    as_json: Json = False,
+) -> int:
+    """Measure the planner's best plans and their neighbours on this machine, and write the fastest as a recipe.
+
+    Each trial is a short real run without checkpoints. The plan that promises most comes next, and tuning ends when
+    time is over or nothing promises more than the noise. Pinned fields of the plan stay, and nothing changes that
+    changes results: global batch, precision, engine, compression and local steps.
+
+    The planner's rates are refitted to the trials. Ctrl-C keeps all results; the same command continues.
+
+    \b
+    trimaran tune recipes/stdlib-tiny.yaml --minutes 5
+    trimaran tune my.yaml --set plan.mesh.tp=2 --out tuned.yaml
+    trimaran tune my.yaml --json | jq '.best.measured'
+    """
+    from trimaran.app.plan.tune_request import read_tune_request
+    from trimaran.app.plan.tune_session import Refit, add_to_history, refit_rates, tune_here
+    from trimaran.app.plan.tuned_recipe import refuse_other_file
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.planner.measure.trial_store import locked_folder
+
+    request = read_tune_request(recipe, settings or [], folder)
+    path = out or request.folder / "recipe.yaml"
+    refuse_other_file(path)
+    console = open_console(stderr=True)
+    try:
+        with locked_folder(request.folder, request.about) as store:
+            if again:
+                store.forget()
+            result = tune_here(request, store, console, minutes=minutes, min_gain=min_gain, check=not no_check)
+            _refuse_nothing(result, request.folder)
+            _write(request, result, path)
+            add_to_history(runs := store.runs())
+            with console.status("fitting rates to the trials"):
+                refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs, result.stopped)
+    except KeyboardInterrupt:  # before the first trial, or a second time
+        typer.echo(f"interrupted; what was measured is in {request.folder}", err=True)
+        return EXIT_INTERRUPTED
+    if as_json:
+        typer.echo(json.dumps(_answer(request, result, refit, path)))
+    else:
+        _show(request, result, refit, path)
+    return 0
+
+
+def _refuse_nothing(result: "TuneResult", folder: Path) -> None:
+    """Raise if no plan could be measured."""
+    if result.best is not None:
+        return
+    if result.stopped == "interrupted":
+        raise UserError("A041", "interrupted before a plan was measured", where=str(folder),
+                        fix="run the same command again")  # fmt: skip
+    reasons = [f"{each.candidate.plan}: {each.outcome}: {each.reason}" for each in result.tried[:3]]
+    raise UserError("A041", f"no plan could be measured: {'; '.join(reasons) or result.why}", where=str(folder),
+                    fix="see logs/ in the folders of the trials; `trimaran train` shows the same error live; "
+                    "or allow more time with --minutes")  # fmt: skip
+
+
+def _write(request: "TuneRequest", result: "TuneResult", path: Path) -> None:
+    from trimaran.app.plan.tuned_recipe import tuned_recipe_text, write_tuned_recipe
+
+    assert result.best is not None
+    assert result.best.seconds is not None
+    remark = f"{1000 * result.best.seconds:.1f} ms a step on {request.about['cluster']} ({request.about['host']})"
+    write_tuned_recipe(path, tuned_recipe_text(request.written, result.best.candidate, remark=remark))
+
+
+def _command(path: Path) -> str:
+    return shlex.join([program_name(), "train", path_argument(path)])
+
+
+def _show(request: "TuneRequest", result: "TuneResult", refit: "Refit", path: Path) -> None:
+    from trimaran.app.plan.tune_view import show_gain, show_refit, show_tuning
+    from trimaran.app.show.clean_console import open_console
+
+    console = open_console()
+    show_tuning(result, request.ranked[0], console)
+    show_gain(result, console)
+    show_refit(refit.answer, refit.trouble, console)
+    typer.echo(f"\nrecipe  {path}\nnext    {_command(path)}")
+
+
+def _answer(request: "TuneRequest", result: "TuneResult", refit: "Refit", path: Path) -> dict[str, Any]:
+    from trimaran.app.plan.tune_view import tuning_as_dict
+
+    fits = [each.as_dict() for each in refit.answer.fits] if refit.answer else []
+    return {
+        "name": request.written.name,
+        "cluster": str(request.question.cluster),
+        "folder": str(request.folder),
+        **tuning_as_dict(result),
+        "calibration": {"devices": fits, "trouble": refit.trouble or None},
+        "recipe": str(path),
+        "next": _command(path),
+    }

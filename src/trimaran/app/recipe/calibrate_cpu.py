@@ -1,0 +1,88 @@
+"""Measures how fast the ranks of this CPU train, once: predictions for it then say what it does."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import typer
+
+from trimaran.launch.supervise.early_supervisor import early_processes, resume_early
+from trimaran.machine import Cluster, calibration_folder, parse_cluster
+from trimaran.machine.cpu_rates import CpuRates, parse_cpu_rates, write_cpu_rates
+from trimaran.machine.detect import cpu_rates_file, threads_per_rank, usable_cores, with_cpu_rates
+from trimaran.machine.host_limits import openmp_threads
+
+logger = logging.getLogger(__name__)
+
+MEASURE_SECONDS = 0.2  # besides the start of torch
+LIMIT_SECONDS = 20.0  # on a machine that is so busy, the rates would be wrong
+MAX_RANKS = 8  # that are measured on a machine with fewer cores
+MAX_SCATTER = 0.1  # of rates that are kept for good; with more, other programs were running
+RETRY_SECONDS = 600.0  # until rates with more scatter are measured again
+
+
+def cluster_of_text(
+    text: str,
+    environ: Mapping[str, str],
+    *,
+    measure: Callable[[int, int, Mapping[str, str]], CpuRates | None] | None = None,
+    retry_seconds: float = RETRY_SECONDS,
+) -> Cluster:
+    """Return the cluster that `text` names. If that is this CPU, its rates are measured unless they are in the cache.
+
+    Where they cannot be measured or written, a warning says so and the prediction is not calibrated. Rates of a busy
+    machine are measured again after `retry_seconds`. `measure` takes ranks, threads and the environment.
+    """
+    visible, folder = environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(environ)
+    threads = openmp_threads(environ.get("OMP_NUM_THREADS"))
+    cluster = parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
+    rates, ranks = cluster.device.cpu_rates, cluster.devices_per_node
+    path = cpu_rates_file(folder, ranks, threads)
+    is_here = cluster.device.traits.shares_cores and not text.endswith((".yaml", ".yml"))
+    if not is_here or path is None or ranks > max(MAX_RANKS, usable_cores()):
+        return cluster
+    if rates is None or (rates.scatter > MAX_SCATTER and _is_old(path, retry_seconds)):
+        new = (measure or _measure)(ranks, threads or threads_per_rank(ranks), environ)
+        if new is not None and (rates is None or new.scatter < rates.scatter):
+            if _keep(path, new):  # what was fitted to runs applies to them
+                return parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
+            cluster = with_cpu_rates(cluster, new, keeps_links=bool(cluster.links))
+    return cluster
+
+
+def _measure(ranks: int, threads: int, environ: Mapping[str, str]) -> CpuRates | None:
+    """Return the rates of `ranks` ranks of this machine that run at once; None if they cannot be measured."""
+    if sys.stderr.isatty():
+        typer.echo("measuring how fast this CPU trains: about 3 seconds, once", err=True)
+    command = [sys.executable, "-m", "trimaran.machine.probe.measure_cpu", f"--ranks={ranks}", f"--threads={threads}",
+               f"--seconds={MEASURE_SECONDS}"]  # fmt: skip
+    command += [f"--pause={pid}" for pid in early_processes()]  # which are importing torch
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
+                              env={"GLOO_SOCKET_IFNAME": "lo", **environ})  # fmt: skip
+        return parse_cpu_rates(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        resume_early()  # the measuring process may have been killed while they were stopped
+        logger.warning("this CPU could not be measured, so predictions are not calibrated: %s", "".join(last)[:200])
+        return None
+
+
+def _is_old(path: Path, retry_seconds: float) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > retry_seconds
+    except OSError:
+        return True
+
+
+def _keep(path: Path, rates: CpuRates) -> bool:
+    try:
+        write_cpu_rates(path, rates)
+    except OSError as error:
+        logger.warning("the rates of this CPU are not kept in %s: %s", path, error.strerror)
+        return False
+    return True

@@ -1,0 +1,307 @@
+"""What data is, by its content: format, number of samples, lengths."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trimaran.core import DataSection, MixtureSource, UserError
+from trimaran.data import TokenShards
+from trimaran.data.row_fields import (
+    CONVERSATIONS,
+    QUESTIONS,
+    answer_fields,
+    is_messages,
+    learns_rejected,
+    preference_error,
+)
+from trimaran.data.samples.parse_chat import IMAGES, ROLES
+from trimaran.data.samples.raw_sample import RawSample, SourceFiles
+from trimaran.data.samples.readers import IMAGE_SUFFIXES, file_rows, read_samples, saved_rows
+from trimaran.data.text.source_files import (
+    CSV_SUFFIXES,
+    JSON_SUFFIXES,
+    JSONL_SUFFIXES,
+    data_suffix,
+    find_files,
+    is_saved_dataset,
+)
+from trimaran.data.text.token_files import TOKEN_SOURCES, count_tokens
+from trimaran.data.text.tokenizer import Tokenizer, load_tokenizer
+from trimaran.models import is_hub_name, near_folder
+
+MAX_LISTED = 5000  # files of a folder whose names are looked at
+MAX_READ = 2000  # samples
+MAX_TOKENIZED = 64  # samples whose text is tokenized, for the ratio of tokens to characters
+MAX_TOKENIZED_CHARACTERS = 200_000
+TURN_TOKENS = 8  # what a chat template adds to a turn, about
+TOOLS_TOKENS = 160  # a template's text about tools, roughly
+METADATA_FIELDS = ("id", "uuid", "url", "title", "author", "date", "language", "lang", "license")  # never the text
+# Other names of an answer. A row with one of them has a question, too, so neither alone is its text.
+ANSWER_FIELDS = ("assistant", "bot", "solution", "target", "targets", "summary", "highlights")
+PROSE_WORDS = 3
+IN_LIST = "[]"  # after the name of a list of texts
+TEXT_SHARE = 0.9  # of the characters of a row, in the field that is taken for its text
+USUAL_TEXT_FIELDS = ("text", "content", "document", "body", "code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """Data that a recipe can name. `named` is what the person wrote; lengths are tokens, of samples that were read.
+
+    `is_exact`: all samples were read, so their number is not an estimate.
+    """
+
+    named: str
+    source: str
+    text_field: str = "text"
+    split: str = "train"
+    is_chat: bool = False
+    has_images: bool = False
+    num_samples: int
+    is_exact: bool
+    num_bad: int = 0
+    median_tokens: int
+    longest_tokens: int
+
+    @property
+    def is_samples(self) -> bool:
+        """Whether rows are packed from samples, and not cut from one stream of text."""
+        return self.source in ("chat", "webdataset", "parquet", "image-folder")
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_samples * max(1, self.median_tokens)
+
+    def describe(self) -> str:
+        """Return one line for the person."""
+        kind = "conversations" if self.is_chat else "images with text" if self.has_images else "documents"
+        about = "" if self.is_exact else "about "
+        field = f", field {self.text_field}" if self.text_field != "text" else ""
+        bad = f", {self.num_bad} of those read cannot be used" if self.num_bad else ""
+        return (
+            f"{about}{self.num_samples:,} {kind} ({self.source}{field}), {self.median_tokens:,} tokens each (median), "
+            f"the longest read {self.longest_tokens:,}{bad}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("source", "text_field", "is_chat", "has_images", "num_samples", "is_exact", "num_bad",
+                 "median_tokens", "longest_tokens")  # fmt: skip
+        return {"path": self.named} | {name: getattr(self, name) for name in names}
+
+
+def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split: str = "train") -> DataFacts:
+    """Return what is known of the data at `folder`, which the person calls `named`. Reads at most 2,000 samples."""
+    if not folder.exists():
+        near = near_folder(named)
+        meant = f" (did you mean '{near}'?)" if near else ""
+        raise UserError("T003", f"'{named}' does not exist{meant}", where="--data",
+                        fix="name a file or a folder, or a dataset on the Hub: OWNER/DATASET")  # fmt: skip
+    source = _source_by_names(folder)
+    if source == "shards":
+        shards = TokenShards.open(folder).meta
+        typical = shards.num_tokens // max(1, shards.num_documents)
+        return DataFacts(named=named, source=source, num_samples=shards.num_documents, is_exact=True,
+                         median_tokens=typical, longest_tokens=typical)  # fmt: skip
+    if source in TOKEN_SOURCES:
+        return _token_facts(named, source, folder, tokenizer or load_tokenizer(None))
+    row = _first_row(source, folder)
+    if row is not None and learns_rejected(row, ""):
+        raise preference_error(str(folder))
+    is_chat, has_images, text_field = _is_chat(row), _has_images(row) or source == "image-folder", "text"
+    if row is not None and not is_chat and (found := _named_conversation(row, folder)):
+        is_chat, text_field = True, found
+    if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
+        text_field = _text_field(row, folder)
+    reads_text = not is_chat and not has_images
+    if source in ("chat", "parquet") and reads_text:
+        source = "jsonl" if _has_only_lines(folder) else "datasets"
+    elif source == "datasets" and not reads_text:
+        source = "chat"
+    read = list(islice(_read(source, folder, text_field), MAX_READ))
+    good = [sample for sample in read if sample.bad is None]
+    if not good:
+        reason = read[0].bad if read else "there is no sample"
+        raise UserError("T065", f"no sample of this data can be used: {reason}", where=str(folder),
+                        fix="see docs/guides/data.md for the formats that are read")  # fmt: skip
+    lengths = _lengths(good, tokenizer)
+    fraction = read[-1].fraction_read if len(read) == MAX_READ else 1.0
+    is_hub = is_hub_name(named)
+    return DataFacts(
+        named=named,
+        source="chat" if is_hub and not reads_text else "datasets" if is_hub else source,
+        text_field=text_field,
+        split=split,
+        is_chat=is_chat or any(turn.role == "assistant" for turn in good[0].turns),
+        has_images=has_images or any(sample.images for sample in good),
+        num_samples=max(len(read), round(len(read) / max(fraction, 1e-9))),
+        is_exact=len(read) < MAX_READ,
+        num_bad=len(read) - len(good),
+        median_tokens=max(1, round(median(lengths))),
+        longest_tokens=max(1, *lengths),
+    )
+
+
+def _token_facts(named: str, source: str, path: Path, tokenizer: Tokenizer) -> DataFacts:
+    section = DataSection(source=source, path=str(path))
+    num_tokens, num_documents = count_tokens(section, find_files(section), tokenizer)
+    typical = num_tokens // max(1, num_documents)
+    return DataFacts(named=named, source=source, num_samples=num_documents, is_exact=source == "megatron",
+                     median_tokens=typical, longest_tokens=typical)  # fmt: skip
+
+
+def _source_by_names(path: Path) -> str:
+    """Return the source that reads the names of the files: a JSON file may still be text or chat."""
+    if is_saved_dataset(path):
+        return "datasets"
+    if path.is_dir() and (path / "meta.json").is_file() and any(path.glob("shard-*.tokens")):
+        return "shards"
+    files = [path] if path.is_file() else list(islice(_files(path), MAX_LISTED))
+    suffixes = Counter(data_suffix(file).lower() for file in files)
+    if not files:
+        raise UserError("T005", "the folder has no files", where=str(path), fix="name a file or a folder with data")
+    if suffixes[".bin"] or suffixes[".idx"]:
+        has_index = any(file.with_suffix(".idx").is_file() for file in files)
+        return "megatron" if has_index else "nanogpt"
+    if suffixes[".tar"]:
+        return "webdataset"
+    if any(suffixes[each] for each in IMAGE_SUFFIXES):
+        return "image-folder"
+    if suffixes[".parquet"]:
+        return "parquet"
+    return "chat" if any(suffixes[each] for each in (*JSON_SUFFIXES, *CSV_SUFFIXES)) else "text"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
+
+
+def _has_only_lines(path: Path) -> bool:
+    files = find_files(DataSection(source="chat", path=str(path)))
+    return all(data_suffix(file) in JSONL_SUFFIXES for file in files)
+
+
+def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
+    """Return the first row of JSON, Parquet, CSV or a saved dataset; None for other sources."""
+    rows: Iterator[tuple[int, Any, float]]
+    if source == "datasets":
+        rows = saved_rows(path)
+    elif source in ("chat", "parquet"):
+        files = find_files(DataSection(source=source, path=str(path)))
+        rows = (row for file in files for row in file_rows(file, lambda position: 0.0))
+    else:
+        return None
+    found = next((row for _, row, _ in islice(rows, MAX_READ) if isinstance(row, Mapping)), None)
+    if found is None:
+        raise UserError("T065", "there is no row with fields", where=str(path),
+                        fix="write one JSON object a line, such as {\"text\": \"...\"}")  # fmt: skip
+    return found
+
+
+def _is_chat(row: Mapping[str, Any] | None) -> bool:
+    return row is not None and (any(name in row for name in (*CONVERSATIONS, "texts")) or bool(answer_fields(row)))
+
+
+def _named_conversation(row: Mapping[str, Any], path: Path) -> str | None:
+    """Return the field with a conversation that has another name than usual, or is inside an object."""
+    names = list(_conversations(row))
+    if len(names) > 1:
+        raise UserError("T065", f"several fields hold conversations: {', '.join(names)[:200]}", where=str(path),
+                        fix="name the one to learn messages")  # fmt: skip
+    return names[0] if names else None
+
+
+def _conversations(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _conversations(value, f"{prefix}{name}.")
+        elif is_messages(value) and any(
+            ROLES.get(str(each.get("from", each.get("role")))) == "assistant" for each in value
+        ):
+            yield f"{prefix}{name}"
+
+
+def _has_images(row: Mapping[str, Any] | None) -> bool:
+    return row is not None and any(row.get(name) for name in IMAGES)
+
+
+def _text_field(row: Mapping[str, Any], path: Path) -> str:
+    """Return the field that holds the text: one of the usual names, or the one with nearly all of the row's text."""
+    every = dict(_strings(row))
+    strings = {name: text for name, text in every.items() if not name.endswith(IN_LIST)}
+    last_names = {name.rpartition(".")[2]: name for name in reversed(strings)}
+    if usual := next((last_names[each] for each in USUAL_TEXT_FIELDS if each in last_names), None):
+        return usual
+    asked_names = {*ANSWER_FIELDS, *(each for pair in QUESTIONS for each in pair)}
+    if asked := [name for last, name in last_names.items() if last in asked_names][::-1]:
+        raise UserError("T065", f"{asked[0]} looks like a part of a question and its answer, and the other part is "
+                        f"not found: there are {', '.join(map(str, row))[:200]}", where=str(path),
+                        fix="name the fields prompt and completion")  # fmt: skip
+    texts = {name: text for name, text in every.items() if not _is_metadata(name)}
+    texts = {name: text for name, text in texts.items() if _is_prose(text)} or texts
+    if not texts:
+        raise UserError("T065", f"no field holds text: there are {', '.join(map(str, row))[:200]}", where=str(path),
+                        fix="convert it to JSONL with a field text, or to conversations with messages")  # fmt: skip
+    longest = max(texts, key=lambda name: len(texts[name]))
+    if longest not in strings or len(texts[longest]) < TEXT_SHARE * sum(map(len, texts.values())):
+        raise UserError("T065", f"the text is not in one field: there are {', '.join(texts)[:200]}", where=str(path),
+                        fix="name the field to learn text; name a question and its answer prompt and completion"
+                        )  # fmt: skip
+    return longest
+
+
+def _is_metadata(name: str) -> bool:
+    last = name.rpartition(".")[2].lower()
+    return last in METADATA_FIELDS or last.endswith(("_id", "_url"))
+
+
+def _is_prose(text: str) -> bool:
+    return len(text.split()) >= PROSE_WORDS or not text.isascii()
+
+
+def _strings(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields with text, also those of objects inside the row, `data.text`, and the texts of lists, joined."""
+    for name, value in row.items():
+        if isinstance(value, str):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _strings(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            texts = [text for each in value for _, text in _strings({"": each})]
+            if texts:
+                yield f"{prefix}{name}{IN_LIST}", " ".join(texts)
+
+
+def _read(source: str, path: Path, text_field: str) -> Iterator[RawSample]:
+    own = MixtureSource.model_validate({"name": "data", "source": source, "path": str(path), "text_field": text_field})
+    files = find_files(DataSection(source=own.source, path=own.path))
+    return read_samples(SourceFiles(own, files))
+
+
+def _lengths(samples: list[RawSample], tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens of each sample: the characters of all, times the ratio of those that were tokenized."""
+    texts = [_all_text(sample) for sample in samples]
+    ratio = 1.0
+    if tokenizer is not None:
+        tried = [text[:MAX_TOKENIZED_CHARACTERS] for text in texts[:MAX_TOKENIZED] if text]
+        ratio = sum(len(tokenizer.encode(text)) for text in tried) / max(1, sum(map(len, tried)))
+    return [
+        round(len(text) * ratio)
+        + TURN_TOKENS * (len(sample.turns) if sample.turns[0].role != "text" else 0)
+        + TOOLS_TOKENS * bool(sample.tools)
+        for text, sample in zip(texts, samples, strict=True)
+    ]
+
+
+def _all_text(sample: RawSample) -> str:
+    """Return the text of a sample, with what its template writes of tools and their calls."""
+    parts = [part for turn in sample.turns for part in turn.parts if part]
+    calls = [turn.fields["tool_calls"] for turn in sample.turns if turn.fields.get("tool_calls")]
+    return "".join([sample.system, *parts, *(json.dumps(each, ensure_ascii=False) for each in (*sample.tools, *calls))])

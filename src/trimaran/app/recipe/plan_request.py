@@ -1,0 +1,202 @@
+"""Reads what `trimaran plan` is asked to plan: a recipe, or a bare model with defaults for the rest of the recipe."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import typer
+
+from trimaran.app.recipe.hub_files import with_local_model
+from trimaran.app.recipe.request import read_question
+from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
+from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.user_folders import expand_user
+from trimaran.machine import detect
+from trimaran.models import PRESETS, is_hub_name, outline_for, spec_of
+from trimaran.planner import Question
+
+DEFAULT_SEQ_LEN = 4096
+REFERENCE_CLUSTER = "8xH100"
+MIN_REFERENCE_PARAMETERS = 5 * 10**8  # a smaller model may be meant for this machine's CPU
+DEFAULT_STEP_TOKENS = 2**20  # of a bare model without a batch: a common start of pretraining runs
+
+ADAPTERS = {"lora": "kind: lora", "dora": "kind: dora", "qlora": "kind: lora, base: 4bit"}
+
+OwnFamily = Literal["decoder", "vlm", "perception"]
+OWN_FAMILIES: tuple[OwnFamily, ...] = get_args(OwnFamily)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A question, and the command line arguments that repeat it: the recipe's file and the settings.
+
+    `is_reference`: no cluster was named and this machine has no GPU, so the cluster is `REFERENCE_CLUSTER`.
+    """
+
+    question: Question
+    file: str | None
+    settings: tuple[str, ...]
+    is_reference: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*([self.file] if self.file else []), *(word for pair in self.settings for word in ("--set", pair))]
+
+
+def read_plan_request(what: str | None, shortcuts: Mapping[str, object], settings: Sequence[str]) -> PlanRequest:
+    """Return the request for `what`: a recipe file, `-`, a preset, a config.json or a model folder.
+
+    `shortcuts` are recipe fields with values, or None if not given; `settings` override them. A bare model gets a
+    default name, length and batch for those that are not given, and on a machine without a GPU, where a large model is
+    hardly to be trained, the cluster `REFERENCE_CLUSTER`.
+    """
+    file, model = _file_or_model(what)
+    given = [_setting(field, value) for field, value in shortcuts.items() if value is not None]
+    arguments = [*model, *given, *settings]
+    is_reference = bool(model) and _needs_reference(arguments)
+    if is_reference:
+        arguments.append(f"cluster={REFERENCE_CLUSTER}")
+    question = read_question(file, arguments)
+    if model:
+        defaults = _defaults(question)
+        arguments += [_setting(field, value) for field, value in defaults.items()]
+        recipe = _with_fields(question.recipe, defaults)
+        question = replace(question, recipe=recipe, outline=outline_for(recipe.model, recipe.data))
+    # The limits of our trainer do not apply to a model that it does not have: any framework may run the plan.
+    is_ours = question.spec is not None or question.recipe.model.kind.is_plugin
+    question = replace(question, for_trainer=is_ours)
+    return PlanRequest(question=question, file=file, settings=tuple(arguments), is_reference=is_reference)
+
+
+def _needs_reference(arguments: Sequence[str]) -> bool:
+    """Return whether a bare model is too large for this machine, which has no GPU, and no cluster is named."""
+    if _names_cluster(arguments):
+        return False
+    here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not here.device.traits.shares_cores:
+        return False
+    return _is_large(read_question(None, [*arguments, f"cluster={REFERENCE_CLUSTER}"]))
+
+
+def _names_cluster(settings: Sequence[str]) -> bool:
+    return any(each.partition("=")[0].strip() == "cluster" for each in settings)
+
+
+def _is_large(question: Question) -> bool:
+    """Return whether the model is hardly to be trained on a CPU."""
+    return question.outline is not None and question.outline.num_parameters >= MIN_REFERENCE_PARAMETERS
+
+
+def say_reference(request: PlanRequest) -> None:
+    """Print on standard error for which cluster a model is planned, if none was named and it is large for a CPU."""
+    question = request.question
+    if request.is_reference:
+        typer.echo(f"no cluster is named and this machine has no GPU: planned for {REFERENCE_CLUSTER}; name yours, "
+                   "such as --cluster 4xA100-80GB, or --cluster auto for this machine", err=True)  # fmt: skip
+    elif (
+        question.recipe.cluster == "auto"
+        and not _names_cluster(request.settings)
+        and question.cluster.device.traits.shares_cores
+        and _is_large(question)
+    ):
+        typer.echo("planned for this machine, as the recipe's cluster is auto, and it has no GPU; for another, "
+                   f"name it, such as --cluster {REFERENCE_CLUSTER}", err=True)  # fmt: skip
+
+
+def adapter_setting(text: str) -> str:
+    """Return `lora`, `lora:16` and the like as a setting of the recipe's `model.adapter`."""
+    kind, separator, rank = text.partition(":")
+    if kind not in ADAPTERS:
+        raise UserError("A013", f"there is no adapter '{kind}'{did_you_mean(kind, ADAPTERS)}", where="--adapter",
+                        fix=f"use one of {', '.join(ADAPTERS)}, with a rank such as lora:16")  # fmt: skip
+    if separator and not (rank.isascii() and rank.isdigit() and 0 < len(rank) <= 6 and int(rank)):
+        raise UserError("A013", f"'{rank}' is not a rank", where="--adapter",
+                        fix=f"write {kind}:16, or {kind} for the default rank")  # fmt: skip
+    return f"model.adapter={{{ADAPTERS[kind]}{f', rank: {rank}' if separator else ''}}}"
+
+
+def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
+    """Return a recipe's file, or the settings that name a model."""
+    if what is None or what == "-" or what.endswith((".yaml", ".yml")):
+        return what, []
+    if what in PRESETS:
+        return None, [f"model.preset={what}"]
+    from trimaran.models import VLM_PRESETS
+
+    if what in VLM_PRESETS:
+        return None, ["model.family=vlm", f"model.preset={what}"]
+    path = expand_user(what)
+    if path.is_dir() or path.name == "config.json":
+        return None, _model_settings(what)
+    if path.exists():
+        return what, []
+    if is_hub_name(what):
+        return None, _hub_model_settings(what)
+    near = did_you_mean(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
+    raise UserError("A012", f"'{what}' is not a recipe, a preset or a model folder{near}", where="MODEL|RECIPE",
+                    fix="name a YAML file, a preset (see `trimaran presets`), a config.json or its folder")  # fmt: skip
+
+
+def _hub_model_settings(name: str) -> list[str]:
+    """Return the settings for a model on the Hub: its name, and the family that its config.json describes."""
+    recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=name)), only_config=True)
+    family = _model_settings(str(recipe.model.path))[0]
+    return [family, _setting("model.path", name)]
+
+
+def _model_settings(path: str) -> list[str]:
+    """Return the settings for a model on disk: one of our families if possible, because those support every axis."""
+    # Errors in the file itself are reported when `hf` reads it.
+    family = next((each for each in OWN_FAMILIES if _describes(each, path)), "hf")
+    return [f"model.family={family}", _setting("model.path", path)]
+
+
+def _describes(family: OwnFamily, path: str) -> bool:
+    """Return whether the config.json of `path` describes a network of this family."""
+    try:
+        return spec_of(ModelSection(family=family, path=path)) is not None
+    except UserError:
+        return False
+
+
+def _setting(field: str, value: object) -> str:
+    """Return `value` as a `--set` argument, quoted only if YAML would read it as another type."""
+    is_plain = _is_plain(value) if isinstance(value, str) else not isinstance(value, bool)
+    return f"{field}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether YAML reads the text as itself."""
+    try:
+        return load_yaml(text) == text
+    except TextError:
+        return False
+
+
+def _defaults(question: Question) -> dict[str, Any]:
+    """Return name, length and batch of a bare model, unless the user set them; the batch is a multiple of devices."""
+    recipe, outline, devices = question.recipe, question.outline, question.cluster.world_size
+    seq_len, defaults = recipe.data.seq_len, {}
+    if outline and "name" not in recipe.model_fields_set:
+        defaults["name"] = re.sub(r"[^a-z0-9._-]+", "-", outline.name.lower()).strip("-._")[:63] or "run"
+    fixed = outline.main.positions if outline else 0
+    if "seq_len" not in recipe.data.model_fields_set:
+        longest = outline.max_seq_len if outline else 0
+        seq_len = fixed or min(longest or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+        defaults["data.seq_len"] = seq_len
+    seq_len = fixed or seq_len
+    if "global_batch" not in recipe.train.model_fields_set:
+        defaults["train.global_batch"] = devices * max(1, DEFAULT_STEP_TOKENS // (seq_len * devices))
+    return defaults
+
+
+def _with_fields(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with these fields, by dotted name, of the recipe or one of its sections."""
+    for field, value in fields.items():
+        section, _, name = field.rpartition(".")
+        update = {section: getattr(recipe, section).model_copy(update={name: value})} if section else {name: value}
+        recipe = recipe.model_copy(update=update)
+    return recipe

@@ -1,0 +1,115 @@
+"""Which tokenizer and chat template a new run uses: those of its model, unless the recipe says otherwise."""
+
+from pathlib import Path
+from typing import Any
+
+from trimaran.core import Recipe, UserError
+from trimaran.core.user_folders import expand_user
+from trimaran.models import language_of, model_folder, read_json, spec_of, weight_files
+
+MAX_CONFIG_BYTES = 10_000_000
+
+
+def with_model_tokenizer(recipe: Recipe) -> Recipe:
+    """Return the recipe with the tokenizer and the chat template that its model has, where it names none.
+
+    A run directory records them, so an older run, which trained on bytes in this case, resumes as it began. Raises
+    if a model with weights has no tokenizer: on bytes it would learn to read again.
+    """
+    data = recipe.data
+    if data.source == "scenes" or recipe.model.kind.reads == "scenes":
+        return recipe
+    if data.source == "shards" and not data.mixture:
+        _refuse_other_shards(recipe)
+        return recipe
+    changes: dict[str, Any] = {}
+    if data.tokenizer is None and recipe.model.path is not None:
+        changes["tokenizer"] = _own_tokenizer(recipe)
+    elif data.tokenizer is not None and data.tokenizer != "bytes":
+        changes["tokenizer"] = _named_tokenizer(data.tokenizer)
+    tokenizer = changes.get("tokenizer", data.tokenizer)
+    if data.samples.template == "auto" and tokenizer is not None and _has_template(tokenizer):
+        changes["samples"] = data.samples.model_copy(update={"template": "model"})
+    changed = {name: value for name, value in changes.items() if value != getattr(data, name)}
+    return recipe.model_copy(update={"data": data.model_copy(update=changed)}) if changed else recipe
+
+
+def model_vocabulary(recipe: Recipe) -> int | None:
+    """Return how many token ids the recipe's model has; None if its config does not say."""
+    spec = spec_of(recipe.model)
+    if (language := language_of(spec)) is not None:
+        return language.vocab
+    if spec is not None or recipe.model.path is None:
+        return None
+    config = read_json(model_folder(recipe.model.path) / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    text_config = config.get("text_config")
+    for fields in (config, text_config if isinstance(text_config, dict) else {}):
+        if isinstance(fields.get("vocab_size"), int):
+            return fields["vocab_size"]
+    return None
+
+
+def _own_tokenizer(recipe: Recipe) -> str | None:
+    """Return the folder of the model as its tokenizer; None, for bytes, if a run trained it on bytes.
+
+    Also None if it has neither a tokenizer nor weights.
+    """
+    from trimaran.data.text.tokenizer import has_tokenizer, read_record
+
+    assert recipe.model.path is not None
+    folder = model_folder(recipe.model.path)
+    if has_tokenizer(folder):
+        return str(folder.absolute())
+    if weight_files(folder) and read_record(folder).get("kind") != "bytes":
+        raise _no_tokenizer(folder, model_vocabulary(recipe))
+    return None
+
+
+def _named_tokenizer(path: str) -> str:
+    """Return the tokenizer that a recipe names: for the tokenizer.json of a model folder, that folder."""
+    named = expand_user(path)
+    if named.name == "tokenizer.json" and (named.parent / "tokenizer_config.json").is_file():
+        return str(named.parent.absolute())
+    return str(named) if named.exists() else path
+
+
+def _has_template(tokenizer: str) -> bool:
+    from trimaran.data.text.tokenizer import chat_template_names
+
+    folder = Path(tokenizer)
+    return folder.is_dir() and bool(chat_template_names(folder))
+
+
+def _refuse_other_shards(recipe: Recipe) -> None:
+    """Raise if the shards were packed with another tokenizer than that of the model, and the recipe does not name it.
+
+    Without tokenizer files in the model's folder only bytes are refused.
+    """
+    from trimaran.data import TokenShards, load_tokenizer
+    from trimaran.data.text.source_files import named_path
+    from trimaran.data.text.tokenizer import is_same_tokenizer
+
+    if recipe.data.tokenizer is not None or recipe.model.path is None:
+        return
+    shards, folder = TokenShards.open(named_path(recipe.data)), model_folder(recipe.model.path)
+    own = _own_tokenizer(recipe) if shards.tokenizer.describe()["kind"] == "bytes" else _folder_tokenizer(folder)
+    if own is None or is_same_tokenizer(tokenizer := load_tokenizer(own), shards.tokenizer):
+        return
+    raise UserError("T019", f"the shards were packed with another tokenizer, of {shards.vocab_size:,} ids; the model's "
+                    f"own has {tokenizer.vocab_size:,}", where=str(shards.path),
+                    fix=f"pack the data again with --tokenizer {folder}, or, to train the model on another tokenizer, "
+                    "name it in data.tokenizer")  # fmt: skip
+
+
+def _folder_tokenizer(folder: Path) -> str | None:
+    from trimaran.data.text.tokenizer import has_tokenizer
+
+    return str(folder) if has_tokenizer(folder) else None
+
+
+def _no_tokenizer(folder: Path, vocabulary: int | None) -> UserError:
+    has = f"a vocabulary of {vocabulary:,} ids" if vocabulary else "a vocabulary of its own"
+    return UserError("T022", f"the model has trained weights and {has}, but no tokenizer; without one the data would "
+                     "be read as bytes, 257 ids, which mean something else to the model", where=f"model.path {folder}",
+                     fix="copy its tokenizer.json into the folder, name one in data.tokenizer, or, to train it on "
+                     "bytes, set data.tokenizer=bytes")  # fmt: skip

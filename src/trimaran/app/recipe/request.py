@@ -1,0 +1,236 @@
+"""Resolves the command line to a recipe, model, cluster and plan. No torch, no processes, no files written."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trimaran.app.recipe.calibrate_cpu import cluster_of_text
+from trimaran.app.recipe.data_sizes import row_sizes_of, scene_points_of
+from trimaran.app.recipe.hub_files import with_local_model
+from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
+from trimaran.core.errors import collected, raise_together
+from trimaran.core.recipe_plugins import load_used_plugins
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.user_folders import expand_user
+from trimaran.launch.supervise.shared_gpu import SHARE_GPUS
+from trimaran.machine import Cluster, calibration_folder, detect, parse_cluster
+from trimaran.machine.parse_cluster import MAX_DEVICES
+from trimaran.models import Outline, Spec, is_hub_name, outline_for, outline_if_known, refuse_freezing, spec_of
+from trimaran.planner import Question, choose
+
+MAX_RECIPE_BYTES = 1 << 20
+TORCHRUN_FIX = "start the command with torchrun, which sets it; or unset RANK and WORLD_SIZE to run without torchrun"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A resolved run: recipe, model, cluster and plan. `spec` is None for a foreign Hugging Face model."""
+
+    recipe: Recipe
+    spec: Spec | None
+    outline: Outline | None
+    cluster: Cluster
+    plan: Plan
+
+
+def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None) -> Request:
+    """Return the recipe in `file` with `settings` on top, and its plan; see `read_question`. Paths are absolute."""
+    question = read_question(file, settings, cluster=cluster, trains=True)
+    recipe, spec, outline = with_absolute_paths(question.recipe), question.spec, question.outline
+    refuse_freezing(recipe.model)
+    load_used_plugins(recipe, ("data source", "autopilot policy"))  # those of ranks and sinks are checked there
+    plan = _choose_for_trainer(replace(question, recipe=recipe))
+    return Request(recipe=recipe, spec=spec, outline=outline, cluster=question.cluster, plan=plan)
+
+
+def _choose_for_trainer(question: Question) -> Plan:
+    """Return the best plan that our trainer runs. Of a Hugging Face model only its code knows which axes it supports.
+
+    That takes seconds to find out, once, and is asked only if a plan uses such an axis.
+    """
+    inputs = (question.recipe, question.spec, question.cluster, question.outline)
+    plan = choose(*inputs)
+    if not question.recipe.model.kind.is_hf or (plan.mesh.tp == plan.mesh.cp == 1 and plan.precision != "fp8"):
+        return plan
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0":
+        return plan  # under torchrun the plan of rank 0 counts
+    from trimaran.app.recipe.ask_hf_facts import ask_hf_facts
+
+    facts, _ = ask_hf_facts(question.recipe.model, os.environ)
+    return plan if facts is None else choose(*inputs, facts)
+
+
+def read_question(
+    file: str | None, settings: Sequence[str], *, cluster: Cluster | None = None, trains: bool = False
+) -> Question:
+    """Return the planner's question for the recipe in `file` (`-`: standard input, None: the defaults).
+
+    `settings` override fields of the recipe. `cluster` is the meaning of `auto`; without it, this machine. With
+    `trains` a prediction is optional: a Hugging Face model whose config.json lacks its sizes then has no outline.
+    """
+    recipe, mistakes = read_recipe(file, settings), []
+    with collected(mistakes):
+        recipe = with_local_model(recipe, only_config=not trains)
+        spec = spec_of(recipe.model)
+        points = scene_points_of(recipe, spec)
+        outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data, points)
+        rows = row_sizes_of(recipe, spec)
+    if mistakes:
+        _add_other_mistakes(mistakes, recipe, trains=trains)
+    elif cluster is None or recipe.cluster != "auto":
+        with collected(mistakes):
+            cluster = cluster_of_text(recipe.cluster, os.environ)
+        if mistakes:
+            _add_other_mistakes(mistakes, recipe, trains=trains)
+    raise_together(mistakes)
+    assert cluster is not None, "a cluster that cannot be read is a mistake"
+    if rows is not None and outline is not None and spec is not None and spec.vision is not None:
+        from trimaran.models.vlm_outline import with_row_sizes
+
+        outline = with_row_sizes(outline, spec, rows)
+    return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, rows=rows)
+
+
+def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bool) -> None:
+    """Add what is wrong with the cluster and the data, so that a recipe is corrected once and not three times."""
+    from trimaran.data.text.prepare_text import check
+    from trimaran.data.text.source_files import named_path
+
+    with collected(mistakes):
+        if recipe.cluster != "auto":
+            parse_cluster(recipe.cluster)
+    with collected(mistakes):
+        if trains and recipe.data.path and not is_hub_name(recipe.data.path):
+            named_path(recipe.data)
+            is_decoder = recipe.model.kind.is_language_model and not recipe.model.kind.is_hf
+            if recipe.data.source in ("text", "jsonl", "datasets") and is_decoder:
+                check(recipe.data)
+
+
+def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
+    """Return the recipe in `file` (`-`: standard input, None: the defaults) with `settings` on top."""
+    return _with_paths_beside(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
+
+
+def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
+    """Return the cluster of an outside torchrun: this machine's kind of device, one per rank."""
+    world_size = torchrun_number(environment, "WORLD_SIZE", most=MAX_DEVICES)
+    devices_per_node = torchrun_number(environment, "LOCAL_WORLD_SIZE", most=world_size, default=world_size)
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        torchrun_number(environment, name, least=0, most=world_size - 1, default=0)
+    if world_size % devices_per_node:
+        raise UserError("A022", f"{world_size} ranks are not a multiple of the {devices_per_node} on each node",
+                        where="the environment variables WORLD_SIZE, LOCAL_WORLD_SIZE", fix=TORCHRUN_FIX)  # fmt: skip
+    measured = calibration_folder(environment)
+    here = detect(visible_devices=environment.get("CUDA_VISIBLE_DEVICES"), calibrations=measured)
+    if here.device.traits.shares_cores:
+        return parse_cluster(f"{world_size // devices_per_node}x{devices_per_node}xcpu", calibrations=measured)
+    return replace(here, num_nodes=world_size // devices_per_node, devices_per_node=devices_per_node)
+
+
+def torchrun_number(
+    environment: Mapping[str, str], name: str, *, most: int, least: int = 1, default: int | None = None
+) -> int:
+    """Return a variable that torchrun sets; raise UserError unless it is a number from `least` to `most`."""
+    text = environment.get(name, "" if default is None else str(default))
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else -1
+    if not least <= number <= most:
+        raise UserError("A022", f"{name} is '{text[:40]}', which is not a number from {least} to {most:,}",
+                        where=f"the environment variable {name}", fix=TORCHRUN_FIX)  # fmt: skip
+    return number
+
+
+def refuse_wrong_world_size(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Raise unless torchrun started as many ranks as the plan has."""
+    started, planned = int(environment["WORLD_SIZE"]), plan.mesh.world_size
+    if started != planned:
+        raise UserError("A010", f"the plan is for {planned} ranks, torchrun started {started}", where="cluster",
+                        fix=f"leave cluster at auto, or start torchrun with {planned} processes")  # fmt: skip
+
+
+def refuse_other_machine(cluster: Cluster) -> None:
+    """Raise unless this machine is the cluster: one node, and as many GPUs as it asks for, unless ranks share them."""
+    if cluster.num_nodes == 1 and cluster.device.traits.shares_cores:
+        return
+    here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    is_enough = here.world_size >= cluster.world_size or os.environ.get(SHARE_GPUS) == "1"
+    if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or not is_enough:
+        raise UserError("A007", f"the run needs {cluster}, but this machine is {here}", where="cluster",
+                        fix="train with --set cluster=auto, or only plan it with `trimaran plan`")  # fmt: skip
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with absolute paths for existing files, so that a run can be resumed from any folder."""
+    samples = recipe.data.samples
+    data: dict[str, object] = {
+        "path": _absolute(recipe.data.path),
+        "tokenizer": "bytes" if recipe.data.tokenizer == "bytes" else _absolute(recipe.data.tokenizer),
+        "samples": samples.model_copy(update={"images": _absolute(samples.images)}),
+        "mixture": tuple(
+            source.model_copy(update={"path": _absolute(source.path), "images": _absolute(source.images)})
+            for source in recipe.data.mixture
+        ),
+    }
+    adapter = recipe.model.adapter
+    if adapter is not None:
+        adapter = adapter.model_copy(update={"path": _absolute(adapter.path)})
+    changes: dict[str, object] = {
+        "cluster": _absolute(recipe.cluster) if recipe.cluster.endswith((".yaml", ".yml")) else recipe.cluster,
+        "data": recipe.data.model_copy(update=data),
+        "model": recipe.model.model_copy(update={"path": _absolute(recipe.model.path), "adapter": adapter}),
+    }
+    return recipe.model_copy(update=changes)
+
+
+def _absolute(path: str | None) -> str | None:
+    named = Path(path) if path else None
+    return str(named.absolute()) if named and named.exists() else path
+
+
+def _with_paths_beside(recipe: Recipe, file: str | None) -> Recipe:
+    """Return the recipe with absolute paths for files that exist in the folder of the recipe and not in this folder."""
+    if file is None or file == "-":
+        return recipe
+    folder = Path(file).parent.absolute()
+    changes: dict[str, object] = {"cluster": _found(recipe.cluster, folder)}
+    if recipe.model.path:
+        changes["model"] = recipe.model.model_copy(update={"path": _found(recipe.model.path, folder)})
+    return recipe.model_copy(update=changes)
+
+
+def _found(path: str, folder: Path) -> str:
+    here, there = expand_user(path), folder / path
+    return str(there) if not here.exists() and there.exists() else path
+
+
+def _name(file: str | None) -> str:
+    return {None: "the defaults", "-": "standard input"}.get(file) or str(file)
+
+
+def _read(file: str | None) -> str:
+    if file is None:
+        return ""
+    data = _read_bytes(file)
+    if len(data) > MAX_RECIPE_BYTES:
+        raise UserError("A004", "the recipe is larger than 1 MiB", where=_name(file),
+                        fix="name a YAML file; data belongs under data.path")  # fmt: skip
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError("A005", "the recipe is not UTF-8 text", where=_name(file),
+                        fix="name a YAML file; data belongs under data.path") from None  # fmt: skip
+
+
+def _read_bytes(file: str) -> bytes:
+    """Return at most one byte more than the limit, so that an endless file is not read forever."""
+    if file == "-":
+        return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
+    path = Path(file)
+    try:
+        return read_regular_bytes(path, follow_links=True, limit_bytes=MAX_RECIPE_BYTES + 1)
+    except OSError as error:
+        near = did_you_mean(file, [str(each) for each in path.parent.glob("*.y*ml")])
+        raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,
+                        fix="name a YAML file, - for standard input, or none for the defaults") from None  # fmt: skip

@@ -1,0 +1,341 @@
+"""`trimaran checkpoints`: list, verify, compare, prune and import the checkpoints of a run."""
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from trimaran.app.recipe.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
+from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_present
+from trimaran.checkpoint.step_dirs import complete_steps, prune, step_of, step_path, steps_to_prune, without_manifest
+from trimaran.core import UserError, show_bytes
+from trimaran.core.regular_files import read_regular_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimaran.checkpoint.convert.import_dcp import ImportedTensors
+    from trimaran.runs import RunDirectory
+
+EXIT_DAMAGED = 1
+MAX_SHOWN_DIFFERENCES = 20
+
+
+class ListByDefault(TyperGroup):
+    """Reads `checkpoints RUN` as `checkpoints list RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_run = bool(args) and args[0] not in self.commands and args[0] != "--help"
+        return super().parse_args(ctx, ["list", *args] if is_run else args)
+
+
+HELP = """List the checkpoints of a run; verify, compare, prune or import them.
+
+\b
+trimaran checkpoints runs/stdlib-tiny
+trimaran checkpoints verify runs/stdlib-tiny
+"""
+checkpoints = typer.Typer(cls=ListByDefault, help=HELP, rich_markup_mode=None, subcommand_metavar="RUN | COMMAND ...")
+
+Step = Annotated[int, typer.Argument(metavar="STEP", min=0)]
+
+
+@checkpoints.command("list")
+def list_all(run: RunName, as_json: Json = False) -> None:
+    """List the checkpoints of a run: time, size, number of ranks, and damages.
+
+    \b
+    trimaran checkpoints runs/stdlib-tiny
+    trimaran checkpoints list runs/stdlib-tiny --json
+    trimaran checkpoints s3://bucket/my-run
+    """
+    from trimaran.app.runs.stored_checkpoints import list_stored, show_stored
+
+    if "://" in run:
+        stored = list_stored(run)
+        typer.echo(json.dumps({"store": stored})) if as_json else show_stored(stored)
+        return
+    directory = find_run(run)
+    rows, drafts = list_checkpoints(directory.checkpoints), count_drafts(directory.checkpoints)
+    url = directory.read_recipe().checkpoint.store
+    stored = list_stored(url) if url else None
+    if as_json:
+        answer = {"run_dir": str(directory.path), "checkpoints": [row.as_dict() for row in rows], "drafts": drafts}
+        typer.echo(json.dumps(answer | ({"store": stored} if stored else {})))
+        return
+    if not rows:
+        typer.echo(f"no checkpoint in {directory.checkpoints} yet")
+    else:
+        _show(rows)
+    if drafts:
+        typer.echo(f"{drafts} unfinished: still being written, or left by a killed run")
+    if stored:
+        show_stored(stored)
+
+
+@checkpoints.command("verify")
+def verify_run(
+    run: RunName,
+    step: Annotated[int | None, typer.Argument(metavar="[STEP]", min=0, show_default=False)] = None,
+    as_json: Json = False,
+    store: Annotated[bool, typer.Option("--store", help="Verify those in the run's object store instead.")] = False,
+) -> int:
+    """Read every byte of a checkpoint, or of all, and compare the checksums. Exit code 1 if one is damaged.
+
+    \b
+    trimaran checkpoints verify runs/stdlib-tiny
+    trimaran checkpoints verify runs/stdlib-tiny 40
+    trimaran checkpoints verify runs/stdlib-tiny --store
+    trimaran checkpoints verify s3://bucket/my-run
+    """
+    if store or "://" in run:
+        return _verify_stored(run, step, as_json=as_json)
+    directory = find_run(run)
+    folder = directory.checkpoints
+    paths = sorted([*(step_path(folder, each) for each in complete_steps(folder)), *without_manifest(folder)])
+    chosen = [path for path in paths if step in (None, step_of(path))]
+    chosen = chosen or [find_step(folder, step, where=str(directory.path))]
+    answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages, "on_nodes": _other_nodes(path)}
+               for path in chosen if (damages := _damages(path)) is not None]  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps({"run_dir": str(directory.path), "checkpoints": answers}))
+    else:
+        for answer in answers:
+            here = f"verified, but for the files on {', '.join(nodes)}" if (nodes := answer["on_nodes"]) else "verified"
+            typer.echo(f"step {answer['step']}: {'; '.join(answer['damages']) or here}")
+    return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
+
+
+def _verify_stored(run: str, step: int | None, *, as_json: bool) -> int:
+    from trimaran.app.runs.stored_checkpoints import verify_stored
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.progress_bar import progress_bar
+
+    url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
+    if not url:
+        raise UserError("A001", "this run has no object store", where=run,
+                        fix="leave out --store, or set checkpoint.store")  # fmt: skip
+    with progress_bar(open_console(stderr=True)) as progress:
+        answers = verify_stored(url, step, progress)
+    if as_json:
+        typer.echo(json.dumps({"store": url, "checkpoints": answers}))
+    else:
+        for answer in answers:
+            typer.echo(f"step {answer['step']} in the store: {'; '.join(answer['damages']) or 'verified'}")
+    return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
+
+
+@checkpoints.command("compare")
+def compare_steps(run: RunName, one: Step, other: Step, as_json: Json = False) -> None:
+    """Show how two checkpoints of a run differ, even if they are sharded differently.
+
+    \b
+    trimaran checkpoints compare runs/stdlib-tiny 20 40
+    """
+    from trimaran.checkpoint.compare_checkpoints import compare
+    from trimaran.checkpoint.step_files import StepFiles
+
+    directory = find_run(run)
+    paths = [find_step(directory.checkpoints, each, where=str(directory.path)) for each in (one, other)]
+    total = len({key for path in paths for key in StepFiles(path).index})
+    found = compare(*paths)
+    if as_json:
+        differences = [{"key": each.key, "what": each.what, "values": each.num_values,
+                        "different": each.num_different, "largest": each.largest} for each in found]  # fmt: skip
+        typer.echo(json.dumps({"steps": [one, other], "tensors": total, "identical": total - len(found),
+                               "differences": differences}))  # fmt: skip
+        return
+    typer.echo(f"{total - len(found)} of {total} tensors are identical")
+    for each in sorted(found, key=lambda each: -(each.largest or 0))[:MAX_SHOWN_DIFFERENCES]:
+        shown = f"{each.num_different:,} of {each.num_values:,} values differ" if each.num_values else each.what
+        typer.echo(f"  {each.key}: {shown}{'' if each.largest is None else f', at most by {each.largest:.3g}'}")
+    if len(found) > MAX_SHOWN_DIFFERENCES:
+        typer.echo(f"  and {len(found) - MAX_SHOWN_DIFFERENCES} more")
+
+
+@checkpoints.command("prune")
+def prune_run(
+    run: RunName,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which would be deleted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete all but the newest checkpoints.
+
+    The newest verified checkpoint and everything after it are always kept, and so are multiples of
+    checkpoint.keep_every. The run must not be running: a live run prunes by itself.
+
+    \b
+    trimaran checkpoints prune runs/stdlib-tiny --keep 2 --dry-run
+    """
+    from trimaran.checkpoint.durable import DurableDisk, report_disk_errors
+
+    directory = find_run(run)
+    folder, keep_every = directory.checkpoints, directory.read_recipe().checkpoint.keep_every
+    find_step(folder, None, where=str(directory.path))
+    newest_first = reversed(complete_steps(folder))
+    verified = next((step for step in newest_first if _damages(step_path(folder, step)) == []), None)
+    if verified is None:
+        raise UserError("K028", "no checkpoint of this run is intact; nothing was deleted", where=str(folder),
+                        fix="see what is wrong with each: `trimaran checkpoints verify RUN`")  # fmt: skip
+    if dry_run:
+        gone = steps_to_prune(complete_steps(folder), keep=keep, keep_every=keep_every, verified=verified)
+    else:
+        with _exclusive(directory), report_disk_errors(folder):
+            gone = prune(folder, keep=keep, keep_every=keep_every, verified=verified, disk=DurableDisk())
+    left = [step for step in complete_steps(folder) if step not in gone]
+    if as_json:
+        typer.echo(json.dumps({"deleted": gone, "kept": left, "verified": verified, "dry_run": dry_run}))
+    else:
+        typer.echo(f"{'would delete' if dry_run else 'deleted'} {_step_list(gone)}; kept {_step_list(left)}")
+
+
+@checkpoints.command("import")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What torch.distributed.checkpoint.save wrote.")],
+    run_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="The run that resumes from it, or a new folder.",
+                           autocompletion=complete_run)],
+    recipe: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The recipe of a new run.", autocompletion=complete_recipe)
+    ] = None,
+    settings: Settings = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="[default: the optimizer's]")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Import a torch distributed checkpoint (DCP), exported by Trimaran or saved with FSDP, as a checkpoint of a run.
+
+    Weights and AdamW states are matched by name. Without states the optimizer starts fresh. Nothing in the folder is
+    unpickled: anything but tensors is skipped.
+
+    \b
+    trimaran checkpoints import /data/fsdp/step-1000 --run-dir runs/mine --recipe mine.yaml
+    trimaran resume runs/mine
+    """
+    from trimaran.app.show.clean_console import open_console
+
+    answer = _import(folder, run_dir, recipe, settings, step, open_console(stderr=True))
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    moments = "with optimizer states" if answer["with_moments"] else "with a fresh optimizer"
+    typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\nnext  trimaran resume {run_dir}")
+
+
+def _import(
+    folder: Path, run_dir: Path, recipe: str | None, settings: list[str] | None, step: int | None, console: "Console"
+) -> dict[str, Any]:
+    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.request import resolve
+    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.checkpoint.convert.dcp_read import DcpSource
+    from trimaran.checkpoint.convert.import_dcp import find_imported_tensors
+    from trimaran.runs import create_run, open_run, refuse_occupied
+
+    is_new = not run_dir.exists()
+    if not is_new and (recipe or settings):
+        raise UserError("A001", "--recipe and --set are for a new run", where=str(run_dir),
+                        fix="leave them out, or name a folder that does not exist yet: --run-dir DIR")  # fmt: skip
+    if is_new and not recipe and not settings:
+        raise UserError("A001", "a new run needs a recipe", where=str(run_dir),
+                        fix="add --recipe RECIPE, or name an existing run: --run-dir RUN")  # fmt: skip
+    source = DcpSource(folder)
+    if is_new:
+        refuse_occupied(run_dir)
+        request = resolve(recipe, settings or [])
+        arrivals = find_imported_tensors(source, request.recipe)
+        run = create_run(run_dir, with_model_tokenizer(request.recipe), request.plan)
+    else:
+        run = open_run(run_dir)
+        arrivals = find_imported_tensors(source, run.read_recipe())
+    with progress_bar(console) as progress:
+        path = _write(arrivals, source, run, arrivals.step if step is None else step, progress)
+    return {"run_dir": str(run.path), "path": str(path), "step": int(path.name.removeprefix("step-")),
+            "tensors": len(arrivals.tensors), "with_moments": arrivals.with_moments,
+            "passed_over": source.skipped_keys}  # fmt: skip
+
+
+def _write(arrivals: "ImportedTensors", source: Any, run: "RunDirectory", step: int, progress: Any) -> Path:
+    """Write the imported tensors as a checkpoint of `run`, which must not be running."""
+    import time
+
+    from trimaran.checkpoint.convert.import_dcp import write_imported_tensors
+    from trimaran.checkpoint.manifest import Manifest
+    from trimaran.runs.lease import take_lease
+
+    recipe = run.read_recipe()
+    with take_lease(run) as lease:
+        newest = max(complete_steps(run.checkpoints), default=-1)
+        if step <= newest:
+            raise UserError("K029", f"the run already has a checkpoint of step {newest}, and resumes from the newest",
+                            where=str(run.checkpoints),
+                            fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
+        facts = {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch}
+        about = Manifest(step=step, time=time.time(), term=lease.term, recipe=read_regular_text(run.recipe),
+                         progress=facts)  # fmt: skip
+        return write_imported_tensors(arrivals, source, run.checkpoints, manifest=about, progress=progress)
+
+
+def _exclusive(run: "RunDirectory") -> AbstractContextManager[Any]:
+    """Return a lease on `run`, so that no other process runs it meanwhile. On a full disk none is needed."""
+    from trimaran.runs.lease import take_lease
+    from trimaran.runs.run_directory import DISK_FULL_ERRORS
+
+    try:
+        return take_lease(run)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL_ERRORS:
+            return nullcontext()  # no process holds the lease, and none can take it on a full disk
+        raise
+
+
+def _other_nodes(path: Path) -> list[str]:
+    """Return the nodes that have files of a checkpoint on their own disks."""
+    from trimaran.checkpoint.manifest import read_manifest
+    from trimaran.checkpoint.step_files import files_elsewhere
+
+    try:
+        return sorted(files_elsewhere(path, read_manifest(path)))
+    except UserError:
+        return []  # `_damages` has said why
+
+
+def _damages(path: Path) -> list[str] | None:
+    """Return the damages of a checkpoint; None if a live run has pruned it meanwhile."""
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.progress_bar import progress_bar
+
+    with progress_bar(open_console(stderr=True)) as progress:
+        found = verify_present(path, lambda fraction: progress(f"verifying {path.name}", fraction))
+    return None if found is None else [str(each) for each in found]
+
+
+def _show(rows: list[CheckpointRow]) -> None:
+    import time
+
+    from rich.table import Table
+
+    from trimaran.app.show.clean_console import open_console
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for column in ("step", "size", "written"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("when", "ranks", "plan", "state"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time)) if row.time else ""
+        ranks = "" if row.world_size is None else str(row.world_size)
+        sizes = (show_bytes(row.bytes), show_bytes(row.written_bytes))
+        table.add_row(str(row.step), *sizes, when, ranks, row.plan, row.status)
+    open_console().print(table)
+    for row in (each for each in rows if each.why):
+        typer.echo(f"step {row.step} is {row.status}: {row.why}")
+    if nodes := sorted({node for row in rows for node in row.on_nodes}):
+        typer.echo(f"files are also on the disks of {', '.join(nodes)}, which were not looked at")
+
+
+def _step_list(numbers: list[int]) -> str:
+    return f"step {', '.join(map(str, numbers))}" if numbers else "none"

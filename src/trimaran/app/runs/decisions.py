@@ -1,0 +1,122 @@
+"""`trimaran decisions`: what the autopilot of a run decided, what it expected, and what it measured."""
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimaran.app.recipe.options import Json, RunName, find_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimaran.core import Decision
+    from trimaran.runs import RunDirectory
+
+POLL_SECONDS = 0.5
+
+
+def decisions(
+    run: RunName,
+    as_json: Json = False,
+    undo: Annotated[int, typer.Option(metavar="N", min=0, help="Take back decision N, which was kept.")] = 0,
+    off: Annotated[bool, typer.Option("--off", help="Stop the autopilot of this run; a trial is taken back.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show new decisions until the run ends.")] = False,
+) -> None:
+    """Show every decision of a run's autopilot: why, what it expected and measured, and whether it was kept.
+
+    --undo asks the running run to take a kept decision back. The fields that it changed then stay as you set them.
+
+    \b
+    trimaran decisions runs/stdlib-tiny
+    trimaran decisions runs/stdlib-tiny --undo 3
+    trimaran decisions runs/stdlib-tiny --off
+    """
+    directory = find_run(run)
+    answer: dict[str, Any] = {"run_dir": str(directory.path)}
+    if undo:
+        answer["request"] = request_undo(directory, undo)
+    if off:
+        switch_off(directory)
+    answer |= _facts(directory)
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    from trimaran.app.runs.decisions_view import show_decisions
+    from trimaran.app.show.clean_console import open_console
+
+    console = open_console()
+    if undo:
+        console.print(f"asked the ranks to take decision {undo} back: change {answer['request']}", soft_wrap=True)
+    if off:
+        console.print("the autopilot of this run is off; delete RUN/autopilot-off to switch it on again")
+    if follow:
+        _follow(directory, console)
+    elif not undo and not off:
+        show_decisions(directory, _read(directory), console)
+
+
+def request_undo(run: "RunDirectory", number: int) -> int:
+    """Ask the ranks to take a kept decision back, as the user, and return the number of the request."""
+    from trimaran.core import UserError
+    from trimaran.runs.change_request import write_change_request
+    from trimaran.runs.lease import is_running
+
+    found = next((each for each in _read(run) if each.id == number), None)
+    if found is None or found.outcome != "kept":
+        state = "there is no such decision" if found is None else f"it was {found.outcome.replace('-', ' ')}"
+        kept = ", ".join(str(each.id) for each in _read(run) if each.outcome == "kept")
+        fix = f"name one that was kept: {kept}" if kept else "no decision of this run was kept"
+        raise UserError("A033", f"decision {number} cannot be undone: {state}", where=str(run.decisions), fix=fix)
+    if not is_running(run):
+        settings = "`trimaran resume RUN --set FIELD=VALUE` with the values of its undo"
+        raise UserError("A033", f"decision {number} cannot be undone: the run is not running", where=str(run.path),
+                        fix=f"resume it with other settings: {settings}")  # fmt: skip
+    request = write_change_request(run, found.undo, by="user", reason=f"undo decision {number}: {found.reason}")
+    return request.id
+
+
+def switch_off(run: "RunDirectory") -> None:
+    """Stop the autopilot of the run, from now on and when it is resumed."""
+    from trimaran.runs import writing
+
+    with writing(run):
+        run.autopilot_off.touch()
+
+
+def _facts(run: "RunDirectory") -> dict[str, Any]:
+    """Return what `--json` prints: the mode, the budget, what was spent of it, and the decisions with commands."""
+    from trimaran.app.runs.decisions_view import command_of_decision
+    from trimaran.app.runs.run_state import RunState
+
+    section, found, state = run.read_recipe().autopilot, _read(run), RunState(run, only_status=True)
+    state.refresh()
+    shown = [each.as_dict() | {"command": command_of_decision(each, run, state.status)} for each in found]
+    mode = "off" if run.autopilot_off.exists() else section.mode
+    spent = sum(each.trial_seconds for each in found)
+    return {"mode": mode, "budget": section.budget, "spent_seconds": spent, "decisions": shown}
+
+
+def _read(run: "RunDirectory") -> "list[Decision]":
+    from trimaran.runs.decision_records import read_decisions
+
+    return read_decisions(run)
+
+
+def _follow(run: "RunDirectory", console: "Console") -> None:
+    """Print each state of each decision until the run has ended."""
+    from trimaran.app.runs.decisions_view import decision_lines
+    from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
+    from trimaran.runs.decision_records import DecisionReader
+
+    state, reader = RunState(run, only_status=True), DecisionReader(run)
+    while True:
+        state.refresh()
+        has_ended = state.status not in ACTIVE_STATUSES
+        for each in reader.new().values():
+            for line in decision_lines(each, run, state.status):
+                console.print(line, soft_wrap=True)
+        if has_ended:
+            return
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,219 @@
+"""The status lines of a run's panel: findings, goodput, incidents, ranks, memory and machines."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
+
+from rich.text import Text
+
+from trimaran.app.runs.decisions_view import last_decision_text
+from trimaran.app.runs.run_findings import FindingsPoller, RunFinding
+from trimaran.app.runs.run_state import RunState
+from trimaran.app.runs.unread import unread_texts
+from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
+from trimaran.core import show_bytes, show_count, show_seconds
+from trimaran.core.plan import show_rows
+from trimaran.runs.measured_links import read_measured_links
+
+Tree = dict[str, Any]
+SEVERITY = {"fault": ("✗", RED), "warning": ("!", ORANGE), "note": ("i", SKY)}  # a sign each, not only a colour
+SPREADS = {
+    "busy_seconds": ("work", show_seconds),
+    "wait_seconds": ("wait", show_seconds),
+    "tokens": ("tokens", show_count),
+}
+MAX_OUTLIERS = 3
+MAX_TIME_LOSSES = 3
+FULL_MEMORY_FRACTION = 0.92
+POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU, not a problem
+
+
+def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
+    """Return the lines, the most important first; without data there is no line."""
+    found = [*_findings(poller), *_ledger(state)] if poller else []
+    found += [*_unread(state), *_decisions(state), *_incidents(state), *_change(state)]
+    return [*found, *_ranks(state), *_memory(state), *_links(state), *_machines(state)]
+
+
+def finding_lines(found: RunFinding) -> list[Text]:
+    """Return a finding in lines that can be copied: verdict, fix, and its expected effect."""
+    finding = found.finding
+    sign, color = SEVERITY[finding.severity]
+    statement, colon, details = finding.verdict.partition(": ")  # details may be messages and source lines
+    head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (statement, "bold"), colon + details)
+    rows = {"fix": found.command or finding.fix, "expect": finding.expected_effect}
+    return [head, *(Text(f"  {name}: {text}") for name, text in rows.items() if text)]
+
+
+def _findings(poller: FindingsPoller) -> Iterator[Text]:
+    for each in poller.findings:
+        sign, color = SEVERITY[each.finding.severity]
+        yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), each.finding.verdict))
+    if poller.error:
+        yield _line("doctor", Text(poller.error, style=ORANGE))
+
+
+def _unread(state: RunState) -> Iterator[Text]:
+    yield from (_line("files", Text(each, style=ORANGE)) for each in unread_texts(state))
+
+
+def _decisions(state: RunState) -> Iterator[Text]:
+    if decisions := state.decisions:
+        last = max(decisions, key=lambda each: each.id)
+        kept = sum(each.outcome == "kept" for each in decisions)
+        yield _line("autopilot", Text(f"{kept} of {len(decisions)} kept; last: {last_decision_text(last)}"))
+
+
+def _incidents(state: RunState) -> Iterator[Text]:
+    if found := state.incidents:
+        last = found[-1]
+        count = f"{len(found)} so far"
+        restarts = f", {state.restarts} restart{'' if state.restarts == 1 else 's'}" if state.restarts else ""
+        yield _line("incident", Text(f"{count}{restarts}; last: {last.id} {last.cause}: {last.what}", style=ORANGE))
+
+
+def _change(state: RunState) -> Iterator[Text]:
+    """Yield what became of the last change of the plan."""
+    if (event := state.last_change) is None:
+        return
+    fields = ", ".join(f"{name}={value}" for name, value in _tree(event.data.get("patch")).items())
+    text, seconds = f"{event.data.get('status')} after step {event.step}: {fields}", event.data.get("pause_seconds")
+    if event.data.get("status") == "applied":
+        paused = f"; paused for {show_seconds(seconds)}" if isinstance(seconds, int | float) else ""
+        yield _line("change", Text(f"{text}{paused}"))
+    else:
+        why = _tree(event.data.get("error")).get("what", "")
+        yield _line("change", Text(f"{text}; {why}", style=ORANGE))
+
+
+def _ranks(state: RunState) -> Iterator[Text]:
+    """Yield the spread over ranks, and the outliers."""
+    ranks = _tree(state.latest.get("ranks"))
+    parts = [Text.assemble((f"{label} ", "dim"), _spread(_tree(ranks.get(name)), show))
+             for name, (label, show) in SPREADS.items() if _is_spread(_tree(ranks.get(name)))]  # fmt: skip
+    if parts:
+        yield _line("ranks", Text("   ").join(parts))
+    rows = [each for each in _listed(state.measured_rows.get("micro_batches")) if isinstance(each, int)]
+    if rows:
+        yield _line("rows", Text(f"{show_rows(rows)} (data ranks x rows), by measured speed"))
+    for each in _listed(ranks.get("outliers"))[:MAX_OUTLIERS]:
+        if text := _outlier(_tree(each)):
+            yield _line("", Text(text, style=ORANGE))
+
+
+def _spread(spread: Tree, show: Any) -> Text:
+    at = f" (rank {spread['at']})" if isinstance(spread.get("at"), int) else ""
+    if spread["min"] == spread["max"]:
+        return Text(show(spread["median"]), style="bold")
+    return Text.assemble((show(spread["median"]), "bold"), f" {show(spread['min'])}..{show(spread['max'])}{at}")
+
+
+def _outlier(each: Tree) -> str:
+    what = SPREADS.get(str(each.get("what")), (str(each.get("what")), "{:.4g}".format))
+    value, median = each.get("value"), each.get("median")
+    if not _is_number(value) or not _is_number(median) or not median:
+        return ""
+    return f"rank {each.get('rank')} is an outlier: {what[0]} {what[1](value)}, {value / median:.1f} x the median"
+
+
+def _memory(state: RunState) -> Iterator[Text]:
+    """Yield how full the device is, and how fragmented."""
+    memory = _tree(state.latest.get("memory"))
+    used = memory.get("reserved", memory.get("allocated"))
+    if not _is_number(used):
+        return
+    text, style = show_bytes(used), ""
+    if _is_number(total := memory.get("total")) and total > 0:
+        text += f" of {show_bytes(total)} ({used / total:.0%})"
+        style = RED if used > FULL_MEMORY_FRACTION * total else ""
+    if _is_number(memory.get("reserved")) and _is_number(memory.get("allocated")):
+        text += f", {show_bytes(memory['allocated'])} in tensors"
+    if _is_number(memory.get("fragmentation")) and memory["fragmentation"] >= 0.01:
+        text += f", {memory['fragmentation']:.0%} fragmented"
+    counts = [f"{memory[name]} {name}" for name in ("retries", "ooms") if memory.get(name)]
+    if counts:
+        text, style = f"{text}, {', '.join(counts)}", ORANGE
+    yield _line("memory", Text(text, style=style))
+
+
+def _links(state: RunState) -> Iterator[Text]:
+    """Yield which nodes have fast links between them, if that was measured and makes a difference."""
+    if groups := read_measured_links(state.run).groups:
+        yield _line("links", Text(f"faster among {'; '.join(', '.join(group) for group in groups)}"))
+
+
+def _machines(state: RunState) -> Iterator[Text]:
+    """Yield hosts and GPUs of all nodes, with the range over them."""
+    samples = list(state.samples.values())
+    if not samples:
+        return
+    hosts = [
+        ("cpu", _range([each.get("cpu") for each in samples], "{:.0%}".format)),
+        ("ram", _range([_fraction(each.get("ram_used"), each.get("ram")) for each in samples], "{:.0%}".format)),
+        ("disk free", _range([each.get("disk_free") for each in samples], show_bytes)),
+    ]
+    yield from _pairs("machine" if len(samples) == 1 else f"{len(samples)} nodes", hosts)
+    gpus = [_tree(gpu) for each in samples for gpu in _listed(each.get("gpus"))]
+    reasons = {str(why) for gpu in gpus for why in _listed(gpu.get("throttle"))}
+    rows = [
+        ("busy", _range([gpu.get("utilisation") for gpu in gpus], "{:.0%}".format)),
+        ("memory", _range([_fraction(gpu.get("memory_used"), gpu.get("memory")) for gpu in gpus], "{:.0%}".format)),
+        ("", _range([gpu.get("power") for gpu in gpus], "{:.0f} W".format)),
+        ("", _range([gpu.get("temperature") for gpu in gpus], "{:.0f} °C".format)),
+        ("", AT_LIMIT if POWER_CAP in reasons else ""),
+        ("throttled by", ", ".join(sorted(reasons - {POWER_CAP}))),
+    ]
+    yield from _pairs("gpu" if len(gpus) == 1 else f"{len(gpus)} gpus", rows)
+
+
+def _ledger(state: RunState) -> Iterator[Text]:
+    """Yield the goodput, and the largest losses of time."""
+    if (ledger := state.ledger) is None:
+        return
+    others = ("compute", "communication", "idle")
+    lost = {name: seconds / ledger.at_work for name, seconds in ledger.seconds.items() if name not in others}
+    most = sorted(lost, key=lost.__getitem__, reverse=True)[:MAX_TIME_LOSSES]
+    losses = ", ".join(f"{name} {lost[name]:.0%}" for name in most if lost[name] >= 0.01)
+    good = Text(f"{ledger.goodput:.1%}", style=GREEN if ledger.goodput >= 0.9 else "bold")
+    yield _line("goodput", Text.assemble(good, f" of {show_seconds(ledger.at_work)}", f"; {losses}" if losses else ""))
+
+
+def _pairs(name: str, rows: Sequence[tuple[str, str]]) -> Iterator[Text]:
+    parts = [f"{label} {value}".strip() for label, value in rows if value]
+    if parts:
+        yield _line(name, Text(", ".join(parts)))
+
+
+def _range(values: Sequence[object], show: Any) -> str:
+    numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    if not numbers:
+        return ""
+    low, high = show(min(numbers)), show(max(numbers))
+    return low if low == high else f"{low}..{high}"
+
+
+def _fraction(part: object, total: object) -> float | None:
+    return part / total if _is_number(part) and _is_number(total) and total else None
+
+
+def _line(name: str, text: Text) -> Text:
+    """Return one line: the name in the first column, then the text; a line that is too long ends in dots."""
+    line = Text.assemble((f"{name:9} ", "dim"), text, no_wrap=True, overflow="ellipsis")
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _is_spread(value: Tree) -> bool:
+    return all(_is_number(value.get(name)) for name in ("min", "median", "max"))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _tree(value: object) -> Tree:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,126 @@
+"""All steps of a run in bounded memory: the latest one by one, the earlier ones as sums of neighbouring steps."""
+
+from collections.abc import Iterator, Sequence
+
+from trimaran.core import StepMetrics
+from trimaran.runs.read.step_index import MAX_NOT_FINITE, SCALARS, Extent, StepBlock, block_of, join_extents, not_finite
+from trimaran.runs.read.step_lines import StepLine
+
+MAX_STEPS = 2048  # that stay single at least; up to twice as many
+MAX_BLOCKS = 2048  # or up to twice as many
+
+
+class StepHistory:
+    """The steps of a run. `steps` are the latest ones without details, `first` is the first of the run.
+
+    Up to 4,096 steps of a run are all single. Of a longer run the earlier ones are in `blocks`, which grow with it.
+    """
+
+    def __init__(self, *, max_steps: int = MAX_STEPS, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_steps, self._max_blocks = max_steps, max_blocks
+        self.first: StepMetrics | None = None
+        self.steps: list[StepMetrics] = []
+        self.blocks: list[StepBlock] = []
+        self._lines: list[StepLine] = []  # of `steps`
+        self._num_in_blocks = 0
+        self._extents: dict[str, list[Extent]] = {}  # of the present steps, as a frame asks for them several times
+        self._whole: dict[str, Extent | None] = {}
+
+    def add(self, step: StepLine) -> None:
+        """Add a step. It replaces steps that were withdrawn and are repeated."""
+        if (self.steps and self.steps[-1].step >= step.step) or (self.blocks and self.blocks[-1].last >= step.step):
+            self._clear()
+        while self.steps and self.steps[-1].step >= step.step:
+            self.steps.pop()
+            self._lines.pop()
+        while self.blocks and self.blocks[-1].last >= step.step:
+            # The reader notices the replay at its next poll, and everything is read again.
+            self._num_in_blocks -= self.blocks.pop().count
+        metrics = step.metrics()
+        if not self.steps and not self.blocks:
+            self.first = metrics
+        self.steps.append(metrics)
+        self._lines.append(step)
+        for name, found in self._extents.items():
+            found += _single_extents(name, [metrics])
+        self._whole.clear()
+        if len(self._lines) > 2 * self._max_steps:
+            self._fold(keep=self._max_steps)
+
+    def add_block(self, block: StepBlock) -> None:
+        """Add a block of the index. Steps come before it and after it."""
+        self._clear()
+        if self._lines:
+            self._fold(keep=0)
+        self._append_block(block)
+        self._limit_blocks()
+
+    @property
+    def count(self) -> int:
+        return self._num_in_blocks + len(self.steps)
+
+    @property
+    def not_finite(self) -> list[int]:
+        """The first steps whose loss or gradient norm was NaN or Inf, at most `MAX_NOT_FINITE`."""
+        found = [step for block in self.blocks for step in block.not_finite]
+        return [*found, *(step.step for step in self.steps if not_finite(step))][:MAX_NOT_FINITE]
+
+    def extents(self, name: str) -> list[Extent]:
+        """Return the extents of one of `SCALARS` in order: one for each block and each step with finite values."""
+        if name not in self._extents:
+            found = [block.scalars[name] for block in self.blocks if name in block.scalars]
+            self._extents[name] = [*found, *_single_extents(name, self.steps)]
+        return self._extents[name]
+
+    def extent(self, name: str) -> Extent | None:
+        """Return the extent of one of `SCALARS` over the whole run; None if no value is finite."""
+        if name not in self._whole:
+            extents = self.extents(name)
+            self._whole[name] = join_extents(extents) if extents else None
+        return self._whole[name]
+
+    def _clear(self) -> None:
+        self._extents, self._whole = {}, {}
+
+    def _fold(self, *, keep: int) -> None:
+        """Put all steps but the last `keep` into blocks."""
+        self._clear()
+        size, end = self._block_steps, len(self._lines) - keep
+        for begin in range(0, end, size):
+            self._append_block(block_of(self._lines[begin : min(begin + size, end)]))
+        del self._lines[:end], self.steps[:end]
+        self._limit_blocks()
+
+    def _append_block(self, block: StepBlock) -> None:
+        self.blocks.append(block)
+        self._num_in_blocks += block.count
+
+    def _limit_blocks(self) -> None:
+        """Join neighbouring blocks once there are too many."""
+        if len(self.blocks) < 2 * self._max_blocks:
+            return
+        size, joined = self._block_steps, self.blocks[:1]
+        for block in self.blocks[1:]:
+            if joined[-1].count + block.count <= size:
+                joined[-1] = joined[-1].join(block)
+            else:
+                joined.append(block)
+        self.blocks = joined
+
+    @property
+    def _block_steps(self) -> int:
+        """How many steps a block may have: a power of two."""
+        size = 1
+        while size * self._max_blocks < self.count:
+            size *= 2
+        return size
+
+
+def _single_extents(name: str, steps: Sequence[StepMetrics]) -> Iterator[Extent]:
+    """Yield the extents of single steps with finite values."""
+    value_of = SCALARS[name]
+    for step in steps:
+        value = value_of(step)
+        if value - value == 0:  # neither NaN nor Inf
+            point = (step.step, value)
+            yield Extent(1, value, point, point, point, point)

@@ -1,0 +1,133 @@
+"""Mistakes in the user's language: `TRIMARAN_LANG=zh` shows them in Chinese. `--json` is always in English.
+
+Code raises an error with its English text. `zh_errors.json` has the English templates of each code, with numbers for
+the values (`port {0} cannot be used: {1}`), and the Chinese sentence for each. A text is shown in Chinese if it matches
+a template of its code; any other stays as it is.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from trimaran.core import UserError
+
+Language = Literal["en", "zh"]
+LANGUAGE_VARIABLE = "TRIMARAN_LANG"
+SHARED = ("common", "libraries")  # sections of the catalogue for every code
+PLACE = re.compile(r"(\{\d+\}|\{\{|\}\})")
+SEPARATOR = re.compile(r", or |, | and ")  # of fixes that are lists
+CHINESE_SEPARATORS = {", or ": "，或者", ", ": "，", " and ": "，"}
+NUMBERS = re.compile(r"\d[\d, x]*(?: or \d[\d, x]*)+")  # that a field may have
+# A value directly after another one is an addition, which may be empty: `runs/tiny (did you mean 'runs/tiny-2'?)`.
+ADDITION = r"((?: \(| with |, and ).*?|s?)"
+MAX_DEPTH = 4  # of values that are texts themselves
+
+
+@dataclass(frozen=True, slots=True)
+class ShownError:
+    """An error as it is printed."""
+
+    code: str
+    what: str
+    where: str
+    fix: str
+
+
+def chosen_language(environment: Mapping[str, str]) -> Language | None:
+    """Return the language that TRIMARAN_LANG names (`zh`, `zh_CN.UTF-8`); None if it is not set.
+
+    Another language than Chinese is English: there is no third one.
+    """
+    named = environment.get(LANGUAGE_VARIABLE, "").strip().lower()
+    if not named:
+        return None
+    return "zh" if re.split(r"[-_.]", named)[0] == "zh" else "en"
+
+
+def shown_errors(error: UserError, language: Language | None) -> list[ShownError]:
+    """Return the mistake and those that were found with it, in this language where it has a text for them."""
+    return [_shown(each, language) for each in error.all]
+
+
+def error_lines(shown: ShownError, language: Language | None) -> str:
+    """Return what is printed after the code: what is wrong, where, and the fix."""
+    if language == "zh":
+        return f": {shown.what}\n  位置：{shown.where}\n  解决：{shown.fix}\n"
+    return f": {shown.what}\n  where: {shown.where}\n  fix:   {shown.fix}\n"
+
+
+def _shown(error: UserError, language: Language | None) -> ShownError:
+    parts = (error.what, error.where, error.fix)
+    if language == "zh":
+        parts = tuple(_chinese(part, error.code, MAX_DEPTH) or part for part in parts)
+    return ShownError(error.code, *parts)
+
+
+def _chinese(text: str, code: str, depth: int) -> str | None:
+    """Return the Chinese for `text`; None if neither it nor, for a list, each of its items has one."""
+    if NUMBERS.fullmatch(text):
+        return text.replace(" or ", " 或 ")
+    return _chinese_list(text, code, depth) or _chinese_sentence(text, code, depth)
+
+
+def _chinese_list(text: str, code: str, depth: int) -> str | None:
+    for found in SEPARATOR.finditer(text):
+        first = _chinese_sentence(text[: found.start()], code, depth)
+        rest = _chinese(text[found.end() :], code, depth) if first else None
+        if first and rest:
+            return f"{first}{CHINESE_SEPARATORS[found[0]]}{rest}"
+    return None
+
+
+def _chinese_sentence(text: str, code: str, depth: int) -> str | None:
+    for pattern, order, other in _templates(code):
+        if (found := pattern.fullmatch(text)) is not None:
+            values = dict(zip(order, found.groups(), strict=True))
+            if depth:
+                values = {place: _chinese(value, code, depth - 1) or value for place, value in values.items()}
+            return other.format(*(values[place] for place in sorted(values)))
+    return None
+
+
+@cache
+def _templates(code: str) -> tuple[tuple[re.Pattern[str], tuple[int, ...], str], ...]:
+    """Return (pattern, numbers of its groups, Chinese) for the code; those with more fixed text first.
+
+    Templates that start with a value come last: they would match too much.
+    """
+    sections = [catalogue().get(name, {}) for name in (code, *SHARED)]
+    known = {english: other for section in reversed(sections) for english, other in section.items()}
+    ordered = sorted(known, key=lambda english: (english.startswith("{0}"), -len(PLACE.sub("", english))))
+    return tuple((*_pattern(english), known[english]) for english in ordered)
+
+
+def _pattern(template: str) -> tuple[re.Pattern[str], tuple[int, ...]]:
+    order, parts = [], []
+    for part in PLACE.split(template):
+        if part in ("{{", "}}"):
+            parts.append(re.escape(part[0]))
+        elif PLACE.fullmatch(part):
+            order.append(int(part[1:-1]))
+            parts.append(ADDITION if parts and parts[-1] == "" and len(order) > 1 else "(.*?)")
+        else:
+            parts.append(re.escape(part))
+    return re.compile("".join(parts), re.DOTALL), tuple(order)
+
+
+@cache
+def catalogue() -> Mapping[str, Mapping[str, str]]:
+    """Return the Chinese texts by code and English template; `common` ones are for all codes.
+
+    `libraries` are the messages of pydantic and of the parser of the command line.
+    """
+    text = files("trimaran.app.show").joinpath("zh_errors.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def first_codes() -> Iterator[str]:
+    """Yield the codes that have Chinese texts."""
+    yield from (name for name in catalogue() if name not in SHARED)

@@ -1,0 +1,114 @@
+"""`trimaran launch`: plans a run, checks the target, writes files that a person can read and run, and submits them."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings
+
+if TYPE_CHECKING:
+    from trimaran.launch.targets.target import SiteCheck, Target
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """Return the targets that complete `incomplete`."""
+    from trimaran.launch.targets.target import target_names
+
+    return [name for name in target_names() if name.startswith(incomplete)]
+
+
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="TARGET", help="local, ssh, slurm, k8s, ray, sky or a plug-in.", autocompletion=complete_target
+    ),
+]
+RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A new folder for the run, as the nodes see it. [default: runs/NAME]")
+]
+Site = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--site", metavar="FIELD=VALUE", help="Override a field of targets.yaml, such as partition=gpu. Repeatable."
+    ),
+]
+Hosts = Annotated[
+    str, typer.Option(metavar="LIST", help="For ssh: a,b,c or the name of a hostfile.", show_default=False)
+]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files there. [default: RUN/launch]")]
+
+
+def launch(
+    recipe: RecipeFile = None,
+    on: On = "local",
+    run_dir: RunDir = None,
+    settings: Settings = None,
+    hosts: Hosts = "",
+    site: Site = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write and show the files; submit nothing.")] = False,
+    out: Out = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with its code.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check: the site file, the target, a manifest.")] = False,
+    no_check: NoCheck = False,
+    as_json: Json = False,
+) -> int:
+    """Launch a run on this machine, over SSH, on Slurm, Kubernetes, Ray or SkyPilot.
+
+    The plan and the checks come first: if one fails, nothing is submitted. Then the files are written that a person can
+    read, compare and submit without Trimaran, and the command that submits them is shown.
+
+    A site's defaults (partition, account, image, queue) are in ~/.config/trimaran/targets.yaml. `--check` checks it,
+    with a recipe also what the run needs; `--on k8s --check FILE.yaml` checks any Kubernetes manifest.
+
+    Exit codes: 0 submitted, or done with --wait; 2 a mistake or a failed check; with --wait those of `trimaran train`.
+
+    \b
+    trimaran launch recipes/stdlib-tiny.yaml --on slurm --set cluster=4x8xH100 --dry-run
+    trimaran launch recipes/stdlib-tiny.yaml --on ssh --hosts a,b --set cluster=2x2xcpu --wait
+    trimaran launch --on k8s --check job.yaml
+    trimaran launch --check
+    """
+    from trimaran.app.train.launch_request import LaunchOptions
+    from trimaran.app.train.launch_session import LaunchSteps, check_launch, launch_on
+    from trimaran.launch.targets.target import open_target
+
+    target = open_target(on)
+    if check and recipe and (manifest := _manifest(target, Path(recipe))) is not None:
+        return _print_checks(manifest, as_json=as_json)
+    if hosts and Path(hosts).is_file():
+        from trimaran.launch.targets.hostfile import read_hostfile
+
+        hosts = ",".join(read_hostfile(Path(hosts)))
+    options = LaunchOptions(run_dir=run_dir, hosts=hosts, site=site or [], check=not no_check)
+    if check:
+        return _print_checks(check_launch(target, recipe, settings or [], options), as_json=as_json)
+    steps = LaunchSteps(dry_run=dry_run, out=out, wait=wait, as_json=as_json)
+    return launch_on(target, recipe, settings or [], options, steps)
+
+
+def _manifest(target: "Target", file: Path) -> "list[SiteCheck] | None":
+    """Return the checks of a manifest of the target; None if `file` is not one, but a recipe."""
+    check_file = getattr(target, "check_file", None)
+    if check_file is None or not file.is_file() or "apiVersion:" not in file.read_text(errors="replace"):
+        return None
+    return check_file(file)
+
+
+def _print_checks(checks: "list[SiteCheck]", *, as_json: bool) -> int:
+    from trimaran.core import EXIT_DONE, EXIT_USER
+
+    failed = [each for each in checks if each.error is not None]
+    if as_json:
+        found = [
+            {"check": each.name, "found": each.found, "error": each.error.as_dict() if each.error else None}
+            for each in checks
+        ]
+        typer.echo(json.dumps({"checks": found, "failed": len(failed)}))
+    else:
+        for each in checks:
+            typer.echo(f"{'FAIL' if each.error else 'pass'} {each.name}: {each.found}")
+            if each.error:
+                typer.echo(f"     {each.error.code} {each.error.where}\n     fix: {each.error.fix}")
+    return EXIT_USER if failed else EXIT_DONE

@@ -1,0 +1,204 @@
+"""`trimaran profile`: traces steps of a live run, shows what uses its memory, or records a run with Nsight Systems."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimaran.app.recipe.options import Json, Settings, complete_run_or_recipe, find_run, refuse_missing_ranks
+from trimaran.core import UserError
+from trimaran.core.regular_files import read_regular_text
+from trimaran.runs.lease import is_running
+from trimaran.runs.profile_request import MAX_STEPS, ProfileRequest, find_traces, withdraw_request, write_request
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimaran.runs import RunDirectory
+
+POLL_SECONDS = 0.1
+
+
+RunOrRecipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, or its name under runs/; with --nsys also a recipe.",
+        autocompletion=complete_run_or_recipe,
+    ),
+]
+
+
+def profile(
+    run: RunOrRecipe,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=MAX_STEPS, help="How many steps.")] = 3,
+    ranks: Annotated[str, typer.Option(metavar="LIST", help="The ranks: all, or a list such as 0,3.")] = "0",
+    memory: Annotated[bool, typer.Option("--memory", help="Show what uses the memory, instead of a trace.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the newest traces of all ranks into one file.")] = False,
+    nsys: Annotated[bool, typer.Option("--nsys", help="Record a short run of its own with Nsight Systems.")] = False,
+    settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --nsys: only print the commands.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Trace the next steps of a live run, and show where their time goes.
+
+    The run continues meanwhile. For a finished run the newest trace is shown. Files go to RUN/profiles; open traces at
+    https://ui.perfetto.dev or chrome://tracing.
+
+    `--nsys` does not touch RUN. It trains its recipe and plan, or a recipe with `--set`, for a few steps in a new run,
+    on this machine, with each of the ranks under `nsys profile`, and shows the recorded phases.
+
+    \b
+    trimaran profile runs/stdlib-tiny --steps 3 --ranks all
+    trimaran profile runs/stdlib-tiny --merge
+    trimaran profile runs/stdlib-tiny --memory
+    trimaran profile recipes/stdlib-tiny.yaml --nsys --ranks all
+    """
+    from trimaran.app.show.clean_console import open_console
+
+    if nsys and (memory or merge):
+        raise UserError("A001", "--nsys makes a recording of its own", where="trimaran profile",
+                        fix="leave out --memory and --merge")  # fmt: skip
+    if nsys:
+        answer = record_with_nsys(run, settings or [], steps=steps, ranks=ranks, dry_run=dry_run)
+        _show(answer, as_json=as_json)
+        return
+    if settings or dry_run:
+        raise UserError("A001", "--set and --dry-run are options of --nsys", where="trimaran profile", fix="add --nsys")
+    directory = find_run(run)
+    if merge:
+        answer = merge_newest_traces(directory)
+    else:
+        request = _request(directory, steps, ranks, memory=memory)
+        files = _files(directory, request, open_console(stderr=True))
+        answer = {"run_dir": str(directory.path), "files": [str(each) for each in files]}
+        answer |= _read(files, memory=memory)
+    _show(answer, as_json=as_json)
+
+
+def _show(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    from trimaran.app.runs.profile_view import show_profile
+    from trimaran.app.show.clean_console import open_console
+
+    show_profile(answer, open_console())
+
+
+def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks: str, dry_run: bool) -> dict[str, Any]:
+    """Record a short run of `source` with nsys, and return what `--nsys --json` prints."""
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.train.nsys_request import nsys_request
+    from trimaran.app.train.nsys_session import planned_commands, record, summaries
+
+    request = nsys_request(source, settings, steps=steps, ranks=ranks, needs_nsys=not dry_run)
+    files = [str(request.report(rank)) for rank in request.ranks]
+    answer: dict[str, Any] = {"run_dir": str(request.path), "files": files}
+    if dry_run:
+        return answer | {"commands": planned_commands(request)}
+    with open_console(stderr=True).status(f"training {request.recipe.train.steps} steps in {request.path}"):
+        record(request)
+    return answer | {"nsys": summaries(request)}
+
+
+def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
+    """Merge the newest traces of all ranks, and return what `--merge --json` prints."""
+    from trimaran.runs import writing
+    from trimaran.runs.read.merged_trace import merge, write_merged
+    from trimaran.runs.read.trace_summary import load_trace
+
+    found = find_traces(run)
+    if not found:
+        raise _no_profile(run, "this run has no trace to merge")
+    step = max(found)
+    merged = merge([load_trace(path) for path in found[step].values()])
+    path = run.profiles / "merged.trace.json.gz"
+    with writing(run):
+        write_merged(merged, path)
+    clocks = merged["clocks"]
+    return {"run_dir": str(run.path), "merged": str(path), "step": step, "ranks": [*found[step]], "clocks": clocks}
+
+
+def _request(run: "RunDirectory", steps: int, ranks: str, *, memory: bool) -> ProfileRequest:
+    refuse_missing_ranks(ranks, run.read_plan().mesh.world_size)
+    return ProfileRequest(steps=steps, ranks=ranks, memory=memory)
+
+
+def _files(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
+    """Return the files that the ranks wrote for `request`, or the newest traces of a finished run."""
+    if is_running(run):
+        return request_profile(run, request, console)
+    found = find_traces(run)
+    if request.memory or not found:
+        raise _no_profile(run, "this run is not running")
+    chosen = [path for rank, path in found[max(found)].items() if request.is_for(rank)]
+    if not chosen:
+        raise _no_profile(run, f"there is no trace of rank {request.ranks} at step {max(found)}")
+    console.print("the run is not running; this is its newest trace")
+    return chosen
+
+
+def _no_profile(run: "RunDirectory", what: str) -> UserError:
+    return UserError("D010", what, where=str(run.path), fix="run `trimaran profile RUN` while it trains, or name the "
+                     "steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
+
+
+def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
+    """Send `request` to the ranks of a live run and return the files they write. Ctrl-C withdraws the request."""
+    from trimaran.runs import JsonlFollower, last_step, writing
+
+    wanted = request.ranks_of(run.read_plan().mesh.world_size)
+    followers = {rank: JsonlFollower(run.events(rank), backlog=0) for rank in wanted}
+    with writing(run):
+        write_request(run, request)
+    paths: dict[int, Path] = {}
+    try:
+        with console.status("") as status:
+            _wait(
+                run,
+                lambda: all(_has_answered(run, request, rank, each, paths) for rank, each in followers.items()),
+                lambda: status.update(f"step {last_step(run)}; waiting for rank "
+                                      f"{', '.join(str(rank) for rank in wanted if rank not in paths)}"),
+            )  # fmt: skip
+    finally:
+        withdraw_request(run, request.id)
+    return [paths[rank] for rank in wanted]
+
+
+def _has_answered(run: "RunDirectory", request: ProfileRequest, rank: int, events: Any, paths: dict[int, Path]) -> bool:
+    """Read the new events of `rank`; return whether it has answered."""
+    for event in events.new():
+        data = event.get("data", {})
+        if event.get("kind") != "profile" or data.get("request") != request.id:
+            continue
+        if data.get("what") == "failed":
+            raise UserError("D012", f"rank {rank} could not make the profile: {data.get('message', '')}",
+                            where=str(run.log(rank)), fix="see the end of this log; the run continues")  # fmt: skip
+        paths[rank] = run.path / str(data.get("path", ""))
+    return rank in paths
+
+
+def _wait(run: "RunDirectory", is_done: Callable[[], bool], show: Callable[[], None]) -> None:
+    """Return when `is_done`; raise if the run ends before."""
+    shown = 0.0
+    while not is_done():
+        if time.monotonic() > shown + 1.0:
+            show()
+            if not is_running(run) and not is_done():
+                raise UserError("D010", "the run ended before the profile was made", where=str(run.path),
+                                fix="name the steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
+            shown = time.monotonic()
+        time.sleep(POLL_SECONDS)
+
+
+def _read(files: list[Path], *, memory: bool) -> dict[str, Any]:
+    """Return the contents of the files, summarised."""
+    if memory:
+        return {"memory": [json.loads(read_regular_text(each)) for each in files]}
+    from trimaran.runs.read.trace_summary import load_trace, summarise
+
+    return {"traces": [summarise(load_trace(each)).as_dict() for each in files]}

@@ -1,0 +1,165 @@
+"""Runs this process as one rank of an outside torchrun."""
+
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from trimaran.app.machine.machine_check import refuse_unfit_machine
+from trimaran.app.recipe.options import program_name
+from trimaran.app.recipe.prepare_data import prepare_data
+from trimaran.app.recipe.request import Request
+from trimaran.app.runs.live import print_plain
+from trimaran.app.runs.run_state import RunState
+from trimaran.app.show.clean_console import open_console
+from trimaran.app.show.error_language import chosen_language, error_lines, shown_errors
+from trimaran.app.train.schedule_change import schedule_notice
+from trimaran.app.train.session import print_result
+from trimaran.core import EXIT_DONE, Recipe, UserError
+from trimaran.data import cache_folder
+from trimaran.launch.supervise.autopilot_process import autopilot_process
+from trimaran.launch.supervise.sidecar_process import SidecarProcess
+from trimaran.models import model_folder
+from trimaran.runs import RunDirectory, create_run, holds_run, open_run, writing
+from trimaran.runs.change_request import replace_plan, replace_recipe
+from trimaran.runs.compile_cache import compile_cache
+from trimaran.runs.process_control import raise_soft_limits, set_process_name
+from trimaran.train.process.rank_info import RankInfo, read_rank_info
+from trimaran.train.process.torchrun_ranks import open_torchrun_run
+from trimaran.train.worker import run_worker
+
+SECONDS_BETWEEN_LINES = 5.0
+EXIT_CONNECTION_LOST = 1  # a fault, not a user's mistake of this rank
+
+
+def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = True) -> int:
+    """Train as this rank in the run directory `path`; rank 0 prints the result. Returns the exit code.
+
+    If the run directory already holds this recipe, resume it; torchrun restarts rely on this. With `check`, the
+    machines are checked before the run directory is created.
+    """
+
+    def open_or_create() -> RunDirectory:
+        notify = partial(print_plain, open_console(stderr=as_json))
+        ready = replace(request, recipe=prepare_data(as_recorded(request.recipe, path), notify=notify))
+        if not holds_run(path) or open_run(path).read_recipe() != ready.recipe:
+            return create_run(path, ready.recipe, ready.plan)
+        return _update_run(ready, open_run(path), replan=False)
+
+    notice = f"training in {path}; `{program_name()} watch {path}` shows it"
+    return _run_rank(request, open_or_create, as_json=as_json, check=check, notice=notice)
+
+
+def as_recorded(recipe: Recipe, path: Path) -> Recipe:
+    """Return the recipe with the bytes and the template of an older run that torchrun restarts in `path`.
+
+    Such a run did not record a tokenizer: its model's own was not the default.
+    """
+    model = recipe.model.path
+    is_default = model is not None and recipe.data.tokenizer == str(model_folder(model).absolute())
+    if not is_default or not holds_run(path):
+        return recipe
+    old = open_run(path).read_recipe().data
+    if old.tokenizer is not None:
+        return recipe
+    samples = recipe.data.samples.model_copy(update={"template": old.samples.template})
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": None, "samples": samples})})
+
+
+def resume_as_rank(request: Request, run: RunDirectory, *, replan: bool, as_json: bool, check: bool = True) -> int:
+    """Resume `run` as this rank, with the request's plan if `replan`; rank 0 prints the result."""
+    notice = schedule_notice(run, request.recipe)
+    make = partial(_update_run, request, run, replan=replan)
+    return _run_rank(request, make, as_json=as_json, check=check, notice=notice)
+
+
+def _update_run(request: Request, run: RunDirectory, *, replan: bool) -> RunDirectory:
+    with writing(run):
+        if replan or run.read_plan().mesh.world_size != request.plan.mesh.world_size:
+            replace_plan(run, request.plan)
+        replace_recipe(run, request.recipe)
+    return run
+
+
+def _run_rank(
+    request: Request, make: Callable[[], RunDirectory], *, as_json: bool, check: bool, notice: str = ""
+) -> int:
+    raise_soft_limits()
+    os.environ.update(compile_cache(os.environ))
+    rank_info = read_rank_info(os.environ, on_cpu=request.cluster.device.traits.shares_cores)
+    console = open_console(stderr=as_json)
+    check_machine = partial(refuse_unfit_machine, request, where=f"node {platform.node()}") if check else None
+
+    def make_and_show() -> RunDirectory:
+        _print_progress(console)
+        if notice:
+            print_plain(console, notice)
+        return make()
+
+    try:
+        with open_torchrun_run(rank_info, make_and_show, check=check_machine) as (run, link), _sidecar(run, rank_info):
+            code = run_worker(run, rank_info, cache=cache_folder(os.environ), link=link, environment=os.environ)
+    except dist.DistError as error:
+        print(
+            f"rank {rank_info.rank} lost the connection to the other ranks before training began "
+            f"({str(error).strip().partition(chr(10))[0]}); the output of the rank that ended first says why",
+            file=sys.stderr,
+        )
+        return EXIT_CONNECTION_LOST
+    return _print_outcome(RunDirectory(run.location), rank_info, code, console, as_json=as_json)
+
+
+@contextmanager
+def _sidecar(run: RunDirectory, rank_info: RankInfo) -> Iterator[None]:
+    """Run a sidecar on the first rank of each machine: it samples the machine and, on the first, feeds the sinks."""
+    set_process_name(f"trimaran-{rank_info.rank}")  # the sidecar finds ranks by this name
+    if rank_info.local_rank != 0:
+        yield
+        return
+    line = SidecarProcess(run, os.environ, above=os.getppid())
+    line.start(int(os.environ.get("GROUP_RANK", rank_info.rank // rank_info.local_world_size)))
+    try:
+        with autopilot_process(run, os.environ) if rank_info.rank == 0 else nullcontext():
+            yield
+    finally:
+        line.end()
+
+
+def _print_outcome(run: RunDirectory, rank_info: RankInfo, code: int, console: Console, *, as_json: bool) -> int:
+    """Print this rank's error or, on rank 0, the result; return the exit code."""
+    state, language = RunState(run), chosen_language(os.environ)
+    state.refresh()
+    for event in state.events_of_kind("error"):
+        if event.rank == rank_info.rank and "code" in event.data:
+            data = event.data
+            error = UserError(data["code"], data["what"], where=data["where"], fix=data["fix"])
+            (shown,) = shown_errors(error, language)
+            print_plain(open_console(stderr=True), f"{shown.code}{error_lines(shown, language)}".rstrip("\n"))
+    if rank_info.rank != 0 or code != EXIT_DONE:
+        return code
+    return print_result(state, console, code, as_json=as_json)
+
+
+def _print_progress(console: Console) -> None:
+    """Print the trainer's log, a line every few seconds. There is no live view: torchrun's ranks share the screen."""
+    handler = logging.Handler()
+    last = -SECONDS_BETWEEN_LINES
+
+    def emit(record: logging.LogRecord) -> None:
+        nonlocal last
+        if record.levelno > logging.INFO or record.created - last >= SECONDS_BETWEEN_LINES:
+            last = record.created
+            print_plain(console, record.getMessage())
+
+    handler.emit = emit
+    logger = logging.getLogger("trimaran")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

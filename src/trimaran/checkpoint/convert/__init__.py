@@ -1,0 +1,1 @@
+"""Checkpoints in other formats: Hugging Face, DCP and PEFT."""

@@ -1,0 +1,311 @@
+"""Reads torch distributed checkpoints (DCP) without unpickling anything; see `safe_pickle`."""
+
+import io
+import mmap
+import zipfile
+import zlib
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.checkpoint.convert.safe_pickle import (
+    GlobalName,
+    PersistentId,
+    PickledCall,
+    PickledDict,
+    read_pickle,
+)
+from trimaran.checkpoint.shard_index import coverage_error
+from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
+from trimaran.parallel.rank_share import DTYPE_NAMES
+from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
+
+METADATA_FILE = ".metadata"
+MAX_METADATA_BYTES = 256 << 20
+MAX_PICKLE_BYTES = 64 << 10
+MAX_DIMENSIONS = 16
+MAX_OPEN_FILES = 64
+
+METADATA_MODULE = "torch.distributed.checkpoint.metadata."
+OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
+METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "MEM_FORMAT_ENCODING",
+)
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+METADATA_NAMES = {
+    *(module + name for module in (METADATA_MODULE, OLD_METADATA_MODULE) for name in METADATA_CLASSES),
+    *DTYPES,
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "collections.OrderedDict",
+    *(f"pathlib.{each}" for each in ("Path", "PosixPath", "_local.PosixPath", "WindowsPath", "_local.WindowsPath")),
+}
+STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+}
+UNTYPED_STORAGE = "torch.storage.UntypedStorage"
+REBUILD_TENSOR, REBUILD_TYPED_TENSOR = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+TENSOR_NAMES = {REBUILD_TENSOR, REBUILD_TYPED_TENSOR, UNTYPED_STORAGE, "collections.OrderedDict", *STORAGES, *DTYPES}
+
+
+class StorageLocation(NamedTuple):
+    """Where in the folder a tensor chunk is: `length` bytes of `file` from `offset`."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class DcpSource:
+    """A DCP folder as a source of tensors, under DCP's own keys. `skipped_keys` are the keys of pickled objects.
+
+    The constructor reads and checks the metadata; `read` checks the region that it reads. DCP has no checksum of the
+    checkpoint, but each tensor has a CRC32, which is verified.
+    """
+
+    step = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.progress: dict[str, Any] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        contents = self._open(METADATA_FILE)
+        if len(contents) > MAX_METADATA_BYTES:
+            raise UserError("K022", "the metadata is too large", where=str(folder / METADATA_FILE),
+                            fix="use a checkpoint with fewer tensors")  # fmt: skip
+        tree = read_pickle(contents[:], names=METADATA_NAMES, where=str(folder / METADATA_FILE))
+        try:
+            self.index, self._lengths, self.skipped_keys = _parse_metadata(tree)
+            self._check_sizes()
+        except ValueError as error:
+            raise self._damaged(str(error), METADATA_FILE) from None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise self._damaged(f"its metadata is invalid ({type(error).__name__})", METADATA_FILE) from None
+
+    def read(self, key: str, region: TensorRegion) -> Tensor:
+        """Return the values of a region, in its shape, on the CPU."""
+        try:
+            tensor = _read_tensor(
+                self._window(StorageLocation(region.file, region.offset, self._lengths[region.file, region.offset])),
+                key,
+            )
+        except (ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, NotImplementedError) as error:
+            raise self._damaged(f"{key}: {error or type(error).__name__}", region.file) from None
+        if tuple(tensor.shape) != region.size or DTYPE_NAMES.get(tensor.dtype) != self.index[key].meta.dtype:
+            raise self._damaged(f"{key} does not match the metadata", region.file)
+        return tensor
+
+    def _window(self, location: StorageLocation) -> memoryview:
+        return memoryview(self._open(location.file))[location.offset : location.offset + location.length]
+
+    def _open(self, name: str) -> mmap.mmap:
+        """Return a file of the folder as copy-on-write memory."""
+        if name not in self._maps:
+            if len(self._maps) >= MAX_OPEN_FILES:
+                self._maps.pop(next(iter(self._maps)))
+            with open_regular_file(self._path(name)) as file:
+                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[name]
+
+    def _path(self, name: str) -> Path:
+        """Return the path of a regular file in the folder. Raises UserError for a link or another path."""
+        path = self.folder / name
+        if Path(name).name != name or path.is_symlink() or not path.is_file():
+            missing = name == METADATA_FILE and not path.is_symlink()
+            raise UserError("K020", f"this is not a DCP checkpoint: {name} is not a file in it", where=str(self.folder),
+                            fix="name a folder that torch.distributed.checkpoint.save wrote" if missing
+                            else "copy the checkpoint again, with all its files and without links")  # fmt: skip
+        if not path.stat().st_size:
+            raise self._damaged("the file is empty", name)
+        return path
+
+    def _check_sizes(self) -> None:
+        """Raise ValueError if the metadata does not fit the files: memory is allocated before the files are read."""
+        num_bytes = 0
+        for key, entry in self.index.items():
+            if wrong := coverage_error(entry):
+                raise ValueError(f"{key}: {wrong}")
+            num_bytes += prod(entry.meta.shape) * VALUE_BYTES[entry.meta.dtype]
+        sizes = {file: self._path(file).stat().st_size for file in {file for file, _ in self._lengths}}
+        for (file, offset), length in self._lengths.items():
+            if offset + length > sizes[file]:
+                raise ValueError(f"{file} is shorter than the metadata says")
+        if num_bytes > sum(sizes.values()):
+            raise ValueError("the tensors are larger than the files")
+
+    def _damaged(self, what: str, file: str) -> UserError:
+        return UserError("K022", f"the checkpoint is damaged: {what}", where=str(self.folder / file),
+                         fix="copy the checkpoint again, or use another one")  # fmt: skip
+
+
+def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int], list[str]]:
+    """Return the tensors, the length of each chunk on disk, and the keys of values that are not tensors."""
+    fields = _fields(tree, "Metadata")
+    locations = dict(_storage_locations(fields["storage_data"]))
+    index: TensorIndex = {}
+    skipped_keys = []
+    for key, value in fields["state_dict_metadata"].string_items().items():
+        if value.name.endswith(".BytesStorageMetadata"):
+            skipped_keys.append(key)
+            continue
+        tensor = _fields(value, "TensorStorageMetadata")
+        chunks = [_fields(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
+        boxes = [(_sizes(each["offsets"]), _sizes(each["sizes"])) for each in chunks]
+        meta = TensorMeta(_dtype_of(tensor["properties"], key), _sizes(tensor["size"]))
+        filled = [(start, size, locations[key, start]) for start, size in boxes if prod(size)]
+        index[key] = IndexEntry(
+            meta, tuple(TensorRegion(start, size, location.file, location.offset) for start, size, location in filled)
+        )
+    return index, {(each.file, each.offset): each.length for each in locations.values()}, skipped_keys
+
+
+def _storage_locations(table: PickledDict) -> Iterator[tuple[tuple[str, tuple[int, ...]], StorageLocation]]:
+    for key, value in table.pairs:
+        index, storage = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        if storage.get("transform_descriptors"):
+            raise ValueError("it is compressed or encrypted, which is not supported")
+        if index.get("offset") is not None:
+            location = StorageLocation(storage["relative_path"], storage["offset"], storage["length"])
+            if not isinstance(location.file, str) or not _is_count(location.offset) or not _is_count(location.length):
+                raise ValueError("an invalid storage location")
+            yield (_string(index["fqn"]), _sizes(index["offset"])), location
+
+
+def _fields(call: Any, class_name: str) -> dict[str, Any]:
+    """Return the fields of an instance of one of torch's classes."""
+    if not isinstance(call, PickledCall) or not call.name.endswith(f".{class_name}"):
+        raise ValueError(f"there is no {class_name} where one should be")
+    return call.state.string_items() if isinstance(call.state, PickledDict) else {}
+
+
+def _dtype_of(properties: PickledCall, key: str) -> str:
+    state = properties.state
+    name = state[0] if isinstance(state, tuple) else _fields(properties, "TensorProperties")["dtype"]
+    dtype = DTYPES[name.text]
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"{key} holds {dtype}, which is not supported")
+    return DTYPE_NAMES[dtype]
+
+
+def _sizes(size: Any) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size."""
+    values = size.inputs[0] if isinstance(size, PickledCall) and size.name == "torch.Size" and size.inputs else size
+    if isinstance(values, PickledCall) and values.name == "torch.Size":
+        values = ()
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS or not all(map(_is_count, values)):
+        raise ValueError("an invalid size")
+    return tuple(values)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 60
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("an invalid name")
+    return value
+
+
+def _read_tensor(window: memoryview, key: str) -> Tensor:
+    """Return a tensor that `torch.save` wrote, as a copy."""
+    with zipfile.ZipFile(_MemoryFile(window)) as archive:
+        pickle = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
+        if pickle is None or pickle.file_size > MAX_PICKLE_BYTES or pickle.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it has no readable data.pkl")
+        root = pickle.filename.removesuffix("data.pkl")
+        if f"{root}byteorder" in archive.NameToInfo and archive.read(f"{root}byteorder") != b"little":
+            raise ValueError("its byte order is not that of this machine")
+        call = read_pickle(archive.read(pickle), names=TENSOR_NAMES, where=key)
+        name, dtype, offset, size, stride = _describe(call)
+        values = _read_storage(window, archive.getinfo(f"{root}data/{name}"), dtype)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if prod(size) and last >= values.numel():
+        raise ValueError("it reaches beyond its storage")
+    if not prod(size):
+        return torch.empty(size, dtype=dtype)
+    return values.as_strided(size, stride, offset)
+
+
+def _describe(call: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+    """Return the name of a tensor's storage, its dtype, and its offset, size and stride in the storage."""
+    if (
+        not isinstance(call, PickledCall)
+        or call.name not in (REBUILD_TENSOR, REBUILD_TYPED_TENSOR)
+        or not isinstance(call.inputs[0], PersistentId)
+    ):
+        raise ValueError("it is not a tensor")
+    _, kind, name, *_ = call.inputs[0].value
+    dtype = DTYPES[call.inputs[6].text] if call.name == REBUILD_TYPED_TENSOR else STORAGES[kind.text]
+    if not isinstance(kind, GlobalName) or dtype not in DTYPE_NAMES or not _is_count(call.inputs[1]):
+        raise ValueError("its dtype is not supported")
+    return _string(name), dtype, call.inputs[1], _sizes(call.inputs[2]), _sizes(call.inputs[3])
+
+
+def _read_storage(window: memoryview, entry: zipfile.ZipInfo, dtype: torch.dtype) -> Tensor:
+    """Return a file of the archive as a vector. It is copied, since it may not be aligned in the checkpoint."""
+    header = window[entry.header_offset : entry.header_offset + 30]
+    begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    values = window[begin : begin + entry.file_size]
+    if entry.compress_type != zipfile.ZIP_STORED or bytes(header[:4]) != b"PK\3\4" or len(values) != entry.file_size:
+        raise ValueError("its values are not where the archive says")
+    if zlib.crc32(values) != entry.CRC:
+        raise ValueError("its values do not match their checksum")
+    width = VALUE_BYTES[DTYPE_NAMES[dtype]]
+    memory = torch.empty(len(values) // width * width, dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(values, dtype=np.uint8)[: len(memory)]
+    return memory.view(dtype)
+
+
+class _MemoryFile(io.RawIOBase):
+    """A read-only file over memory, without a copy."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory, self.position = memory, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: len(self.memory)}[whence]
+        if base + offset < 0:
+            raise OSError("negative seek position")  # as a file does; zipfile relies on it to find the end
+        self.position = base + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self.memory[self.position : self.position + len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self.position += len(chunk)
+        return len(chunk)

@@ -1,0 +1,243 @@
+"""Writes trained weights as a Hugging Face folder, atomically: the folder appears only when it is complete."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from filecmp import cmp
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trimaran.checkpoint.convert.remote_code import copy_remote_code, with_origin_fields
+from trimaran.core import UserError
+from trimaran.models import read_json
+from trimaran.nets import Network
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.parallel.axes.stage_map import StageMap
+from trimaran.parallel.comm.json_exchange import recv_json, send_json
+
+MAX_FILE_BYTES = 4 << 30
+MAX_CONFIG_BYTES = 10_000_000
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+OTHER_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+
+
+def save_network(
+    networks: Sequence[Network],
+    folder: Path,
+    *,
+    rank: int,
+    stages: StageMap,
+    origin: Path | None,
+    add_files: Callable[[Path], None],
+    read: ReadTensor = full_tensor,
+    report_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the network to `folder` as safetensors with its config.json. Every rank must call it; rank 0 writes.
+
+    `networks` are the pipeline stages on this rank, `stages` says which rank holds the others. Parameters are gathered
+    one at a time, so rank 0 holds at most one file of them. `add_files` adds other files, such as the tokenizer. An
+    existing folder is replaced. `origin` is the model that training started from; its tokenizer files and token ids are
+    copied. `read` is as in `Network.disk_tensors`. `report_progress` is called after each tensor, and on rank 0 after
+    each file.
+    """
+    tensors = all_tensors(networks, stages, rank, lambda network: network.disk_tensors(read), report_progress)
+    if rank != 0:
+        for _ in tensors:
+            pass
+        return
+    try:
+        config = networks[0].disk_config()
+        write_hf_folder(
+            folder,
+            config,
+            tensors,
+            origin=origin,
+            add_files=add_files,
+            replace=True,
+            report_progress=report_progress,
+        )
+    except (OSError, SafetensorError) as error:
+        fix = "free disk space, then write them from the last checkpoint: trimaran resume RUN"
+        raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
+
+
+def write_hf_folder(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    origin: Path | None,
+    add_files: Callable[[Path], None],
+    replace: bool = False,
+    report_progress: Callable[[], None] = lambda: None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a Hugging Face folder of these tensors, atomically. At most one file of tensors is in memory.
+
+    `origin` and `add_files` are as in `save_network`. An existing folder is an error; with `replace` it is removed when
+    the new one is complete. Raises OSError or SafetensorError if the folder cannot be written.
+    """
+
+    def fill(draft: Path) -> None:
+        merged = with_origin_fields(config, origin) if origin else config
+        merged |= _token_ids(origin) if origin else {}
+        _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
+        _write_weights(tensors, draft, report_progress, max_file_bytes)
+        add_files(draft)
+        if origin:
+            copy_tokenizer_files(origin, draft)
+            copy_remote_code(merged, origin, draft)
+
+    write_folder(folder, fill, replace=replace, report_progress=report_progress)
+
+
+def write_folder(
+    folder: Path,
+    fill: Callable[[Path], None],
+    *,
+    replace: bool = False,
+    report_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a folder that `fill` writes the files of, atomically. See `write_hf_folder`."""
+    draft, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("draft", "old"))
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        fill(draft)
+        for file in draft.glob("*.safetensors"):
+            shutil.copymode(next(draft.glob("*config.json")), file)  # safetensors makes them for the owner only
+        sync_folder(draft, report_progress)
+        if replace and folder.is_dir():
+            folder.rename(old)
+        draft.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_folder(folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
+    """Return when the files in `folder`, and their names, are durable."""
+    for file in folder.iterdir():
+        _sync(file)
+        report_progress()
+    _sync(folder)
+    report_progress()
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def all_tensors(
+    networks: Sequence[Network],
+    stages: StageMap,
+    rank: int,
+    tensors_of: Callable[[Network], Iterable[tuple[str, Tensor]]],
+    report_progress: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of every stage in order on rank 0, and those of its own stages on another rank.
+
+    `tensors_of` yields the tensors of a stage, unsharded. Every rank must exhaust the iterator. `report_progress` is
+    called after each tensor.
+    """
+    held = dict(zip(stages.here, networks, strict=True))
+    # With data parallelism several ranks hold a stage; only those in the pipeline of rank 0 send theirs.
+    is_sender = dist.get_global_rank(stages.group, 0) == 0 and rank != 0
+    for stage, owner in enumerate(stages.owners):
+        if stage in held:
+            for name, tensor in tensors_of(held[stage]):
+                if is_sender:
+                    send_json({"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}, dst=0)
+                    dist.send(tensor, dst=0)
+                report_progress()
+                yield name, tensor
+            if is_sender:
+                send_json({}, dst=0)
+        elif rank == 0:
+            for item in _receive_tensors(dist.get_global_rank(stages.group, owner)):
+                report_progress()
+                yield item
+
+
+def _receive_tensors(src: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that rank `src` sends, up to an empty header."""
+    while header := recv_json(src):
+        tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"].removeprefix("torch.")))
+        dist.recv(tensor, src=src)
+        yield header["name"], tensor
+
+
+def _token_ids(origin: Path) -> dict[str, Any]:
+    """Return the begin, end and padding token ids in the config of `origin`; a model spec does not have them."""
+    config = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+
+
+def copy_tokenizer_files(origin: Path, folder: Path) -> None:
+    """Copy files of the model that training started from; those of its tokenizer only if that was used.
+
+    `folder` has the tokenizer of the run, if it has a file: bytes have none.
+    """
+    used = folder / TOKENIZER_FILE
+    its_own = origin / TOKENIZER_FILE
+    is_own = used.is_file() and its_own.is_file() and cmp(used, its_own, shallow=False)
+    for name in (*OTHER_FILES, *(TOKENIZER_FILES if is_own else ())):
+        if (origin / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(origin / name, folder / name)
+
+
+def _write_weights(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, report_progress: Callable[[], None], max_file_bytes: int
+) -> None:
+    parts: list[dict[str, int]] = []
+    batch: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        save_file(batch, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append({name: each.nbytes for name, each in batch.items()})
+        batch.clear()
+        report_progress()
+
+    for name, tensor in tensors:
+        if batch and sum(each.nbytes for each in batch.values()) + tensor.nbytes > max_file_bytes:
+            flush()
+        batch[name] = tensor
+    flush()
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        where |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(sum(part.values()) for part in parts)}, "weight_map": where}
+    _write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

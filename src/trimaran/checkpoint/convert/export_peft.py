@@ -1,0 +1,108 @@
+"""Writes a trained adapter as a PEFT folder, atomically."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trimaran.checkpoint.convert.export_hf import all_tensors, copy_tokenizer_files, write_folder
+from trimaran.core import AdapterSection, ModelSection, UserError
+from trimaran.models import model_folder, spec_of
+from trimaran.models.base_digest import BASE_DIGEST, base_reference
+from trimaran.nets import Network, network_of
+from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
+from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.parallel.axes.stage_map import StageMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """What a PEFT folder says besides its tensors: the model, and the digest of its base.
+
+    `modules` are those of the whole network, see `hf_modules`.
+    """
+
+    section: ModelSection
+    base: Mapping[str, Any]
+    modules: frozenset[str]
+
+    @property
+    def adapter(self) -> AdapterSection:
+        assert self.section.adapter is not None, "only runs with an adapter have these"
+        return self.section.adapter
+
+
+def save_adapter(
+    networks: Sequence[Network],
+    folder: Path,
+    read_facts: Callable[[], AdapterFacts],
+    *,
+    rank: int,
+    stages: StageMap,
+    add_files: Callable[[Path], None],
+    read: ReadTensor = full_tensor,
+    report_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the adapter of a trained network to `folder`. Every rank must call it; rank 0 reads the facts and writes.
+
+    See `save_network`.
+    """
+    tensors = all_tensors(networks, stages, rank, partial(peft_tensors, read=read), report_progress)
+    if rank != 0:
+        for _ in tensors:
+            pass
+        return
+    try:
+        write_peft_folder(
+            folder, read_facts(), tensors, add_files=add_files, replace=True, report_progress=report_progress
+        )
+    except (OSError, SafetensorError) as error:
+        fix = "free disk space, then write it from the last checkpoint: trimaran resume RUN"
+        raise UserError("D006", f"the trained adapter cannot be written: {error}", where=str(folder), fix=fix) from None
+
+
+def write_peft_folder(
+    folder: Path,
+    facts: AdapterFacts,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    add_files: Callable[[Path], None],
+    replace: bool = False,
+    report_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a PEFT folder of these tensors, with the tokenizer of the base and the digest of the base.
+
+    See `write_hf_folder`. PEFT reads one file, so all tensors are in memory at once.
+    """
+    by_name = dict(tensors)
+    origin = model_folder(facts.section.path) if facts.section.path else None
+
+    def fill(draft: Path) -> None:
+        config = peft_config(facts.adapter, by_name, facts.modules)
+        config["base_model_name_or_path"], config["revision"] = base_reference(facts.section)
+        (draft / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(by_name, draft / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (draft / BASE_DIGEST).write_text(json.dumps(facts.base, indent=2) + "\n", encoding="utf-8")
+        report_progress()
+        add_files(draft)
+        if origin:
+            copy_tokenizer_files(origin, draft)
+
+    write_folder(folder, fill, replace=replace, report_progress=report_progress)
+
+
+def whole_modules(section: ModelSection, network: Network) -> frozenset[str]:
+    """Return the modules of the whole network, given a stage of it, for `AdapterFacts`."""
+    if not section.kind.is_hf:
+        spec = spec_of(section)
+        assert spec is not None, "only an unknown Hugging Face architecture has no spec"
+        with torch.device("meta"):
+            network = network_of(spec)
+    return frozenset(hf_modules(network))

@@ -1,0 +1,1 @@
+"""Scenes of several sensors: recorded (nuScenes) or simulated."""

@@ -1,0 +1,248 @@
+"""Scenes of nuScenes as samples of a perception model: read directly, in the coordinates of the vehicle."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trimaran.core import UserError
+from trimaran.core.input_rules import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor
+from trimaran.data.quarantine import BadSampleError
+from trimaran.data.scenes.nuscenes_files import open_map, read_lidar, read_radar
+from trimaran.data.scenes.nuscenes_tables import (
+    TABLES,
+    KeyFrame,
+    NuscenesTables,
+    SensorRecording,
+    read_tables,
+    wrong_table,
+)
+from trimaran.data.scenes.recorded_scenes import camera_scale
+from trimaran.data.scenes.sensor_files import (
+    MissingFileError,
+    SceneOptions,
+    black_image,
+    inside_grid,
+    joined,
+    moved_points,
+    no_points,
+    read_camera,
+    swept_points,
+)
+from trimaran.data.scenes.simulated_scenes import SimulatedScene, cell_centres, with_objects
+
+LIDAR = "LIDAR_TOP"
+# To the left, as the cameras of the rules.
+CAMERAS = ("CAM_FRONT", "CAM_FRONT_LEFT", "CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT", "CAM_FRONT_RIGHT")
+RADAR_CHANNELS = ("RADAR_FRONT", "RADAR_FRONT_LEFT", "RADAR_FRONT_RIGHT", "RADAR_BACK_LEFT", "RADAR_BACK_RIGHT")
+
+CATEGORIES = {
+    "vehicle.car": "car",
+    "vehicle.emergency.police": "car",
+    "vehicle.truck": "truck",
+    "vehicle.bus.bendy": "truck",
+    "vehicle.bus.rigid": "truck",
+    "vehicle.construction": "truck",
+    "vehicle.trailer": "truck",
+    "vehicle.emergency.ambulance": "truck",
+    "human.pedestrian.adult": "pedestrian",
+    "human.pedestrian.child": "pedestrian",
+    "human.pedestrian.construction_worker": "pedestrian",
+    "human.pedestrian.police_officer": "pedestrian",
+}
+"""The classes of the model. Other categories (cycles, barriers, cones, animals, ...) are no targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class NuscenesScenes:
+    """The samples of a folder in nuScenes' layout. The reference of a sample is the vehicle at its LiDAR key frame."""
+
+    folder: Path
+    rules: SceneRules
+    options: SceneOptions
+    tables: NuscenesTables
+    digest: str
+
+    @property
+    def rig(self) -> None:
+        """Each scene has its own calibration."""
+        return None
+
+    def __len__(self) -> int:
+        return len(self.tables.samples)
+
+    def scene(self, number: int) -> SimulatedScene:
+        """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
+        sample = self.tables.samples[number]
+        try:
+            to_vehicle = np.linalg.inv(self._ego_pose(sample))
+            boxes = self._boxes(sample, to_vehicle)
+            cameras, rig = self._cameras(sample, to_vehicle)
+            points, radar = self._lidar(sample), self._radar(sample, to_vehicle)
+            ground = self._ground(sample, boxes)
+        except MissingFileError as error:
+            raise UserError("D015", "a scene has no map of the drivable surface: a file is missing", where=str(error),
+                            fix="restore it, or remove map.json: then the ground is not trained") from None  # fmt: skip
+        except BadSampleError as error:
+            raise BadSampleError(f"sample {sample.token}: {error}") from None
+        return SimulatedScene(cameras, points, boxes, ground, radar, rig)
+
+    def num_points(self, number: int) -> tuple[int, int]:
+        """Return the LiDAR and radar points of a scene inside the grid."""
+        sample = self.tables.samples[number]
+        return len(self._lidar(sample)), len(self._radar(sample, np.linalg.inv(self._ego_pose(sample))))
+
+    def _ego_pose(self, sample: KeyFrame) -> np.ndarray:
+        return self.tables.ego_poses[self.tables.recordings[sample.recordings[LIDAR]].ego_pose]
+
+    def _placed(self, recording: SensorRecording, to_vehicle: np.ndarray) -> np.ndarray:
+        """Return the matrix from the coordinates of a sensor, when it recorded, to those of the sample's vehicle."""
+        tables = self.tables
+        return to_vehicle @ tables.ego_poses[recording.ego_pose] @ tables.calibrations[recording.calibration].pose
+
+    def _file(self, name: str) -> Path:
+        path = (self.folder / name).resolve()
+        if not path.is_relative_to(self.folder.resolve()):
+            raise BadSampleError(f"{name[:120]!r} leaves the folder")
+        return path
+
+    def _cameras(self, sample: KeyFrame, to_vehicle: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the images, and the calibration of each camera for them."""
+        rules, images = self.rules, []
+        if not rules.cameras:
+            return black_image(rules)[None][:0], None
+        rig = np.ones((rules.cameras, RIG_NUMBERS), dtype=np.float32)
+        for number, channel in enumerate(CAMERAS):
+            if channel not in sample.recordings:
+                images.append(self._absent(sample, channel, black_image(rules), "cameras"))
+                continue
+            recording = self.tables.recordings[sample.recordings[channel]]
+            pose, matrix = (
+                self._placed(recording, to_vehicle),
+                self.tables.calibrations[recording.calibration].intrinsic,
+            )
+            ahead = pose[:3, 2]  # a camera looks along its z; its x points right and its y down
+            across, down = rules.width / recording.size[0], rules.height / recording.size[1]
+            rig[number] = (math.atan2(ahead[1], ahead[0]), matrix[0, 0] * across, matrix[0, 2] * across,
+                           matrix[1, 2] * down, pose[2, 3], pose[0, 3], pose[1, 3])  # fmt: skip
+            read = self._file(recording.file)
+            images.append(
+                self.options.read_or(black_image(rules), "cameras", lambda read=read: read_camera(read, rules))
+            )
+        return np.stack(images), rig
+
+    def _lidar(self, sample: KeyFrame) -> np.ndarray:
+        if not self.rules.lidar:
+            return no_points("lidar")
+        recording = self.tables.recordings[sample.recordings[LIDAR]]
+        points = self.options.read_or(no_points("lidar"), "lidar", lambda: read_lidar(self._file(recording.file)))
+        return inside_grid(moved_points(points, self.tables.calibrations[recording.calibration].pose), self.rules,
+                           "LiDAR points")  # fmt: skip
+
+    def _radar(self, sample: KeyFrame, to_vehicle: np.ndarray) -> np.ndarray:
+        """Return the points of the newest sweeps of each radar, moved with the vehicle."""
+        if not self.rules.radar:
+            return no_points("radar")
+        now = self.tables.recordings[sample.recordings[LIDAR]].microseconds
+        parts = []
+        for channel in RADAR_CHANNELS:
+            if channel not in sample.recordings:
+                parts.append(self._absent(sample, channel, no_points("radar"), "radar"))
+                continue
+            token = sample.recordings[channel]
+            for _ in range(self.options.radar_sweeps):
+                if not token:
+                    break
+                recording = self.tables.recordings[token]
+                parts.append(self._sweep(recording, to_vehicle, (now - recording.microseconds) / 1e6))
+                token = recording.previous
+        return inside_grid(joined(parts, "radar"), self.rules, "radar points")
+
+    def _absent(self, sample: KeyFrame, channel: str, empty: np.ndarray, sensor: Sensor) -> np.ndarray:
+        """Return `empty` for a sensor that a sample has no key frame of, if that is allowed."""
+
+        def missing() -> np.ndarray:
+            raise MissingFileError(f"{self.folder}, sample {sample.token}: no key frame of {channel}")
+
+        return self.options.read_or(empty, sensor, missing)
+
+    def _sweep(self, recording: SensorRecording, to_vehicle: np.ndarray, age: float) -> np.ndarray:
+        def read() -> np.ndarray:
+            return swept_points(read_radar(self._file(recording.file)), self._placed(recording, to_vehicle), age)
+
+        return self.options.read_or(no_points("radar"), "radar", read)
+
+    def _boxes(self, sample: KeyFrame, to_vehicle: np.ndarray) -> np.ndarray:
+        """Return the boxes with a point of LiDAR or radar in them, whose centre is inside the grid."""
+        boxes = []
+        for each in self.tables.annotations.get(sample.token, ()):
+            pose, (width, length, height) = to_vehicle @ each.pose, each.size
+            yaw = math.atan2(pose[1, 0], pose[0, 0])
+            yaw = (yaw + math.pi / 2) % math.pi - math.pi / 2  # a box looks the same from both ends
+            if each.num_points and max(abs(pose[0, 3]), abs(pose[1, 3])) < self.rules.reach:
+                kind = OBJECTS.index(CATEGORIES[each.category])
+                boxes.append([*pose[:3, 3], length, width, height, yaw, kind])
+        return np.array(boxes, dtype=np.float32).reshape(-1, BOX_NUMBERS)
+
+    def _ground(self, sample: KeyFrame, boxes: np.ndarray) -> np.ndarray:
+        """Return the class of each cell: drivable or not by the map, and objects. Without a map, no cell is known."""
+        cells = self.rules.cells
+        if sample.map is None:
+            return np.full((cells, cells), UNKNOWN_GROUND, dtype=np.int64)
+        centres = cell_centres(self.rules).astype(np.float64)
+        x, y = (each.ravel() for each in np.meshgrid(centres, centres, indexing="ij"))
+        places = np.stack([x, y, np.zeros_like(x), np.ones_like(x)])
+        world = self._ego_pose(sample) @ places
+        on_road = open_map(self._file(sample.map)).contains(world[0], world[1]).reshape(cells, cells)
+        return with_objects(np.where(on_road, GROUND.index("road"), GROUND.index("terrain")), boxes, self.rules)
+
+
+def table_folders(folder: Path) -> list[Path]:
+    """Return the folders of tables in a folder of nuScenes, such as v1.0-mini."""
+    return sorted(each for each in folder.glob("v1.0-*") if (each / "sample_data.json").is_file())
+
+
+def open_nuscenes(folder: Path, rules: SceneRules, options: SceneOptions) -> NuscenesScenes:
+    """Return the samples of a folder in nuScenes' layout. Raises UserError if they do not fit the model."""
+    tables_at = _version(folder, options)
+    tables = read_tables(tables_at, rules.sensors, CATEGORIES)
+    if not tables.samples:
+        raise wrong_table("there is no sample", tables_at)
+    _check_cameras(tables, rules, tables_at)
+    for sample in tables.samples:
+        if LIDAR not in sample.recordings:
+            raise wrong_table(f"sample {sample.token} has no key frame of {LIDAR}, its reference", tables_at)
+    sizes = [(tables_at / f"{table}.json").stat().st_size for table in TABLES]
+    text = "\n".join([tables_at.name, repr(sizes), *(sample.token for sample in tables.samples)])
+    return NuscenesScenes(folder, rules, options, tables, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _version(folder: Path, options: SceneOptions) -> Path:
+    found = table_folders(folder)
+    if options.version is not None:
+        if folder / options.version not in found:
+            raise wrong_table(f"there is no version {options.version}", folder)
+        return folder / options.version
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found)
+        raise UserError("D016", f"there are several versions: {names}", where=str(folder),
+                        fix="set data.scenes.version to one of them")  # fmt: skip
+    return found[0]
+
+
+def _check_cameras(tables: NuscenesTables, rules: SceneRules, where: Path) -> None:
+    if rules.cameras not in (0, len(CAMERAS)):
+        raise UserError("D016", f"nuScenes has {len(CAMERAS)} cameras, and the model {rules.cameras}", where=str(where),
+                        fix=f"set model.shape.cameras to {len(CAMERAS)}, or to 0")  # fmt: skip
+    if rules.cameras:
+        sizes: Mapping[tuple[int, int], None] = dict.fromkeys(
+            each.size for each in tables.recordings.values()
+            if tables.calibrations[each.calibration].modality == "camera"
+        )  # fmt: skip
+        for size in sizes:
+            if min(size) <= 0:
+                raise wrong_table("an image has no width or height", where)
+            camera_scale("nuScenes", size, rules, str(where))

@@ -1,0 +1,321 @@
+"""Recorded scenes of a perception model: a folder with an index, images, LiDAR and radar points, and ground truth.
+
+The layout is described in `docs/guides/data.md`. Runs in loader processes: does not import torch.
+"""
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from trimaran.core import UserError
+from trimaran.core.input_rules import (
+    BOX_NUMBERS,
+    CAMERA_METRES,
+    GROUND,
+    LIDAR_NUMBERS,
+    OBJECTS,
+    RADAR_NUMBERS,
+    RIG_NUMBERS,
+    SceneRules,
+    Sensor,
+)
+from trimaran.core.regular_files import check_regular_file, read_regular_text
+from trimaran.data.quarantine import BadSampleError
+from trimaran.data.scenes.sensor_files import (
+    MissingFileError,
+    SceneOptions,
+    black_image,
+    flat_pose,
+    inside_grid,
+    joined,
+    no_points,
+    read_camera,
+    read_sensor_file,
+    swept_points,
+)
+from trimaran.data.scenes.simulated_radar import RADARS
+from trimaran.data.scenes.simulated_scenes import SimulatedScene
+
+INDEX, FORMAT = "scenes.json", "trimaran-scenes-1"
+MAX_INDEX_BYTES = 1 << 30
+FORWARD_FIX = "see docs/guides/data.md for the layout of recorded scenes"
+
+
+class SceneRecords(Protocol):
+    """Recorded scenes. `rig` f32 [cameras, RIG_NUMBERS] is for the model's images; None if each scene has its own."""
+
+    @property
+    def rig(self) -> np.ndarray | None: ...
+
+    @property
+    def digest(self) -> str:
+        """Identifies the scenes."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def scene(self, number: int) -> SimulatedScene:
+        """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
+        ...
+
+    def num_points(self, number: int) -> tuple[int, int]:
+        """Return the LiDAR and radar points of a scene inside the grid; 0 for a sensor that the model lacks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedScenes:
+    """The scenes of a folder, in the order of its index. `radars` are the poses [4, 4] of the radars on the vehicle."""
+
+    folder: Path
+    rules: SceneRules
+    options: SceneOptions
+    rig: np.ndarray | None
+    radars: tuple[np.ndarray, ...]
+    entries: tuple[Mapping[str, Any], ...]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def scene(self, number: int) -> SimulatedScene:
+        """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
+        entry, rules = self.entries[number], self.rules
+        try:
+            cameras = self._cameras(entry)
+            ground = self._array(entry.get("ground"), (rules.cells, rules.cells))
+            if ground.min() < 0 or ground.max() >= len(GROUND):
+                raise BadSampleError(f"its ground has classes outside 0 to {len(GROUND) - 1}")
+            points, radar, boxes = self._points(entry), self._radar(number), _boxes(entry, rules)
+        except (BadSampleError, MissingFileError) as error:
+            raise BadSampleError(f"scene {number} of {self.folder}: {error}") from None
+        return SimulatedScene(cameras, points, boxes, ground.astype(np.int64), radar)
+
+    def num_points(self, number: int) -> tuple[int, int]:
+        """Return the LiDAR and radar points of a scene inside the grid."""
+        return len(self._points(self.entries[number])), len(self._radar(number))
+
+    def _cameras(self, entry: Mapping[str, Any]) -> np.ndarray:
+        rules, black = self.rules, black_image(self.rules)
+        if not rules.cameras:
+            return black[None][:0]
+        names = _list(entry, "cameras", rules.cameras)
+        return np.stack([
+            self.options.read_or(black, "cameras", lambda name=name: read_camera(self._file(name), rules))
+            for name in names
+        ])  # fmt: skip
+
+    def _points(self, entry: Mapping[str, Any]) -> np.ndarray:
+        """Return the LiDAR points inside the grid: x, y, z in metres from the vehicle, and intensity."""
+        empty = no_points("lidar")
+        if not self.rules.lidar:
+            return empty
+        points = self.options.read_or(
+            empty, "lidar", lambda: self._array(entry.get("lidar"), (-1, LIDAR_NUMBERS), required="lidar")
+        )
+        return inside_grid(points, self.rules, "LiDAR points")
+
+    def _radar(self, number: int) -> np.ndarray:
+        """Return the radar points of the newest sweeps of each radar, inside the grid."""
+        empty = no_points("radar")
+        if not self.rules.radar:
+            return empty
+        parts = [
+            self.options.read_or(empty, "radar", lambda sweep=sweep: self._sweep(sweep))
+            for sweep in self._sweeps(number)
+        ]
+        return inside_grid(joined(parts, "radar"), self.rules, "radar points")
+
+    def _sweeps(self, number: int) -> list[Mapping[str, Any]]:
+        """Return the newest sweeps of each radar. A scene that names none has no radar."""
+        entry = self.entries[number]
+        if entry.get("radar") is None:
+            return [{"file": None, "scene": number}]
+        by_radar: dict[int, list[Mapping[str, Any]]] = {}
+        for sweep in _list(entry, "radar"):
+            try:
+                age, radar = float(sweep.get("age", 0.0)), int(sweep["radar"])
+            except (KeyError, TypeError, ValueError, AttributeError):
+                raise BadSampleError("a radar sweep lacks radar, file or age") from None
+            if not 0 <= radar < len(self.radars) or not 0 <= age < math.inf:
+                raise BadSampleError(f"a sweep of radar {radar}, {age} s old, is not one of {len(self.radars)} radars")
+            by_radar.setdefault(radar, []).append({**sweep, "age": age, "radar": radar})
+        newest = [sorted(sweeps, key=lambda each: each["age"]) for sweeps in by_radar.values()]
+        return [sweep for sweeps in newest for sweep in sweeps[: self.options.radar_sweeps]]
+
+    def _sweep(self, sweep: Mapping[str, Any]) -> np.ndarray:
+        if sweep["file"] is None:
+            raise MissingFileError(f"{self.folder / INDEX}, scene {sweep['scene']}: it names no radar")
+        points = self._array(sweep["file"], (-1, RADAR_NUMBERS - 1), required="radar").astype(np.float64)
+        try:
+            x, y, heading = (float(each) for each in sweep.get("pose", (0.0, 0.0, 0.0)))
+        except (TypeError, ValueError):
+            raise BadSampleError("the pose of a radar sweep is not [x, y, heading]") from None
+        return swept_points(points, flat_pose(x, y, 0.0, heading) @ self.radars[sweep["radar"]], sweep["age"])
+
+    def _array(self, name: Any, shape: tuple[int, ...], *, required: Sensor | None = None) -> np.ndarray:
+        if name is None and required:
+            raise MissingFileError(f"{self.folder / INDEX}: a scene names no {required}")
+        try:
+            array = np.load(io.BytesIO(read_sensor_file(self._file(name))), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise BadSampleError(f"{name}: {error}") from None
+        fits = isinstance(array, np.ndarray) and array.ndim == len(shape) and array.dtype.kind in "iuf"
+        if not fits or any(want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)):
+            raise BadSampleError(f"{name}: it has not the shape {list(shape)}")
+        return array
+
+    def _file(self, name: Any) -> Path:
+        if not isinstance(name, str) or not name:
+            raise BadSampleError(f"{name!r} is not the name of a file")
+        path = (self.folder / name).resolve()
+        if not path.is_relative_to(self.folder.resolve()):
+            raise BadSampleError(f"{name[:120]!r} leaves the folder")
+        return path
+
+
+def open_index(folder: Path, rules: SceneRules, options: SceneOptions) -> RecordedScenes:
+    """Return the scenes of the index in `folder`. Raises UserError if it does not fit the model."""
+    where = str(folder / INDEX)
+    try:
+        check_regular_file(folder / INDEX)
+        if (folder / INDEX).stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"it is larger than {MAX_INDEX_BYTES:,} bytes")
+        text = read_regular_text(folder / INDEX)
+        tree = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _wrong(f"the index of recorded scenes cannot be read: {error}", where) from None
+    if not isinstance(tree, Mapping) or tree.get("format") != FORMAT:
+        raise _wrong(f"the index is not of the format {FORMAT}", where)
+    scenes = tree.get("scenes")
+    if not isinstance(scenes, list) or not scenes or not all(isinstance(each, Mapping) for each in scenes):
+        raise _wrong("the index lists no scenes", where)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    rig = _rig(tree.get("cameras"), rules, where) if rules.cameras else None
+    radars = _radars(tree.get("radars", []), where) if rules.radar else ()
+    return RecordedScenes(folder, rules, options, rig, radars, tuple(scenes), digest)
+
+
+def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Path) -> None:
+    """Write scenes as recorded ones: a small set of examples, for tests and to look at."""
+    folder.mkdir(parents=True)
+    camera = {"width": rules.width, "height": rules.height, "focal": rules.focal,
+              "centre": [rules.width / 2, rules.horizon], "metres": CAMERA_METRES}  # fmt: skip
+    entries = []
+    for number, scene in enumerate(scenes):
+        names = [f"{number:06d}-{each}.png" for each in range(rules.cameras)]
+        for name, pixels in zip(names, scene.cameras, strict=True):
+            Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(folder / name)
+        np.save(folder / f"{number:06d}-lidar.npy", scene.points)
+        np.save(folder / f"{number:06d}-ground.npy", scene.segmentation.astype(np.uint8))
+        entry = {"lidar": f"{number:06d}-lidar.npy", "ground": f"{number:06d}-ground.npy"}
+        entry |= {"radar": _write_sweeps(scene.radar, folder, number)} if rules.radar else {}
+        entries.append({"cameras": names, **entry, "boxes": [_box_fields(each) for each in scene.boxes.tolist()]})
+    cameras = [camera | {"heading": heading} for heading in rules.headings]
+    radars = [{"position": [each.x, each.y, each.metres], "heading": each.heading} for each in RADARS]
+    tree = {"format": FORMAT, "cameras": cameras, "scenes": entries} | ({"radars": radars} if rules.radar else {})
+    (folder / INDEX).write_text(json.dumps(tree), encoding="utf-8")
+
+
+def _write_sweeps(points: np.ndarray, folder: Path, number: int) -> list[dict[str, Any]]:
+    """Write radar points as sweeps of the simulated radars, in their coordinates, and return their entries."""
+    sweeps = []
+    for age in np.unique(points[:, 6]):
+        taken = points[points[:, 6] == age]
+        for radar, mount in enumerate(RADARS):
+            name = f"{number:06d}-radar-{radar}-{1000 * age:03.0f}.npy"
+            to_radar = np.linalg.inv(flat_pose(mount.x, mount.y, mount.metres, mount.heading))
+            part = taken[radar :: len(RADARS)].astype(np.float64)
+            np.save(folder / name, swept_points(part[:, :6], to_radar, 0.0)[:, :6])
+            sweeps.append({"radar": radar, "file": name, "age": float(age)})
+    return sweeps
+
+
+def _box_fields(box: list[float]) -> dict[str, Any]:
+    return {"centre": box[:3], "size": box[3:6], "yaw": box[6], "class": OBJECTS[int(box[7])]}
+
+
+def _rig(cameras: Any, rules: SceneRules, where: str) -> np.ndarray:
+    """Return heading, focal length, centre column, centre row and metres of each camera, for the model's images."""
+    if not isinstance(cameras, list) or len(cameras) != rules.cameras:
+        found = len(cameras) if isinstance(cameras, list) else "no"
+        raise _wrong(f"the index has {found} cameras, and the model {rules.cameras}", where)
+    rig = np.zeros((rules.cameras, RIG_NUMBERS), dtype=np.float32)
+    for number, camera in enumerate(cameras):
+        try:
+            wide, tall = (float(camera[name]) for name in ("width", "height"))
+            column, row = (float(each) for each in camera["centre"])
+            values = (float(camera["heading"]), float(camera["focal"]), float(camera.get("metres", CAMERA_METRES)))
+            x, y = (float(each) for each in camera.get("position", (0.0, 0.0)))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _wrong(f"camera {number} lacks heading, focal, centre, width or height", where) from None
+        heading, focal, metres = values
+        if not all(map(math.isfinite, (*values, column, row, x, y))) or min(wide, tall, focal, metres) <= 0:
+            raise _wrong(f"camera {number} has an impossible calibration", where)
+        across, down = camera_scale(f"camera {number}", (wide, tall), rules, where)
+        rig[number] = heading, focal * across, column * across, row * down, metres, x, y
+    return rig
+
+
+def camera_scale(name: str, size: tuple[float, float], rules: SceneRules, where: str) -> tuple[float, float]:
+    """Return by how much images of this width and height are scaled. Raises UserError if they would be distorted."""
+    across, down = rules.width / size[0], rules.height / size[1]
+    if abs(across / down - 1) > MAX_DISTORTION:
+        raise _wrong(f"images of {name}, {size[0]:g} x {size[1]:g}, would be distorted to {rules.width} x "
+                     f"{rules.height}", where)  # fmt: skip
+    return across, down
+
+
+def _radars(radars: Any, where: str) -> tuple[np.ndarray, ...]:
+    """Return the pose of each radar on the vehicle."""
+    if not isinstance(radars, list):
+        raise _wrong("the radars of the index are not a list", where)
+    poses = []
+    for number, radar in enumerate(radars):
+        try:
+            place = [*map(float, radar["position"]), float(radar["heading"])]
+        except (KeyError, TypeError, ValueError):
+            raise _wrong(f"radar {number} lacks position or heading", where) from None
+        if len(place) != 4 or not all(map(math.isfinite, place)):
+            raise _wrong(f"radar {number} has an impossible calibration", where)
+        poses.append(flat_pose(*place))
+    return tuple(poses)
+
+
+MAX_DISTORTION = 0.02
+
+
+def _boxes(entry: Mapping[str, Any], rules: SceneRules) -> np.ndarray:
+    """Return the boxes whose centre is inside the grid."""
+    boxes = []
+    for box in _list(entry, "boxes"):
+        try:
+            numbers = [*map(float, box["centre"]), *map(float, box["size"]), float(box["yaw"])]
+            kind = OBJECTS.index(box["class"])
+        except (KeyError, TypeError, ValueError):
+            raise BadSampleError(f"a box lacks centre, size, yaw or a class of {', '.join(OBJECTS)}") from None
+        if len(numbers) != BOX_NUMBERS - 1 or not all(map(math.isfinite, numbers)) or min(numbers[3:6]) <= 0:
+            raise BadSampleError("a box has impossible numbers")
+        numbers[6] = (numbers[6] + math.pi / 2) % math.pi - math.pi / 2  # a box looks the same from both ends
+        if max(abs(numbers[0]), abs(numbers[1])) < rules.reach:
+            boxes.append([*numbers, kind])
+    return np.array(boxes, dtype=np.float32).reshape(-1, BOX_NUMBERS)
+
+
+def _list(entry: Mapping[str, Any], name: str, count: int | None = None) -> list[Any]:
+    value = entry.get(name)
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise BadSampleError(f"'{name}' is not a list{f' of {count}' if count else ''}")
+    return value
+
+
+def _wrong(what: str, where: str) -> UserError:
+    return UserError("T066", what, where=where, fix=FORWARD_FIX)

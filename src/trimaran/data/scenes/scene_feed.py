@@ -1,0 +1,147 @@
+"""Batches of simulated or recorded scenes, in the order of the seed. Does not import torch: loader processes use it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimaran.core import DataSection
+from trimaran.core.input_rules import BOX_NUMBERS, RIG_NUMBERS, SceneRules, Sensor
+from trimaran.data.feed import DataShare, LoadedArrays, positions
+from trimaran.data.scenes.open_scenes import open_scenes
+from trimaran.data.scenes.recorded_scenes import SceneRecords
+from trimaran.data.scenes.sensor_files import SceneOptions
+from trimaran.data.scenes.simulated_scenes import SimulatedScene, make_scene
+
+NUM_SCENES = 100_000  # per epoch; scenes are generated on the fly
+SCENES_SEED = 0  # of the scene content; train.seed only changes their order
+VERSION = 1  # of the simulation; increase it when the content of a scene changes
+# Arrays of different lengths: the array with the row of each element, the field of a scene, and the sensor, if any.
+RAGGED: dict[str, tuple[str, str, Sensor | None]] = {
+    "points": ("point_rows", "points", "lidar"),
+    "radar_points": ("radar_point_rows", "radar", "radar"),
+    "boxes": ("box_rows", "boxes", None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SceneRange:
+    """Scenes `first` to `last` (exclusive), simulated unless they are `recorded`. A scene's number is its sample id."""
+
+    rules: SceneRules
+    first: int
+    last: int
+    recorded: SceneRecords | None = None
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def scene(self, number: int) -> SimulatedScene:
+        """Return the scene of this number."""
+        return make_scene(SCENES_SEED, number, self.rules) if self.recorded is None else self.recorded.scene(number)
+
+
+class SceneFeed:
+    """A `feed.BatchFeed` of scenes. `scenes` must not be empty.
+
+    A quarantined scene keeps its row, which is then black, empty and not `valid`.
+    """
+
+    def __init__(
+        self, scenes: SceneRange, *, seed: int, share: DataShare, quarantined: frozenset[int] = frozenset()
+    ) -> None:
+        assert len(scenes) > 0
+        self._scenes, self._seed, self._quarantined = scenes, seed, quarantined
+        self.share = share
+
+    def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
+        scenes, valid = [], []
+        for number in self.samples(step, [self.share.rank]):
+            at(number)
+            valid.append(number not in self._quarantined)
+            scenes.append(self._scenes.scene(number) if valid[-1] else self._blank_scene())
+        shape, size = (self.share.grad_accum, self.share.micro_batch), self.share.micro_batch
+        rules = self._scenes.rules
+        arrays: dict[str, np.ndarray] = {"valid": np.array(valid).reshape(shape)}
+        for name in ("cameras", "segmentation") if rules.cameras else ("segmentation",):
+            stacked = np.stack([getattr(each, name) for each in scenes])
+            arrays[name] = stacked.reshape(*shape, *stacked.shape[1:])
+        if rules.cameras and (recorded := self._scenes.recorded) is not None:
+            arrays["rig"] = self._rigs(recorded, scenes)
+        offsets: dict[str, tuple[int, ...]] = {}
+        for name, (rows, field, sensor) in RAGGED.items():
+            if sensor is not None and sensor not in rules.sensors:
+                continue
+            ragged = [getattr(each, field) for each in scenes]
+            counts = np.array([len(each) for each in ragged])
+            ends = np.concatenate([[0], counts.cumsum()])[::size]
+            arrays[name] = np.concatenate(ragged)
+            arrays[rows] = np.repeat(np.arange(len(scenes), dtype=np.int32) % size, counts)
+            offsets[name] = offsets[rows] = tuple(ends.tolist())
+        counted = {"points": "points", "radar_points": "radar_points", "objects": "boxes"}
+        metrics = {name: float(len(arrays[array])) for name, array in counted.items() if array in arrays}
+        return LoadedArrays(arrays=arrays, num_valid=sum(valid), offsets=offsets, metrics=metrics)
+
+    def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
+        shares = [self.share.of(rank) for rank in data_ranks]
+        indices = np.concatenate([share.indices(step).ravel() for share in shares])
+        numbers = self._scenes.first + positions(self._seed, indices, len(self._scenes))
+        return tuple(numbers.tolist())
+
+    def num_quarantined(self, step: int) -> int:
+        quarantined = self._quarantined
+        return len(quarantined.intersection(self.samples(step, range(self.share.dp)))) if quarantined else 0
+
+    def steps_in(self, epochs: float) -> int:
+        """Return the number of steps in so many epochs; the last step may extend into the next epoch."""
+        return -(-round(epochs * len(self._scenes)) // self.share.global_batch)
+
+    def _rigs(self, recorded: SceneRecords, scenes: Sequence[SimulatedScene]) -> np.ndarray:
+        """Return the calibration of the cameras: of each micro-batch, or of each scene if each has its own."""
+        if recorded.rig is not None:
+            return np.broadcast_to(recorded.rig, (self.share.grad_accum, *recorded.rig.shape)).copy()
+        blank = np.ones((self._scenes.rules.cameras, RIG_NUMBERS), dtype=np.float32)  # of a quarantined scene
+        rigs = np.stack([blank if each.rig is None else each.rig for each in scenes])
+        return rigs.reshape(self.share.grad_accum, self.share.micro_batch, *rigs.shape[1:])
+
+    def _blank_scene(self) -> SimulatedScene:
+        rules = self._scenes.rules
+        return SimulatedScene(
+            np.zeros((rules.cameras, 3, rules.height, rules.width), dtype=np.uint8),
+            np.zeros((0, 4), dtype=np.float32),
+            np.zeros((0, BOX_NUMBERS), dtype=np.float32),
+            np.zeros((rules.cells, rules.cells), dtype=np.int64),
+        )
+
+
+def scene_feeds(
+    section: DataSection,
+    rules: SceneRules,
+    *,
+    seed: int,
+    share: DataShare,
+    quarantined: frozenset[int] = frozenset(),
+) -> tuple[SceneFeed, SceneFeed | None]:
+    """Return the training feed and the holdout feed (the last `holdout` fraction of the scenes), if any."""
+    recorded = recorded_scenes(section, rules) if section.path is not None else None
+    count = NUM_SCENES if recorded is None else len(recorded)
+    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
+    training = SceneRange(rules, 0, count - num_held_out, recorded)
+    holdout = SceneRange(rules, count - num_held_out, count, recorded)
+    feed = SceneFeed(training, seed=seed, share=share, quarantined=quarantined)
+    return feed, SceneFeed(holdout, seed=seed, share=share) if num_held_out else None
+
+
+def recorded_scenes(section: DataSection, rules: SceneRules) -> SceneRecords:
+    """Return the scenes in the folder that the section names."""
+    assert section.path is not None
+    return open_scenes(section.path, rules, SceneOptions(**dict(section.scenes)))
+
+
+def scenes_digest(section: DataSection, rules: SceneRules) -> str:
+    """Return a string that identifies the content of these scenes. Of recorded ones, only the index is read."""
+    added = "" if rules.sensors == ("cameras", "lidar") else f"-{'-'.join(rules.sensors)}"
+    if section.path is not None:
+        sweeps = f"-{section.scenes.radar_sweeps}-sweeps" if rules.radar else ""
+        return f"recorded-{recorded_scenes(section, rules).digest}-{rules}{added}{sweeps}"
+    return f"scenes-{VERSION}-{SCENES_SEED}-{NUM_SCENES}-{rules}{added}"

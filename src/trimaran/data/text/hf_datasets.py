@@ -1,0 +1,116 @@
+"""Rows of a local `datasets` folder. Imported only if a recipe needs it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from trimaran.core import UserError
+from trimaran.core.regular_files import check_regular_file
+from trimaran.data.csv_rows import csv_rows
+from trimaran.data.quarantine import BadSampleError
+from trimaran.data.text.bad_lines import BadLines
+from trimaran.data.text.source_files import CSV_SUFFIXES, data_suffix, is_saved_dataset
+from trimaran.data.text.text_sources import counted_text, row_text
+
+BATCH_ROWS = 1000
+BATCH_IMAGES = 128
+BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+
+
+def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Iterator[tuple[str, float]]:
+    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet, JSON and CSV files.
+
+    The text of a bad row is empty; the row is counted in `bad`.
+    """
+    if is_saved_dataset(path):
+        dataset = _open_saved(path)
+        for number, text in enumerate(_texts(dataset, field, path, bad), start=1):
+            yield text, number / len(dataset)
+        return
+    files = [file for file in files if file.stat().st_size]
+    tables = [file for file in files if data_suffix(file) in BUILDERS]
+    tables = tables or [file for file in files if data_suffix(file) in CSV_SUFFIXES]
+    if not tables:
+        raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
+                        fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip
+    for number, file in enumerate(tables):
+        is_csv = data_suffix(file) in CSV_SUFFIXES
+        for text in _csv_texts(file, field, bad) if is_csv else _texts(_open_table(file), field, file, bad):
+            yield text, number / len(tables)
+
+
+def read_saved(path: Path) -> Iterator[tuple[int, dict[str, Any], float]]:
+    """Yield number, row and fraction read of a `save_to_disk` dataset. Images come as bytes or as a path."""
+    dataset = _open_saved(path)
+    number = 0
+    try:
+        tables: Iterator[Any] = dataset.with_format("arrow").iter(batch_size=BATCH_IMAGES)  # of pyarrow
+        for table in tables:
+            for row in table.to_pylist():
+                number += 1
+                yield number, row, number / len(dataset)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _open_saved(path: Path) -> datasets.Dataset:
+    try:
+        for each in sorted(path.rglob("*")):
+            if not each.is_dir():
+                check_regular_file(each, follow_links=True)
+        dataset = datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from None
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
+    names = [str(name) for name in dataset]
+    if "train" not in names and len(names) > 1:
+        raise UserError("T018", f"the dataset has no split 'train', but {', '.join(names)}", where=str(path),
+                        fix=f"name one of them: data.path = {path / names[0]}")  # fmt: skip
+    return dataset["train" if "train" in names else names[0]]
+
+
+def _open_table(file: Path) -> datasets.IterableDataset:
+    """Return the rows of a file. Streaming avoids a second copy in the user's `datasets` cache."""
+    try:
+        check_regular_file(file, follow_links=True)
+        return datasets.load_dataset(BUILDERS[data_suffix(file)], data_files=str(file), split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _csv_texts(file: Path, field: str, bad: BadLines) -> Iterator[str]:
+    """Yield the text of each row of a CSV file."""
+    for number, row, _ in csv_rows(file, lambda position: 0.0):
+        where = f"{file}:{number}"
+        if isinstance(row, BadSampleError):
+            bad.add(UserError("T018", f"this row cannot be read: {row}", where=where, fix="correct the row"))
+        else:
+            yield counted_text(row, field, where, bad)
+
+
+def _texts(rows: Any, field: str, path: Path, bad: BadLines) -> Iterator[str]:
+    """Yield the text of each row of a Dataset or IterableDataset, which share these methods but no base type."""
+    number, column = 0, field
+    try:
+        if columns := rows.column_names:  # unknown for some JSON files until they are read
+            column = field if field in columns else field.partition(".")[0]
+            row_text(dict.fromkeys(columns, "some text"), column, str(path))
+            rows = rows.select_columns([column])
+        for batch in rows.iter(batch_size=BATCH_ROWS):
+            column = field if field in batch else field.partition(".")[0]
+            if column not in batch:
+                row_text(dict.fromkeys(batch, "some text"), column, str(path))
+            for value in batch[column]:
+                number += 1
+                yield counted_text({column: value}, field, f"{path}, row {number}", bad)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    first_line = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
+    return UserError("T018", f"`datasets` cannot read this: {first_line}", where=str(path),
+                     fix="check the file, or convert it to JSONL")  # fmt: skip

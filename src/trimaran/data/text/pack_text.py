@@ -1,0 +1,115 @@
+"""Packs the documents of a text source into shards: reads them, tokenizes them and writes them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trimaran.core import DataSection, UserError
+from trimaran.data.text.bad_lines import BadLines
+from trimaran.data.text.source_files import find_files
+from trimaran.data.text.text_sources import TextChunk, check_file_starts, read_chunks
+from trimaran.data.text.token_files import TOKEN_SOURCES, check_token_files, read_token_runs
+from trimaran.data.text.token_shards import ShardWriter
+from trimaran.data.text.tokenizer import Tokenizer, load_tokenizer
+
+BATCH_CHARACTERS = 1 << 22
+REPORTED_RUNS = 1000  # of tokens between reports of progress
+
+Progress = Callable[[str, float], None]
+
+
+def pack(section: DataSection, out: Path, *, end_token: str | None = None, progress: Progress | None = None) -> Path:
+    """Return `out` after packing `section` into it. It must be missing or an empty folder."""
+    if section.source == "shards":
+        raise UserError("T016", "the source is packed shards already", where="data.source",
+                        fix="pack another source, or use the shards directly")  # fmt: skip
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise _already_exists(out)
+    try:
+        pack_files(section, find_files(section), load_tokenizer(section.tokenizer, end_token=end_token), out, progress)
+    except FileExistsError:
+        raise _already_exists(out) from None
+    return out
+
+
+def pack_with(section: DataSection, tokenizer: Tokenizer, out: Path, *, progress: Progress | None = None) -> Path:
+    """Return the new folder `out` after packing `section` into it with a tokenizer that is already open."""
+    pack_files(section, find_files(section), tokenizer, out, progress)
+    return out
+
+
+def check_starts(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> None:
+    """Raise if the start of the files is damaged or unreadable."""
+    if section.source in TOKEN_SOURCES:
+        check_token_files(section, files, tokenizer)
+    else:
+        check_file_starts(section, files)
+
+
+def pack_files(
+    section: DataSection, files: list[Path], tokenizer: Tokenizer, path: Path, progress: Progress | None
+) -> None:
+    write = _write_tokens if section.source in TOKEN_SOURCES else _write_texts
+    try:
+        with ShardWriter(path, tokenizer) as writer:
+            for fraction_read in write(section, files, tokenizer, writer):
+                if progress is not None:
+                    progress(f"packing {section.source}", fraction_read)
+            if not writer.num_documents:
+                raise UserError("T009", "the data has no text", where=f"data.path: {section.path}",
+                                fix="name data with at least one non-empty document")  # fmt: skip
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise UserError("T017", f"the packed shards cannot be written: {error.strerror}", where=str(path),
+                        fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
+
+
+def _write_texts(section: DataSection, files: list[Path], tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[float]:
+    """Write the documents of a text source, and yield the fraction read after each batch."""
+    bad = BadLines(section.samples.max_bad, kind="row" if section.source == "datasets" else "line")
+    begin, at_start = np.array(tokenizer.begin_ids, dtype=np.int64), True
+    for batch in _batches(read_chunks(section, files, bad)):
+        encoded = tokenizer.encode_many([chunk.text for chunk in batch])
+        for chunk, ids in zip(batch, encoded, strict=True):
+            if at_start:
+                writer.append(begin)
+            writer.append(ids)
+            at_start = chunk.ends_document
+            if chunk.ends_document:
+                writer.end_document()
+        yield batch[-1].fraction_read
+    bad.refuse_too_many()
+    writer.record_bad(bad)
+
+
+def _write_tokens(
+    section: DataSection, files: list[Path], tokenizer: Tokenizer, writer: ShardWriter
+) -> Iterator[float]:
+    """Write the documents of token files, and yield the fraction read now and then."""
+    for number, run in enumerate(read_token_runs(section, files, tokenizer)):
+        writer.append(run.ids)
+        if run.ends_document:
+            writer.end_document()
+        if number % REPORTED_RUNS == 0:
+            yield run.fraction_read
+
+
+def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Yield the chunks in batches of a few megabytes: enough for a tokenizer to use all cores."""
+    batch: list[TextChunk] = []
+    num_characters = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        num_characters += len(chunk.text)
+        if num_characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _already_exists(path: Path) -> UserError:
+    return UserError("T016", "this path already exists", where=str(path),
+                     fix="name a folder that does not exist yet")  # fmt: skip

@@ -1,0 +1,245 @@
+"""Text sources: reads the documents of a source from its files."""
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimaran.core import DataSection, UserError, did_you_mean
+from trimaran.core.plugins import SOURCES
+from trimaran.core.regular_files import read_regular_text
+from trimaran.data import lazy_import
+from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
+from trimaran.data.text.bad_lines import BadLines
+from trimaran.data.text.plugin_source import plugin_documents
+from trimaran.data.text.source_files import named_path, reading, total_bytes
+from trimaran.data.text.text_files import TextFile, open_text_file
+
+HEAD_BYTES = 1 << 16
+HEAD_FILES = 64
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A chunk of a document, so that no file has to fit in memory. `fraction_read` is the progress in the source."""
+
+    text: str
+    ends_document: bool
+    fraction_read: float
+
+
+def read_chunks(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    """Yield the text of the files, document by document. Skips empty documents, and counts bad lines in `bad`."""
+    return READERS.get(section.source, _read_plugin)(section, files, bad)
+
+
+def check_file_starts(section: DataSection, files: list[Path]) -> None:
+    """Raise if most lines at the start of the first files are bad; too many, if there is nothing else to read."""
+    if section.source not in SOURCES:
+        next(plugin_documents(section), "")
+        return
+    if section.source == "datasets":
+        lazy_import.require("datasets", where="data.source")
+        return
+    bad, complete = BadLines(section.samples.max_bad), len(files) <= HEAD_FILES
+    for file in files[:HEAD_FILES]:
+        with reading(file), open_text_file(file) as opened:
+            head = opened.stream.read(HEAD_BYTES)
+        lines = head.removesuffix(b"\n").split(b"\n")
+        if len(head) == HEAD_BYTES:
+            whole_characters = codecs.utf_8_decode(head, "replace", False)[1]
+            complete, lines = False, lines[:-1] or ([] if section.source == "jsonl" else [head[:whole_characters]])
+        for number, line in enumerate(lines, start=1):
+            _check_line(line, section, f"{file}:{number}", bad)
+    bad.refuse_too_many(max_bad=None if complete else 0.5)
+
+
+def _check_line(line: bytes, section: DataSection, where: str, bad: BadLines) -> None:
+    if section.source == "jsonl":
+        _line_text(line, section.text_field, where, bad)
+        return
+    try:
+        _decode_line(line, where)
+        bad.add_good()
+    except UserError as error:
+        bad.add(error)
+
+
+def _read_texts(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    total, before = total_bytes(files), 0
+    for file in files:
+        with reading(file), open_text_file(file) as opened:
+            for text, ends_document in _document_chunks(opened, file, section.samples.max_bad, bad):
+                fraction_read = min(1.0, (before + opened.position()) / total)
+                yield TextChunk(text, ends_document=ends_document, fraction_read=fraction_read)
+        before += file.stat().st_size
+
+
+def _document_chunks(opened: TextFile, file: Path, max_bad: float, bad: BadLines) -> Iterator[tuple[str, bool]]:
+    """Yield the text of a file in chunks of complete lines, and whether it is the last chunk.
+
+    Lines that are not text are left out. If they are more than `max_bad` of the first chunk, the file is probably no
+    text at all and is left out completely.
+    """
+    chunk, line_number, has_text = _next_chunk(opened), 1, False
+    while chunk:
+        following = _next_chunk(opened)
+        text, errors = _decode_lines(chunk, file, line_number)
+        num_lines = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
+        if line_number == 1 and len(errors) > max_bad * num_lines:
+            bad.add(errors[0], lines=num_lines + _count_lines(opened, following))
+            return
+        bad.add_good(num_lines - len(errors))
+        for error in errors:
+            bad.add(error)
+        has_text = has_text or bool(text)
+        if has_text:
+            yield text, not following
+        chunk, line_number = following, line_number + num_lines
+
+
+def _next_chunk(opened: TextFile) -> bytes:
+    chunk = opened.stream.read(CHUNK_BYTES)
+    return chunk + next(opened.lines(), b"") if chunk else b""
+
+
+def _count_lines(opened: TextFile, chunk: bytes) -> int:
+    """Return the number of lines of a chunk and all that follow it."""
+    count = 0
+    while chunk:
+        count += chunk.count(b"\n") + (not chunk.endswith(b"\n"))
+        chunk = _next_chunk(opened)
+    return count
+
+
+def _decode_lines(chunk: bytes, file: Path, first_line: int) -> tuple[str, list[UserError]]:
+    """Return the text of the lines in a chunk, and the errors of those that are not text."""
+    if b"\0" not in chunk:
+        try:
+            return chunk.decode(), []
+        except UnicodeDecodeError:
+            pass
+    texts, errors = [], []
+    for number, line in enumerate(chunk.split(b"\n"), start=first_line):
+        try:
+            texts.append(_decode_line(line, f"{file}:{number}"))
+        except UserError as error:
+            errors.append(error)
+    return "\n".join(texts), errors
+
+
+def _read_jsonl(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    total, before = total_bytes(files), 0
+    for file in files:
+        with reading(file), open_text_file(file) as opened:
+            for number, line in enumerate(opened.lines(), start=1):
+                if text := _line_text(line, section.text_field, f"{file}:{number}", bad):
+                    fraction_read = min(1.0, (before + opened.position()) / total)
+                    yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
+        before += file.stat().st_size
+
+
+def _read_datasets(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    module = lazy_import.load("text.hf_datasets", "datasets", where="data.source")
+    for text, fraction_read in module.read_rows(named_path(section), files, section.text_field, bad):
+        if text:
+            yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
+
+
+def _read_plugin(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
+    for text in plugin_documents(section):
+        bad.add_good()
+        yield TextChunk(text, ends_document=True, fraction_read=0.0)
+
+
+READERS: dict[str, Callable[[DataSection, list[Path], BadLines], Iterator[TextChunk]]] = {
+    "python-stdlib": _read_texts,
+    "text": _read_texts,
+    "jsonl": _read_jsonl,
+    "datasets": _read_datasets,
+}
+
+
+def _decode_line(line: bytes, where: str) -> str:
+    """Return a line as text. Raises UserError with the place of the first byte that is not text."""
+    if (zero := line.find(b"\0")) >= 0:
+        raise _not_text(where, f"a zero byte at column {zero + 1:,}")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1:,}"
+        raise _not_text(where, f"{byte}, which is not UTF-8") from None
+
+
+def _not_text(where: str, what: str) -> UserError:
+    return UserError("T006", f"this line is not UTF-8 text: {what}", where=where,
+                     fix="convert the file (iconv -t UTF-8) or move it out of data.path")  # fmt: skip
+
+
+def _line_text(line: bytes, field: str, where: str, bad: BadLines) -> str:
+    """Return the text of one JSONL line; empty for a blank line, and for a bad one, which is counted in `bad`."""
+    if not line.strip():
+        return ""
+    try:
+        row = _parse_line(_decode_line(line, where), field, where)
+    except UserError as error:
+        bad.add(error)
+        return ""
+    return counted_text(row, field, where, bad)
+
+
+def counted_text(row: dict, field: str, where: str, bad: BadLines) -> str:
+    """Return the text in `field` of one row; empty for a bad row, which is counted in `bad`."""
+    try:
+        text = row_text(row, field, where)
+    except UserError as error:
+        has_field = field in row or field_of(row, field) is not None
+        bad.add(error) if has_field else bad.add_without_field(error, row)
+        return ""
+    bad.add_good()
+    return text
+
+
+def _parse_line(line: str, field: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError("T007", f"this line is not JSON: {error}", where=where,
+                        fix="write one JSON object per line, or use data.source = text") from None  # fmt: skip
+    if not isinstance(row, dict):
+        raise UserError("T007", f"this line is a JSON {type(row).__name__} and not an object", where=where,
+                        fix=f'write lines like {{"{field}": "..."}}')  # fmt: skip
+    return row
+
+
+def row_text(row: dict, field: str, where: str) -> str:
+    """Return the text in `field` of one row."""
+    if learns_rejected(row, field):
+        raise preference_error(where)
+    text = field_of(row, field)
+    if (text is None or isinstance(text, list)) and (answers := answer_fields(row)):
+        names = " and ".join(f"'{name}'" for name in answers)
+        raise UserError("T078", f"the field '{field}' holds no text, but {names} {'are' if answers[1:] else 'is'} a "
+                        "conversation", where=where, fix="set data.source to chat, which learns only the answers"
+                        )  # fmt: skip
+    if text is None and field not in row:
+        raise UserError("T008", f"there is no field '{field}'{did_you_mean(field, row)}", where=where,
+                        fix=f"set data.text_field to one of {', '.join(row) or 'the existing fields'}")  # fmt: skip
+    if not isinstance(text, str):
+        raise UserError("T008", f"the field '{field}' holds a {type(text).__name__} and not a string", where=where,
+                        fix="set data.text_field to the field that holds the text, or drop the row")  # fmt: skip
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError("T008", f"the field '{field}' holds an unpaired surrogate, which is not valid text",
+                        where=where, fix="correct the row or drop it")  # fmt: skip
+    return text
+
+
+def ignored_splits(path: Path) -> list[str]:
+    """Return the splits of a saved DatasetDict that are not read: all but `train`, or but the only one."""
+    try:
+        splits = json.loads(read_regular_text(path / "dataset_dict.json", follow_links=True))["splits"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [str(name) for name in splits if name != "train"] if "train" in splits else []

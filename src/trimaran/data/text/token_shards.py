@@ -1,0 +1,374 @@
+"""Packed tokens on disk: a folder of memory-mapped shards. It is created atomically and never modified.
+
+Samples are fixed-length sequences of their token stream, split into training and holdout.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimaran.core import DataSection, UserError
+from trimaran.core.regular_files import open_regular_file, read_regular_text
+from trimaran.data.text.bad_lines import BadLines, ceil_share
+from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+
+FORMAT = "trimaran-shards-1"
+META, BAD = "meta.json", "bad.jsonl"
+SHARD_TOKENS = 1 << 27
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+ENDS_DTYPE = np.dtype("<i8")
+
+Positive = Annotated[int, Field(ge=1)]
+IGNORED = -100
+
+
+class Shard(BaseModel):
+    """One shard, a pair of files. `sha256` covers the tokens, then the document ends."""
+
+    model_config = ConfigDict(frozen=True)
+
+    file: Annotated[str, Field(pattern=r"^shard-\d{5,}\.tokens$")]
+    num_tokens: Positive
+    num_documents: Positive
+    sha256: str
+
+
+class TokenShardsMeta(BaseModel):
+    """The content of `meta.json`. A document never spans shards and always ends with `end_id`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal["trimaran-shards-1"] = FORMAT
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Positive
+    end_id: int
+    tokenizer: dict[str, str]
+    num_tokens: Positive
+    num_documents: Positive
+    num_lines: Annotated[int, Field(ge=0)] = 0  # lines of the source that were read; 0: not counted
+    num_bad: Annotated[int, Field(ge=0)] = 0  # lines that were left out; the first of them are in bad.jsonl
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+
+
+class ShardWriter:
+    """Writes a draft folder of shards next to `path` and renames it to `path` when the `with` block succeeds.
+
+    If the block fails, the draft is removed. If another process created `path` meanwhile, its shards stay and
+    FileExistsError is raised.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS) -> None:
+        self._path, self._tokenizer, self._shard_tokens = path.absolute(), tokenizer, shard_tokens
+        self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}")
+        self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self._shards: list[Shard] = []
+        self._bad: BadLines | None = None
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self._shards) + len(self._ends)
+
+    def __enter__(self) -> Self:
+        self._draft.mkdir(parents=True)
+        self._begin_shard()
+        return self
+
+    def append(self, ids: np.ndarray) -> None:
+        """Add tokens to the current document."""
+        assert ids.size == 0 or 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size
+        data = ids.astype(DTYPES[self._dtype]).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._num_tokens += len(ids)
+
+    def end_document(self) -> None:
+        self.append(np.array([self._tokenizer.end_id]))
+        self._ends.append(self._num_tokens)
+        if self._num_tokens >= self._shard_tokens:
+            self._finish_shard()
+            self._begin_shard()
+
+    def record_bad(self, bad: BadLines) -> None:
+        """Store how many lines were read, and which were left out."""
+        self._bad = bad
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish_shard()
+                if self._bad is not None and self._bad.listed:
+                    lines = "".join(json.dumps(entry) + "\n" for entry in self._bad.listed)
+                    (self._draft / BAD).write_text(lines, encoding="utf-8")
+                self._tokenizer.save(self._draft)
+                (self._draft / META).write_text(self._meta().model_dump_json(indent=2) + "\n", encoding="utf-8")
+                rename_into_place(self._draft, self._path)
+        finally:
+            self._file.close()
+            shutil.rmtree(self._draft, ignore_errors=True)  # no longer exists if it was renamed
+
+    def _begin_shard(self) -> None:
+        self._file = (self._draft / f"shard-{len(self._shards):05d}.tokens").open("wb")
+        self._hash = hashlib.sha256()
+        self._num_tokens = 0
+        self._ends: list[int] = []
+
+    def _finish_shard(self) -> None:
+        self._file.close()
+        file = Path(self._file.name)
+        if not self._ends:
+            file.unlink()  # the last document filled the previous shard
+            return
+        assert self._ends[-1] == self._num_tokens, "the last document was not ended"
+        ends = np.array(self._ends, dtype=ENDS_DTYPE).tobytes()
+        file.with_suffix(".documents").write_bytes(ends)
+        self._hash.update(ends)
+        self._shards.append(
+            Shard(
+                file=file.name,
+                num_tokens=self._num_tokens,
+                num_documents=len(self._ends),
+                sha256=self._hash.hexdigest(),
+            )
+        )
+        self._ends = []
+
+    def _meta(self) -> TokenShardsMeta:
+        return TokenShardsMeta(
+            dtype=self._dtype,
+            vocab_size=self._tokenizer.vocab_size,
+            end_id=self._tokenizer.end_id,
+            tokenizer=self._tokenizer.describe(),
+            num_tokens=sum(shard.num_tokens for shard in self._shards),
+            num_documents=self.num_documents,
+            num_lines=self._bad.num_lines if self._bad else 0,
+            num_bad=self._bad.num_bad if self._bad else 0,
+            shards=tuple(self._shards),
+        )
+
+
+class TokenShards:
+    """Random access to the tokens of a folder of shards, numbered across shards."""
+
+    def __init__(self, path: Path, meta: TokenShardsMeta) -> None:
+        self.path, self.meta = path, meta
+        self._starts = [0, *accumulate(shard.num_tokens for shard in meta.shards)]
+        self._first_documents = [0, *accumulate(shard.num_documents for shard in meta.shards)]
+        self._tokens = [_map(path / shard.file, DTYPES[meta.dtype], shard.num_tokens) for shard in meta.shards]
+        self._ends = [_map(_ends_file(path, shard), ENDS_DTYPE, shard.num_documents) for shard in meta.shards]
+        for shard, ends in zip(meta.shards, self._ends, strict=True):
+            if ends[-1] != shard.num_tokens:
+                raise _damaged(_ends_file(path, shard), "its last document does not end at the last token")
+        if (meta.num_tokens, meta.num_documents) != (self._starts[-1], self._first_documents[-1]):
+            raise _damaged(path / META, "its counts do not add up")
+
+    @property
+    def digest(self) -> str:
+        """A hash of the tokens, 64 hexadecimal digits, computed from the checksums in `meta.json`.
+
+        The files of a model's own tokenizer are part of it; a JSON file and bytes are not, as in earlier versions.
+        """
+        parts: list[object] = [self.meta.dtype, self.meta.end_id]
+        parts += [(each.num_tokens, each.sha256) for each in self.meta.shards]
+        if self.meta.tokenizer.get("kind") == "model":
+            parts.append(self.meta.tokenizer["sha256"])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Return the shards at `path`. Checks only file sizes; `verify` checks the content."""
+        try:
+            text = read_regular_text(path / META, follow_links=True)
+        except (OSError, UnicodeDecodeError):
+            raise UserError("T014", f"this is not a folder of packed shards: it has no readable {META}",
+                            where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
+        try:
+            return cls(path, TokenShardsMeta.model_validate_json(text))
+        except ValidationError as error:
+            mistake = error.errors(include_url=False)[0]
+            field = ".".join(map(str, mistake["loc"])) or "the object"
+            raise UserError("T014", f"this is not a folder of packed shards: {field} in {META}: {mistake['msg']}",
+                            where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        return self.meta.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        return self.meta.num_documents
+
+    @property
+    def vocab_size(self) -> int:
+        return self.meta.vocab_size
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise if a token id is outside a vocabulary of this size."""
+        check_vocabulary(self.vocab_size, vocabulary)
+
+    def refuse_many_bad(self, max_bad: float) -> None:
+        """Raise if more than `max_bad` of the source's lines were left out when the shards were packed."""
+        num_bad, num_lines = self.meta.num_bad, self.meta.num_lines
+        if num_bad > max_bad * num_lines:
+            raise UserError("T031", f"{num_bad:,} of {num_lines:,} lines were left out of these shards because they "
+                            f"are bad, and the allowed fraction is {max_bad:g}", where=str(self.path / BAD),
+                            fix=f"correct them, or set data.samples.max_bad to {ceil_share(num_bad, num_lines):g}"
+                            )  # fmt: skip
+
+    @cached_property
+    def bad(self) -> list[dict[str, str]]:
+        """The first lines that were left out, as {where, code, reason}."""
+        if not self.meta.num_bad:
+            return []
+        return [json.loads(line) for line in read_regular_text(self.path / BAD, follow_links=True).splitlines()]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the shards were packed with; it is stored with them."""
+        return open_tokenizer(self.meta.tokenizer, self.path)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens of a range as int64."""
+        parts = [self._tokens[shard][low:high] for shard, low, high in self._parts(start, stop)]
+        return parts[0].astype(np.int64) if len(parts) == 1 else np.concatenate(parts, dtype=np.int64)
+
+    def documents(self, start: int, stop: int) -> np.ndarray:
+        """Return the document number of each token of a range, counted over all shards, as int64."""
+        parts = []
+        for shard, low, high in self._parts(start, stop):
+            ends = self._ends[shard]
+            first, last = np.searchsorted(ends, (low, high - 1), side="right")
+            lengths = np.diff(ends[first:last], prepend=low, append=high)
+            parts.append(np.repeat(np.arange(first, last + 1) + self._first_documents[shard], lengths))
+        return np.concatenate(parts, dtype=np.int64)
+
+    def verify(self) -> None:
+        """Raise unless all checksums match. Reads all files."""
+        for shard, tokens, ends in zip(self.meta.shards, self._tokens, self._ends, strict=True):
+            digest = hashlib.sha256(tokens.data)
+            digest.update(ends.data)
+            if digest.hexdigest() != shard.sha256:
+                raise _damaged(self.path / shard.file, "its checksum differs")
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (shard, low, high) for each shard that the range overlaps; low and high are relative to the shard."""
+        assert 0 <= start < stop <= self.num_tokens
+        shard = bisect_right(self._starts, start) - 1
+        while start < stop:
+            base, end = self._starts[shard], min(stop, self._starts[shard + 1])
+            yield shard, start - base, end - base
+            start, shard = end, shard + 1
+
+
+def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """Return the memory-mapped file as a plain ndarray: slicing a memmap is several times slower."""
+    try:
+        with open_regular_file(file, follow_links=True) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) != count * dtype.itemsize:
+                raise _damaged(file, f"it has {size:,} bytes instead of {count * dtype.itemsize:,}")
+            return np.asarray(np.memmap(stream, dtype=dtype, mode="r"))
+    except OSError as error:
+        raise _damaged(file, error.strerror or str(error)) from None
+
+
+def _ends_file(path: Path, shard: Shard) -> Path:
+    return (path / shard.file).with_suffix(".documents")
+
+
+def _damaged(file: Path, what: str) -> UserError:
+    return UserError("T015", f"a file of the packed shards is damaged: {what}", where=str(file),
+                     fix=f"delete {file.parent} and pack the data again")  # fmt: skip
+
+
+def rename_into_place(draft: Path, path: Path) -> None:
+    """Rename a finished folder to `path`, durably (fsync). Raises FileExistsError if `path` exists."""
+    for file in draft.iterdir():
+        _sync(file)
+    _sync(draft)
+    try:
+        draft.rename(path)
+    except OSError as error:
+        if path.exists():  # the error is ENOTEMPTY on some systems, EEXIST on others
+            raise FileExistsError(error.errno, error.strerror, str(path)) from None
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """One sequence. `labels` are the next tokens, IGNORED where there is no target.
+
+    `documents` numbers the documents of the sequence from 0; None if attention may cross document boundaries.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences `first` to `last` (exclusive) of the shards; sample i is the i-th of them.
+
+    Neighbours overlap by one token: the last target of one is the first input of the next. So no target occurs twice.
+    """
+
+    shards: TokenShards
+    seq_len: int
+    isolate: bool
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __getitem__(self, index: int) -> TokenSample:
+        assert 0 <= index < len(self)
+        start = (self.first + index) * self.seq_len
+        stop = start + self.seq_len + 1
+        tokens = self.shards.tokens(start, stop)
+        inputs, labels = tokens[:-1], tokens[1:]
+        if not self.isolate:
+            return TokenSample(inputs, labels, None)
+        documents = self.shards.documents(start, stop)
+        labels = np.where(documents[1:] == documents[:-1], labels, IGNORED)
+        return TokenSample(inputs, labels, (documents[:-1] - documents[0]).astype(np.int32))
+
+
+def split(shards: TokenShards, section: DataSection) -> tuple[Sequences, Sequences]:
+    """Return the training sequences and the holdout (the last `holdout` fraction), which may be empty."""
+    count = count_sequences(shards, section.seq_len)
+    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
+    train = Sequences(shards, section.seq_len, section.isolate_documents, 0, count - num_held_out)
+    return train, Sequences(shards, section.seq_len, section.isolate_documents, count - num_held_out, count)
+
+
+def count_sequences(shards: TokenShards, seq_len: int) -> int:
+    """Return the number of sequences in the shards. Raises if there is not even one."""
+    if count := (shards.num_tokens - 1) // seq_len:
+        return count
+    shorter = f", or set data.seq_len to at most {shards.num_tokens - 1}" if shards.num_tokens > 2 else ""
+    raise UserError("T010", f"the data has {shards.num_tokens:,} tokens, but one sequence needs {seq_len + 1:,}",
+                    where="data.seq_len", fix=f"add data{shorter}")  # fmt: skip

@@ -1,1 +1,0 @@
-"""The checks of `trimaran doctor` on a machine, a module for each topic."""

@@ -1,1 +1,0 @@
-"""Serving over several ranks: tensor and pipeline parallelism behind the interface of one process."""

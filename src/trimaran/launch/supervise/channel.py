@@ -1,0 +1,224 @@
+"""The channel: a small TCP server in the supervisor for the ranks and nodes of a run, which prove the run's token.
+
+It answers the coordinator's side of all requests. Where another node coordinates the run, it relays its ranks' store
+requests to that node's channel.
+"""
+
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimaran.launch.supervise import store_relay
+from trimaran.launch.supervise.connection_server import AUTHENTICATION_SECONDS, Connection, ConnectionServer
+from trimaran.launch.supervise.coordinator_relay import CoordinatorRelay
+from trimaran.launch.supervise.key_store import AttemptStores
+from trimaran.launch.supervise.store_relay import RelayAnswers
+from trimaran.runs.wire import ChannelClient, Record, WireError
+
+WAIT_SECONDS, WAIT_SECONDS_WITH_NODES = 1.0, 0.02  # for input; so much later than necessary is a silent node noticed
+SILENT_SECONDS = 5.0  # a node that has sent nothing for longer is lost
+EXCHANGE_SECONDS, SECONDS_PER_NODE = 0.1, 0.0005
+"""A node's usual pause between two exchanges. With many nodes it is longer, for 2,000 exchanges a second in all."""
+
+
+@dataclass(eq=False, slots=True)
+class Mailbox:
+    """The messages between one node and the coordinator.
+
+    `heard` is when the node last sent something (monotonic clock), `begun` when it first did (wall clock). `session`
+    identifies one connection of the node's supervisor, `broken` says that the connection is gone. `given_up`: the node
+    counts as lost, and has to connect anew. `changed` is set with each message and when it breaks. `read_until` returns
+    up to when all that arrived has been read: a channel that is late does not make nodes silent.
+    """
+
+    session: str
+    heard: float
+    inbox: deque[Record] = field(default_factory=deque)
+    outbox: deque[Record] = field(default_factory=deque)
+    broken: bool = False
+    given_up: bool = False
+    changed: threading.Event = field(default_factory=threading.Event)
+    read_until: Callable[[], float] = time.monotonic
+    begun: float = field(default_factory=time.time)
+
+    @property
+    def silent_seconds(self) -> float:
+        return self.read_until() - self.heard
+
+    @property
+    def in_use(self) -> bool:
+        return not self.broken and self.silent_seconds < SILENT_SECONDS
+
+
+class Channel:
+    """The channel, bound to `host` only. It serves until `close`. No other node may use the name `own_node`.
+
+    `operations` are further requests of nodes, which are answered at once; `streams` are requests that take over the
+    connection.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        *,
+        port: int = 0,
+        own_node: str = "",
+        authentication_seconds: float = AUTHENTICATION_SECONDS,
+    ) -> None:
+        self.mailboxes: dict[str, Mailbox] = {}
+        self.operations: dict[str, Callable[[Record], Record]] = {}
+        self.streams: dict[str, Callable[[socket.socket], None]] = {}
+        self._own_node = own_node
+        self._read_until = time.monotonic()
+        self._stores = AttemptStores()
+        self._mailbox_of: dict[Connection, Mailbox] = {}
+        self._answers_to: dict[Connection, RelayAnswers] = {}  # to the relays of other nodes
+        self._unsent: set[RelayAnswers] = set()
+        self._relay: CoordinatorRelay | None = None  # while another node coordinates
+        self._server = ConnectionServer(host, port, token, self, authentication_seconds=authentication_seconds)
+
+    @property
+    def address(self) -> str:
+        """The address of this channel, `host:port`."""
+        return self._server.address
+
+    @property
+    def num_unauthenticated(self) -> int:
+        return self._server.num_unauthenticated
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of a rank waits for a key."""
+        return self._stores.is_idle
+
+    @property
+    def refused(self) -> Counter[str]:
+        """The number of closed connections by reason."""
+        return self._server.refused
+
+    @property
+    def num_refused(self) -> int:
+        """How many connections were closed before they proved the token, or because they broke the protocol."""
+        return sum(list(self.refused.values()))
+
+    def end_attempt(self, attempt: int) -> None:
+        """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
+        self._server.call(lambda: self._stores.end(attempt))
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`.
+
+        None deletes a key.
+        """
+        found: dict[str, bytes] = {}
+        self._server.call(lambda: found.update(self._stores.exchange(attempt, prefix, written)))
+        return found
+
+    def relay_to(self, client: ChannelClient, *, attempt: int) -> None:
+        """From now on relay the requests of the ranks of `attempt` to the coordinator, to which `client` is connected.
+
+        If that connection breaks, those of the ranks are closed too: what they have set may not have arrived.
+        """
+
+        def begin() -> None:
+            self._end_relay()
+            self._relay = CoordinatorRelay(self._server, client, attempt=attempt)
+
+        self._server.call(begin)
+
+    def end_relay(self) -> None:
+        """Answer the requests of ranks here, as the coordinator does."""
+        self._server.call(self._end_relay)
+
+    def close(self) -> None:
+        """Close all connections, and return when the port is free."""
+        self._server.stop()
+
+    def _end_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+
+    def answer(self, connection: Connection, request: Record) -> None:
+        """See `ConnectionHandler`."""
+        name = str(request.get("op"))
+        if name == "exchange":
+            self._exchange(connection, request)
+        elif name == store_relay.OPERATION:
+            self._answer_relay(connection, request)
+        elif (operation := self.operations.get(name)) is not None:
+            try:
+                connection.reply(operation(request))
+            except (OSError, ValueError) as error:
+                connection.reply({"error": str(error)})
+        elif (stream := self.streams.get(name)) is not None:
+            threading.Thread(target=stream, args=(connection.detach(),), name="channel-stream", daemon=True).start()
+        elif self._relay is not None:
+            self._relay.answer(connection, request)
+        else:
+            self._stores.answer(request, connection.reply, client=connection, now=time.monotonic())
+
+    def note_urgent_served(self, until: float) -> None:
+        """See `ConnectionHandler`. Nodes are urgent: if not answered in time, they take the coordinator for lost."""
+        self._read_until = until
+
+    def end_turn(self, now: float) -> None:
+        """See `ConnectionHandler`."""
+        self._stores.expire(now)
+        if self._relay is not None:
+            self._relay.flush()
+        while self._unsent:
+            self._unsent.pop().flush()
+
+    def longest_wait(self) -> float:
+        """See `ConnectionHandler`. It is not long if nodes take part."""
+        longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
+        next_timeout = self._stores.next_timeout()
+        return longest if next_timeout is None else min(longest, max(0.0, next_timeout - time.monotonic()))
+
+    def forget(self, connection: Connection) -> None:
+        """See `ConnectionHandler`."""
+        self._stores.drop_client(connection)
+        self._answers_to.pop(connection, None)
+        if (mailbox := self._mailbox_of.pop(connection, None)) is not None:
+            mailbox.broken = True
+            mailbox.changed.set()
+        if self._relay is not None:
+            self._relay.forget(connection)
+
+    def _answer_relay(self, connection: Connection, message: Record) -> None:
+        answers = self._answers_to.get(connection)
+        if answers is None:
+            answers = self._answers_to[connection] = RelayAnswers(connection.reply, self._unsent)
+        answers.answer(message, self._stores, client=connection, now=time.monotonic())
+
+    def _exchange(self, connection: Connection, request: Record) -> None:
+        """Take a node's messages and reply with those for it. A new session of a node gets a new mailbox."""
+        name, session, messages = request.get("node"), request.get("session"), request.get("messages")
+        if not isinstance(name, str) or not isinstance(session, str) or not isinstance(messages, list):
+            raise WireError("an exchange without a node, a session or messages")
+        mailbox = self.mailboxes.get(name)
+        if name == self._own_node or (mailbox is not None and mailbox.session != session and mailbox.in_use):
+            connection.reply({"error": "another node of this name takes part"})
+            return
+        if mailbox is None or mailbox.session != session:
+            mailbox = Mailbox(session, time.monotonic(), read_until=lambda: self._read_until)
+            self.mailboxes[name] = mailbox
+        if mailbox.given_up:  # the node was suspended for a while, and knows nothing of its loss
+            connection.close()
+            return
+        self._mailbox_of[connection], connection.is_urgent = mailbox, True
+        mailbox.heard = time.monotonic()
+        mailbox.inbox.extend(messages)
+        if messages:
+            mailbox.changed.set()
+        outgoing: list[Any] = []
+        while mailbox.outbox:
+            outgoing.append(mailbox.outbox.popleft())
+        seconds = SECONDS_PER_NODE * len(self.mailboxes)
+        connection.reply({"messages": outgoing} | ({"seconds": seconds} if seconds > EXCHANGE_SECONDS else {}))

@@ -1,0 +1,313 @@
+"""Watches an attempt of elastic replicas: the others go on when one is lost, and it is started again beside them."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause, Incident
+from trimaran.launch.supervise.attempt_watch import LAST_EVENT_SECONDS, SHORT_SECTIONS, AttemptWatch
+from trimaran.launch.supervise.exit_cause import read_exit
+from trimaran.launch.supervise.incident_text import headline
+from trimaran.launch.supervise.node import AttemptSpec, Node
+from trimaran.launch.supervise.replica_rounds import ReplicaRounds, Written
+from trimaran.runs import Heartbeat, IncidentLog, RunDirectory
+from trimaran.runs.attempts import AttemptOutcome
+from trimaran.runs.replica_records import STATEMENTS, Statement
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 3  # of a replica before it contributes again; then it is not started any more
+LEAVE_SECONDS = 10.0  # for the ranks of a replica that leaves to end, after its last synchronisation
+PAUSE_SECONDS = 1.0  # before a second start without having contributed; doubled each time
+
+
+class ReplicaNodes(Protocol):
+    """The part of a `supervisor.NodeGroup` that elastic replicas need."""
+
+    def joined(self, nodes: Sequence[Node]) -> list[Node]: ...
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticReplicas:
+    """How many replicas an attempt has, and whether a lost one is started again."""
+
+    num: int
+    restart: bool = True
+
+
+@dataclass(slots=True)
+class LostReplica:
+    """A replica that is not running, or has not contributed since. `count`: losses since it last contributed.
+
+    `is_back`: it takes part again.
+    """
+
+    incident: Incident
+    since: float
+    count: int
+    due: float
+    is_back: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFault:
+    """Why a replica is lost. `ranks` are those at fault."""
+
+    cause: Cause
+    what: str
+    ranks: tuple[int, ...]
+
+
+class ElasticWatch(AttemptWatch):
+    """See `AttemptWatch`. A fault of a replica is no trouble of the attempt, as long as another replica trains.
+
+    Until the first round all replicas must start. A configuration error is always trouble.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        nodes: Sequence[Node],
+        spec: AttemptSpec,
+        replicas: ElasticReplicas,
+        *,
+        incidents: IncidentLog,
+        group: ReplicaNodes,
+    ) -> None:
+        self._run, self._replicas, self._incidents, self._group = run, replicas, incidents, group
+        self.rounds = ReplicaRounds(replicas.num, spec.world_size // replicas.num)
+        self._unwritten: Written = {}
+        self._statements: dict[str, tuple[bytes, Statement]] = {}
+        self._gone: dict[int, LostReplica] = {}
+        self._left_at: dict[int, float] = {}  # when replicas that were asked to leave had their last synchronisation
+        self._asked_to_leave: list[Node] = []
+        self._let_go: list[Node] = []  # of these, those without ranks
+        self._started: dict[int, tuple[float, int]] = {}  # when, and how many errors were known
+        super().__init__(run, nodes, spec)
+        self.lead_ranks = tuple(self.rounds.ranks_of(each)[0] for each in range(replicas.num))
+        firsts = [0]
+        for node in nodes:
+            firsts.append(min(spec.world_size, firsts[-1] + node.num_ranks))
+        self._ranges = [range(firsts[number], firsts[number + 1]) for number in range(len(nodes))]
+
+    def _finished_step(self, heartbeats: Mapping[int, Heartbeat]) -> int:
+        if self.rounds.members is None:
+            return super()._finished_step(heartbeats)
+        ranks = [rank for each in self.rounds.living_members for rank in self.rounds.ranks_of(each)]
+        return min((heartbeats[rank].step for rank in ranks if rank in heartbeats), default=0)
+
+    def _outcome(self, heartbeats: Mapping[int, Heartbeat]) -> AttemptOutcome | None:
+        if self.rounds.members is None:
+            self._decide_rounds()
+            return super()._outcome(heartbeats)
+        self.ended = {rank: each for rank, each in self.ended.items() if each.time >= self._started_at(rank)[0]}
+        living = self.rounds.living_members
+        # What another replica cannot do better: a user's mistake, or the last checkpoint, which the disk did not take.
+        final = [
+            rank
+            for rank, each in self.ended.items()
+            if each.code == EXIT_USER or (each.code == EXIT_AGAIN and (rank, "error") in self._written)
+        ]
+        if any(self.rounds.replica_of(rank) in living for rank in final):
+            return "trouble"
+        faults = self._faults(heartbeats)
+        if {*faults} >= {*living}:
+            return "trouble"  # nobody is left to go on; the usual investigation sees all faults
+        for replica, fault in faults.items():
+            self._lose(replica, fault, heartbeats)
+        self.lost = []
+        self._note_left()
+        self._replace_nodes()
+        self._start_lost()
+        self._decide_rounds()
+        self._note_joined()
+        return "trouble" if self.rounds.is_stuck else self._end()
+
+    def let_leave(self, names: Sequence[str]) -> list[str]:
+        """Ask the replicas on these nodes to leave at their next synchronisation; the others go on.
+
+        Returns the nodes for which that is not possible, because nobody would be left: then all have to stop.
+        """
+        nodes = [(node, here) for node, here in zip(self.nodes, self._ranges, strict=True) if node.name in names]
+        leaving = {self.rounds.replica_of(rank) for _, here in nodes for rank in here}
+        if nodes and leaving >= {*self.rounds.living_members}:
+            return [*names]
+        for node, _ in nodes:
+            if not self._leaves(node):
+                self._asked_to_leave.append(node)
+                node.request_leave()
+        return []
+
+    def _note_left(self) -> None:
+        """File an incident for a replica that has left, and let nodes go whose replicas have all left."""
+        now = time.monotonic()
+        for replica in sorted(self.rounds.left - self.rounds.lost):
+            ranks, since = self.rounds.ranks_of(replica), self._left_at.setdefault(replica, now)
+            if now < since + LEAVE_SECONDS and not all(rank in self.ended for rank in ranks):
+                continue
+            self._unwritten |= self.rounds.lose(replica)
+            for node, here in self._parts(replica):
+                if not _is_gone(node):
+                    node.kill_ranks(here)  # nothing is left of it, as a rule
+            for rank in ranks:
+                self.ended.pop(rank, None)
+                self.silent.pop(rank, None)
+            what = f"replica {replica} was asked to stop and has left; the others continue"
+            evidence = {"replica": replica, "last_synchronisation": self.rounds.step}
+            known = {"attempt": self.spec.attempt, "step": self.highest_step, "cost": {"lost_steps": 0.0}}
+            incident = self._incidents.notice("preempted", what, action="continued", evidence=evidence, **known)
+            log.warning("%s", headline(incident))
+            # It is started again only on another node.
+            self._gone[replica] = LostReplica(incident, now, 0, due=math.inf)
+            del self._left_at[replica]
+        for node, here in zip(self.nodes, self._ranges, strict=True):
+            is_idle = all(self.rounds.replica_of(rank) in self.rounds.lost for rank in here)
+            if is_idle and self._leaves(node) and not any(node is each for each in self._let_go):
+                self._let_go.append(node)
+                node.kill()  # its supervisor, which was asked to stop, ends when it has no ranks
+
+    def _leaves(self, node: Node) -> bool:
+        return any(node is each for each in self._asked_to_leave)
+
+    def _end(self) -> AttemptOutcome | None:
+        """Return how the attempt ended if all replicas that trained have ended well; others are not waited for."""
+        ranks = [rank for each in self.rounds.living_members for rank in self.rounds.ranks_of(each)]
+        ended = [self.ended[rank] for rank in ranks if rank in self.ended]
+        if len(ended) < len(ranks) or not all(map(self._has_last_event, ended)):
+            return None
+        return "done" if {each.code for each in ended} == {EXIT_DONE} else "stopped"
+
+    def _started_at(self, rank: int) -> tuple[float, int]:
+        return self._started.get(self.rounds.replica_of(rank), (0.0, 0))
+
+    def _faults(self, heartbeats: Mapping[int, Heartbeat]) -> dict[int, ReplicaFault]:
+        """Return the faults of replicas that are running: lost nodes, hung ranks and unexpected exits."""
+        found: dict[int, ReplicaFault] = {}
+        for event in self.lost:
+            for rank in event.ranks:
+                fault = ReplicaFault(cause="host", what=f"{event.node} was lost: {event.what}", ranks=event.ranks)
+                found.setdefault(self.rounds.replica_of(rank), fault)
+        for rank in self._hung_ranks(heartbeats):
+            what = f"rank {rank} hung for {self.silent[rank].seconds:.0f} s"
+            found.setdefault(self.rounds.replica_of(rank), ReplicaFault(cause="hang", what=what, ranks=(rank,)))
+        for ended in self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
+            num_earlier = self._started_at(ended.rank)[1]
+            errors = [each for each in self.of_kind("error")[num_earlier:] if each["rank"] == ended.rank]
+            why = read_exit(ended.code, errors[-1]["data"] if errors else None, "", oom_killed=self.oom_killed)
+            fault = ReplicaFault(cause=why.cause, what=f"rank {ended.rank} {why.what}", ranks=(ended.rank,))
+            if why.primary or self.rounds.replica_of(ended.rank) not in found:
+                found[self.rounds.replica_of(ended.rank)] = fault
+        return {each: fault for each, fault in found.items() if each not in self.rounds.lost | self.rounds.left}
+
+    def _hung_ranks(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+        """Return the silent ranks that hang. They do not while they wait for a rank of their replica that is busy."""
+        hung = []
+        self.silent = {rank: each for rank, each in self.silent.items() if rank in heartbeats}
+        for rank, each in [*self.silent.items()]:
+            if heartbeats[rank].entered > each.heartbeat.entered:
+                del self.silent[rank]
+                continue
+            others = [other for other in self.rounds.ranks_of(self.rounds.replica_of(rank)) if other in heartbeats]
+            waits = any(
+                heartbeats[other].section not in SHORT_SECTIONS and heartbeats[other].step <= each.heartbeat.step
+                for other in others
+                if other not in self.silent and other not in self.ended
+            )
+            if each.stopped or not waits:
+                hung.append(rank)
+        return hung
+
+    def _lose(self, replica: int, fault: ReplicaFault, heartbeats: Mapping[int, Heartbeat]) -> None:
+        """End what is left of a replica, tell the others, and file an incident."""
+        ranks, before = self.rounds.ranks_of(replica), self._gone.get(replica)
+        self._unwritten |= self.rounds.lose(replica)
+        self._decide_rounds()  # those who exchange with it wait for this
+        for node, here in self._parts(replica):
+            if not _is_gone(node):
+                node.kill_ranks(here)
+        for rank in ranks:
+            self.ended.pop(rank, None)
+            self.silent.pop(rank, None)
+        reached = max((heartbeats[rank].step for rank in ranks if rank in heartbeats), default=0)
+        count = before.count + 1 if before else 1
+        what = f"replica {replica} was lost: {fault.what}; the others continue"
+        evidence = {"replica": replica, "step_of_replica": reached, "last_synchronisation": self.rounds.step}
+        if not self._may_start(count):
+            evidence |= {"why": f"it is not started again: it was lost {count} times without contributing"}
+        known = {"attempt": self.spec.attempt, "step": self.highest_step, "suspects": fault.ranks}
+        incident = self._incidents.notice(fault.cause, what, action="continued", evidence=evidence, **known)
+        log.warning("%s", headline(incident))
+        now = time.monotonic()
+        pause = PAUSE_SECONDS * 2 ** (count - 2) if count > 1 else 0.0
+        self._gone[replica] = LostReplica(incident, now, count, due=now + pause)
+
+    def _may_start(self, count: int) -> bool:
+        return self._replicas.restart and count <= MAX_LOSSES
+
+    def _parts(self, replica: int) -> list[tuple[Node, list[int]]]:
+        """Return the nodes that hold ranks of a replica, and these ranks."""
+        ranks = {*self.rounds.ranks_of(replica)}
+        parts = zip(self.nodes, self._ranges, strict=True)
+        return [(node, sorted(ranks & {*here})) for node, here in parts if ranks & {*here}]
+
+    def _replace_nodes(self) -> None:
+        """Put nodes that have joined in the place of those that are gone."""
+        gone = [number for number, node in enumerate(self.nodes) if _is_gone(node)]
+        joined = self._group.joined(self.nodes) if gone else []
+        for number in gone:
+            fitting = [node for node in joined if node.num_ranks >= len(self._ranges[number])]
+            if fitting:
+                self.nodes = [*self.nodes[:number], fitting[0], *self.nodes[number + 1 :]]
+                joined.remove(fitting[0])
+                for rank in self._ranges[number]:
+                    if gone := self._gone.get(self.rounds.replica_of(rank)):
+                        gone.due = min(gone.due, time.monotonic())
+                log.info("%s takes the place of a node that was lost", fitting[0].name)
+
+    def _start_lost(self) -> None:
+        """Start lost replicas again whose nodes are there."""
+        now = time.monotonic()
+        for replica in sorted(self.rounds.lost):
+            gone, parts = self._gone[replica], self._parts(replica)
+            may_start = self._may_start(gone.count) and now >= gone.due and not self.is_saved
+            if not may_start or any(_is_gone(node) or self._leaves(node) for node, _ in parts):
+                continue
+            number = self.rounds.start_again(replica)
+            self._started[replica] = now, len(self.of_kind("error"))
+            for node, ranks in parts:
+                here = self._ranges[[each is node for each in self.nodes].index(True)]
+                spec = replace(self.spec, first_rank=here.start, num_ranks=len(here), replica_start=number)
+                node.start_ranks(spec, ranks)
+            log.info("replica %d is started again", replica)
+
+    def _note_joined(self) -> None:
+        """Write the cost of a loss once the replica takes part again."""
+        for replica, gone in [*self._gone.items()]:
+            if replica in self.rounds.living_members and not gone.is_back:
+                gone.is_back = True
+                cost = {"seconds_to_recover": round(time.monotonic() - gone.since, 3), "lost_steps": 0.0}
+                evidence = gone.incident.evidence | {"joined_at_step": self.rounds.step}
+                self._incidents.amend(gone.incident, cost=gone.incident.cost | cost, evidence=evidence)
+            if self.rounds.has_contributed(replica):
+                del self._gone[replica]
+
+    def _decide_rounds(self) -> None:
+        """Read what the ranks say, decide, and write the decisions."""
+        written, self._unwritten = self._unwritten, {}
+        found = self._group.exchange_keys(self.spec.attempt, STATEMENTS, written)
+        for key, value in found.items():
+            if key not in self._statements or self._statements[key][0] != value:
+                self._statements[key] = value, Statement.decode(value)
+        said = {int(key.removeprefix(STATEMENTS)): each for key, (_, each) in self._statements.items()}
+        if decided := self.rounds.poll(said):
+            self._group.exchange_keys(self.spec.attempt, STATEMENTS, decided)
+
+
+def _is_gone(node: Node) -> bool:
+    """Return whether a node no longer answers; that of the coordinator itself always does."""
+    return bool(getattr(node, "lost", ""))

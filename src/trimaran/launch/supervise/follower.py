@@ -1,0 +1,314 @@
+"""A node that follows a coordinator: what its supervisor does while another node coordinates the run."""
+
+import logging
+import os
+import platform
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from trimaran.core import EXIT_AGAIN, UserError
+from trimaran.launch.supervise.channel import EXCHANGE_SECONDS, SILENT_SECONDS, Channel
+from trimaran.launch.supervise.file_stream import FileSender
+from trimaran.launch.supervise.head_client import write_run_files
+from trimaran.launch.supervise.local_node import LocalNode
+from trimaran.launch.supervise.measure_links import link_record, try_to_measure
+from trimaran.launch.supervise.node import AttemptSpec
+from trimaran.launch.supervise.node_order import read_switches
+from trimaran.launch.supervise.remote_node import record_of_event, record_of_heartbeat
+from trimaran.launch.supervise.show_ranks import show_ranks
+from trimaran.launch.supervise.signals import Signals
+from trimaran.runs import RunDirectory
+from trimaran.runs.lease import LeaseHolder
+from trimaran.runs.wire import ChannelClient, Record
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02
+MAX_WAITING_MESSAGES = 5  # that may all have pieces of files: one exchange takes them together
+
+
+class CoordinatorWatch(Protocol):
+    """Tells which process coordinates the run: `LeaseWatch`, or `HeadClient` if the nodes have no disk in common."""
+
+    def poll(self) -> LeaseHolder | int:
+        """Return the process that coordinates, or the number of the next free term if there is none."""
+        ...
+
+
+LEASE_SECONDS = 1.0  # between looks at the lease, which is on a disk that all nodes share
+
+
+class CoordinatorClient:
+    """Exchanges messages with the coordinator in its own thread, whatever the node's main thread is doing.
+
+    `lost` says why no more messages can be exchanged; empty while they can. `connected` is True after the first
+    exchange. `name_taken`: another node takes part under our name. `seconds`: how often the coordinator wants to hear
+    from us at least; what we send in between is sent at once.
+    """
+
+    def __init__(self, address: str, token: str, name: str) -> None:
+        self.lost, self.connected, self.name_taken = "", False, False
+        self.seconds = EXCHANGE_SECONDS
+        self._address, self._token, self._name = address, token, name
+        self._session = secrets.token_hex(8)
+        self._in: deque[Record] = deque()
+        self._out: deque[Record] = deque()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, name="coordinator-client", daemon=True)
+        self._thread.start()
+
+    def send(self, **message: Any) -> None:
+        self._out.append(message)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many messages have not been sent yet."""
+        return len(self._out)
+
+    def received(self) -> list[Record]:
+        """Return the commands that arrived since the last call."""
+        return [self._in.popleft() for _ in range(len(self._in))]
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=SILENT_SECONDS)
+
+    def _exchange(self) -> None:
+        due = 0.0
+        try:
+            with ChannelClient(self._address, self._token, seconds=SILENT_SECONDS) as client:
+                while not self._over.wait(EXCHANGE_SECONDS if self.connected else 0.0):
+                    if not self._out and time.monotonic() < due:
+                        continue
+                    messages = [self._out.popleft() for _ in range(len(self._out))]
+                    request = {"op": "exchange", "node": self._name, "session": self._session, "messages": messages}
+                    answer = client.request(request, seconds=SILENT_SECONDS)
+                    self.name_taken = "error" in answer
+                    if self.name_taken:
+                        raise ConnectionRefusedError(answer["error"])
+                    self._in.extend(answer["messages"])
+                    self.seconds = min(SILENT_SECONDS / 4, float(answer.get("seconds", EXCHANGE_SECONDS)))
+                    due = time.monotonic() + self.seconds - EXCHANGE_SECONDS / 2
+                    self.connected = True
+        except TimeoutError:
+            self.lost = f"no message over the connection to {self._address} for {SILENT_SECONDS:g} s"
+        except OSError as error:
+            self.lost = f"the connection to {self._address} broke: {error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerEnd:
+    """How following a coordinator ended: with the run's exit `code`, or, if that is None, because of `why`.
+
+    `connected`: whether there was any contact. `ranks_killed`: whether ranks were running; they were killed.
+    `name_taken`: another node takes part under our name. `refusal`: why the run cannot work on some node.
+    """
+
+    code: int | None = None
+    refusal: UserError | None = None
+    why: str = ""
+    connected: bool = False
+    ranks_killed: bool = False
+    name_taken: bool = False
+
+
+class FollowingAgent(Protocol):
+    """The part of `NodeAgent` that a follower uses. The channel relays the requests of the ranks to the coordinator."""
+
+    run: RunDirectory
+    node: LocalNode
+    token: str
+    channel: Channel
+
+
+class Follower:
+    """Executes the commands of the coordinator, `holder`, on this machine's node.
+
+    Use it in the thread that made the node. `unfit` is why the run cannot work on this machine; the coordinator decides
+    what follows from that. `files` sends the files of this node, if it has a run directory of its own.
+    """
+
+    def __init__(
+        self,
+        agent: FollowingAgent,
+        holder: LeaseHolder,
+        *,
+        unfit: UserError | None = None,
+        files: FileSender | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.run, self.node, self.holder = agent.run, agent.node, holder
+        self._token, self._channel, self._files = agent.token, agent.channel, files
+        self._coordinator = CoordinatorClient(holder.address, self._token, self.node.name)
+        about: Record = {"num_ranks": self.node.num_ranks, "time": wall_clock(), "host": platform.node()}
+        error = {"unfit": unfit.as_dict()} if unfit else {}
+        about |= {"channel": agent.channel.address}
+        self._coordinator.send(**about, switches=read_switches(os.environ), **error)
+        self._refusal: UserError | None = None
+        self._ranks_running, self._stop_sent = False, False
+        self._measures_speed = False
+        self._store = ""  # of the running ranks
+        self._heartbeats_due = self._lease_due = 0.0
+        self._end: int | None = None
+
+    def wait_until_connected(self, signals: Signals) -> bool:
+        """Wait until the coordinator answers; return False if it does not, or a stop is requested."""
+        while not self._coordinator.connected and not self._coordinator.lost and not signals.stop_requested:
+            time.sleep(POLL_SECONDS)
+        return self._coordinator.connected
+
+    def follow(self, watch: CoordinatorWatch, signals: Signals) -> FollowerEnd:
+        """Execute commands until the run is over, the coordinator is lost or another node has taken over."""
+        try:
+            while (end := self._poll(watch, signals)) is None:
+                time.sleep(POLL_SECONDS)
+            if end.code is None:
+                self.node.kill()  # at once: without a coordinator the ranks must not continue
+            return end
+        finally:
+            self._coordinator.close()
+            self._channel.end_relay()
+
+    def _poll(self, watch: CoordinatorWatch, signals: Signals) -> FollowerEnd | None:
+        for command in self._coordinator.received():
+            self._execute(command)
+        self._report()
+        if self._end is not None:
+            return FollowerEnd(code=self._end, refusal=self._refusal, connected=True)
+        if signals.kill_requested or (signals.stop_requested and not self._ranks_running):
+            self.node.kill()
+            code = signals.exit_code if self._ranks_running else EXIT_AGAIN
+            return FollowerEnd(code=code, connected=self._coordinator.connected)
+        if signals.stop_requested and not self._stop_sent:
+            self._stop_sent = True
+            self._coordinator.send(leaving=True)  # it asks all ranks to stop, and continues without us if it can
+        if signals.show_requested:
+            signals.show_requested = False
+            self._show()
+        if self._coordinator.lost:
+            return self._lose(self._coordinator.lost)
+        if time.monotonic() < self._lease_due:
+            return None
+        self._lease_due = time.monotonic() + LEASE_SECONDS
+        newest = watch.poll()
+        if newest != self.holder and (isinstance(newest, int) or newest.term > self.holder.term):
+            return self._lose("the coordinator's lease is over")
+        return None
+
+    def _lose(self, why: str) -> FollowerEnd:
+        return FollowerEnd(
+            why=why,
+            connected=self._coordinator.connected,
+            ranks_killed=self._ranks_running,
+            name_taken=self._coordinator.name_taken,
+        )
+
+    def _show(self) -> None:
+        """Show the ranks of this node. The coordinator shows those of all nodes."""
+        if self._ranks_running:
+            show_ranks(self.run, [self.node], sorted(self.node.heartbeats()), of=self.node.name)
+        else:
+            log.info("no rank is running on this node")
+
+    def _report(self) -> None:
+        """Send new events of this node, and heartbeats in regular intervals."""
+        if not self._ranks_running:
+            self._report_speed()
+            return
+        now = time.monotonic()
+        events = [record_of_event(each, now) for each in self.node.poll()]
+        if events or now >= self._heartbeats_due:
+            self._send_files(at_once=bool(events))  # first: the coordinator reads what a rank wrote before it ended
+            self._heartbeats_due = now + self._coordinator.seconds
+            heartbeats = {
+                str(rank): record_of_heartbeat(heartbeat, now) for rank, heartbeat in self.node.heartbeats().items()
+            }
+            self._coordinator.send(events=events, heartbeats=heartbeats, clock=now)
+
+    def _report_speed(self) -> None:
+        """Send the measured speed of this node, once it is known."""
+        if self._measures_speed and (speed := self.node.take_speed()) is not None:
+            self._measures_speed = False
+            self._coordinator.send(speed=speed)
+
+    def _send_files(self, *, at_once: bool) -> None:
+        """Send what is new in the files of this node; unless `at_once`, only if earlier messages have been sent."""
+        if self._files is None or (not at_once and self._coordinator.num_waiting > MAX_WAITING_MESSAGES):
+            return
+        while pieces := self._files.pieces(is_last=not self._ranks_running):
+            self._coordinator.send(files=pieces)
+            if not at_once or self._coordinator.num_waiting > MAX_WAITING_MESSAGES:
+                return
+
+    def _relayed(self, spec: AttemptSpec) -> AttemptSpec:
+        """Return `spec` with our channel as the store, which relays requests to the coordinator's.
+
+        If the coordinator cannot be reached for that now, the ranks ask it themselves, which takes them longer to join.
+        """
+        try:
+            client = ChannelClient(spec.store, self._token, seconds=SILENT_SECONDS)
+        except (OSError, ValueError) as error:
+            log.warning("no relay to %s: %s; each rank connects to it", spec.store, error)
+            return spec
+        self._channel.relay_to(client, attempt=spec.attempt)
+        return replace(spec, store=self._channel.address)
+
+    def _start(self, command: Record) -> None:
+        self._ranks_running, self._heartbeats_due = True, 0.0
+        if "files" in command:
+            write_run_files(self.run, command["files"])
+        spec = self._relayed(AttemptSpec(**command["spec"] | {"token": self._token}))
+        self._store = spec.store
+        self.node.start(spec)
+
+    def _start_ranks(self, command: Record) -> None:
+        spec = AttemptSpec(**command["spec"] | {"token": self._token})
+        if not self._ranks_running:
+            self._ranks_running, self._heartbeats_due = True, 0.0
+            self._store = self._relayed(spec).store
+        self.node.start_ranks(replace(spec, store=self._store), command["ranks"])
+
+    def _measure(self, command: Record) -> None:
+        """Begin to measure this node's devices, or its link from another node, in a thread that sends the result."""
+        seconds = command["seconds"]
+        if command["command"] == "measure_speed":
+            self.node.begin_speed(command["kind"], seconds=seconds)
+            self._measures_speed = True
+            return
+
+        def measure() -> None:
+            link = try_to_measure(command["peer"], command["address"], self._token, seconds=seconds)
+            self._coordinator.send(link=link_record(command["peer"], link))
+
+        threading.Thread(target=measure, name="measure-link", daemon=True).start()
+
+    def _execute(self, command: Record) -> None:
+        match command["command"]:
+            case "start":
+                self._start(command)
+            case "start_ranks":
+                self._start_ranks(command)
+            case "kill_ranks":
+                self.node.kill_ranks(command["ranks"])
+            case "collect_reports":
+                how = {key: command[key] for key in ("seconds", "gently") if key in command}
+                self.node.collect_reports(self.run.path / command["folder"], **how)
+            case "measure_link" | "measure_speed":
+                self._measure(command)
+            case "stop":
+                self.node.request_stop()
+            case "leave":
+                self.node.request_leave()
+            case "kill":
+                self.node.kill()
+                self._ranks_running = False
+            case "end":
+                self._end, refusal = command["code"], command.get("refusal")
+                self._refusal = refusal and UserError(**refusal)
+        self._send_files(at_once=True)
+        self._coordinator.send(executed=command["number"])

@@ -1,0 +1,280 @@
+"""The ranks of this machine: forked by a fork server, watched by their heartbeats, killed with their process groups."""
+
+import contextlib
+import logging
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimaran.core import FaultsSection, Plan
+from trimaran.launch.supervise.collect_reports import (
+    ENDED_STATES,
+    STOPPED_STATES,
+    ReportTarget,
+    collect_reports,
+    process_group,
+    process_state,
+    queued_seconds,
+)
+from trimaran.launch.supervise.deadline import Deadlines
+from trimaran.launch.supervise.fork_server_client import ForkServerClient
+from trimaran.launch.supervise.fork_server_process import ForkServerProcess, start_fork_server
+from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
+from trimaran.launch.supervise.shared_gpu import shared_gpu_environment
+from trimaran.launch.supervise.sidecar_process import SidecarProcess
+from trimaran.runs import Heartbeat, HeartbeatBoard, RunDirectory
+
+log = logging.getLogger(__name__)
+
+KILL_SECONDS = 30.0
+PAUSE_SECONDS = 1.0  # if the supervisor itself did not run for longer, silence until then does not count
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """A rank of this node. `local_rank` is its row in the heartbeat board, `pid` its process and process group."""
+
+    rank: int
+    local_rank: int
+    pid: int = 0
+    code: int | None = None
+
+
+class LocalNode:
+    """The ranks of this machine. Make it in a thread that lives as long as the run: the fork server dies with it.
+
+    `fork_server` is one that was started before and serves no run yet; without it, one is started.
+    The heartbeat board and the rank memories (shared memory that outlives a rank, see `checkpoint/memory_copies.py`)
+    are made for `num_ranks` ranks and live as long as this object, over all attempts and fork servers.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        num_ranks: int,
+        environment: Mapping[str, str],
+        faults: FaultsSection,
+        name: str = "",
+        fork_server: ForkServerProcess | None = None,
+    ) -> None:
+        self.name, self.num_ranks = name or platform.node(), num_ranks
+        self._run, self._environment, self._faults = run, environment, faults
+        self._board = HeartbeatBoard.make(num_ranks)
+        self._rank_memories = [os.memfd_create(f"trimaran-rank-{local_rank}") for local_rank in range(num_ranks)]
+        self._deadlines = Deadlines(faults)
+        self._ranks: dict[int, LocalRank] = {}
+        self._silent: set[tuple[int, bool]] = set()  # ranks that were reported, and whether they were stopped
+        self._unreported: list[NodeEvent] = []  # of other ranks, while some were killed
+        self._speed: float | None = None  # measured, and not taken yet
+        self._polled = time.monotonic()
+        self._fork_server = self._bind(fork_server or start_fork_server(environment))
+        self._sidecar = self._new_sidecar()
+
+    def _bind(self, process: ForkServerProcess) -> ForkServerClient:
+        return ForkServerClient.bind(process, self._run, [self._board.fd, *self._rank_memories])
+
+    def _new_sidecar(self) -> SidecarProcess:
+        """Return a sidecar. The ranks of a warm fork server do not descend from this process."""
+        process = self._fork_server.process
+        above = process.pid if process.is_warm else None
+        return SidecarProcess(self._run, self._environment, above=above, heartbeats=self._board.fd)
+
+    @property
+    def warm(self) -> bool:
+        """Whether ranks would start at once. Only valid before the first start."""
+        [*self._poll_fork_server()]
+        return self._fork_server.warm or not self._fork_server.alive
+
+    def start(self, spec: AttemptSpec) -> None:
+        self._board.clear()
+        self._board.first_rank = spec.first_rank
+        self._deadlines.start()
+        self._deadlines.expected_seconds = _predicted_seconds(self._run.read_plan())
+        self._silent.clear()
+        self._unreported.clear()
+        self._polled = time.monotonic()
+        self._ranks = {}
+        self.start_ranks(spec, range(spec.first_rank, spec.first_rank + spec.num_ranks))
+        self._sidecar.start(spec.node)
+
+    def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None:
+        if not self._fork_server.alive:
+            self._fork_server.end()
+            self._sidecar.end()
+            self._fork_server = self._bind(start_fork_server(self._environment))
+            self._sidecar = self._new_sidecar()
+        new = [LocalRank(rank, rank - spec.first_rank) for rank in ranks]
+        self._board.clear([each.local_rank for each in new])
+        self._deadlines.forget(ranks)
+        self._ranks |= {each.rank: each for each in new}
+        # The board is the first descriptor that the fork server got, the rank memories are the others.
+        descriptors = {"TRIMARAN_PULSE": [0], "TRIMARAN_BERTHS": [*range(1, 1 + self.num_ranks)]}
+        self._fork_server.fork([(each.rank, self._environment_of(each, spec), descriptors) for each in new])
+
+    def kill_ranks(self, ranks: Sequence[int]) -> None:
+        found = [self._ranks[rank] for rank in ranks if rank in self._ranks]
+        self._unreported += self._kill(found)
+        for each in found:
+            self._ranks.pop(each.rank)
+            self._silent -= {(each.rank, True), (each.rank, False)}
+
+    def _environment_of(self, rank: LocalRank, spec: AttemptSpec) -> dict[str, str]:
+        """Return the variables of a rank on top of those of the fork server, which has our own."""
+        return {
+            **{name: value for name, value in self._environment.items() if os.environ.get(name) != value},
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(rank.local_rank),
+            "WORLD_SIZE": str(spec.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.num_ranks),
+            "TRIMARAN_ATTEMPT": str(spec.attempt),
+            "TRIMARAN_REPLICA_START": str(spec.replica_start),
+            "TRIMARAN_STORE": spec.store,
+            "TRIMARAN_TOKEN": spec.token,
+            "TRIMARAN_FORK_SERVER": self._fork_server.process.note,
+            **shared_gpu_environment(self._environment, rank.rank),
+            **spec.environment,
+        }
+
+    def begin_speed(self, kind: str, *, seconds: float) -> None:
+        """See `MeasurableNode`. Not while ranks run."""
+        if self._fork_server.alive and not self._alive():
+            changed = {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
+            self._fork_server.measure(kind, devices=self.num_ranks, seconds=seconds, environment=changed)
+
+    def take_speed(self) -> float | None:
+        """See `MeasurableNode`."""
+        if not self._alive():
+            self._unreported += self._poll_fork_server()
+        speed, self._speed = self._speed, None
+        return speed
+
+    def poll(self) -> list[NodeEvent]:
+        events = [*self._unreported, *self._poll_fork_server()]
+        self._unreported.clear()
+        self._sidecar.restart_if_dead()
+        now, before, self._polled = time.monotonic(), self._polled, time.monotonic()
+        if now - before > PAUSE_SECONDS:
+            self._deadlines.note_pause(now)
+        heartbeats = self.heartbeats()
+        # A rank that is not forked yet waits for the fork server, which may wait for a core itself.
+        server = self._fork_server.process.pid
+        queued = {rank: queued_seconds(self._ranks[rank].pid or server) for rank in self._alive()}
+        late = self._deadlines.overdue({rank: heartbeats[rank] for rank in self._alive()}, now, queued)
+        stopped = self._stopped(heartbeats, now)
+        silent = {(rank, rank in stopped): seconds for rank, seconds in (late | stopped).items()}
+        for rank, is_stopped in silent.keys() - self._silent:
+            deadline = self._faults.hang_seconds if is_stopped else self._deadlines.of(heartbeats[rank].section)
+            seconds = silent[rank, is_stopped]
+            events.append(
+                RankSilent(
+                    rank=rank, heartbeat=heartbeats[rank], seconds=seconds, deadline=deadline, stopped=is_stopped
+                )
+            )
+        self._silent = set(silent)
+        return events
+
+    def _stopped(self, heartbeats: Mapping[int, Heartbeat], now: float) -> dict[int, float]:
+        """Return for how many seconds ranks have been stopped by a signal, which is a hang in any section.
+
+        A pause of the supervisor does not count: what stopped it may have stopped the ranks, and may continue them
+        later.
+        """
+        quiet = {rank: self._deadlines.counted_silence(heartbeats[rank].alive, now) for rank in self._alive()}
+        limit = self._faults.hang_seconds
+        return {
+            rank: seconds
+            for rank, seconds in quiet.items()
+            if seconds > limit and process_state(self._ranks[rank].pid) in STOPPED_STATES
+        }
+
+    def _poll_fork_server(self, *, wait: float = 0.0) -> Iterator[NodeEvent]:
+        """Yield the ends of ranks that the fork server reports. If it ended itself, all its ranks have ended."""
+        running = self._fork_server.alive  # read before its events, so that those before its end are not missed
+        for event in self._fork_server.receive(wait=wait):
+            rank = self._ranks.get(event.get("rank", -1))
+            if event["event"] == "speed":
+                self._speed = event["speed"]
+            if event["event"] == "started" and rank is not None:
+                rank.pid = event["pid"]
+            elif event["event"] == "ended" and rank is not None and rank.pid == event["pid"]:
+                rank.code = event["code"]
+                yield RankEnded(rank=rank.rank, code=event["code"], time=event["time"])
+        if not running and self._alive():
+            how = self._fork_server.process.exit_text
+            gone = tuple(self._alive())
+            for rank in self._alive().values():
+                rank.code = -signal.SIGKILL
+            yield NodeLost(node=self.name, what=f"the fork server {how}", ranks=gone)
+
+    def _alive(self) -> dict[int, LocalRank]:
+        return {number: rank for number, rank in self._ranks.items() if rank.code is None}
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        return {number: self._board.read(rank.local_rank) for number, rank in self._ranks.items()}
+
+    def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
+        """Have the ranks write their reports. Ranks that end meanwhile are returned by the next `poll`."""
+        alive = [ReportTarget(rank.rank, rank.local_rank, rank.pid) for rank in self._alive().values() if rank.pid]
+        collect_reports(self._run, self._board, alive, folder, seconds=seconds, gently=gently)
+        self._polled = time.monotonic()
+
+    def request_stop(self) -> None:
+        with contextlib.suppress(OSError):  # if the disk is full, the signal is enough
+            self._run.stop_request.touch()
+        self.request_leave()
+
+    def request_leave(self) -> None:
+        for rank in self._alive().values():
+            if rank.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._kill([*self._ranks.values()])
+        self._ranks = {}
+
+    def _kill(self, ranks: Sequence[LocalRank]) -> list[NodeEvent]:
+        """Kill these ranks, and return what happened to others meanwhile."""
+        events, deadline = list[NodeEvent](), time.monotonic() + KILL_SECONDS
+        killed = {rank.rank for rank in ranks}
+        while time.monotonic() < deadline:
+            for rank in ranks:
+                if rank.pid:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(rank.pid, signal.SIGKILL)  # also the loader processes of ranks that are gone
+            events += self._poll_fork_server(wait=0.02)
+            if not any(rank.code is None or _exists(rank.pid) for rank in ranks):
+                break
+        else:
+            log.error("processes of %s cannot be killed: %s", self.name, [rank.pid for rank in ranks])
+        return [each for each in events if not isinstance(each, RankEnded) or each.rank not in killed]
+
+    def close(self) -> None:
+        """End all processes of this node and free the rank memories."""
+        self.kill()
+        self._sidecar.end()
+        self._fork_server.end()
+        for fd in self._rank_memories:
+            os.close(fd)
+
+
+def _exists(group: int) -> bool:
+    """Return whether a process of this group is alive. In some containers dead processes are never reaped."""
+    if not group:
+        return False
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return any(process_group(pid) == group and process_state(pid) not in ENDED_STATES for pid in pids)
+
+
+def _predicted_seconds(plan: Plan) -> float:
+    """Return how long a step may be expected to take, if it is much longer than usual: tensors are on disk."""
+    return plan.prediction.step_seconds if plan.offloads_to_disk and plan.prediction else 0.0

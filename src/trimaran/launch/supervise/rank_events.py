@@ -1,0 +1,153 @@
+"""Incidents from rank events that do not end the run: skipped updates, failed saves, damaged checkpoints."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from trimaran.core import Action, Cause, Incident
+from trimaran.runs import IncidentLog
+from trimaran.runs.reserve import DISK_REASONS
+
+VARIABLE_PARTS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
+"""Steps, temporary names and sizes in an error message. They differ each time while the reason is the same."""
+ACTIONS = {"skip": "skipped", "rewind": "rewound"}  # `stop` ends the ranks, and becomes an incident there
+KEPT = "metrics cannot be written and are kept in memory"
+
+
+class RankEventIncidents:
+    """Files incidents for the events of one attempt. All ranks write the same events; only the first counts.
+
+    `steps_before` is how many steps the run had finished before: those after an older checkpoint are lost.
+    """
+
+    def __init__(self, log: IncidentLog, *, attempt: int, steps_before: int = 0) -> None:
+        self._log, self._attempt, self._steps_before = log, attempt, steps_before
+        self._seen: set[tuple[str, int]] = set()
+        self._failures: dict[str, Incident] = {}
+        self._failed_saves: dict[str, list[int]] = {}  # steps
+        self._flood: Incident | None = None
+        self._unwritten = ""  # the reason in `_failures` for which metrics cannot be written
+
+    def add(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            kind, step, data = event["kind"], event.get("step", 0), event.get("data", {})
+            if kind == "skip" and data.get("action") != "stop" and self._first(kind, step):
+                self._skip(step, data)
+            elif kind == "differ" and data.get("action") != "stop" and self._first(kind, step):
+                action: Any = "rewound" if data.get("action") == "rewind" else "continued"
+                self._file("numeric", data["message"], step, action, data, suspects=tuple(data["ranks"]))
+            elif kind == "checkpoint" and self._first(kind, step):
+                self._checkpoint(step, data)
+            elif kind == "disk":
+                self._disk(step, data)
+            elif kind == "connections":
+                self._connections(event.get("rank", 0), step, data)
+            elif kind == "resume" and data.get("refused") and self._first(kind, step):
+                what = f"a checkpoint is damaged and was not used: {_list_refused(data['refused'])}"
+                incident = self._file("storage", what, step, "continued", {"refused": data["refused"]})
+                self._log.amend(incident, cost={"lost_steps": max(0, self._steps_before - step)})
+
+    def _first(self, kind: str, step: int) -> bool:
+        is_first = (kind, step) not in self._seen
+        self._seen.add((kind, step))
+        return is_first
+
+    def _skip(self, step: int, data: dict[str, Any]) -> None:
+        ranks = tuple(data.get("ranks") or ())
+        action: Any = ACTIONS.get(data.get("action", "skip"), "skipped")
+        what = f"the update of step {step} was not applied: {data.get('reason', 'a value was not finite')}"
+        verdict = (data.get("reproduced") or {}).get("verdict")
+        evidence = data | {"facts": [verdict]} if verdict else data
+        self._file("numeric", what, step, action, evidence, suspects=ranks)
+
+    def _connections(self, rank: int, step: int, data: dict[str, Any]) -> None:
+        """File that strangers flood the ports of ranks: one incident with the numbers of each rank."""
+        ranks = (self._flood.evidence["ranks"] if self._flood else {}) | {str(rank): data}
+        refused, fullest = sum(each["refused"] for each in ranks.values()), max(ranks.values(), key=_used_descriptors)
+        what = (
+            f"another program tries to connect to ports of the ranks: {refused:,} packets were refused"
+            if refused
+            else f"a rank has {fullest['descriptors']:,} of {fullest['limit']:,} file descriptors open"
+        )
+        if self._flood is None:
+            self._flood = self._file("network", what, step, "continued", {"ranks": ranks})
+        else:
+            self._flood = self._log.amend(self._flood, what=what, evidence={"ranks": ranks})
+
+    def _checkpoint(self, step: int, data: dict[str, Any]) -> None:
+        """File failed saves. Repeated failures for one reason are one incident with a count, until a save works."""
+        if not data.get("failed"):
+            self._failures = {reason: each for reason, each in self._failures.items() if reason == self._unwritten}
+            self._failed_saves.clear()
+            return
+        reason = _reason(data["failed"])
+        steps = self._failed_saves.setdefault(reason, [])
+        steps.append(step)
+        what = f"the checkpoint of step {step} could not be saved: {data['failed']}"
+        if again := {"count": len(steps), "last_step": step} if len(steps) > 1 else {}:
+            what = f"{len(steps)} checkpoints, of steps {steps[0]} to {step}, could not be saved: {data['failed']}"
+        if reason == self._unwritten:
+            what = f"{what}; {KEPT}"
+        if (known := self._failures.get(reason)) is None:
+            self._failures[reason] = self._file("storage", what, step, "continued", data)
+        else:
+            evidence = known.evidence | (again or data)
+            self._failures[reason] = self._log.amend(known, what=what, evidence=evidence)
+
+    def _disk(self, step: int, data: dict[str, Any]) -> None:
+        """File that metrics cannot be written, or amend the incident once they are written again or lost."""
+        failed, lost = data.get("failed", ""), _lost_metrics(data)
+        known = self._failures.get(_reason(failed) if failed else self._unwritten)
+        if failed and not lost:
+            self._unwritten = _reason(failed)
+            what = f"{known.what}; {KEPT}" if known else f"{KEPT}: {failed}"
+        else:
+            self._failures.pop(self._unwritten, None)
+            self._unwritten = ""
+            what = lost or "the metrics are complete again"
+            if known is not None:
+                what = f"{known.what.replace(KEPT, 'metrics could not be written for a while')}; {what}"
+        if known is None:
+            known = self._file("storage", what, step, "continued", data)
+        else:
+            known = self._log.amend(known, what=what, evidence=known.evidence | data)
+        if self._unwritten:
+            self._failures[self._unwritten] = known
+
+    def _file(
+        self,
+        cause: Cause,
+        what: str,
+        step: int,
+        action: Action,
+        evidence: dict[str, Any],
+        *,
+        suspects: tuple[int, ...] = (),
+    ) -> Incident:
+        incident = self._log.notice(cause, what, attempt=self._attempt, step=step, suspects=suspects, evidence=evidence)
+        return self._log.amend(incident, action=action)
+
+
+def _reason(failed: str) -> str:
+    """Return why something could not be written, without what differs each time.
+
+    A failed save and metrics that cannot be written because of one disk are one incident.
+    """
+    on_disk = (each for each in DISK_REASONS if each in failed)
+    return next(on_disk, VARIABLE_PARTS.sub("", failed))
+
+
+def _lost_metrics(data: dict[str, Any]) -> str:
+    if not data.get("lost"):
+        return ""
+    first, last = data["first_lost"], data["last_lost"]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"the metrics of {steps} were lost"
+
+
+def _list_refused(refused: list[dict[str, Any]]) -> str:
+    return "; ".join(f"step {each['step']} ({each['tier']}): {each['why']}" for each in refused)
+
+
+def _used_descriptors(data: dict[str, Any]) -> float:
+    return data["descriptors"] / data["limit"]

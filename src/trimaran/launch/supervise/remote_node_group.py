@@ -1,0 +1,254 @@
+"""The node group of a run on several machines, as its coordinator sees it: which nodes are connected."""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+
+from trimaran.core import EXIT_USER, Plan, UserError
+from trimaran.launch.supervise.left_out_watch import LeftOutWatch
+from trimaran.launch.supervise.local_node import LocalNode
+from trimaran.launch.supervise.measure_links import OwnLinks, order_by_links
+from trimaran.launch.supervise.node import Node
+from trimaran.launch.supervise.node_agent import NodeAgent
+from trimaran.launch.supervise.node_order import order_nodes, read_switches
+from trimaran.launch.supervise.note_bad_nodes import note_unfit_node
+from trimaran.launch.supervise.remote_node import RemoteNode
+from trimaran.launch.supervise.signals import Signals
+from trimaran.runs import IncidentLog
+from trimaran.runs.lease import Lease
+from trimaran.runs.left_out_nodes import read_left_out
+from trimaran.runs.wire import Record
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+MIN_ORDERED_NODES = 3  # the order of two makes no difference
+REGROUP_SECONDS = 3.0  # for the remaining nodes to connect after one was lost
+DISMISS_SECONDS = 3.0  # for the other nodes to receive the run's exit code
+SKEW_SECONDS = 5.0  # a larger difference between wall clocks is reported, although nothing depends on it
+MAX_SKEW_INCIDENTS = 8
+
+
+class FencedError(Exception):
+    """Another process holds the run's lease now."""
+
+
+class RemoteNodeGroup:
+    """Implements `supervisor.NodeGroup`. `formed`: the run had started before this node became the coordinator.
+
+    `unfit`: why the run cannot work on this machine, which then coordinates only to tell the others.
+    """
+
+    def __init__(
+        self, agent: NodeAgent, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
+    ) -> None:
+        self.store, self.token = agent.channel.address, agent.token
+        self._unfit: dict[str, UserError] = {agent.node.name: unfit} if unfit else {}
+        self._agent, self._lease, self._signals, self._formed = agent, lease, signals, formed
+        self._own_disk = agent.node_options.own_disk
+        self._remote: dict[str, RemoteNode] = {}
+        self._switches = {agent.node.name: read_switches(os.environ)}  # above each node
+        self._groups: dict[str, tuple[str, ...]] = {}  # of each node, by measured links
+        self._left_out_watch: LeftOutWatch | None = None
+        self._turned_away: set[str] = set()
+        self._num_skewed = 0
+        self._num_before = 0  # nodes of the last start
+
+    def wait_for_nodes(self) -> list[Node] | None:
+        """Return the nodes that are present, in the order of their ranks, once they are enough; None if too few come.
+
+        At first it waits for those of a start; later for as many as there were, but the allowed minimum is enough after
+        a short time to regroup. Raises if the run has not begun and cannot work on one of them, once all nodes of a
+        start are connected and can be told.
+        """
+        options, began = self._agent.node_options, time.monotonic()
+        num_awaited = self._num_before or (options.nodes if self._formed else options.num_at_start)
+        num_awaited -= len(self._left_out(self._connected()))
+        wait_for_all_seconds = REGROUP_SECONDS if self._formed else options.wait_seconds
+        while not self._signals.stop_requested:
+            if not self.holds():
+                raise FencedError
+            nodes, waited = self._present(), time.monotonic() - began
+            if self._unfit and (len(nodes) + len(self._unfit) >= num_awaited or waited > options.wait_seconds):
+                raise join_refusals(self._unfit)
+            if self._unfit:
+                time.sleep(POLL_SECONDS)
+                continue
+            if len(nodes) >= num_awaited or (len(nodes) >= options.min_nodes and waited > wait_for_all_seconds):
+                self._formed, self._num_before = True, len(nodes)
+                nodes = self._ordered_by_links(nodes)
+                log.info("%d of %d nodes: %s", len(nodes), options.nodes, ", ".join(node.name for node in nodes))
+                return nodes
+            if waited > max(wait_for_all_seconds, options.wait_seconds):
+                return None
+            time.sleep(POLL_SECONDS)
+        if self._unfit:
+            raise join_refusals(self._unfit)
+        return None
+
+    def growth(self, nodes: Sequence[Node]) -> int | None:
+        """Return how many ranks are possible now, if more nodes are present than `nodes`, which run; None if not."""
+        present = self._present()
+        self._watch_left_out(present)
+        capacity = sum(node.num_ranks for node in present)
+        has_grown = len(present) > len(nodes) and capacity > sum(node.num_ranks for node in nodes)
+        return capacity if has_grown else None
+
+    def leaving(self, nodes: Sequence[Node]) -> list[str]:
+        stopping = [node.name for node in nodes if isinstance(node, RemoteNode) and node.leaving]
+        return stopping or [node.name for node in self._left_out(nodes)]
+
+    def can_go_on(self) -> bool:
+        return len(self._present()) >= self._agent.node_options.min_nodes
+
+    def can_hand_over(self) -> bool:
+        """Wait a few seconds whether the other nodes are asked to stop too, as all nodes of a job are."""
+        options, until = self._agent.node_options, time.monotonic() + REGROUP_SECONDS
+        if self._own_disk or options.min_nodes == options.nodes:
+            return False
+        while len(self._present()) - 1 >= options.min_nodes:
+            if time.monotonic() > until:
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def environment(self, plan: Plan) -> Mapping[str, str]:
+        shared = {
+            name: value for name, value in self._agent.environment(plan).items() if name not in self._agent.per_node
+        }
+        return shared | {"TRIMARAN_TERM": str(self._lease.term)}
+
+    def joined(self, nodes: Sequence[Node]) -> list[Node]:
+        return [node for node in self._present() if not any(node is each for each in nodes)]
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        return self._agent.channel.exchange_keys(attempt, prefix, written)
+
+    def end_attempt(self, attempt: int) -> None:
+        self._agent.channel.end_attempt(attempt)
+
+    def count_refused(self) -> int:
+        return self._agent.channel.num_refused
+
+    def holds(self) -> bool:
+        return self._lease.holds()
+
+    def dismiss(self, code: int, refusal: UserError | None = None) -> None:
+        """Send the run's exit code, and the reason if any, to all nodes; wait a few seconds until they have left."""
+        self._present()
+        present = [node for node in self._remote.values() if not node.lost]
+        for node in present:
+            node.dismiss(code, refusal)
+        until = time.monotonic() + DISMISS_SECONDS
+        while time.monotonic() < until and any(not node.lost for node in present):
+            time.sleep(POLL_SECONDS)
+
+    def _left_out(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return those of `nodes` that are to be left out; none if too few would stay."""
+        hosts, own = read_left_out(self._agent.run), platform.node()
+        found = [node for node in nodes if getattr(node, "host", own) in hosts] if hosts else []
+        if self._own_disk:  # the head has the run's records, and writes them as rank 0
+            found = [node for node in found if node is not self._agent.node]
+        return found if len(nodes) - len(found) >= self._agent.node_options.min_nodes else []
+
+    def _present(self) -> list[Node]:
+        """Return the nodes to start ranks on: those that are connected, without those that are left out."""
+        connected = self._connected()
+        left_out = self._left_out(connected)
+        return [node for node in connected if node not in left_out]
+
+    def _watch_left_out(self, present: Sequence[Node]) -> None:
+        """Measure from time to time how fast the nodes are that are left out."""
+        if self._left_out_watch is None:
+            if not read_left_out(self._agent.run):
+                return
+            self._left_out_watch = LeftOutWatch(self._agent.run, self._agent.kind)
+        left_out = [node for node in self._connected() if not any(node is each for each in present)]
+        idle = [node for node in left_out if isinstance(node, RemoteNode | LocalNode)]
+        self._left_out_watch.poll({getattr(node, "host", platform.node()): node for node in idle})
+
+    def _connected(self) -> list[Node]:
+        """Return this node and those connected to it, in the order of their ranks; at most as many as are needed."""
+        for name, mailbox in list(self._agent.channel.mailboxes.items()):
+            known = self._remote.get(name)
+            if (known is None or known.mailbox is not mailbox) and mailbox.inbox:
+                hello = mailbox.inbox.popleft()
+                self._remote[name] = RemoteNode(
+                    self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk
+                )
+                self._remote[name].host = str(hello.get("host", name))
+                self._remote[name].channel_address = str(hello.get("channel", ""))
+                self._switches[name] = tuple(map(str, hello.get("switches", ())))
+                self._report_skew(name, hello)
+                self._note_unfit(name, hello)
+        for name in [each for each, node in self._remote.items() if node.lost]:
+            self._unfit.pop(name, None)
+        present: list[Node] = [self._agent.node]
+        present += [node for node in self._remote.values() if not node.lost and not node.leaving]
+        fit = [node for node in present if node.name not in self._unfit and node.name not in self._turned_away]
+        order = order_nodes({node.name: self._above(node.name) for node in fit}, first=self._first)
+        return sorted(fit, key=lambda node: order.index(node.name))[: self._agent.node_options.nodes]
+
+    @property
+    def _first(self) -> str:
+        """The name of the node that has to be first, if any.
+
+        Without a shared disk rank 0, which writes the metrics and the model, is on this node.
+        """
+        return self._agent.node.name if self._own_disk else ""
+
+    def _above(self, name: str) -> Sequence[str]:
+        """Return the switches above a node or, if no node's are known, its groups by measured links."""
+        return self._switches[name] if any(self._switches.values()) else self._groups.get(name, ())
+
+    def _ordered_by_links(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes in the order that measured links give, if the recipe wants that and no switch is known."""
+        agent, remote = self._agent, [node for node in nodes if isinstance(node, RemoteNode)]
+        is_wanted = agent.recipe.nodes.order == "measured" and not any(self._switches.values())
+        if not is_wanted or len(nodes) < MIN_ORDERED_NODES:
+            return nodes
+        links = [OwnLinks(agent.node.name, agent.channel.address, agent.token)] if agent.node in nodes else []
+        measured = [*links, *(node for node in remote if node.channel_address)]
+        self._groups = order_by_links(
+            agent.run, measured, first=self._first, is_over=lambda: self._signals.stop_requested or not self.holds()
+        )
+        order = order_nodes({node.name: self._above(node.name) for node in nodes}, first=self._first)
+        return sorted(nodes, key=lambda node: order.index(node.name))
+
+    def _note_unfit(self, name: str, hello: Record) -> None:
+        """Record that the run cannot work on a node. If the run has already started, the node is turned away."""
+        self._unfit.pop(name, None)
+        self._turned_away.discard(name)
+        if "unfit" not in hello:
+            return
+        error = UserError(**hello["unfit"])
+        log.error("%s", error)
+        note_unfit_node(self._agent.run, self._remote[name].host, error)
+        if self._formed:
+            self._turned_away.add(name)
+            self._remote[name].dismiss(EXIT_USER, error)
+        else:
+            self._unfit[name] = error
+
+    def _report_skew(self, name: str, hello: Record) -> None:
+        """Report a node whose wall clock differs from ours, because logs of both are then hard to compare."""
+        skew = float(hello["time"]) - self._remote[name].mailbox.begun
+        if abs(skew) > SKEW_SECONDS:
+            what = (
+                f"the clock of {name} is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}; nothing depends on it"
+            )
+            log.warning(what)
+            self._num_skewed += 1
+            if self._num_skewed <= MAX_SKEW_INCIDENTS:  # it may be our clock that differs from those of 1,000 nodes
+                IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
+
+
+def join_refusals(unfit: Mapping[str, UserError]) -> UserError:
+    """Return one error for all nodes that the run cannot work on. Nodes with the same error are named together."""
+    first = unfit[min(unfit)]
+    alike = [name for name, each in sorted(unfit.items()) if (each.code, each.what) == (first.code, first.what)]
+    others = [f"{name}: {each.code}, {each.what}" for name, each in sorted(unfit.items()) if name not in alike]
+    where = f"node{'s' if alike[1:] else ''} {', '.join(alike)}"
+    return UserError(first.code, "; ".join([first.what, *others]), where=where, fix=first.fix)

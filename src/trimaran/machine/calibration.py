@@ -1,0 +1,218 @@
+"""Measured rates of a machine: the value, its file, and a cluster with measured rates instead of assumed ones."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimaran.core import Flops, Seconds, UserError
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.user_folders import user_cache
+from trimaran.machine.cluster import Cluster, DiskRates, Link
+from trimaran.machine.device_catalogue import DEVICES, STREAM_FRACTION, Device
+from trimaran.machine.fitted_rates import FittedRates, with_fitted
+from trimaran.machine.validation_error import first_error
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1 << 18
+RING_FRACTION = 0.85  # of a link's bandwidth that rings reach, see `cost.collective`
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+
+Positive = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
+
+
+class Collectives(BaseModel):
+    """Measured collectives of `devices` neighbours: latency per hop, and the bus bandwidth of each collective."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    devices: Annotated[int, Field(ge=2, le=1 << 16)]
+    latency_us: Positive
+    all_reduce_gb_per_second: Positive | None = None
+    all_gather_gb_per_second: Positive | None = None
+    all_to_all_gb_per_second: Positive | None = None
+    send_gb_per_second: Positive | None = None
+
+    @property
+    def reached(self) -> dict[str, float]:
+        """Bytes a second by collective, as in `Link.reached`."""
+        rates = self.model_dump(exclude={"devices", "latency_us"}, exclude_none=True)
+        return {name.removesuffix("_gb_per_second"): rate * 1e9 for name, rate in rates.items()}
+
+
+class MeasuredDisk(BaseModel):
+    """Measured rates of a node's local disk, in large direct requests; `both`: of each while both are going on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    read_gb_per_second: Positive
+    write_gb_per_second: Positive
+    both_gb_per_second: Positive
+
+
+class Calibration(BaseModel):
+    """Measured rates of one device; for CPU devices, of all cores of the machine together.
+
+    `launch_us` is the host time to start one small operator. `collectives` were measured inside a node, `network`
+    between nodes by `trimaran bench comm`; its latency is that of a link, of which the cost model takes a multiple for
+    a hop. `shapes` is for information: the matmuls behind the
+    rates, TFLOP/s by `bf16 8192x8192x8192` (rows, inner, columns). `fitted` are factors on all of these, and on the
+    catalogue's rates where nothing was measured, fitted to whole runs by `trimaran calibrate --from`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str = ""
+    date: str = ""
+    fp32_tflops: Positive | None = None
+    fp16_tflops: Positive | None = None
+    bf16_tflops: Positive | None = None
+    fp8_tflops: Positive | None = None
+    memory_gb_per_second: Positive | None = None
+    pcie_gb_per_second: Positive | None = None
+    host_gb_per_second: Positive | None = None
+    launch_us: Positive | None = None
+    collectives: Collectives | None = None
+    network: Collectives | None = None
+    disk: MeasuredDisk | None = None
+    shapes: Annotated[dict[str, Positive], Field(max_length=64)] = {}
+    fitted: FittedRates | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether single operators were measured: `bench calibrate` does, and `calibrate --from` alone does not."""
+        links = {"collectives", "network", "disk"}
+        return bool(self.model_dump(exclude={"device", "date", "shapes", "fitted", *links}, exclude_none=True))
+
+
+def calibration_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of measurements: under TRIMARAN_CACHE, or in the user's cache; None without a home directory.
+
+    `environ` is an argument because only `app`, `launch` and `train/__main__.py` read the environment.
+    """
+    if named := environ.get("TRIMARAN_CACHE"):
+        return Path(named) / "calibration"
+    cache = user_cache(environ)
+    return cache / "calibration" if cache else None
+
+
+def parse_calibration(tree: object, *, where: str) -> Calibration:
+    """Return the calibration that the user or `trimaran bench calibrate` wrote."""
+    if not isinstance(tree, dict):
+        raise UserError("C006", "the calibration is not a mapping", where=where,
+                        fix="write it again with `trimaran bench calibrate`")  # fmt: skip
+    try:
+        return Calibration.model_validate(tree)
+    except ValidationError as error:
+        raise first_error(error, Calibration, code="C006", where=where) from None
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Return the calibration in the file; raise UserError if it is missing, damaged or too large."""
+    try:
+        raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
+        tree = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
+    except OSError as error:
+        raise UserError("C006", f"the calibration cannot be read: {error.strerror}", where=str(path),
+                        fix="write it with `trimaran bench calibrate`") from None  # fmt: skip
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
+        tree = None
+    return parse_calibration(tree, where=str(path))
+
+
+def find_calibration(folder: Path | None, machine: str) -> Calibration | None:
+    """Return the measurements of this machine, or None. An unusable file is a warning, not an error."""
+    if folder is None or not (path := folder / f"{machine}.json").exists():
+        return None
+    try:
+        return read_calibration(path)
+    except UserError as error:
+        logger.warning(
+            "the calibration in %s is ignored: %s; measure again: trimaran bench calibrate", path, error.what
+        )
+        return None
+
+
+def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """Return the cluster with measured rates instead of those of the catalogue, and a note that says so."""
+    return with_fitted(apply_measured(cluster, calibration), calibration.fitted)
+
+
+def apply_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """Return the cluster with measured rates, without those that were fitted to runs."""
+    host, disk = calibration.host_gb_per_second, calibration.disk
+    return replace(
+        cluster,
+        device=_measured_device(cluster, calibration) if calibration.is_measured else cluster.device,
+        links=_measured_links(cluster, calibration),
+        host_bandwidth=host * 1e9 if host else cluster.host_bandwidth,
+        disk=DiskRates(read=disk.read_gb_per_second * 1e9, both=disk.both_gb_per_second * 1e9)
+        if disk
+        else cluster.disk,
+    )
+
+
+def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
+    device = cluster.device
+    is_cpu = device.traits.shares_cores
+    # The ranks of a CPU cluster share what was measured on all cores. They compute in fp32: the planner may choose any
+    # precision that a device lists, and a measurement is no reason to train in another precision.
+    fraction = 1 / cluster.devices_per_node if is_cpu else 1
+    tflops = {each: getattr(calibration, f"{each}_tflops") for each in (PRECISIONS[:1] if is_cpu else PRECISIONS)}
+    rates = {precision: Flops(rate * fraction * 1e12) for precision, rate in tflops.items() if rate}
+    if not is_cpu and device.name in DEVICES:
+        _refuse_above_peak(device, rates)
+    memory, pcie = (calibration.memory_gb_per_second or 0) * fraction * 1e9, calibration.pcie_gb_per_second
+    launch = {} if is_cpu or not calibration.launch_us else {"launch": calibration.launch_us * 1e-6}
+    return replace(
+        device,
+        # A CPU has no data sheet here: its measured rate is its peak.
+        peak_flops={**device.peak_flops, **rates} if is_cpu else device.peak_flops,
+        memory_bandwidth=memory / STREAM_FRACTION["cpu"] if is_cpu and memory else device.memory_bandwidth,
+        reached={**device.reached, **rates, **({"memory": memory} if memory else {}), **launch},
+        pcie_bandwidth=pcie * 1e9 if pcie else device.pcie_bandwidth,
+        note=f"measured{f' on {calibration.date}' if calibration.date else ''}",
+    )
+
+
+def _refuse_above_peak(device: Device, rates: Mapping[str, Flops]) -> None:
+    """Raise if a rate exceeds the device's data sheet by more than 10 %, which higher clocks cannot explain."""
+    for precision, rate in rates.items():
+        if rate > 1.1 * (peak := device.peak(precision)):
+            raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
+                            f"{peak / 1e12:,.0f}", where="calibration",
+                            fix="correct it, or measure with `trimaran bench calibrate`")  # fmt: skip
+
+
+def with_network(cluster: Cluster, network: Collectives | None) -> Cluster:
+    """Return the cluster with the measured link between its nodes, if it has several and the link was measured."""
+    if network is None:
+        return cluster
+    return replace(cluster, links=_measured_links(cluster, Calibration(network=network)))
+
+
+def _measured_links(cluster: Cluster, calibration: Calibration) -> tuple[Link, ...]:
+    """Return the links with measured rates: between nodes, and of the innermost that connects as many devices."""
+    inside, network = calibration.collectives, calibration.network if cluster.num_nodes > 1 else None
+    if inside is None and network is None:
+        return cluster.links
+    levels = list(cluster.levels)
+    if inside is not None:
+        index = next((index for index, link in enumerate(levels) if link.devices >= inside.devices), -1)
+        levels[index] = _measured_link(levels[index], inside)
+    if network is not None:
+        outer = _measured_link(levels[-1], network)
+        # What follows from the bandwidth itself, such as a tree, is no faster than what was measured.
+        shared = {"all_reduce", "all_gather"}  # by the devices of a node: their rates are those of all its cards
+        best = max(rate / (cluster.devices_per_node if name in shared else 1) for name, rate in outer.reached.items())
+        levels[-1] = replace(outer, bandwidth=min(outer.bandwidth, best / RING_FRACTION))
+    return tuple(levels)
+
+
+def _measured_link(link: Link, measured: Collectives) -> Link:
+    return replace(link, latency=Seconds(measured.latency_us * 1e-6), reached=measured.reached)

@@ -1,0 +1,1 @@
+"""Checks of this machine, or of several together, before a run."""

@@ -1,0 +1,95 @@
+"""Measures devices and node pairs through the probe process, because only that one imports torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.core import Seconds, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.machine.checks.between_nodes import first_round, second_round
+from trimaran.machine.checks.machine_facts import MachineMeasurements, NodeMeasurements, Pair
+from trimaran.machine.checks.probe_process import START_SECONDS, ProbeError, ProbeProcess
+from trimaran.machine.checks.result import CheckResult
+from trimaran.machine.cluster import Cluster
+from trimaran.machine.detect import num_cores
+
+MEASURE_SECONDS = {"cpu": Seconds(0.4), "cuda": Seconds(1.0)}  # per measurement
+MAX_CPU_RANKS = 4  # in an all-reduce on a CPU, which only has to show that it works
+ANSWER_SECONDS = 90.0  # timeout of one request
+PAIR_SECONDS = 25.0  # timeout per pair of a round: at worst they run one after the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousOptions:
+    """Where `nodes` nodes meet, and which of them this is."""
+
+    nodes: int
+    node: int
+    address: str
+    seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        valid = 0 <= self.node < self.nodes and self.nodes > 1 and host and port.isdigit() and 0 < int(port) < 1 << 16
+        if not valid:
+            raise UserError("H020", f"--nodes {self.nodes} --node {self.node} --address '{self.address}' do not fit "
+                            "together", where="trimaran doctor", fix="on node I of N: --nodes N --node I (from 0) "
+                            "--address HOST:PORT, where HOST is node 0 and PORT is free there")  # fmt: skip
+
+
+def measure_devices(probe: ProbeProcess, cluster: Cluster) -> MachineMeasurements:
+    """Return measurements of this machine's devices. Errors are part of the result, or the reason for an empty one."""
+    kind, devices = cluster.device.kind, cluster.devices_per_node
+    seconds, ranks = MEASURE_SECONDS[kind], devices
+    if cluster.device.traits.shares_cores:
+        ranks = max(2, min(devices, MAX_CPU_RANKS))
+    try:
+        seen = probe.request("versions", within=START_SECONDS, kind=kind)
+        all_reduce: Mapping[str, Any] = {}
+        if ranks > 1:
+            all_reduce = _all_reduce(probe, kind, ranks, seconds)
+        options = {"kind": kind, "devices": devices, "cores": num_cores(), "seconds": seconds}
+        matmuls = probe.request("matmuls", within=ANSWER_SECONDS, **options)
+    except ProbeError as error:
+        return MachineMeasurements(missing=f"nothing could be measured: {error}")
+    return MachineMeasurements(
+        matmul_flops=matmuls["rates"],
+        failures=matmuls["failures"],
+        precision=matmuls["precision"],
+        all_reduce=all_reduce,
+        archs=tuple(seen["archs"]),
+        capabilities=tuple(matmuls["capabilities"]),
+    )
+
+
+def measure_nodes(probe: ProbeProcess, rendezvous: RendezvousOptions, cluster: Cluster) -> NodeMeasurements:
+    """Return pair times and clock skews of this allocation's nodes; only node 0 gets the skews."""
+    kind, devices = cluster.device.kind, cluster.devices_per_node
+    where = {"nodes": rendezvous.nodes, "node": rendezvous.node, "address": rendezvous.address}
+    try:
+        met = probe.request("rendezvous", within=rendezvous.seconds * 4, seconds=rendezvous.seconds, **where)
+        first = _round(probe, first_round(rendezvous.nodes), kind, devices)
+        second = _round(probe, second_round(rendezvous.nodes, first), kind, devices)
+    except ProbeError as error:
+        return NodeMeasurements(names=(), missing=f"the nodes could not be compared: {error}")
+    skews = {int(node): float(skew) for node, skew in met["skews"].items()}
+    return NodeMeasurements(names=tuple(met["names"]), rounds=(first, second), skews=skews)
+
+
+def gather_results(probe: ProbeProcess, results: Sequence[CheckResult]) -> dict[int, list[CheckResult]]:
+    """Send this node's results to node 0. Return those of the other nodes on node 0, nothing elsewhere."""
+    others = probe.request("gather", within=ANSWER_SECONDS, value=[each.as_dict() for each in results])["others"]
+    return {int(node): [CheckResult(**each) for each in theirs] for node, theirs in others.items()}
+
+
+def _all_reduce(probe: ProbeProcess, kind: str, ranks: int, seconds: float) -> Mapping[str, Any]:
+    try:
+        return probe.request("all_reduce", within=ANSWER_SECONDS, kind=kind, ranks=ranks, seconds=seconds)
+    except ProbeError as error:
+        return {"error": str(error), "ranks": ranks, "backend": DEVICE_TRAITS[kind].backend}
+
+
+def _round(probe: ProbeProcess, pairs: Sequence[Pair], kind: str, devices: int) -> dict[Pair, float | None]:
+    within = PAIR_SECONDS * (2 + len(pairs))
+    answer = probe.request("pairs", within=within, pairs=[list(pair) for pair in pairs], kind=kind, devices=devices)
+    return {pair: answer["seconds"].get(f"{pair[0]}-{pair[1]}") for pair in pairs}

@@ -1,0 +1,213 @@
+"""Parses a cluster: `auto`, `8xH100`, `4x8xA100-80GB`, `4xA100-80GB+4xL40S`, `2xcpu` or a YAML file."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimaran.core import GIB, Bytes, Seconds, UserError
+from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.regular_files import read_regular_bytes
+from trimaran.machine.calibration import (
+    apply_calibration,
+    find_calibration,
+    parse_calibration,
+    read_calibration,
+    with_network,
+)
+from trimaran.machine.cluster import LATENCY_SECONDS, Cluster, Link, mixed_cluster
+from trimaran.machine.detect import cpu_cluster, detect, machine_name
+from trimaran.machine.device_catalogue import find_device
+from trimaran.machine.validation_error import first_error
+
+MAX_FILE_BYTES = 1 << 16
+MAX_DEVICES = 1 << 20
+CLUSTER = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?((?!\d+x)[a-z0-9][a-z0-9 _-]*)", re.IGNORECASE)
+JOINED = re.compile(r"(\d{1,7})\s*([a-z].*)", re.IGNORECASE)  # 8h100
+TURNED = re.compile(r"(.+?)\s*x\s*(\d{1,7})", re.IGNORECASE)  # h100x8
+EXAMPLES = "write auto, 8xH100, 4x8xA100-80GB, 4xA100-80GB+4xL40S, 2xcpu or the name of a YAML file"
+MAX_GROUPS = 64
+
+Positive = Annotated[float, Field(gt=0, lt=1e6)]
+
+
+class MeasuredBandwidths(BaseModel):
+    """Measured bus bandwidths of a link, in 10^9 bytes a second."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all_reduce: Positive | None = None
+    all_gather: Positive | None = None
+    all_to_all: Positive | None = None
+    send: Positive | None = None
+
+
+class LinkFile(BaseModel):
+    """A link in a cluster file. The last of the list may leave out `devices`: it connects all of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=40)]
+    devices: Annotated[int, Field(ge=2, le=MAX_DEVICES)] | None = None
+    gb_per_second: Positive
+    latency_us: Positive | None = None
+    reached: MeasuredBandwidths = MeasuredBandwidths()
+
+
+class ClusterFile(BaseModel):
+    """A cluster file. Bandwidths are per device in one direction; the catalogue fills in the rest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
+    memory_gib: Positive | None = None
+    host_memory_gib: Positive | None = None
+    link_gb_per_second: Positive | None = None
+    network_gb_per_second: Positive | None = None
+    links: Annotated[tuple[LinkFile, ...], Field(max_length=8)] = ()
+    calibration: str | dict[str, Any] | None = None
+
+
+def parse_cluster(
+    text: str, *, visible_devices: str | None = None, calibrations: Path | None = None, threads: int | None = None
+) -> Cluster:
+    """Return the cluster that `text` names.
+
+    `visible_devices` applies to `auto` only. `calibrations` and `threads` apply to this machine: `auto` and `2xcpu`;
+    see `detect`. A calibration that was fitted to runs is one of a fleet, and applies to a device of the catalogue too.
+    """
+    text = text.strip()
+    if text.casefold() == "auto":
+        return detect(visible_devices=visible_devices, calibrations=calibrations, threads=threads)
+    if text.endswith((".yaml", ".yml")):
+        return _read_cluster(Path(text))
+    if "+" in text:
+        names = text.split("+")
+        if len(names) > MAX_GROUPS:
+            raise UserError("C002", f"a cluster of {len(names)} groups is too long", where="cluster",
+                            fix=f"name at most {MAX_GROUPS}")  # fmt: skip
+        return mixed_cluster([_parse_devices(name.strip(), calibrations) for name in names])
+    return _parse_devices(text, calibrations, threads)
+
+
+def _parse_devices(text: str, calibrations: Path | None, threads: int | None = None) -> Cluster:
+    """Return the equal devices that `text` names, also as `8 x H100`, `8h100` or `h100x8`."""
+    match = CLUSTER.fullmatch(re.sub(r"(?<=\d)\s*[x×]\s*(?=\w)", "x", text))
+    if match is None:
+        raise UserError("C002", f"'{text}' is not a cluster", where="cluster", fix=EXAMPLES)
+    counts, name = [int(each) for each in match.groups()[:2] if each], match[3]
+    if not _is_device(name):
+        if name.isdigit():
+            raise UserError("C002", f"'{text}' names no device", where="cluster",
+                            fix=f"name it too, such as {'x'.join([*map(str, counts), name])}xH100")  # fmt: skip
+        joined, turned = JOINED.fullmatch(name), TURNED.fullmatch(name)
+        if joined and len(counts) < 2 and _is_device(joined[2]):
+            counts, name = [*counts, int(joined[1])], joined[2]
+        elif turned and not counts and _is_device(turned[1]):
+            counts, name = [int(turned[2])], turned[1]
+    if 0 in counts:
+        raise UserError("C003", f"'{text}' has no devices", where="cluster", fix=EXAMPLES)
+    return _build(counts, name, text, calibrations, threads)
+
+
+def _is_device(name: str) -> bool:
+    try:
+        find_device(name)
+    except UserError:
+        return False
+    return True
+
+
+def _build(
+    counts: list[int], name: str, text: str, calibrations: Path | None = None, threads: int | None = None
+) -> Cluster:
+    device = find_device(name)
+    if len(counts) == 2:
+        num_nodes, devices_per_node = counts
+    else:
+        num_devices = counts[0] if counts else 1
+        num_nodes = 1 if device.traits.shares_cores else -(-num_devices // device.node_size)
+        if num_devices % num_nodes:
+            raise UserError("C003", f"{num_devices} devices do not fill {num_nodes} equal nodes", where="cluster",
+                            fix=f"name the nodes: {num_nodes}x{device.node_size}x{device.name}")  # fmt: skip
+        devices_per_node = num_devices // num_nodes
+    if num_nodes * devices_per_node > MAX_DEVICES:
+        raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
+    if device.traits.shares_cores:  # the other nodes are assumed to equal this one
+        here = cpu_cluster(devices_per_node, calibrations=calibrations, threads=threads)
+        cluster = replace(here, num_nodes=num_nodes)
+        calibration = find_calibration(calibrations, machine_name(cluster)) if num_nodes > 1 else None
+        return with_network(cluster, calibration.network) if calibration else cluster
+    cluster = Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
+    calibration = find_calibration(calibrations, machine_name(cluster))
+    return apply_calibration(cluster, calibration) if calibration and calibration.fitted else cluster
+
+
+def _read_cluster(path: Path) -> Cluster:
+    try:
+        raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
+        tree = load_yaml(raw) if len(raw) <= MAX_FILE_BYTES else None
+    except OSError as error:
+        raise UserError("C004", f"the cluster file cannot be read: {error.strerror}", where=str(path),
+                        fix="name a file that exists, or a cluster such as 8xH100") from None  # fmt: skip
+    except TextError as error:
+        where = f"{path}, line {error.line}" if error.line else str(path)
+        raise UserError("C004", f"this is not YAML: {error.what}", where=where,
+                        fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}") from None  # fmt: skip
+    if not isinstance(tree, dict):
+        raise UserError("C004", "this is not a small YAML mapping", where=str(path),
+                        fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}")  # fmt: skip
+    try:
+        file = ClusterFile.model_validate(tree)
+    except ValidationError as error:
+        raise first_error(error, ClusterFile, code="C005", where=str(path)) from None
+    return _cluster_of(file, path)
+
+
+def _cluster_of(file: ClusterFile, path: Path) -> Cluster:
+    cluster = _build([file.num_nodes, file.devices_per_node], file.device, str(path))
+    device = cluster.device
+    if file.memory_gib:
+        device = replace(device, memory_bytes=Bytes(int(file.memory_gib * GIB)))
+    if file.link_gb_per_second:
+        device = replace(device, link_bandwidth=file.link_gb_per_second * 1e9)
+    if file.network_gb_per_second:
+        device = replace(device, network_bandwidth=file.network_gb_per_second * 1e9)
+    if file.host_memory_gib:
+        cluster = replace(cluster, host_bytes=Bytes(int(file.host_memory_gib * GIB)))
+    cluster = replace(cluster, device=device, links=_links(file, cluster.world_size, path))
+    if file.calibration is None:
+        return cluster
+    if isinstance(file.calibration, str):
+        return apply_calibration(cluster, read_calibration(path.parent / file.calibration))
+    return apply_calibration(cluster, parse_calibration(file.calibration, where=f"{path}: calibration"))
+
+
+def _links(file: ClusterFile, world_size: int, path: Path) -> tuple[Link, ...]:
+    """Return the links of the file; raise unless their sizes grow and the last connects all devices."""
+    if not file.links:
+        return ()
+    sizes = [each.devices for each in file.links[:-1]] + [file.links[-1].devices or world_size]
+    if file.link_gb_per_second or file.network_gb_per_second:
+        raise UserError("C007", "the bandwidths are set twice: in links, and on their own", where=str(path),
+                        fix="leave out link_gb_per_second and network_gb_per_second")  # fmt: skip
+    if sizes[-1] != world_size:
+        raise UserError("C007", f"the last link connects {sizes[-1]} devices of {world_size}", where=f"{path}: links",
+                        fix="leave out its devices: the last link connects all")  # fmt: skip
+    for inner, outer in pairwise(sizes):
+        if inner is None or outer is None or outer <= inner or outer % inner:
+            raise UserError("C007", f"a link of {inner or 'all'} devices does not fit into one of {outer or 'all'}",
+                            where=f"{path}: links", fix="start with the innermost: 8, then 64")  # fmt: skip
+    return tuple(_link(each, size or world_size) for each, size in zip(file.links, sizes, strict=True))
+
+
+def _link(file: LinkFile, num_devices: int) -> Link:
+    reached = {name: rate * 1e9 for name, rate in file.reached.model_dump(exclude_none=True).items()}
+    latency = file.latency_us * 1e-6 if file.latency_us else LATENCY_SECONDS.get(file.name, LATENCY_SECONDS["network"])
+    bandwidth = file.gb_per_second * 1e9
+    return Link(name=file.name, devices=num_devices, bandwidth=bandwidth, latency=Seconds(latency), reached=reached)

@@ -1,0 +1,1 @@
+"""Measures this machine, in processes that import torch."""

@@ -1,0 +1,170 @@
+"""Fetches a model of the Hugging Face Hub into the local cache, with `huggingface_hub`.
+
+huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
+interrupted, and checks what it gets.
+"""
+
+import fnmatch
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trimaran.core import UserError
+from trimaran.models.hub.hub_errors import HubRepo, hub_error
+
+Progress = Callable[[float], None]
+"""Is called with the fraction that is there."""
+
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+UNWANTED = ("*/*", "consolidated*")  # subfolders hold other formats, and Mistral's repositories the weights twice
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+POLL_SECONDS = 0.2
+CONNECT_SECONDS = 10.0
+
+
+def fetch_small_files(repo: HubRepo, *, only_config: bool = False, code: bool = False) -> Path:
+    """Return the folder with the config and the tokenizer of a model, or only its config.json; no weights.
+
+    The last part of the path is the commit. Python files are fetched only with `code`.
+    """
+    hub = load_hub(repo)
+    with hub_errors(repo, hub):
+        local = not can_reach(hub)
+        if only_config:
+            found = hub.hf_hub_download(repo.name, "config.json", revision=repo.revision, local_files_only=local)
+            return Path(found).parent
+        folder = hub.snapshot_download(
+            repo.name,
+            revision=repo.revision,
+            local_files_only=local,
+            allow_patterns=[*SMALL, *(("*.py",) if code else ())],
+            ignore_patterns=[*UNWANTED, "*.safetensors"],
+        )
+        if not (Path(folder) / "config.json").is_file():
+            raise UserError("M042", f"{repo.name} has no config.json: it is not a model of transformers",
+                            where=f"{repo.field} {repo.name}", fix="name another model")  # fmt: skip
+        return Path(folder)
+
+
+def fetch_model(
+    repo: HubRepo, progress: Progress | None = None, *, code: bool = False, cache: Path | None = None
+) -> Path:
+    """Return the local folder of a model: config, tokenizer and safetensors, and Python files only with `code`.
+
+    Without a network a copy in the cache is used if it has weights. `cache` is the root of another cache than the
+    default one.
+    """
+    hub = load_hub(repo)
+    wanted = [*SMALL, "*.safetensors", *(("*.py",) if code else ())]
+    options: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(UNWANTED), "cache_dir": cache}
+    with hub_errors(repo, hub):
+        if can_reach(hub):
+            return _download(hub, repo, options, progress)
+        folder = Path(hub.snapshot_download(repo.name, revision=repo.revision, local_files_only=True, **options))
+        if any(folder.glob("*.safetensors")):
+            return folder
+        raise hub.errors.LocalEntryNotFoundError(f"{repo.name} has no weights in the cache")
+
+
+def _download(hub: Any, repo: HubRepo, options: dict[str, Any], progress: Progress | None) -> Path:
+    info = hub.HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True)
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings}
+    files = [name for name in sizes if _matches(name, options["allow_patterns"]) and not _matches(name, UNWANTED)]
+    if not any(name.endswith(".safetensors") for name in files):
+        raise _no_weights(repo, num_pickles=sum(_matches(name, PICKLES) for name in sizes))
+    root = Path(options["cache_dir"] or hub.constants.HF_HUB_CACHE) / f"models--{repo.name.replace('/', '--')}"
+    with _watched(root / "blobs", sum(sizes[name] for name in files), progress):
+        return Path(hub.snapshot_download(repo.name, revision=info.sha, **options))
+
+
+def _no_weights(repo: HubRepo, *, num_pickles: int) -> UserError:
+    """Return the error for a repository without safetensors: training would start from random weights."""
+    if num_pickles:
+        what = f"{repo.name} has its weights only as pickles, which can run any program"
+        fix = "in a sandbox, load it with transformers and save it as safetensors with save_pretrained"
+    else:
+        what, fix = f"{repo.name} has no weights in the format safetensors", f"name another model, or {repo.field}=DIR"
+    return UserError("M042", what, where=f"{repo.field} {repo.name}", fix=fix)
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+@contextmanager
+def _watched(blobs: Path, total_bytes: int, progress: Progress | None) -> Iterator[None]:
+    """Report the progress of a download by the growth of the cache: its own bars write to the terminal."""
+    if progress is None or not total_bytes:
+        yield
+        return
+    done = threading.Event()
+    before = _bytes_in(blobs)
+
+    def poll() -> None:
+        while not done.wait(POLL_SECONDS):
+            progress(min(1.0, (_bytes_in(blobs) - before) / total_bytes))
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        return sum(each.stat().st_size for each in folder.iterdir())
+    except OSError:
+        return 0
+
+
+def load_hub(repo: HubRepo) -> Any:
+    """Return the module huggingface_hub, without its own progress bars."""
+    try:
+        # An optional package that takes a moment to import.
+        import huggingface_hub.constants  # noqa: PLC0415
+        import huggingface_hub.errors  # noqa: PLC0415
+        import huggingface_hub.utils  # noqa: PLC0415
+    except ImportError:
+        raise UserError(
+            "M041" if repo.kind == "model" else "T064",
+            f"{repo.name} is not a folder here, and to fetch it from the Hub the package huggingface_hub is missing",
+            where=f"{repo.field} {repo.name}",
+            fix="pip install 'trimaran[hf]', or name a local folder",
+        ) from None
+    huggingface_hub.utils.disable_progress_bars()
+    return huggingface_hub
+
+
+def can_reach(hub: Any) -> bool:
+    """Return whether something answers at the Hub's address; huggingface_hub itself would retry for half a minute."""
+    from urllib.request import getproxies  # noqa: PLC0415  (imports http and ssl)
+
+    address, proxies = urlsplit(hub.constants.ENDPOINT), getproxies()
+    if hub.constants.HF_HUB_OFFLINE:
+        return False
+    if address.scheme in proxies or "all" in proxies:
+        return True
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def hub_errors(repo: HubRepo, hub: Any) -> Iterator[None]:
+    """Raise a UserError for whatever the Hub or the connection raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise hub_error(error, repo, is_offline=bool(hub.constants.HF_HUB_OFFLINE)) from error

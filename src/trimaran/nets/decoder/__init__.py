@@ -1,0 +1,1 @@
+"""Our own decoder: attention, experts, and the split of its layers."""

@@ -1,0 +1,167 @@
+"""Computes projections of the same input as one matmul: their weights are consecutive slices of one tensor.
+
+Parameters and their names do not change. Each parameter is a slice of one tensor, so nothing is copied to join them,
+and an in-place change of a parameter changes the joint tensor. torch's compiler would concatenate the gradients of the
+parts at half the memory bandwidth; on a GPU our own kernels do that. Most layers in fp32 on a CPU are computed by
+`cpu_layer.py` instead.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.nets.decoder.joint_operators import cast_if_needed
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def join_weights(parts: Sequence[nn.Linear]) -> None:
+    """Make the layers' weights consecutive rows of one new tensor. Their values do not change."""
+    weights = [each.weight for each in parts]
+    for each, rows in zip(weights, torch.cat(weights).split([len(each) for each in weights]), strict=True):
+        each.data = rows
+
+
+@contextmanager
+def separate_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """In this context joint projections and fused norms are computed one by one, so that hooks of each module run."""
+    joint = [(each, name) for each in modules for name in ("joint", "fused") if getattr(each, name, False) is True]
+    for module, name in joint:
+        setattr(module, name, False)
+    try:
+        yield
+    finally:
+        for module, name in joint:
+            setattr(module, name, True)
+
+
+def joint_swiglu(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Tensor:
+    """Return the SwiGLU feed-forward of `x`; `join_weights` has joined `gate` and `up`."""
+    rows = x.flatten(0, -2).to(gate.weight.dtype)
+    return _JointSwiGLU.apply(rows, gate.weight, up.weight, down.weight).unflatten(0, x.shape[:-1])
+
+
+def rotary_projection(
+    x: Tensor, parts: Sequence[nn.Linear], rotation: Rotation, heads: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys with RoPE applied, and values, each [B, heads, T, head_dim], of `x` [B, T, hidden].
+
+    `parts` are the three projections, joined by `join_weights`; `heads` are the numbers of query heads and of key
+    heads. The three results are views of one tensor.
+    """
+    weights = [each.weight for each in parts]
+    biases: list[Tensor] = [each.bias for each in parts if each.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    return _RotaryProjection.apply(x.to(weights[0].dtype), bias, *rotation, heads, *weights)
+
+
+def norm_and_residual(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """Return `x` [..., hidden] for the residual connection, and its norm. One kernel adds their gradients."""
+    assert norm.weight is not None
+    assert norm.eps is not None
+    return _NormAndResidual.apply(x, norm.weight, norm.eps)
+
+
+def fused_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Return the norm of `x` [..., hidden]: one kernel on a GPU, where autocast would compute it in several."""
+    assert norm.weight is not None
+    assert norm.eps is not None
+    return _Norm.apply(x, norm.weight, norm.eps)
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm, outside compiled code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        normed = gradients[0].contiguous().flatten(0, -2)
+        grad_x, grad_weight = torch.ops.trimaran.norm_backward(x.flatten(0, -2), weight, None, normed, ctx.eps)
+        return grad_x.view_as(x), grad_weight, None
+
+
+class _NormAndResidual(torch.autograd.Function):
+    """RMSNorm and the residual connection around it. Backward adds both gradients in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return x.view_as(x), _norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        residual, normed = (each.contiguous().flatten(0, -2) for each in gradients)
+        grad_x, grad_weight = torch.ops.trimaran.norm_backward(x.flatten(0, -2), weight, residual, normed, ctx.eps)
+        return grad_x.view_as(x), grad_weight, None
+
+
+class _JointSwiGLU(torch.autograd.Function):
+    """Two matmuls. Backward recomputes the activation between them, because it has to read its input anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        packed = torch.ops.trimaran.joint_matmul(x, [gate, up], True)
+        ctx.save_for_backward(x, gate, up, down, packed)
+        if packed.is_cuda and torch.is_inference_mode_enabled():
+            from trimaran.nets.kernels.swiglu import gated_forward  # noqa: PLC0415 - only a GPU has Triton
+
+            return gated_forward(packed) @ down.t()
+        first, second = packed.chunk(2, dim=-1)
+        return (F.silu(first) * second) @ down.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
+        x, gate, up, down, packed = ctx.saved_tensors
+        grad_out = gradients[0].contiguous()
+        grad_packed, inner = torch.ops.trimaran.gated_backward(packed, grad_out @ down)
+        return *_joint_linear_backward(x, [gate, up], grad_packed), grad_out.t() @ inner
+
+
+class _RotaryProjection(torch.autograd.Function):
+    """One matmul for queries, keys and values. RoPE is applied to its result in place, and heads are views of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, heads: tuple[int, int], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, cos, sin, *weights)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        packed = torch.ops.trimaran.rotary_projection(x, weights, bias, cos, sin, sum(heads))
+        num_heads, num_kv_heads = heads
+        return (
+            packed.unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], 1)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, cos, sin, *weights = ctx.saved_tensors
+        gradient = torch.ops.trimaran.rotary_backward(*gradients, cos, sin).flatten(0, 1)
+        grad_bias = None if ctx.bias_dtype is None else gradient.sum(0, dtype=ctx.bias_dtype)
+        grad_x, *grad_weights = _joint_linear_backward(x.flatten(0, 1), weights, gradient)
+        return grad_x.view_as(x), grad_bias, None, None, None, *grad_weights
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of `x`. The compiler fuses it with the addition before it; else it is one kernel on a GPU."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return torch.ops.trimaran.norm_forward(x.flatten(0, -2), weight, eps).view_as(x)
+    return cast_if_needed(F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps), x.dtype)
+
+
+def _joint_linear_backward(x: Tensor, weights: Sequence[Tensor], grad_out: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of the input and the weights of a joint matmul."""
+    grad_weights = (grad_out.t() @ x).split([len(each) for each in weights])
+    return torch.ops.trimaran.joint_matmul(grad_out, weights, False), *grad_weights

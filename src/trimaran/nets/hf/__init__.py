@@ -1,0 +1,1 @@
+"""Networks of Hugging Face models, split for every axis."""

@@ -1,0 +1,168 @@
+"""The tensor-parallel plan of a Hugging Face model, taken from its config and mapped to our styles."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trimaran.core import UserError
+from trimaran.models.hf_facts import refuse_tp_degree
+from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.nets.decoder.stacked_experts import stacked_experts
+
+# The style of a module in transformers, and ours. Between a colwise and a rowwise module, both hold a rank's own heads
+# or columns.
+STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "heads",
+    "replicate": "replicated",
+    "colwise_gather_output": "foreign-colwise-gathered",
+    "rowwise_split_input": "foreign-rowwise-taken",
+    "moe_tp_experts": "foreign-experts",
+    "grouped_gemm": "foreign-experts",
+}
+# Plans for models that transformers has none for, by model type and name pattern in the base model.
+OUR_PLANS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise_gather_output",
+        "h.*.attn.c_proj": "rowwise_split_input",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}
+# Models whose code cannot be sharded although transformers has a plan for it, by model type.
+UNSUPPORTED = {"gemma4": "reads rows of its embedding, of which a rank has a part"}
+CONV1D_STYLES = {"colwise": "foreign-colwise", "rowwise": "foreign-rowwise"}
+
+
+def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
+    """Return the style of every module that has parameters, by name pattern.
+
+    There is no sequence parallelism: transformers' attention would take a part of the sequence for all of it. Embedding
+    and head are sharded along the vocabulary, in which the last ranks hold fewer rows if the degree does not divide it.
+    """
+    plan, sizes = _plan_and_sizes(module, degree)
+    refuse_tp_degree(degree, sizes)
+    return plan
+
+
+def hf_tp_sizes(module: Any) -> dict[str, int]:
+    """Return what a degree must divide: the heads and every width that is sharded, by name.
+
+    Raises UserError if there is no tensor-parallel plan for the model.
+    """
+    return _plan_and_sizes(module, degree=2)[1]
+
+
+def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
+    if reason := UNSUPPORTED.get(module.config.model_type):
+        raise _tp_unsupported(module, reason)
+    theirs = _plan_of(module)
+    ends = _ends(module, degree)
+    wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
+    if not wanted:  # a style for the head alone is not enough
+        raise _tp_unsupported(module, "has no tensor-parallel plan")
+    owners = {_pattern(name): part for name, part in module.named_modules() if _direct_parameters(part)}
+    experts = {_pattern(name) for name, part in module.named_modules() if part in set(stacked_experts(module))}
+    wanted = {pattern: style for pattern, style in wanted.items() if pattern.rpartition(".")[0] not in experts}
+    _refuse_unknown_styles(module, wanted)
+    named = {pattern: STYLES[wanted[pattern]] for pattern in owners if pattern in wanted}
+    named |= {each: CONV1D_STYLES.get(style, style) for each, style in named.items() if hasattr(owners[each], "nf")}
+    _refuse_other_experts(module, owners, named)
+    plan = {pattern: ends.get(pattern) or named.get(pattern) or "" for pattern in owners}
+    for pattern in [pattern for pattern, style in plan.items() if not style]:
+        plan[pattern] = _unnamed(module, pattern, owners[pattern], named)
+    widths = {pattern: width for pattern, style in named.items() if (width := _width(owners[pattern], style))}
+    return plan, _head_counts(module) | widths
+
+
+def _plan_of(module: Any) -> Mapping[str, str]:
+    theirs = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
+    ours = OUR_PLANS.get(module.config.model_type, {})
+    return {f"{module.base_model_prefix}.{pattern}": style for pattern, style in ours.items()} | dict(theirs)
+
+
+def _refuse_other_experts(module: nn.Module, owners: Mapping[str, nn.Module], named: Mapping[str, str]) -> None:
+    """Raise if the plan splits experts as a whole that are not stacked in the form that transformers 5 gives them."""
+    for pattern, style in named.items():
+        part: Any = owners[pattern]
+        if style == "foreign-experts" and any(
+            each.shape[0] != getattr(part, "num_experts", 0) for each in _direct_parameters(part)
+        ):
+            raise _tp_unsupported(module, f"has experts in {pattern} that are not stacked by expert")
+
+
+def _refuse_unknown_styles(module: nn.Module, wanted: Mapping[str, str]) -> None:
+    """Raise if the plan has an unknown style, or one for a single parameter of a module."""
+    modules = {_pattern(name) for name, _ in module.named_modules()}
+    parameters = {_pattern(name) for name, _ in module.named_parameters()}
+    for pattern, style in wanted.items():
+        if pattern in parameters or (pattern in modules and style not in STYLES):
+            raise _tp_unsupported(module, f"shards {pattern} in an unsupported style ({style})")
+
+
+def _ends(module: Any, degree: int) -> dict[str, str]:
+    """Return the styles of the embedding and the head, which agree if they are tied."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    names = {id(part): name for name, part in module.named_modules()}
+    tied = head is not None and head.weight is embedding.weight
+    split_embedding = isinstance(embedding, nn.Embedding) and every_rank_has_rows(embedding.num_embeddings, degree)
+    styles = {names[id(embedding)]: "embedding" if split_embedding else "replicated"}
+    if isinstance(head, nn.Linear):
+        split_head = split_embedding if tied else every_rank_has_rows(head.out_features, degree)
+        styles[names[id(head)]] = "colwise-logits" if split_head else "replicated"
+    return styles
+
+
+def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[str, str]) -> str:
+    """Return the style of a module that the plan omits. With a colwise sibling it gets only this rank's heads."""
+    parent = pattern.rpartition(".")[0]
+    siblings = [style for each, style in named.items() if each.rpartition(".")[0] == parent]
+    if not pattern or any(True for _ in part.children()):
+        raise _tp_unsupported(module, f"does not say how the parameters of {pattern or 'the model itself'} are sharded")
+    if isinstance(part, nn.Conv1d):  # the module around it computes with its weights
+        raise _tp_unsupported(module, f"does not say how the convolution {pattern} is sharded")
+    if "foreign-experts" in siblings:
+        return "foreign-replicated"  # a router, which returns more than one tensor
+    if "colwise" not in siblings:
+        return "replicated"
+    if all(each.shape == (_head_dim(module),) for each in _direct_parameters(part)):
+        return "heads"
+    raise _tp_unsupported(module, f"does not say how {pattern} is sharded")
+
+
+def _head_counts(module: Any) -> dict[str, int]:
+    config = module.config.get_text_config()
+    counts = {field: getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
+    return {field: count for field, count in counts.items() if isinstance(count, int)}
+
+
+def _width(part: Any, style: str) -> int:
+    """Return the width of a linear layer, or the number of experts, that its style shards; 0 if it shards none."""
+    if style == "foreign-experts":
+        return part.num_experts
+    rows = "rowwise" in style
+    if hasattr(part, "nf"):  # GPT-2's linear layer
+        return part.nx if rows else part.nf
+    return (part.in_features if rows else part.out_features) if isinstance(part, nn.Linear) else 0
+
+
+def _direct_parameters(part: nn.Module) -> list[nn.Parameter]:
+    return list(part.parameters(recurse=False))
+
+
+def _head_dim(module: Any) -> int:
+    config = module.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _pattern(name: str) -> str:
+    """Return the name with a star for each number between dots, as in transformers' plans."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _tp_unsupported(module: nn.Module, reason: str) -> UserError:
+    return UserError("M026", f"{type(module).__name__} {reason}", where="plan.mesh.tp",
+                     fix="set tp to 1 and shard the parameters instead: plan.mesh.dp_shard")  # fmt: skip

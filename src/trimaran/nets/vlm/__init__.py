@@ -1,0 +1,1 @@
+"""Vision-language networks: towers, projectors and their weights."""

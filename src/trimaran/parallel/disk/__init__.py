@@ -1,0 +1,1 @@
+"""Weights and optimizer states on local disks."""

@@ -1,0 +1,1 @@
+"""Optimizers: AdamW in several precisions, streamed states, schedules and loss scales."""

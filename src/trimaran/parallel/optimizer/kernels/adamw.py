@@ -1,0 +1,220 @@
+"""AdamW on a GPU: one pass over gradient, weight and moments in any format, limited by memory bandwidth."""
+
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
+
+from trimaran.parallel.batched.tensor_kernels import join_halves
+from trimaran.parallel.optimizer.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
+from trimaran.parallel.optimizer.moments import StateChunk, States
+
+VALUES_PER_PROGRAM, NUM_WARPS = 2048, 8
+BLOCKS_PER_PROGRAM = 8  # of 8-bit values
+
+
+def update_chunk_on_gpu(chunk: StateChunk, states: States, refused: Tensor | None) -> None:
+    """Update weights and states in place, unless `refused` is not zero; see `moments.update_chunk`.
+
+    The results equal those of `moments.update_chunk` except for the last bits of single operations, which may change
+    how a value is rounded. All tensors must be contiguous and on one GPU. Nothing waits for the GPU.
+    """
+    betas = chunk.constants.betas
+    common = (chunk.weight, chunk.low, chunk.gradient, chunk.factor, refused, chunk.step_constants)
+    numbers = (betas[1], 1 - betas[0], 1 - betas[1], chunk.constants.eps)
+    moments = [states[key] for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale") if key in states]
+    if "exp_avg_scale" in states:
+        width = chunk.weight.shape[1]
+        count = len(chunk.weight) * num_blocks(width)
+        device = chunk.weight.device
+        tables = [table(device, signed=signed) for signed in (True, False) for table in (codebook, lower_bounds)]
+        _update_blocks[(triton.cdiv(count, BLOCKS_PER_PROGRAM),)](
+            *common, *moments, *tables, *numbers, count, width, BLOCKS=BLOCKS_PER_PROGRAM, BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return
+    starts, length = chunk.index_runs or (None, chunk.weight.numel())
+    grid = (chunk.weight.numel() // length * triton.cdiv(length, VALUES_PER_PROGRAM),)
+    _update_values[grid](*common, *moments, starts, *numbers, length, VALUES=VALUES_PER_PROGRAM, num_warps=NUM_WARPS)
+
+
+@triton.jit
+def _update_values(
+    weight,
+    low,
+    gradient,
+    factor,
+    refused,
+    constants,
+    firsts,
+    seconds,
+    starts,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    eps,
+    length,
+    VALUES: tl.constexpr,  # noqa: N803
+):
+    """Update some values of one index run; without `starts` there is one run, and moments are fp32."""
+    if is_applied(refused):
+        parts = tl.cdiv(length, VALUES)
+        run = tl.program_id(0) // parts
+        position = (tl.program_id(0) % parts).to(tl.int64) * VALUES + tl.arange(0, VALUES)
+        at, inside = run.to(tl.int64) * length + position, position < length
+        grad = scaled_gradient(gradient, factor, at, inside)
+        first = tl.load(firsts + at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(seconds + at, mask=inside, other=0.0).to(tl.float32)
+        first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
+        decay, size, correction = float_of(constants), float_of(constants + 1), float_of(constants + 2)
+        update_weight(weight, low, decay, size, correction, first, second, eps, at, inside)
+        if starts is None:
+            tl.store(firsts + at, first, mask=inside)
+            tl.store(seconds + at, second, mask=inside)
+        else:
+            number = tl.load(starts + run) + tl.load(constants + 3) + position.to(tl.int32)
+            noise = hash_bits(number.to(tl.uint32, bitcast=True))
+            tl.store(firsts + at, round_to_bf16(first, noise), mask=inside)
+            tl.store(seconds + at, round_to_bf16(second, noise >> 16), mask=inside)
+
+
+@triton.jit
+def _update_blocks(
+    weight,
+    low,
+    gradient,
+    factor,
+    refused,
+    constants,
+    firsts,
+    first_scales,
+    seconds,
+    second_scales,
+    signed,
+    signed_bounds,
+    unsigned,
+    unsigned_bounds,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    eps,
+    count,
+    width,
+    BLOCKS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Update the values of some of `count` blocks. A row has `width` values, and no block crosses a row."""
+    if is_applied(refused):
+        block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        blocks_per_row = tl.cdiv(width, BLOCK)
+        column = (block % blocks_per_row * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        at = (block // blocks_per_row).to(tl.int64)[:, None] * width + column
+        exists = block < count
+        inside = exists[:, None] & (column < width)
+        grad = scaled_gradient(gradient, factor, at, inside)
+        first = dequantize_blocks(firsts, first_scales, signed, at, inside, block, exists)
+        second = dequantize_blocks(seconds, second_scales, unsigned, at, inside, block, exists)
+        first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
+        decay, size, correction = float_of(constants), float_of(constants + 1), float_of(constants + 2)
+        update_weight(weight, low, decay, size, correction, first, second, eps, at, inside)
+        scale = scale_of_blocks(first, inside)
+        tl.store(first_scales + block, scale, mask=exists)
+        tl.store(firsts + at, codes_of_blocks(first, scale, signed_bounds, 1, 127), mask=inside)
+        scale = scale_of_blocks(second, inside)
+        tl.store(second_scales + block, scale, mask=exists)
+        # A second moment never becomes zero, see `moments.EightBitMoments`.
+        tl.store(seconds + at, tl.maximum(codes_of_blocks(second, scale, unsigned_bounds, 2, 0), 1), mask=inside)
+
+
+@triton.jit
+def is_applied(refused):
+    """Return whether the step is applied."""
+    return True if refused is None else tl.load(refused) == 0.0
+
+
+@triton.jit
+def scaled_gradient(gradient, factor, at, inside):
+    """Return the gradient times `factor`, in fp32."""
+    grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        grad = grad * tl.load(factor)
+    return grad
+
+
+@triton.jit
+def update_weight(weight, low, decay, size, correction, first, second, eps, at, inside):
+    """Update weights, in fp32 or two halves (see `split_weights`), with moments that have not been rounded yet."""
+    if low is None:
+        old = tl.load(weight + at, mask=inside, other=0.0)
+    else:
+        upper, lower = tl.load(weight + at, mask=inside, other=0.0), tl.load(low + at, mask=inside, other=0)
+        old = join_halves(upper, lower)
+    new = old * decay - first / (tl.sqrt(second) / correction + eps) * size
+    if low is None:
+        tl.store(weight + at, new, mask=inside)
+    else:
+        bits = new.to(tl.int32, bitcast=True)
+        upper = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(weight + at, upper, mask=inside)
+        tl.store(low + at, (bits & 0xFFFF).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def float_of(word):
+    return tl.load(word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def hash_bits(number):
+    """Return `stochastic_rounding.hash_int32` of unsigned numbers."""
+    number = (number ^ (number >> 16)) * 0x7FEB352D
+    number = (number ^ (number >> 15)) * 0x846CA68B
+    return number ^ (number >> 16)
+
+
+@triton.jit
+def round_to_bf16(values, noise):
+    """Return `stochastic_rounding.to_bf16`."""
+    bits = values.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(finite, rounded, values).to(tl.bfloat16)
+
+
+@triton.jit
+def dequantize_blocks(codes, scales, book, at, inside, block, exists):
+    """Return the values of codes and scales, see `block_quantization.dequantize`."""
+    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    return tl.load(book + code) * tl.load(scales + block, mask=exists, other=0.0)[:, None]
+
+
+@triton.jit
+def scale_of_blocks(values, inside):
+    """Return the largest magnitude of each block; Inf if it has a NaN, which then shows in the next step."""
+    size = tl.where(values == values, tl.abs(values), float("inf"))
+    return tl.max(tl.where(inside, size, 0.0), axis=1)
+
+
+@triton.jit
+def codes_of_blocks(values, scale, bounds, FINEST: tl.constexpr, ZERO: tl.constexpr):  # noqa: N803
+    """Return the codes of blocks of values, see `block_quantization.quantize`.
+
+    The lowest of seven decades has FINEST values, each higher one twice as many as the one below, and ZERO is the code
+    of 0. So a code can be computed without a search, rounded towards zero: it or the next one is right. One comparison
+    with the bound between the two decides.
+    """
+    relative = tl.div_rn(values, tl.maximum(scale, 1.1754943508222875e-38)[:, None] + tl.zeros_like(values))
+    size = tl.abs(relative)
+    count = tl.full(values.shape, FINEST, tl.float32)
+    lift = tl.full(values.shape, 1e6, tl.float32)
+    for decade in tl.static_range(6):
+        edge = 10.0 ** (decade - 6) * (1 + 0.9 / (FINEST * 2**decade)) * 1.00001
+        count = tl.where(size >= edge, FINEST * 2.0 ** (decade + 1), count)
+        lift = tl.where(size >= edge, 10.0 ** (5 - decade), lift)
+    within = (size * lift - 0.1) * (count / 0.9) - 0.01
+    within = tl.minimum(tl.maximum(within, 0.0), count - 1).to(tl.int32)
+    least = 0.5e-6 * (0.1 + 0.45 / FINEST) * 1.00001
+    steps = tl.where(size >= least, 1 + count.to(tl.int32) - FINEST + within, 0)
+    below = relative < 0
+    code = tl.where(below, ZERO - steps, ZERO + steps)
+    bound = tl.load(bounds + tl.where(below, code, code + 1))
+    return tl.where(below, code - (relative < bound).to(tl.int32), code + (relative >= bound).to(tl.int32)).to(tl.uint8)

@@ -1,0 +1,176 @@
+"""The formats of AdamW's two moments, and the update of weights and moments in each format."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from trimaran.parallel.optimizer.block_quantization import codebook, dequantize, num_blocks, quantize
+from trimaran.parallel.optimizer.split_weights import join_fp32, split_fp32
+from trimaran.parallel.optimizer.stochastic_rounding import IndexRuns, hash_int32, to_bf16
+
+States = dict[str, Tensor]
+Shape = tuple[int, ...]
+DECAY_FACTOR, STEP_SIZE, SECOND_CORRECTION, NOISE_OFFSET = range(4)  # the columns of `step_constants`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConstants:
+    """The hyperparameters of a parameter group."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChunk:
+    """Some rows of this rank's shard of one parameter, as a 2-D tensor with the last dimension as its columns.
+
+    `weight` is fp32, or the bf16 upper half if there is a lower half, `low`. `gradient` has yet to be multiplied by
+    `factor`. `step` is the parameter's step count including this step, on the device; `step_constants` is computed from
+    it. `index_runs` are the indices of the elements, where moments are rounded stochastically.
+    """
+
+    weight: Tensor
+    low: Tensor | None
+    gradient: Tensor
+    states: States
+    factor: Tensor | None
+    step: Tensor
+    step_constants: Tensor
+    constants: AdamWConstants
+    parameter: Tensor
+    index_runs: IndexRuns | None
+
+
+class MomentFormat(Protocol):
+    """A format of the moments. States have as many rows as the weights they belong to."""
+
+    def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Return the shape and dtype of each state of a shard with this shape. All of them start as zeros."""
+        ...
+
+    def update(self, weight: Tensor, gradient: Tensor, states: States, chunk: StateChunk) -> None:
+        """Update fp32 weights and states in place."""
+        ...
+
+
+class Fp32Moments:
+    """Both moments in fp32, updated by torch's fused kernel: 8 bytes a value."""
+
+    def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        return {"exp_avg": (shape, torch.float32), "exp_avg_sq": (shape, torch.float32)}
+
+    def update(self, weight: Tensor, gradient: Tensor, states: States, chunk: StateChunk) -> None:
+        constants = chunk.constants
+        adamw(
+            [weight],
+            [gradient],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [],
+            [chunk.step - 1],  # torch adds one
+            fused=True,
+            amsgrad=False,
+            beta1=constants.betas[0],
+            beta2=constants.betas[1],
+            lr=constants.lr,
+            weight_decay=constants.weight_decay,
+            eps=constants.eps,
+            maximize=False,
+        )
+
+
+class Bf16Moments:
+    """Both moments in bf16, rounded stochastically: 4 bytes a value.
+
+    With rounding to nearest, a second moment that should shrink by less than half a bf16 step would never shrink.
+    """
+
+    def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        return {"exp_avg": (shape, torch.bfloat16), "exp_avg_sq": (shape, torch.bfloat16)}
+
+    def update(self, weight: Tensor, gradient: Tensor, states: States, chunk: StateChunk) -> None:
+        before = (states["exp_avg"].float(), states["exp_avg_sq"].float())
+        first, second = _update_moments(gradient, *before, chunk.constants.betas)
+        _update_weight(weight, first, second, chunk)
+        assert chunk.index_runs is not None
+        starts, length = chunk.index_runs
+        offsets = torch.arange(length, device=starts.device, dtype=torch.int32)
+        noise = hash_int32((starts + chunk.step_constants[NOISE_OFFSET])[:, None] + offsets).view(weight.shape)
+        states["exp_avg"].copy_(to_bf16(first, noise))
+        states["exp_avg_sq"].copy_(to_bf16(second, noise >> 16))
+
+
+class EightBitMoments:
+    """Both moments in 8 bits a value with a scale per block: 2.03 bytes a value."""
+
+    def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        scales = (*shape[:-1], num_blocks(shape[-1]))
+        return {
+            "exp_avg": (shape, torch.uint8),
+            "exp_avg_scale": (scales, torch.float32),
+            "exp_avg_sq": (shape, torch.uint8),
+            "exp_avg_sq_scale": (scales, torch.float32),
+        }
+
+    def update(self, weight: Tensor, gradient: Tensor, states: States, chunk: StateChunk) -> None:
+        signed, unsigned = (codebook(weight.device, signed=signed) for signed in (True, False))
+        first, second = _update_moments(
+            gradient,
+            dequantize(states["exp_avg"], states["exp_avg_scale"], signed),
+            dequantize(states["exp_avg_sq"], states["exp_avg_sq_scale"], unsigned),
+            chunk.constants.betas,
+        )
+        _update_weight(weight, first, second, chunk)
+        codes, scales = quantize(first, signed)
+        states["exp_avg"].copy_(codes)
+        states["exp_avg_scale"].copy_(scales)
+        # A second moment never becomes zero: with a zero gradient next, the first would be divided by epsilon alone.
+        codes, scales = quantize(second, unsigned, lowest=1)
+        states["exp_avg_sq"].copy_(codes)
+        states["exp_avg_sq_scale"].copy_(scales)
+
+
+FORMATS: Mapping[str, MomentFormat] = {"fp32": Fp32Moments(), "bf16": Bf16Moments(), "8bit": EightBitMoments()}
+
+
+def update_chunk(chunk: StateChunk, states: States, moments: MomentFormat) -> None:
+    """Update weights and states in place. `states` are the chunk's, on the device of its weights."""
+    weight = chunk.weight if chunk.low is None else join_fp32(chunk.weight, chunk.low)
+    gradient = chunk.gradient.to(weight.dtype)
+    moments.update(weight, gradient if chunk.factor is None else gradient * chunk.factor, states, chunk)
+    if chunk.low is not None:
+        upper, lower = split_fp32(weight)
+        chunk.weight.copy_(upper)
+        chunk.low.copy_(lower)
+
+
+def step_constants(steps: Tensor, name_hashes: Tensor, constants: AdamWConstants) -> Tensor:
+    """Return four 32-bit numbers for each parameter, as int32 [N, 4]. `steps` count from 1.
+
+    The first three are the bits of fp32 numbers: the factor of weight decay, the learning rate over the first moment's
+    bias correction, and the square root of the second's. They are computed in fp64, as 1 - beta^step loses too much in
+    fp32. The last one is added to the element indices (see `index_runs`), for other noise at every step.
+    """
+    first, second = (1 - beta ** steps.double() for beta in constants.betas)
+    decay = torch.full_like(first, 1 - constants.lr * constants.weight_decay)
+    numbers = torch.stack([decay, constants.lr / first, second.sqrt()], dim=1).float()
+    return torch.cat([numbers.view(torch.int32), hash_int32(name_hashes + steps.int())[:, None]], dim=1)
+
+
+def _update_moments(
+    gradient: Tensor, first: Tensor, second: Tensor, betas: tuple[float, float]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return first.lerp(gradient, 1 - betas[0]), second * betas[1] + gradient.square() * (1 - betas[1])
+
+
+def _update_weight(weight: Tensor, first: Tensor, second: Tensor, chunk: StateChunk) -> None:
+    """Update the weights with moments that have not been rounded yet."""
+    decay, size, correction = chunk.step_constants[:NOISE_OFFSET].view(torch.float32)
+    weight.copy_(weight * decay - first / (second.sqrt() / correction + chunk.constants.eps) * size)

@@ -1,0 +1,195 @@
+"""An optimizer's states as named tensor shards, for checkpoints."""
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from trimaran.core import UserError
+from trimaran.nets.local_shards import local_part, local_slices
+from trimaran.nets.shard_types import is_dtensor
+from trimaran.parallel.optimizer.block_quantization import (
+    SCALE_SUFFIX,
+    BlockLayout,
+    BlockReshard,
+    block_layout,
+    saved_layouts,
+)
+from trimaran.parallel.optimizer.eager_optimizer import SplitWeightsOptimizer, split_weights_of
+from trimaran.parallel.rank_share import meta_of
+from trimaran.parallel.tensor_regions import TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
+
+log = logging.getLogger(__name__)
+
+FORMAT_BY_DTYPE = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LOW = "low"  # the lower half of a split weight
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class OptimizerState:
+    """The states of the parameters in `named`, in that order. One name may stand for two tied parameters."""
+
+    def __init__(self, optimizer: Optimizer, named: NamedParameters) -> None:
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._optimizer, self._named = optimizer, [(name, each) for name, each in named if id(each) in trained]
+        self._reshards: list[BlockReshard] = []
+        self._split = split_weights_of(optimizer)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of all states, so that callers can tell whether their memory has changed."""
+        for _, parameter in self._named:
+            yield from (value for value in self._optimizer.state[parameter].values() if isinstance(value, Tensor))
+
+    def shards(self) -> Iterator[TensorShard]:
+        """Yield the existing states. AdamW's always exist, those of other optimizers after their first step."""
+        return (shard for _, shard in self._all_shards())
+
+    def shards_from(self, index: TensorIndex) -> Iterator[TensorShard]:
+        """Yield what is to be filled from a state with this index, then `settle`; see `CheckpointState.shards_from`."""
+        self._create_moments()
+        if not isinstance(self._optimizer, (Adam, AdamW, SplitWeightsOptimizer)):
+            self._create_by_a_step(index)
+        layouts, self._reshards = saved_layouts(index), []
+        for parameter, shard in self._all_shards():
+            check_moment_format(shard, index)
+            state, name = _state_and_name(shard)
+            saved = layouts.get((state, name))
+            if shard.key in index or saved is None:
+                yield shard
+            else:
+                yield self._reshard_scales(shard, parameter, *saved)
+
+    def settle(self) -> None:
+        """Convert states that were saved with other quantization blocks to those of this rank."""
+        for reshard in self._reshards:
+            reshard.requantize()
+        if self._reshards:
+            log.warning("%d 8-bit optimizer states were sharded at other columns; quantized again", len(self._reshards))
+        self._reshards = []
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """Return the states that are numbers rather than tensors, by parameter."""
+        states_by_name = {name: self._optimizer.state[parameter] for name, parameter in self._named}
+        numbers = {
+            name: {key: value for key, value in states.items() if isinstance(value, (bool, int, float))}
+            for name, states in states_by_name.items()
+        }
+        return {name: states for name, states in numbers.items() if states}
+
+    def restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
+        for name, parameter in self._named:
+            self._optimizer.state[parameter].update(numbers.get(name, {}))
+
+    def wait(self) -> None:
+        """Wait until states on the host have been copied back from the device."""
+        if isinstance(self._optimizer, SplitWeightsOptimizer):
+            self._optimizer.wait()
+
+    def _all_shards(self) -> Iterator[tuple[nn.Parameter, TensorShard]]:
+        self._create_moments()
+        in_blocks = isinstance(self._optimizer, SplitWeightsOptimizer)
+        for name, parameter in self._named:
+            for state, value in self._optimizer.state[parameter].items():
+                if state == LOW and parameter in self._split.lower_halves:
+                    continue  # is saved with the weight, in fp32
+                if isinstance(value, Tensor) and (local := local_part(value)).numel():
+                    is_scale = in_blocks and state.endswith(SCALE_SUFFIX)
+                    position = _scales_position(parameter) if is_scale else _position(parameter, local, state, name)
+                    suffix, shape, start = position
+                    key = f"optimizer/{state}{suffix}/{name}"
+                    yield parameter, TensorShard(key=key, tensor=local, shape=shape, start=start)
+
+    def _create_moments(self) -> None:
+        """Create the states that torch's AdamW creates at its first step, so that they can be filled."""
+        if not isinstance(self._optimizer, (Adam, AdamW)):
+            return
+        for group in self._optimizer.param_groups:
+            keys = (*MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else MOMENTS
+            for each in (each for each in group["params"] if not self._optimizer.state[each]):
+                on_device = group["fused"] or group["capturable"]
+                step = torch.zeros((), dtype=torch.float32, device=each.device if on_device else "cpu")
+                zeros = {key: torch.zeros_like(each, memory_format=torch.preserve_format) for key in keys}
+                self._optimizer.state[each] = {"step": step} | zeros
+
+    def _create_by_a_step(self, index: TensorIndex) -> None:
+        """Make any optimizer create its states, by a step with zero gradients and a learning rate of zero."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            for each in group["params"]:
+                each.grad = torch.zeros_like(each)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        saved = {key.split("/", 2)[2] for key in index if key.startswith("optimizer/")}
+        for name, parameter in self._named:
+            if name not in saved:  # the checkpoint is from before its first step
+                self._optimizer.state[parameter].clear()
+
+    def _reshard_scales(
+        self, shard: TensorShard, parameter: nn.Parameter, saved_key: str, shard_columns: int
+    ) -> TensorShard:  # fmt: skip
+        """Return a shard for the scales as they were saved. `settle` converts them to those of `shard`."""
+        moment = _state_and_name(shard)[0].removesuffix(SCALE_SUFFIX)
+        here, columns = local_slices(parameter)[-1], parameter.shape[-1]
+        layout = BlockLayout(columns, shard_columns or columns)
+        first, last = layout.block(here.start), layout.block(here.stop - 1)
+        scales = shard.tensor
+        assert isinstance(scales, Tensor), "scales are plain tensors"
+        saved_scales = scales.new_empty((*scales.shape[:-1], last - first + 1))
+        reshard = BlockReshard(
+            codes=self._optimizer.state[parameter][moment],
+            scales=scales,
+            saved_scales=saved_scales,
+            saved_layout=layout,
+            columns=range(here.start, here.stop),
+            signed=moment == MOMENTS[0],
+        )
+        self._reshards.append(reshard)
+        shape, start = (*shard.shape[:-1], layout.num_blocks), (*shard.start[:-1], first)
+        return TensorShard(key=saved_key, tensor=saved_scales, shape=shape, start=start)
+
+
+Position = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""The suffix of the block layout, the shape of the full tensor, and where in it this rank's shard begins."""
+
+
+def _position(parameter: Tensor, value: Tensor, state: str, name: str) -> Position:
+    """Return where in the full tensor a state is: sharded as its parameter, or unsharded on every rank."""
+    here = local_slices(parameter)
+    size = tuple(each.stop - each.start for each in here)
+    if value.shape == size:
+        return "", tuple(parameter.shape), tuple(each.start for each in here)
+    if value.ndim == 0 or not is_dtensor(parameter):
+        return "", tuple(value.shape), (0,) * value.ndim
+    raise UserError("K031", f"the optimizer's state {state} of {name} has shape {list(value.shape)}, but this rank's "
+                    f"shard of the parameter has {list(size)} of {list(parameter.shape)}", where="optimizer",
+                    fix="use an optimizer whose states have the shape of their parameters, such as AdamW or SGD, or "
+                    "prepare(sharding='none')")  # fmt: skip
+
+
+def _scales_position(parameter: Tensor) -> Position:
+    layout, start = block_layout(parameter), tuple(each.start for each in local_slices(parameter))
+    return layout.suffix, (*parameter.shape[:-1], layout.num_blocks), (*start[:-1], layout.block(start[-1]))
+
+
+def _state_and_name(shard: TensorShard) -> tuple[str, str]:
+    _, state, name = shard.key.split("/", 2)
+    return state.partition("@")[0], name
+
+
+def check_moment_format(shard: TensorShard, index: TensorIndex) -> None:
+    """Raise when the checkpoint has the moments in another format than this run."""
+    entry = index.get(shard.key)
+    if entry is None or shard.key.split("/")[1] not in MOMENTS:
+        return
+    here, there = (FORMAT_BY_DTYPE.get(each, each) for each in (meta_of(shard).dtype, entry.meta.dtype))
+    if here != there:
+        raise UserError("K030", f"the checkpoint has the optimizer's moments in {there}, this run keeps them in {here}",
+                        where="train.optimizer.states", fix=f"set train.optimizer.states to {there}")  # fmt: skip

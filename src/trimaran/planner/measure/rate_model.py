@@ -1,0 +1,176 @@
+"""What is fitted: the parameters of a device and its links, and the steps that are predicted with them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trimaran.core import Plan, Prediction
+from trimaran.cost import Job, predict
+from trimaran.cost.roofline import NON_LAYER_PRECISION, rate_name, rates_of
+from trimaran.cost.step_time import StepTime, step_time_of
+from trimaran.machine import Cluster
+from trimaran.machine.fitted_rates import MAX_FACTOR, MIN_FACTOR, FittedRates, LinkFactors, with_fitted
+
+Kind = Literal["matmul", "bandwidth", "host", "memory", "latency"]
+# How far each kind of rate is expected to be from what is assumed or measured: the standard deviation of its logarithm.
+# A data sheet bounds what a device computes; networks, hosts and what shares them differ by factors.
+PRIOR_SIGMA: dict[Kind, float] = {"matmul": 0.3, "bandwidth": 0.7, "host": 0.7, "memory": 0.3, "latency": 0.7}
+# The cost model's own error for a step, and for one of its phases, which is larger: what overlaps is split by rules.
+STEP_SIGMA, PHASE_SIGMA = {"cuda": 0.02, "cpu": 0.05}, 0.15
+MIN_MEASURED_SHARE, MIN_PREDICTED_SHARE = 0.05, 0.02  # of a phase that says something, in its step
+SLOWED = "computing slowed by collectives"  # in `Prediction.exposed`; a run measures it in forward and backward
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A rate: of matmuls in the precision `name`, of the link `name`, or of memory and host."""
+
+    kind: Kind
+    name: str = ""
+
+    def __str__(self) -> str:
+        words = {"matmul": f"{self.name} matmuls", "memory": "memory", "host": "host"}
+        return words.get(self.kind) or f"{self.name} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A plan and the seconds of its step, without waiting for data. `sigma` is the expected error of their logarithm.
+
+    phases: measured seconds of `compute`, `comm` and `optimizer`, where the cost model counts them as the trainer does.
+    """
+
+    label: str
+    job: Job
+    cluster: Cluster
+    plan: Plan
+    seconds: float
+    sigma: float
+    phases: Mapping[str, float]
+
+
+def parameters_of(observations: Iterable[Observation]) -> list[Parameter]:
+    """Return the rates that the steps could depend on."""
+    found: dict[Parameter, None] = {}
+    for each in observations:
+        rate = rate_name(each.cluster.device, each.plan.precision)
+        rate = rate if rate in each.cluster.device.peak_flops else "fp32"
+        found |= dict.fromkeys(Parameter("matmul", name) for name in (rate, NON_LAYER_PRECISION.get(rate, rate)))
+        if each.cluster.world_size > 1:
+            for link in each.cluster.levels:
+                found |= dict.fromkeys((Parameter("bandwidth", link.name), Parameter("latency", link.name)))
+    return sorted([*found, Parameter("memory"), Parameter("host")], key=lambda each: list(PRIOR_SIGMA).index(each.kind))
+
+
+def factors_of(values: Mapping[Parameter, float]) -> FittedRates:
+    """Return the factors on rates for the logarithms of the parameters."""
+    factors = {each: math.exp(value) for each, value in values.items()}
+    links = {each.name for each in factors if each.kind in ("bandwidth", "latency")}
+    return FittedRates(
+        matmul={each.name: factor for each, factor in factors.items() if each.kind == "matmul"},
+        memory=factors.get(Parameter("memory"), 1.0),
+        host=factors.get(Parameter("host"), 1.0),
+        links={
+            name: LinkFactors(
+                bandwidth=factors.get(Parameter("bandwidth", name), 1.0),
+                latency=factors.get(Parameter("latency", name), 1.0),
+            )
+            for name in links
+        },
+    )
+
+
+def bounds_of(parameter: Parameter, observations: Sequence[Observation]) -> tuple[float, float]:
+    """Return the least and the largest logarithm of a parameter. No matmul is faster than the data sheet says."""
+    low, high = math.log(MIN_FACTOR) + 1e-6, math.log(MAX_FACTOR) - 1e-6
+    devices = {each.cluster.device.name: each.cluster.device for each in observations}
+    for device in devices.values():
+        if parameter.kind == "matmul" and not device.no_peak:
+            rates = rates_of(device, parameter.name)
+            high = min(high, max(0.0, math.log(device.peak(parameter.name) / rates.matmul_flops)))
+    return low, high
+
+
+def rate_of(parameter: Parameter, cluster: Cluster) -> tuple[float, str]:
+    """Return a rate of the cluster, and its unit; 0 if the cluster has no such link."""
+    device = cluster.device
+    if parameter.kind == "matmul":
+        return rates_of(device, parameter.name).matmul_flops / 1e12, "TFLOP/s"
+    if parameter.kind == "memory":
+        return device.stream_bandwidth / 1e9, "GB/s"
+    if parameter.kind == "host":
+        if not device.traits.runs_async:
+            return (device.cpu_rates.layer_us, "us a layer") if device.cpu_rates else (0.0, "us a layer")
+        return device.launch_seconds * 1e6, "us a launch"
+    link = next((each for each in cluster.levels if each.name == parameter.name), None)
+    if parameter.kind == "bandwidth":
+        return (link.bandwidth / 1e9 if link else 0.0), "GB/s"
+    return (link.latency * 1e6 if link else 0.0), "us"
+
+
+class StepModel:
+    """Predicts the seconds of observed steps. What was predicted once is remembered: a fit asks again and again."""
+
+    def __init__(self, observations: Sequence[Observation]) -> None:
+        self._observations = list(observations)
+        self._uses = [set(parameters_of([each])) for each in observations]
+        # A nearly full device takes longer by a factor, which no rate changes.
+        self._crowded = [_crowding(predict(each.job, each.cluster, each.plan)) for each in observations]
+        self._known: dict[tuple, dict[str, float]] = {}
+        self._clusters: dict[tuple, Cluster] = {}
+
+    def seconds(self, number: int, phase: str, values: Mapping[Parameter, float]) -> float:
+        """Return the seconds of a phase of an observation, '' for its step, with the logarithms `values` of factors."""
+        used = {each: value for each, value in values.items() if each in self._uses[number] and value}
+        key = (number, *sorted((str(each), value) for each, value in used.items()))
+        if key not in self._known:
+            each = self._observations[number]
+            time = step_time_of(each.job, self._cluster(each.cluster, used), each.plan)
+            self._known[key] = {"": self._crowded[number] * sum(time.terms.values()), **phases_of(time)}
+        return self._known[key][phase]
+
+    def _cluster(self, cluster: Cluster, used: Mapping[Parameter, float]) -> Cluster:
+        """Return the cluster with the factors; equal ones are the same, because the cost model caches by them."""
+        key = (id(cluster), *sorted((str(each), value) for each, value in used.items()))
+        if key not in self._clusters:
+            self._clusters[key] = with_fitted(cluster, factors_of(used)) if used else cluster
+        return self._clusters[key]
+
+
+def _crowding(prediction: Prediction) -> float:
+    return prediction.step_seconds / (prediction.step_seconds - prediction.time.get("allocator", 0.0))
+
+
+def phases_of(time: StepTime) -> dict[str, float]:
+    """Return the predicted seconds of the phases of an observation."""
+    slowed, terms = time.exposed.get(SLOWED, 0.0), time.terms
+    return {
+        "compute": terms["forward"] + terms["backward"] + slowed,
+        "comm": max(0.0, terms["comm"] - slowed),
+        "optimizer": terms["optimizer"],
+    }
+
+
+def telling_phases(measured: Mapping[str, float], plan: Plan, time: StepTime) -> dict[str, float]:
+    """Return the measured phases of a step that say something about rates; `time` is the predicted step.
+
+    Waiting in a pipeline is counted as another phase in a run than in a prediction, and so is communication inside
+    compiled layers and in older runs.
+    """
+    mesh = plan.mesh
+    is_split = mesh.tp * mesh.pp * mesh.cp * mesh.ep > 1
+    if is_split or plan.offload != "none" or not plan.engine_traits.times_collectives:
+        return {}
+    found = {
+        "compute": measured.get("forward", 0.0) + measured.get("backward", 0.0),
+        "comm": measured.get("comm", 0.0),
+        "optimizer": measured.get("optimizer", 0.0),
+    }
+    total, expected = sum(found.values()), phases_of(time)
+    least = MIN_PREDICTED_SHARE * sum(time.terms.values())
+    return {
+        name: seconds
+        for name, seconds in found.items()
+        if seconds > MIN_MEASURED_SHARE * total and expected[name] > least
+    }

@@ -1,0 +1,225 @@
+"""Rehearses ranks of a plan: each is measured in a process of its own and compared with its prediction. No torch."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trimaran.core import Plan, Recipe
+from trimaran.cost import Job
+from trimaran.cost.peak_memory import rank_memory_of
+from trimaran.cost.simulate.step_costs import stage_compute_of, step_costs_of, with_other_compute
+from trimaran.cost.simulate.step_simulation import simulate_step
+from trimaran.cost.step_time import rank_compute_of
+from trimaran.machine import Cluster
+from trimaran.models import Spec, outline_for
+from trimaran.models.stages import stage_ranges, stages_of_rank
+from trimaran.planner.measure.fewer_layers import extrapolated, with_layers
+from trimaran.planner.measure.rank_process import run_rank
+from trimaran.planner.measure.rank_task import MeasuredRank, RankAnswer, RankTask
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalRequest:
+    """What to rehearse: a plan of `cluster`, and the device `here` on which its ranks are measured, as a cluster.
+
+    layers: how many layers each pipeline stage is rehearsed with, and twice as many; 0: all.
+    """
+
+    recipe: Recipe
+    spec: Spec | None
+    job: Job
+    plan: Plan
+    cluster: Cluster
+    here: Cluster
+    ranks: tuple[int, ...]
+    steps: int
+    layers: int = 0
+    limit_seconds: float = 3600.0
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.here.device.traits.shares_cores
+
+    @property
+    def device_cluster(self) -> Cluster:
+        """The cluster, if its devices were like the one at hand: what the measurements are compared with."""
+        if self.here.device.name == self.cluster.device.name:
+            return self.cluster
+        return replace(self.cluster, device=self.here.device, links=())
+
+    def pp_rank_of(self, rank: int) -> int:
+        """Return the pipeline rank of a rank. Pipeline ranks are the outermost axis of the mesh."""
+        return rank // (self.plan.mesh.world_size // self.plan.mesh.pp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """What the cost model says about one rank alone, on the device at hand: `time` has no communication."""
+
+    memory: dict[str, int]
+    reserved_bytes: int
+    time: dict[str, float]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.time.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallRank:
+    """A rank of the model with fewer layers: as it was measured, and as it is predicted."""
+
+    layers: int
+    answer: RankAnswer
+    predicted: RankCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedRank:
+    """A rank: its place in the pipeline, how it ended, what was measured, and what was predicted.
+
+    measured: None if the rank failed. With fewer layers it is extrapolated from `smaller`, else that is empty.
+    """
+
+    rank: int
+    pp_rank: int
+    stages: tuple[int, ...]
+    answer: RankAnswer
+    measured: MeasuredRank | None
+    predicted: RankCost
+    smaller: tuple[SmallRank, ...] = ()
+
+    @property
+    def peak_error(self) -> float | None:
+        """How far the predicted peak is above the measured one, as a fraction of the measured one."""
+        return None if self.measured is None else self.predicted.peak_bytes / self.measured.peak_bytes - 1
+
+    @property
+    def compute_error(self) -> float | None:
+        return None if self.measured is None else self.predicted.seconds / self.measured.step_seconds - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedStep:
+    """The step of the whole plan: simulated with the cost model's compute, and with the measured one."""
+
+    predicted_seconds: float
+    measured_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """All ranks, and the step that they make; `no_step` is why there is none."""
+
+    request: RehearsalRequest
+    ranks: tuple[RehearsedRank, ...]
+    step: ComposedStep | None
+    no_step: str = ""
+
+
+def rehearse_plan(
+    request: RehearsalRequest,
+    environment: Mapping[str, str],
+    cache: Path,
+    report: Report = lambda what, fraction: None,
+) -> Rehearsal:
+    """Run the requested ranks one after another on the device at hand. `report` gets the progress."""
+    reports = []
+    for number, rank in enumerate(request.ranks):
+        report(f"rehearsing rank {rank} of {request.plan.mesh.world_size:,}", number / len(request.ranks))
+        reports.append(_rehearse_rank(request, rank, environment, cache))
+    step, why = compose_step(request, reports)
+    return Rehearsal(request=request, ranks=tuple(reports), step=step, no_step=why)
+
+
+def _rehearse_rank(request: RehearsalRequest, rank: int, environment: Mapping[str, str], cache: Path) -> RehearsedRank:
+    plan, pp_rank = request.plan, request.pp_rank_of(rank)
+    stages = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, pp_rank, plan.num_stages)
+    predicted = predicted_rank(request.job, request.device_cluster, plan, pp_rank)
+
+    def run(recipe: Recipe, its_plan: Plan) -> RankAnswer:
+        task = RankTask(recipe=recipe, plan=its_plan, rank=rank, steps=request.steps, cache=cache,
+                        on_cpu=request.is_on_cpu)  # fmt: skip
+        return run_rank(task, environment, limit_seconds=request.limit_seconds)
+
+    if not request.layers:
+        answer = run(request.recipe, plan)
+        return RehearsedRank(rank=rank, pp_rank=pp_rank, stages=stages, answer=answer, measured=answer.measured,
+                          predicted=predicted)  # fmt: skip
+    smaller = []
+    for layers in (request.layers, 2 * request.layers):
+        with tempfile.TemporaryDirectory(prefix="trimaran-rehearse-") as folder:
+            recipe, small_plan = with_layers(request.recipe, plan, layers, Path(folder))
+            job = replace(request.job, outline=outline_for(recipe.model, recipe.data))
+            cost = predicted_rank(job, request.device_cluster, small_plan, pp_rank)
+            smaller.append(SmallRank(layers=layers, answer=run(recipe, small_plan), predicted=cost))
+    return RehearsedRank(rank=rank, pp_rank=pp_rank, stages=stages, answer=smaller[-1].answer,
+                      measured=_whole(request, stages, smaller), predicted=predicted,
+                      smaller=tuple(smaller))  # fmt: skip
+
+
+def _whole(request: RehearsalRequest, stages: tuple[int, ...], smaller: list[SmallRank]) -> MeasuredRank | None:
+    """Return the measurements of the whole rank, from those of two smaller ones."""
+    small, large = (each.answer.measured for each in smaller)
+    if small is None or large is None:
+        return None
+    assert request.spec is not None, "only a decoder of ours is rehearsed with fewer layers"
+    ranges = stage_ranges(request.spec, request.plan, seq_len=request.recipe.data.seq_len)
+    return extrapolated(small, large, request.layers, {stage: len(ranges[stage]) for stage in stages})
+
+
+def predicted_rank(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> RankCost:
+    """Return what the cost model says about one rank."""
+    memory, reserved = rank_memory_of(job, cluster, plan, pp_rank)
+    time = rank_compute_of(job, cluster, plan, pp_rank)
+    return RankCost(memory={**memory}, reserved_bytes=reserved, time={**time})
+
+
+def compose_step(request: RehearsalRequest, reports: list[RehearsedRank]) -> tuple[ComposedStep | None, str]:
+    """Return the step of the plan with the simulator's communication and the measured compute; or why there is none.
+
+    Compute on the cluster's own devices is the prediction for them, times measured by predicted on the device at hand.
+    Pipeline ranks that were not rehearsed take the factor of the nearest one that was.
+    """
+    measured = [each for each in reports if each.measured is not None]
+    if not measured:
+        return None, "no rank was measured"
+    if request.is_on_cpu != request.cluster.device.traits.shares_cores:
+        return None, f"a CPU says nothing about the time of {request.cluster.device.name}"
+    job, cluster, plan = request.job, request.cluster, request.plan
+    costs = step_costs_of(job, cluster, plan)
+    theirs, here = (stage_compute_of(job, each, plan) for each in (cluster, request.device_cluster))
+    changes, updates = [], []
+    for stage, rank in enumerate(costs.order.rank_of_stage):
+        nearest = min(measured, key=lambda each, rank=rank: abs(each.pp_rank - rank))
+        factors = _factors(nearest, stage, here)
+        changes.append(tuple(seconds * (factor - 1) for seconds, factor in zip(theirs[stage], factors, strict=True)))
+    for each in measured:
+        assert each.measured is not None
+        phases, time = each.measured.phases, each.predicted.time
+        predicted = time["optimizer"] + time.get("other", 0.0)
+        updates.append((phases["optimizer"] + phases["other"]) / predicted if predicted else 1.0)
+    slowest = max(updates)
+    changed = with_other_compute(costs, changes, update=costs.update * (slowest - 1))
+    return ComposedStep(
+        predicted_seconds=simulate_step(costs).seconds, measured_seconds=simulate_step(changed).seconds
+    ), ""
+
+
+def _factors(report: RehearsedRank, stage: int, predicted: tuple[tuple[float, float], ...]) -> tuple[float, float]:
+    """Return measured by predicted, of the forward and the backward of a stage: its own, or of the rank's first."""
+    assert report.measured is not None
+    if not report.measured.stages:
+        phases, time = report.measured.phases, report.predicted.time
+        return phases["forward"] / time["forward"], phases["backward"] / time["backward"]
+    own = stage if stage in report.measured.stages else min(report.measured.stages)
+    kinds = report.measured.stages[own]
+    backward = kinds.get("backward", 0.0) + kinds.get("input_grad", 0.0) + kinds.get("weight_grad", 0.0)
+    return kinds["forward"] / predicted[own][0], backward / predicted[own][1]

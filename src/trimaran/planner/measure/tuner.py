@@ -1,0 +1,260 @@
+"""The loop of a tuning: measure the planner's choice, then what promises most, until time is over or nothing does."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from trimaran.core import Plan, Recipe
+from trimaran.planner import Question
+from trimaran.planner.measure.choose_next import (
+    LeftOut,
+    PlannedTrial,
+    PlannedTrials,
+    StopReason,
+    TrialCosts,
+    best_of,
+    costs_of,
+    propose,
+)
+from trimaran.planner.measure.trial_record import (
+    MeasuredTrial,
+    TrialLimits,
+    TriedCandidate,
+    TuneCandidate,
+    Workers,
+    combine,
+)
+from trimaran.planner.measure.trial_store import TrialStore
+from trimaran.planner.search.neighbours import keeps_pins, neighbours
+from trimaran.planner.search.search import predicted
+
+WORKER_COUNTS: tuple[Workers, ...] = ("auto", 0, 1, 2, 4)
+MIN_DATA_FRACTION = 0.03  # of a step spent waiting for data: below it, loader processes cannot help
+NUM_BASES = 2  # of the fastest plans whose neighbours are candidates
+MAX_CONFIRMATIONS = 2  # plans that are compared once more with the planner's first choice
+STEADY_FRACTION = 0.03  # of the whole time, for the steps of one trial
+MIN_STEADY_SECONDS, MAX_STEADY_SECONDS = 5.0, 60.0
+RESERVE = 1.5  # times the expected cost of the last comparison, which must not fall victim to a slow trial
+
+
+class MeasureTrial(Protocol):
+    """Measures one candidate in a new run directory of the store."""
+
+    def __call__(self, candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial: ...
+
+
+class TuneView(Protocol):
+    """Shows what a tuning does."""
+
+    def starting(self, candidate: TuneCandidate, *, why: str, best: TriedCandidate | None, left: float) -> None: ...
+
+    def finished(self, record: MeasuredTrial, candidate: TuneCandidate) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """All that a tuning found: what was tried, what was not and why, the planner's first choice, and the best."""
+
+    tried: tuple[TriedCandidate, ...]
+    proposals: tuple[PlannedTrial, ...]
+    left_out: tuple[LeftOut, ...]
+    first: TriedCandidate | None
+    best: TriedCandidate | None
+    stopped: StopReason
+    why: str
+    seconds: float
+    num_new: int
+
+    @property
+    def gain(self) -> float | None:
+        """How much shorter a step of the best plan is than one of the planner's first choice, as a fraction of it."""
+        if not self.first or not self.best or not self.first.seconds or not self.best.seconds:
+            return None
+        return 1 - self.best.seconds / self.first.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneTask:
+    """What to tune: the question, the recipe of the trials, and the planner's plans, the best first.
+
+    `minutes` is the time for trials. `min_gain` is the expected gain, as a fraction of a step, below which there are no
+    more; None: the noise. Loader processes are tried only if `free_workers`.
+    """
+
+    question: Question
+    recipe: Recipe
+    ranked: Sequence[Plan]
+    minutes: float = 10.0
+    min_gain: float | None = None
+    free_workers: bool = True
+
+
+class Tuner:
+    """A tuning: its candidates, and the records so far."""
+
+    def __init__(
+        self,
+        task: TuneTask,
+        store: TrialStore,
+        measure: MeasureTrial,
+        view: TuneView,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.question, self.recipe = task.question, task.recipe
+        self.minutes, self.min_gain, self.free_workers = task.minutes, task.min_gain, task.free_workers
+        self.store, self.measure, self.view, self.clock = store, measure, view, clock
+        self._candidates: dict[str, TuneCandidate] = {}
+        self._expanded: set[str] = set()  # candidates whose neighbours are candidates
+        self._num_new, self._deadline = 0, 0.0
+        self._add(TuneCandidate(plan=plan, workers=self.recipe.data.workers) for plan in task.ranked)
+
+    def run(self) -> TuneResult:
+        """Measure until time is over, nothing promises a gain, or Ctrl-C; return what is known then."""
+        began = self.clock()
+        self._deadline = began + 60 * self.minutes
+        try:
+            stopped, why = self._measure_all()
+        except KeyboardInterrupt:
+            stopped, why = "interrupted", "interrupted; the same command continues"
+        tried = self.tried()
+        proposals = propose(self._candidates, tried, self._costs())
+        return TuneResult(
+            tried=tuple(tried.values()),
+            proposals=proposals.ordered,
+            left_out=proposals.left_out,
+            first=tried.get(self._first.key),
+            best=best_of(tried.values()),
+            stopped=stopped,
+            why=why,
+            seconds=self.clock() - began,
+            num_new=self._num_new,
+        )
+
+    @property
+    def _first(self) -> TuneCandidate:
+        return next(iter(self._candidates.values()))
+
+    def tried(self) -> dict[str, TriedCandidate]:
+        """Return what is known of the candidates, with those of earlier tunings that keep the pins."""
+        first = self._first.plan
+        for record in self.store.records:
+            if record.key not in self._candidates:
+                plan = Plan.model_validate(dict(record.plan))
+                if keeps_pins(plan, self.question.pins) and trains_alike(plan, first):
+                    plan = _with_prediction(plan, self.question)
+                    found = TuneCandidate(plan=plan, workers=record.workers, origin=record.origin)
+                    self._candidates[record.key] = found
+        return combine(self.store.records, self._candidates)
+
+    def _measure_all(self) -> tuple[StopReason, str]:
+        if self._first.key not in self.tried():
+            self._try(self._first, "the planner's first choice", is_first=True)
+        while True:
+            tried = self.tried()
+            self._add_neighbours(tried)
+            proposals = propose(self._candidates, tried, self._costs())
+            if self._confirm(tried, proposals):
+                continue
+            if stop := self._reason_to_stop(proposals):
+                return stop
+            chosen = next(each for each in proposals.ordered if self._has_time_for(each.cost_seconds))
+            self._try(
+                chosen.candidate, f"expected gain {chosen.gain:.1%}" if chosen.gain < 1 else "nothing measured yet"
+            )
+
+    def _reason_to_stop(self, proposals: PlannedTrials) -> tuple[StopReason, str] | None:
+        if not proposals.ordered:
+            return "nothing left", "every candidate was tried or left out"
+        if self._is_noise(proposals):
+            most = max(each.gain for each in proposals.ordered)
+            limit = f"the noise is {proposals.noise:.1%}" if self.min_gain is None else f"{self.min_gain:.1%} is asked"
+            return "noise", f"no trial is expected to gain more than {most:.1%}, and {limit}"
+        if not any(self._has_time_for(each.cost_seconds) for each in proposals.ordered):
+            return "time", f"{self.minutes:g} minutes are over"
+        return None
+
+    def _is_noise(self, proposals: PlannedTrials) -> bool:
+        """Return whether no trial is expected to gain enough."""
+        limit = proposals.noise if self.min_gain is None else self.min_gain
+        return max((each.gain for each in proposals.ordered), default=0.0) < limit
+
+    def _confirm(self, tried: dict[str, TriedCandidate], proposals: PlannedTrials) -> bool:
+        """Measure the first choice and the best once more if no more trials are to come. Returns whether it did.
+
+        The fastest of many measurements looks faster than it is, and a machine may get slower with time.
+        """
+        best, first = best_of(tried.values()), tried.get(self._first.key)
+        if best is None or first is None or first.seconds is None or best is first:
+            return False
+        if best.num_trials > 1 or sum(each.num_trials > 1 for each in tried.values()) > MAX_CONFIRMATIONS:
+            return False
+        # Ask as if both were measured already: is there time for another trial after them?
+        pair = RESERVE * sum(self._costs().of(each.candidate, each.seconds or 0.0) for each in (best, first))
+        cheapest = min((each.cost_seconds for each in proposals.ordered), default=0.0)
+        is_last = not proposals.ordered or self._is_noise(proposals) or not self._has_time_for(pair + cheapest)
+        if not is_last or not self._has_time_for(pair / RESERVE):
+            return False
+        self._try(first.candidate, "measured once more, to compare")
+        self._try(best.candidate, "measured once more, to compare")
+        return True
+
+    def _try(self, candidate: TuneCandidate, why: str, *, is_first: bool = False) -> None:
+        tried = self.tried()
+        best = best_of(tried.values())
+        self.view.starting(candidate, why=why, best=best, left=self._deadline - self.clock())
+        again = candidate.key in tried
+        steady = min(MAX_STEADY_SECONDS, max(MIN_STEADY_SECONDS, STEADY_FRACTION * 60 * self.minutes))
+        limits = TrialLimits(
+            start_seconds=self.recipe.faults.start_seconds,
+            steady_seconds=steady,
+            best_seconds=best.seconds if best and not again else None,
+        )
+        # The first trial may take longer than the whole time: without it there is nothing to compare with.
+        limits = limits if is_first else replace(limits, deadline=self._deadline)
+        record = self.measure(candidate, limits)
+        self._num_new += 1
+        self.store.add(record)
+        self.view.finished(record, candidate)
+
+    def _has_time_for(self, seconds: float) -> bool:
+        return self.clock() + seconds < self._deadline
+
+    def _costs(self) -> TrialCosts:
+        timed = [record for record in self.store.records if record.has_time]
+        starts = [(bool(record.plan.get("compile")), record.start_seconds) for record in timed]
+        return costs_of(starts, [int((record.measured or {}).get("steps", 0)) + 4 for record in timed])
+
+    def _add(self, candidates: Iterable[TuneCandidate]) -> None:
+        for candidate in candidates:
+            self._candidates.setdefault(candidate.key, candidate)
+
+    def _add_neighbours(self, tried: dict[str, TriedCandidate]) -> None:
+        """Add the neighbours of the fastest plans so far, and of the first choice if nothing could be measured."""
+        measured = [each for each in tried.values() if each.outcome == "measured" and each.seconds]
+        bases = sorted(measured, key=lambda each: each.seconds or 0.0)[:NUM_BASES]
+        for base in [each.candidate for each in bases] or [self._first]:
+            if base.key in self._expanded:
+                continue
+            self._expanded.add(base.key)
+            for each in neighbours(base.plan, self.question):
+                if trains_alike(each.plan, self._first.plan):
+                    self._add([TuneCandidate(plan=each.plan, workers=base.workers, origin=each.kind)])
+        for base in bases[:1]:
+            if self.free_workers and base.data_fraction > MIN_DATA_FRACTION:
+                plan = base.candidate.plan
+                self._add(TuneCandidate(plan=plan, workers=count, origin="loader processes") for count in WORKER_COUNTS)
+
+
+def trains_alike(plan: Plan, other: Plan) -> bool:
+    """Return whether two plans train the same: nothing differs that changes results beyond rounding."""
+    comm, same = plan.comm, other.comm
+    return (
+        plan.global_batch == other.global_batch
+        and (plan.precision, plan.engine) == (other.precision, other.engine)
+        and (comm.compression, comm.local_steps, comm.async_sgd) == (same.compression, same.local_steps, same.async_sgd)
+    )
+
+
+def _with_prediction(plan: Plan, question: Question) -> Plan:
+    return plan if question.outline is None else predicted(plan, question)

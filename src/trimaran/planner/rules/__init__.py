@@ -1,0 +1,1 @@
+"""Which plans are legal, and which are not, with the reason."""

@@ -1,0 +1,178 @@
+"""Searches plans for a cluster with several kinds of devices.
+
+The best plans of clusters that have one of the kinds alone are the starting points. Without a pipeline, the rows of a
+micro-batch are dealt to the data ranks by what each kind takes for them. In a pipeline, layers move from the slowest
+or fullest rank to others.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from trimaran.core import Plan, UserError
+from trimaran.cost import predict
+from trimaran.cost.mixed_devices import StageLoad, rows_by_cost, stage_loads, with_rows
+from trimaran.machine import refuse_mixed
+from trimaran.models.stages import stages_of_rank
+from trimaran.planner.degrees import divisors
+from trimaran.planner.question import Question
+from trimaran.planner.risk import OFFLOAD_RATIO
+from trimaran.planner.rules.generic_rules import check_question
+from trimaran.planner.rules.legal import check_precision
+from trimaran.planner.search.branch_and_bound import TIE_RATIO, FoundPlan, mesh_key_of, num_model_axes
+from trimaran.planner.search.space import MAX_LAUNCH_BOUND_TOKENS, MAX_MICRO_BATCH
+
+NUM_STARTS = 8  # plans of each kind alone, each of another mesh
+MAX_SLOWER_START = 1.5  # than the best so far: the steps of a starting point on its own kind of device
+MAX_MEAN_ROWS = 4  # of a data rank, in those of the starting point; more rows are dealt more evenly
+MIN_MEAN_ROWS = 8
+
+BestPlans = Callable[[Question], tuple[Sequence[FoundPlan], int]]
+
+
+class MixedPlans(NamedTuple):
+    """The best plan of each mesh, fastest first, and how many plans were evaluated."""
+
+    ranked: list[FoundPlan]
+    num_considered: int
+
+
+def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
+    """Return the plans that fit on every kind of device. `best_plans` searches a cluster of equal devices."""
+    if question.goal != "throughput":
+        refuse_mixed(question.cluster, f"the goal {question.goal}")
+    if "precision" in question.pins.model_fields_set:
+        check_precision(question.pins, question.spec, question.cluster)
+    starts, num_considered = _starting_points(question, best_plans)
+    best: dict[tuple[int, ...], FoundPlan] = {}
+    fastest = math.inf
+    for start in starts:
+        if start.seconds > MAX_SLOWER_START * fastest:
+            break
+        for plan in _adapted(start.plan, question):
+            num_considered += 1
+            found, key = _priced(plan, question), mesh_key_of(plan)
+            if found is not None and (key not in best or found.seconds < best[key].seconds):
+                best[key] = found
+                fastest = min(fastest, found.seconds)
+    ranked = sorted(best.values(), key=lambda each: (each.seconds, mesh_key_of(each.plan)))
+    return MixedPlans(_chosen_first(ranked)[: question.max_plans], num_considered)
+
+
+def _chosen_first(ranked: list[FoundPlan]) -> list[FoundPlan]:
+    """Return the plans, fastest first, behind the chosen one: the simplest of those that tie with the fastest.
+
+    As on equal devices, a plan that offloads must be faster than all others by more than the error bar.
+    """
+    if not ranked:
+        return []
+    plain = [each for each in ranked if each.plan.offload == "none"]
+    fastest = plain[0] if plain and plain[0].seconds < OFFLOAD_RATIO * ranked[0].seconds else ranked[0]
+    tied = [each for each in ranked if fastest.seconds <= each.seconds <= TIE_RATIO * fastest.seconds]
+    same = [each for each in tied if each.plan.offload == fastest.plan.offload]
+    chosen = min(same, key=lambda each: (num_model_axes(mesh_key_of(each.plan)), each.seconds))
+    return [chosen, *(each for each in ranked if each is not chosen)]
+
+
+def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[FoundPlan], int]:
+    """Return the best plans of clusters with one of the kinds alone, fastest first, and how many were evaluated.
+
+    Raises UserError if the pins do not allow a plan on any kind.
+    """
+    starts: dict[str, FoundPlan] = {}
+    refused: list[UserError] = []
+    num_considered = 0
+    for group in question.cluster.groups:
+        alone = replace(question, cluster=question.cluster.only(group), max_plans=NUM_STARTS)
+        try:
+            found, num = best_plans(alone)
+        except UserError as error:  # such as a precision that this kind does not have
+            refused.append(error)
+            continue
+        num_considered += num
+        for each in found:
+            key = _free_fields(each.plan)
+            if key not in starts or each.seconds < starts[key].seconds:
+                starts[key] = each
+    if len(refused) == len(question.cluster.groups):
+        raise refused[0]
+    return sorted(starts.values(), key=lambda each: each.seconds), num_considered
+
+
+def _free_fields(plan: Plan) -> str:
+    """Return what identifies a starting point: all but its batch, which is dealt anew, and its stages."""
+    return (
+        plan.model_dump_json(exclude={"micro_batch", "grad_accum", "pipeline", "prediction"}) + plan.pipeline.schedule
+    )
+
+
+def _adapted(start: Plan, question: Question) -> Iterator[Plan]:
+    """Yield the plan with rows or layers for the cluster's kinds of devices."""
+    if start.mesh.pp > 1:
+        yield _with_moved_layers(start, question)
+        return
+    if start.micro_batches:  # pinned, or measured at start
+        yield start
+        return
+    batch, job, cluster = question.recipe.train.global_batch, question.job, question.cluster
+    for total in _row_totals(start, question):
+        plan = start.model_copy(update={"grad_accum": batch // total})
+        if (rows := rows_by_cost(job, cluster, plan, total=total)) is not None:
+            yield with_rows(plan, rows)
+
+
+def _row_totals(start: Plan, question: Question) -> list[int]:
+    """Return how many rows all data ranks may process at a time."""
+    batch, dp, pinned = question.recipe.train.global_batch, start.mesh.dp, question.pins.model_fields_set
+    if "micro_batch" in pinned or "grad_accum" in pinned:
+        return [start.rows_at_once]
+    most = min(max(MIN_MEAN_ROWS, MAX_MEAN_ROWS * start.micro_batch), MAX_MICRO_BATCH["cuda"],
+               max(1, MAX_LAUNCH_BOUND_TOKENS * start.mesh.cp // question.positions))  # fmt: skip
+    return [total for total in divisors(batch, most=dp * most) if total >= dp]
+
+
+def _with_moved_layers(plan: Plan, question: Question) -> Plan:
+    """Return the pipeline with layers moved from the slowest rank, or from one that is too full, while it helps."""
+    if question.pins.pipeline.stages or not plan.pipeline.stages:
+        return plan
+    job, cluster = question.job, question.cluster
+    loads = stage_loads(job, cluster, plan)
+    while True:
+        moves = [(stage_loads(job, cluster, moved), moved) for moved in _moves(plan, loads)]
+        best = min(moves, key=lambda move: _badness(move[0]), default=None)
+        if best is None or _badness(best[0]) >= _badness(loads):
+            return plan
+        loads, plan = best
+
+
+def _badness(loads: Sequence[StageLoad]) -> tuple[float, float, float]:
+    """Return what is wrong with a pipeline: first memory that is missing, then its slowest rank, then its bubble."""
+    excess = max(0.0, max(load.occupancy for load in loads) - 1)
+    return excess, max(load.seconds for load in loads), sum(load.seconds for load in loads)
+
+
+def _moves(plan: Plan, loads: Sequence[StageLoad]) -> Iterator[Plan]:
+    """Yield the plan with one layer less on its worst rank, and one more on another."""
+    pp, stages = plan.mesh.pp, plan.pipeline.stages
+    is_over = any(load.occupancy > 1 for load in loads)
+    worst = max(range(pp), key=lambda rank: loads[rank].occupancy if is_over else loads[rank].seconds)
+    held = [stages_of_rank(plan.pipeline.schedule, pp, rank, len(stages)) for rank in range(pp)]
+    source = max(held[worst], key=lambda stage: stages[stage])
+    for rank in range(pp):
+        target = min(held[rank], key=lambda stage: stages[stage])
+        if rank != worst and stages[source] > 1:
+            counts = [count + (stage == target) - (stage == source) for stage, count in enumerate(stages)]
+            yield plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"stages": tuple(counts)})})
+
+
+def _priced(plan: Plan, question: Question) -> FoundPlan | None:
+    """Return the plan with its step time; None if it does not fit, or cannot run."""
+    prediction = predict(question.job, question.cluster, plan)
+    if not prediction.fits:
+        return None
+    try:
+        check_question(plan, question)
+    except UserError:
+        return None
+    return FoundPlan(prediction.step_seconds, plan)

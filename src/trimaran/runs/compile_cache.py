@@ -1,0 +1,69 @@
+"""The cache folder for compiled code, shared by all runs."""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from trimaran.core.errors import UserError
+from trimaran.core.user_folders import user_cache
+from trimaran.runs.bytecode_cache import others_can_plant
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+FOLDERS = ("inductor", "triton")  # one for each of the two variables
+
+
+def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that make torch and Triton cache compiled code for the next start.
+
+    The folder is under TRIMARAN_CACHE or the user's cache, one for each version of torch. (torch's default is the
+    folder for temporary files, which is lost with the container or at a reboot.) Any number of ranks may share it.
+    Variables that the user has set stay. If no folder is writable, or any user can write to it, torch's default stays.
+    The variables must be set before the first compilation. The caller passes its environment, because only entry points
+    read it.
+    """
+    folder = compile_folder(environ)
+    if folder is None:
+        return {}
+    ours = {name: str(folder / each) for name, each in zip((INDUCTOR, TRITON), FOLDERS, strict=True)}
+    if INDUCTOR in environ:
+        del ours[TRITON]  # torch puts it below TORCHINDUCTOR_CACHE_DIR unless it is set
+    return {name: path for name, path in ours.items() if name not in environ}
+
+
+def compile_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the cache folder for this version of torch; None if it is not writable."""
+    if named := environ.get("TRIMARAN_CACHE"):
+        root = Path(named)
+    else:
+        root = user_cache(environ)
+        if root is None:
+            return None
+    folder = root.absolute() / "compile" / f"torch-{version('torch')}"
+    folders = [folder / each for each in FOLDERS]
+    return folder if all(_writable(each) and not others_can_plant(each) for each in folders) else None
+
+
+def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> None:
+    """Raise if the user has set a cache folder that cannot be created or written to.
+
+    torch creates its folder when it is imported, so call this before. Triton creates its own only to compile GPU
+    `kernels`. The check writes a file: root passes permission checks even where the disk is read-only.
+    """
+    for name in (INDUCTOR, TRITON) if kernels else (INDUCTOR,):
+        if (named := environ.get(name)) is None:
+            continue
+        try:
+            os.makedirs(named, exist_ok=True)
+            TemporaryFile(dir=named).close()
+        except OSError as error:
+            what = f"{name} is '{named}', which cannot be written to: {error.strerror}"
+            fix = "name another folder, or unset it: Trimaran then uses its own"
+            raise UserError("A017", what, where=f"the environment variable {name}", fix=fix) from None
+
+
+def _writable(folder: Path) -> bool:
+    """Return whether `folder`, or its nearest existing parent, is a writable directory."""
+    existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -1,0 +1,55 @@
+"""Recognises the error of a rank that lost its connection to others, and finds the rank that refused to run."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trimaran.runs.journal import parse_lines
+from trimaran.runs.line_files import last_lines
+from trimaran.runs.run_directory import RunDirectory
+
+# A rank with such an error lost the connection to the others: another rank or the network is at fault.
+CONNECTION_LOST = re.compile(
+    r"(closed|reset) by peer|connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)"
+    r"|timed out|timeout|remote process exited|communicator was aborted|watchdog|no longer reachable",
+    re.IGNORECASE,
+)
+GLOO_NOISE = re.compile(r"^\[\S+\.cc:\d+\] |\.? This is typically caused by .*")  # uninformative parts of its messages
+NETWORK_ERROR_TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError")
+WAIT_SECONDS = 2.0  # until the event of another node is on a shared disk
+POLL_SECONDS = 0.1
+CLOCK_SECONDS = 5.0  # by which the clocks of nodes may differ
+MAX_READ_LINES = 50  # of a rank's events, from the end
+
+
+def says_connection_lost(error: BaseException) -> bool:
+    """Return whether `error` is what a rank raises when another rank is gone."""
+    return type(error).__name__ in NETWORK_ERROR_TYPES or CONNECTION_LOST.search(str(error)) is not None
+
+
+def find_refusal(
+    run: RunDirectory, rank: int, *, since: float, wait_seconds: float = WAIT_SECONDS
+) -> tuple[int, dict[str, Any]] | None:
+    """Return another rank that ended with a user's mistake since the time `since`, and the mistake; None if none did.
+
+    Waits `wait_seconds` for it: the rank may be on another node.
+    """
+    until = time.monotonic() + wait_seconds
+    while True:
+        for other, event in _errors(run.events(rank).parent):
+            if other != rank and "code" in event["data"] and event["time"] >= since - CLOCK_SECONDS:
+                return other, event["data"]
+        if time.monotonic() >= until:
+            return None
+        time.sleep(POLL_SECONDS)
+
+
+def _errors(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the newest `error` event of every rank."""
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        for event in parse_lines(reversed(last_lines(path, MAX_READ_LINES))):
+            if event.get("kind") == "error":
+                yield event["rank"], event
+                break

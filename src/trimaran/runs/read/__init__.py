@@ -1,0 +1,1 @@
+"""Reads a run: steps, series, ledger, profiles and traces."""

@@ -1,0 +1,397 @@
+"""The goodput ledger: splits the wall-clock time of a run since its launch into categories, from the run's files.
+
+`attempts.jsonl` has the start and end of each attempt. The events of rank 0 say when the ranks were ready, and what was
+saved, evaluated or replayed. `metrics.jsonl` splits the time of each step. The rest of an attempt is start-up and
+shut-down, or a restart if the attempt failed.
+"""
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from trimaran.runs.journal import JsonlFollower, LongLine
+from trimaran.runs.read.step_index import STEP_CATEGORIES, StepBlock, split_step
+from trimaran.runs.read.step_lines import StepLine
+from trimaran.runs.read.step_reader import MAX_UNINDEXED_BYTES, READ_LIMITS, ReadLimits, StepReader
+from trimaran.runs.run_directory import RunDirectory
+
+Line = Mapping[str, Any]
+
+# Productive time comes first. `idle` is the time between a stop and a resume, when no process ran.
+CATEGORIES = (
+    *STEP_CATEGORIES,  # of the time inside a step
+    "evaluation",
+    "compile",
+    "init",
+    "restart",
+    "replay",
+    "idle",
+)
+# After the last step, the category of the time before an event.
+CATEGORY_BEFORE_EVENT = {
+    "checkpoint": "save",
+    "upload": "save",
+    "saved": "save",
+    "evaluation": "evaluation",
+    "sample": "evaluation",
+    "rewind": "restart",
+}
+RECENT_STEPS = 64  # the latest of an attempt, whose median is a typical step
+HANG_FACTOR = 5.0  # a step that takes this many typical steps hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Seconds of a run by category, from its launch to `until`. They add up to `total`."""
+
+    since: float
+    until: float
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return self.until - self.since
+
+    @property
+    def at_work(self) -> float:
+        """The total without idle time."""
+        return self.total - self.seconds["idle"]
+
+    @property
+    def goodput(self) -> float:
+        """The fraction of `at_work` spent in compute and communication of steps that were not replayed.
+
+        Every view and every sink shows this goodput.
+        """
+        return (self.seconds["compute"] + self.seconds["communication"]) / self.at_work if self.at_work > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "since": self.since,
+            "until": self.until,
+            "total": self.total,
+            "at_work": self.at_work,
+            "goodput": self.goodput,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptTimes:
+    """The times of one attempt, from `begin` to `end`; None while the end is not written."""
+
+    begin: float
+    end: float | None = None
+    how: str = ""
+    reached: int = 0  # the last step that all ranks finished
+    over: float | None = None  # when its supervisor exited
+    start: int | None = None  # the step that it resumed from, once it was ready
+    ready: float = 0.0
+    compile: float = 0.0
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(STEP_CATEGORIES))  # without replayed steps
+    # (time, category of the time before it, or "") of each event.
+    events: list[tuple[float, str]] = field(default_factory=list)
+    steps: "AttemptSteps" = field(default_factory=lambda: AttemptSteps())
+
+
+@dataclass(slots=True)
+class AttemptSteps:
+    """The written steps of an attempt: the highest, the time of the last, and the seconds of the latest ones.
+
+    `replayed` of them, which took `replayed_seconds`, were replayed by a later attempt.
+    """
+
+    highest: int = 0
+    last: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    replayed: int = 0
+    replayed_seconds: float = 0.0
+
+    @property
+    def usual(self) -> float:
+        if self.recent:
+            return median(self.recent)
+        return self.replayed_seconds / self.replayed if self.replayed else 0.0
+
+
+class LedgerReader:
+    """Reads the files of a run incrementally.
+
+    `read` returns the ledger. A caller that needs the steps as well calls `poll`, then `new_steps`, then `compute`, so
+    that each line is read once. The last `num_lines` steps are then single ones, also of a long run.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        num_lines: int = RECENT_STEPS,
+        max_unindexed_bytes: int = MAX_UNINDEXED_BYTES,
+        limits: ReadLimits = READ_LIMITS,
+    ) -> None:
+        self._run, self._num_lines = run, max(num_lines, RECENT_STEPS)
+        self._max_unindexed_bytes, self._limits = max_unindexed_bytes, limits
+        self._open()
+
+    def _open(self) -> None:
+        self._attempts: list[AttemptTimes] = []
+        self._supervised = False
+        self._attempt_lines, self._events = JsonlFollower(self._run.attempts), JsonlFollower(self._run.events(0))
+        self._steps = StepReader(
+            self._run,
+            num_lines=self._num_lines,
+            max_unindexed_bytes=self._max_unindexed_bytes,
+            limits=self._limits,
+        )
+
+    @property
+    def num_estimated(self) -> int:
+        """How many steps were not read: the index lacks them, and neighbouring steps stand for them."""
+        return self._steps.num_estimated
+
+    @property
+    def long_lines(self) -> list[LongLine]:
+        """The lines of the metrics that were skipped because they are too long."""
+        return self._steps.long_lines
+
+    def reopen(self) -> None:
+        """Begin anew: `new_steps` starts from the first step, and finds an index that was written meanwhile."""
+        self._open()
+        self._poll()
+
+    def read(self, *, now: float | None = None) -> Ledger:
+        """Read new lines and return the ledger, see `compute`."""
+        self.poll()
+        deque(self.new_steps(), maxlen=0)
+        return self.compute(now=now)
+
+    def poll(self) -> bool:
+        """Read new attempts and events. If True, metrics lines were truncated and `new_steps` starts from the first.
+
+        Truncated lines may have been counted already, and the file may have grown again, so all is read anew.
+        """
+        has_attempts = bool(self._attempts)
+        if self._poll() and has_attempts:
+            self.reopen()
+            return True
+        return False
+
+    def _poll(self) -> bool:
+        """Read new attempts and events; return whether metrics lines were truncated."""
+        for line in self._attempt_lines.new():
+            self._read_attempt(line)
+        truncated = [self._read_event(line) for line in self._events.new() if _is_event(line)]
+        return any(truncated)
+
+    def new_steps(self) -> Iterator[StepLine | StepBlock]:
+        """Count the new steps, and yield them; of a long past, blocks of steps that one attempt did."""
+        attempt: AttemptTimes | None = None
+        first = after = 0  # `attempt` did the steps from `first` on and before `after`
+        for step in self._steps.new(self._is_of_one_attempt):
+            number = step.first if isinstance(step, StepBlock) else step.step
+            if not first <= number < after:
+                attempt, first, after = self._attempt_of_step(number)
+            if attempt is not None:
+                _add_block(attempt, step) if isinstance(step, StepBlock) else _add_step(attempt, step)
+            yield step
+
+    def _is_of_one_attempt(self, block: StepBlock) -> bool:
+        """Whether one attempt did all steps of `block`, and they are not among its latest, whose times are kept."""
+        _, _, after = self._attempt_of_step(block.first)
+        return block.last + RECENT_STEPS < after
+
+    def compute(self, *, now: float | None = None) -> Ledger:
+        """Return the ledger of what was read so far.
+
+        It ends at `now` for a live run; without `now`, at the last line written.
+        """
+        attempts = self._attempts
+        if not attempts:
+            return Ledger(since=0.0, until=0.0, seconds=dict.fromkeys(CATEGORIES, 0.0))
+        following = [*attempts[1:], None]
+        ends = [_end(each, after, now) for each, after in zip(attempts, following, strict=True)]
+        until = max(ends[-1], attempts[-1].over or ends[-1])
+        if now is not None and attempts[-1].over is None:
+            until = max(until, now)  # its ranks have ended, and the supervisor is about to restart them
+        seconds = dict.fromkeys(CATEGORIES, 0.0)
+        for number, (attempt, end) in enumerate(zip(attempts, ends, strict=True)):
+            before = attempts[number - 1] if number else None
+            is_restart = before is not None and before.over is None
+            for name, part in _attempt_seconds(attempt, end, lead="restart" if is_restart else "init").items():
+                seconds[name] += part
+            next_begin = attempts[number + 1].begin if number + 1 < len(attempts) else until
+            seconds["restart" if attempt.over is None else "idle"] += max(0.0, next_begin - end)
+        return Ledger(since=attempts[0].begin, until=until, seconds=seconds)
+
+    def _read_attempt(self, line: Line) -> None:
+        self._supervised = True
+        if not isinstance(line.get("ended", line.get("time")), int | float):
+            return  # a damaged line
+        if "world_size" in line:
+            self._attempts.append(AttemptTimes(begin=line["time"]))
+        elif "ended" in line and self._attempts:
+            last = self._attempts[-1]
+            last.end, last.how, last.reached = line["ended"], line.get("how", ""), int(_number(line, "step"))
+        elif "over" in line and self._attempts:
+            self._attempts[-1].over = line["time"]
+
+    def _read_event(self, line: Line) -> bool:
+        """Read an event of rank 0; return whether it says that metrics lines were truncated."""
+        kind, number, data = line["kind"], line.get("attempt", 0), line.get("data", {})
+        if not self._supervised:  # another launcher started the ranks and writes no attempts.jsonl
+            if kind == "start":
+                self._attempts.append(AttemptTimes(begin=line["time"]))
+            number = len(self._attempts) - 1
+        if not 0 <= number < len(self._attempts):
+            return kind == "replay"
+        attempt = self._attempts[number]
+        if not self._supervised and kind in ("done", "stop"):
+            attempt.end = attempt.over = line["time"]
+        if kind == "ready":
+            attempt.start, attempt.ready = line["step"], line["time"]
+        elif kind == "started":
+            attempt.compile += _number(data.get("compile"), "seconds")
+        elif kind == "replay":
+            number, seconds = int(_number(data, "steps")), _number(data, "seconds")
+            for owner, steps, highest in self._attempts_of_steps(line["step"], number):
+                owner.steps.replayed += steps
+                owner.steps.replayed_seconds += steps / number * seconds
+                owner.steps.highest = max(owner.steps.highest, highest)
+            if attempt.start is not None:  # it rewound while training, and replays steps of earlier attempts
+                attempt.start = min(attempt.start, line["step"])
+        attempt.events.append((line["time"], CATEGORY_BEFORE_EVENT.get(kind, "")))
+        return kind == "replay"
+
+    def _attempt_of_step(self, step: int) -> tuple[AttemptTimes | None, int, int]:
+        """Return the attempt that did `step` last, and the range [first, after) of steps for which that holds.
+
+        It is the latest attempt that resumed from a step before it.
+        """
+        after = sys.maxsize
+        for attempt in reversed(self._attempts):
+            if attempt.start is not None and attempt.start < step:
+                return attempt, attempt.start + 1, after
+            if attempt.start is not None:
+                after = min(after, attempt.start + 1)
+        return None, 0, after
+
+    def _attempts_of_steps(self, after: int, steps: int) -> list[tuple[AttemptTimes, int, int]]:
+        """Return (attempt, number of steps, highest step) of the attempts that did the `steps` after step `after`."""
+        found, top = [], after + steps
+        for attempt in reversed(self._attempts):
+            if attempt.start is not None and max(attempt.start, after) < top:
+                found.append((attempt, top - max(attempt.start, after), top))
+                top = max(attempt.start, after)
+        return found
+
+
+def read_ledger(run: RunDirectory, *, now: float | None = None) -> Ledger:
+    """Return the ledger of `run`, see `LedgerReader.compute`."""
+    return LedgerReader(run).read(now=now)
+
+
+def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
+    """Add a step's seconds to its attempt. A step with NaN or Inf times is skipped."""
+    compute, communication, data, straggler, save = split_step(step)
+    total = compute + communication + data + straggler + save
+    if not math.isfinite(total):
+        return
+    seconds, steps = attempt.seconds, attempt.steps
+    seconds[0] += compute
+    seconds[1] += communication
+    seconds[2] += data
+    seconds[3] += straggler
+    seconds[4] += save
+    steps.highest, steps.last = max(steps.highest, step.step), max(steps.last, step.time)
+    steps.recent.append(total)
+
+
+def _add_block(attempt: AttemptTimes, block: StepBlock) -> None:
+    """Add the seconds of a block of steps to its attempt."""
+    attempt.seconds = [before + added for before, added in zip(attempt.seconds, block.seconds, strict=True)]
+    steps = attempt.steps
+    steps.highest, steps.last = max(steps.highest, block.highest), max(steps.last, block.time)
+
+
+def _is_event(line: Line) -> bool:
+    """Whether a line has the fields of an event; a file may be damaged."""
+    shapes = {"kind": str, "time": int | float, "step": int, "attempt": int, "data": dict}
+    optional = {"attempt": 0, "data": {}}
+    return all(isinstance(line.get(name, optional.get(name)), shape) for name, shape in shapes.items())
+
+
+def _number(tree: Any, name: str) -> float:
+    """Return the number `name` of `tree`; 0 if there is none."""
+    found = tree.get(name) if isinstance(tree, dict) else None
+    return found if isinstance(found, int | float) else 0.0
+
+
+def _end(attempt: AttemptTimes, following: AttemptTimes | None, now: float | None) -> float:
+    """Return when an attempt ended, or the last time at which it was known to run."""
+    if attempt.end is not None:
+        return max(attempt.begin, attempt.end)
+    if following is None and attempt.over is None and now is not None:
+        return max(attempt.begin, now)
+    last = max([attempt.begin, attempt.ready, attempt.steps.last, *(time for time, _ in attempt.events[-1:])])
+    return min(last, following.begin) if following is not None else last
+
+
+def _attempt_seconds(attempt: AttemptTimes, end: float, *, lead: str) -> dict[str, float]:
+    """Return the seconds of an attempt by category; they add up to it. `lead` is the category of its start-up."""
+    span = end - attempt.begin
+    if attempt.start is None:
+        return {lead: span}
+    found = dict.fromkeys(CATEGORIES, 0.0)
+    found[lead] = min(span, max(0.0, attempt.ready - attempt.begin))
+    steps = dict(zip(STEP_CATEGORIES, attempt.seconds, strict=True))
+    steps["compile"] = min(attempt.compile, steps["compute"])
+    steps["compute"] -= steps["compile"]
+    steps["replay"] = attempt.steps.replayed_seconds + attempt.steps.usual * _lost_steps(attempt)
+    available = span - found[lead]
+    shrink = min(1.0, available / total) if (total := sum(steps.values())) > 0 else 1.0  # clocks differ slightly
+    for name, seconds in steps.items():
+        found[name] += shrink * seconds
+    rest = max(0.0, available - shrink * total)
+    for name, seconds in _rest_seconds(attempt, end, rest, lead).items():
+        found[name] += seconds
+    return found
+
+
+def _lost_steps(attempt: AttemptTimes) -> int:
+    """Return how many steps were finished but lost before rank 0 wrote them."""
+    known = max(attempt.steps.highest, attempt.start or 0)
+    return max(0, attempt.reached - known) if attempt.how == "trouble" else 0
+
+
+def _rest_seconds(attempt: AttemptTimes, end: float, rest: float, lead: str) -> dict[str, float]:
+    """Return the seconds outside of steps by category.
+
+    After the last step, events give the category; the rest is evaluation or restart if one happened, else `lead`.
+    """
+    last = max(attempt.steps.last, attempt.ready)
+    tail = [(time, name) for time, name in attempt.events if last < time <= end]
+    found: dict[str, float] = {}
+    for (before, _), (time, name) in pairwise([(last, ""), *tail]):
+        found[name or "init"] = found.get(name or "init", 0.0) + max(0.0, time - before)
+    open_end = max(0.0, end - (tail[-1][0] if tail else last))
+    name = _category_of_end(attempt, open_end)
+    found[name] = found.get(name, 0.0) + open_end
+    after_last = sum(found.values())
+    shrink = min(1.0, rest / after_last) if after_last > 0 else 1.0
+    between = {name for time, name in attempt.events if attempt.ready < time <= last}
+    name = next((name for name in ("evaluation", "restart") if name in between), lead)
+    found = {each: shrink * seconds for each, seconds in found.items()}
+    found[name] = found.get(name, 0.0) + max(0.0, rest - shrink * after_last)
+    return found
+
+
+def _category_of_end(attempt: AttemptTimes, seconds: float) -> str:
+    """Return the category of the time from the last line of an attempt to its end."""
+    if attempt.end is None:
+        return "compute" if seconds <= HANG_FACTOR * attempt.steps.usual else "restart"
+    return "restart" if attempt.how == "trouble" else "init"

@@ -1,0 +1,340 @@
+"""The index of `metrics.jsonl`: for each block of steps, where its lines are and their sums.
+
+Rank 0 extends it while it trains. It is a cache: readers check every line of it by its checksum and against the end of
+the block in the metrics, and read the metrics themselves where the index has no block, or a wrong one.
+"""
+
+import json
+import logging
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from trimaran.core import PHASES
+from trimaran.core.regular_files import append_regular_file, open_regular_file
+from trimaran.runs.journal import LineFollower
+from trimaran.runs.line_files import lines_from_end, next_line
+from trimaran.runs.read.step_lines import StepLine, read_step, read_waits
+
+log = logging.getLogger(__name__)
+
+Point = tuple[float, float]
+"""A position, such as a step, and a value."""
+
+STEP_CATEGORIES = ("compute", "communication", "data", "straggler", "save")
+MAX_NOT_FINITE = 50  # steps with NaN or Inf that a block lists
+
+SCALARS: dict[str, Callable[[Any], float]] = {
+    "loss": lambda step: step.loss,
+    "grad_norm": lambda step: step.grad_norm,
+    "lr": lambda step: step.lr,
+    "tokens_per_second": lambda step: step.tokens / step.step_seconds if step.step_seconds > 0 else math.nan,
+    "step_seconds": lambda step: step.step_seconds,
+    "peak_bytes": lambda step: float(step.peak_bytes),
+}
+"""Of a `StepLine` or a `StepMetrics`."""
+BLOCK_LINES = 256
+MAX_BLOCKS_AT_ONCE = 4  # written by one call, so that a long file without an index does not stop the training
+CHECKED_BYTES = 4096  # at the end of a block: the last line and its time, also if it has all details
+
+
+class Extent(NamedTuple):
+    """The finite values of a scalar over some steps: their number and sum, and four of the points."""
+
+    count: int
+    total: float
+    first: Point
+    last: Point
+    least: Point
+    most: Point
+
+    def join(self, later: "Extent") -> "Extent":
+        least = self.least if self.least[1] <= later.least[1] else later.least
+        most = self.most if self.most[1] >= later.most[1] else later.most
+        return Extent(self.count + later.count, self.total + later.total, self.first, later.last, least, most)
+
+
+def join_extents(extents: Sequence[Extent]) -> Extent:
+    """Return the extent of all `extents`, which are in order; there is at least one."""
+    if len(extents) == 1:
+        return extents[0]
+    least, most = min([each.least[1] for each in extents]), max([each.most[1] for each in extents])
+    return Extent(
+        sum([each.count for each in extents]),
+        math.fsum([each.total for each in extents]),
+        extents[0].first,
+        extents[-1].last,
+        next(each.least for each in extents if each.least[1] == least),
+        next(each.most for each in extents if each.most[1] == most),
+    )
+
+
+def extent_of(points: Sequence[Point]) -> Extent | None:
+    """Return the extent of points in order; None if none is finite."""
+    finite = [point for point in points if -math.inf < point[1] < math.inf]
+    if not finite:
+        return None
+    values = [value for _, value in finite]
+    least, most = values.index(min(values)), values.index(max(values))
+    return Extent(len(finite), math.fsum(values), finite[0], finite[-1], finite[least], finite[most])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBlock:
+    """The sums of `count` steps, from step `first` to step `last`.
+
+    `seconds` are those of `STEP_CATEGORIES` over the steps with finite times, of which `highest` is the highest step
+    and `time` the latest time. `phases` are sums of seconds. `scalars` has the extent of each of `SCALARS`.
+    """
+
+    first: int
+    last: int
+    count: int
+    highest: int
+    time: float
+    seconds: tuple[float, ...]
+    phases: dict[str, float]
+    scalars: dict[str, Extent]
+    not_finite: tuple[int, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the block as JSON for `read_block`."""
+        extents = {name: [each.count, each.total, *each.first, *each.last, *each.least, *each.most]
+                   for name, each in self.scalars.items()}  # fmt: skip
+        return {
+            "steps": [self.first, self.last, self.count, self.highest],
+            "time": self.time,
+            "seconds": [round(each, 6) for each in self.seconds],
+            "phases": [round(self.phases.get(name, 0.0), 6) for name in PHASES],
+            "scalars": extents,
+            "not_finite": list(self.not_finite),
+        }
+
+    def join(self, later: Self) -> "StepBlock":
+        """Return the block of these steps and the `later` ones."""
+        scalars = dict(self.scalars)
+        for name, extent in later.scalars.items():
+            scalars[name] = scalars[name].join(extent) if name in scalars else extent
+        return StepBlock(
+            first=self.first,
+            last=later.last,
+            count=self.count + later.count,
+            highest=max(self.highest, later.highest),
+            time=max(self.time, later.time),
+            seconds=tuple(mine + theirs for mine, theirs in zip(self.seconds, later.seconds, strict=True)),
+            phases={name: self.phases.get(name, 0.0) + later.phases.get(name, 0.0) for name in PHASES},
+            scalars=scalars,
+            not_finite=(*self.not_finite, *later.not_finite)[:MAX_NOT_FINITE],
+        )
+
+
+def block_of(steps: Sequence[StepLine]) -> StepBlock:
+    """Return the block of `steps`, of which there is at least one."""
+    splits = [(step, split_step(step)) for step in steps]
+    timed = [(step, parts) for step, parts in splits if math.isfinite(sum(parts))]
+    return StepBlock(
+        first=steps[0].step,
+        last=steps[-1].step,
+        count=len(steps),
+        highest=max((step.step for step, _ in timed), default=0),
+        time=max((step.time for step, _ in timed), default=0.0),
+        seconds=tuple(math.fsum(parts[index] for _, parts in timed) for index in range(len(STEP_CATEGORIES))),
+        phases={name: math.fsum(step.phases.get(name, 0.0) for step in steps) for name in PHASES},
+        scalars={
+            name: extent
+            for name, value in SCALARS.items()
+            if (extent := extent_of([(step.step, value(step)) for step in steps])) is not None
+        },
+        not_finite=tuple(each.step for each in steps if not_finite(each))[:MAX_NOT_FINITE],
+    )
+
+
+def estimated_block(sample: Sequence[StepLine], last: int) -> StepBlock:
+    """Return the block of the steps from the first of `sample` to `last`, with sums as if all were like the sample."""
+    found = block_of(sample)
+    count = max(found.count, last - found.first + 1)
+    factor = count / found.count
+    return replace(
+        found,
+        last=max(last, found.last),
+        count=count,
+        highest=max(last, found.highest),
+        seconds=tuple(factor * each for each in found.seconds),
+        phases={name: factor * each for name, each in found.phases.items()},
+        scalars={
+            name: each._replace(count=round(factor * each.count), total=factor * each.total)
+            for name, each in found.scalars.items()
+        },
+    )
+
+
+def read_block(tree: Mapping[str, Any]) -> StepBlock:
+    """Return the block of `StepBlock.as_dict`. Raises KeyError, ValueError or TypeError if it is of another version."""
+    first, last, count, highest = tree["steps"]
+    scalars = {
+        name: Extent(finite, total, (a, first_value), (b, last_value), (c, least), (d, most))
+        for name, (finite, total, a, first_value, b, last_value, c, least, d, most) in tree["scalars"].items()
+    }
+    seconds = tuple(tree["seconds"])
+    if len(seconds) != len(STEP_CATEGORIES) or not scalars.keys() <= SCALARS.keys():
+        raise ValueError("not the sums of this version")
+    return StepBlock(
+        first=first,
+        last=last,
+        count=count,
+        highest=highest,
+        time=tree["time"],
+        seconds=seconds,
+        phases=dict(zip(PHASES, tree["phases"], strict=True)),
+        scalars=scalars,
+        not_finite=tuple(tree["not_finite"]),
+    )
+
+
+def not_finite(step: Any) -> bool:
+    """Whether the loss or the gradient norm of a step is NaN or Inf."""
+    return not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
+
+
+def split_step(step: StepLine) -> tuple[float, float, float, float, float]:
+    """Return the seconds of a step in the order of `STEP_CATEGORIES`; they add up to `step_seconds`."""
+    phases, total = step.phases, step.step_seconds
+    if not total > 0:
+        total = sum(phases.values())
+    data, save = phases.get("data", 0.0), phases.get("checkpoint", 0.0)
+    left = max(0.0, total - data - save)
+    comm, straggler = read_waits(step.rest)
+    straggler = min(left, straggler)
+    # A rank waits for others inside a collective, in whichever phase that is.
+    communication = min(left, max(phases.get("comm", 0.0), comm + straggler)) - straggler
+    return left - straggler - communication, communication, data, straggler, save
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedBlock:
+    """A block, and the range of bytes in `metrics.jsonl` with its lines."""
+
+    begin: int
+    end: int
+    steps: StepBlock
+
+
+class StepIndexer:
+    """Extends the index of one `metrics.jsonl`. Only rank 0, which writes the metrics, may have one.
+
+    Metrics are only ever appended, or truncated to repeat steps. So if the end of a block is as it was, the block is.
+    """
+
+    def __init__(self, metrics: Path, index: Path) -> None:
+        self._metrics, self._index = metrics, index
+        self._num_new_lines = 0
+        self._has_failed = False
+
+    def note_line(self) -> None:
+        """Note that a line was appended to the metrics; every `BLOCK_LINES` of them the index is extended.
+
+        It never raises: without an index everything is the same, but slower to show.
+        """
+        self._num_new_lines += 1
+        if self._num_new_lines < BLOCK_LINES:
+            return
+        self._num_new_lines = 0
+        try:
+            self.extend()
+        except OSError as error:
+            if not self._has_failed:
+                log.warning("%s cannot be written: %s", self._index.name, error.strerror)
+            self._has_failed = True
+
+    def extend(self, max_blocks: int = MAX_BLOCKS_AT_ONCE) -> int:
+        """Write the next blocks, at most `max_blocks`; return how many."""
+        with open_regular_file(self._metrics) as metrics:
+            begin = self._drop_stale(metrics.fileno())
+            metrics.seek(begin)
+            added = []
+            for _ in range(max_blocks):
+                lines = [next_line(metrics) for _ in range(BLOCK_LINES)]
+                if not lines[-1][0].endswith(b"\n"):
+                    break
+                end = begin + sum(size for _, size in lines)
+                if steps := [step for line, _ in lines if (step := read_step(line)) is not None]:
+                    place = {"begin": begin, "end": end, "check": _check(metrics.fileno(), begin, end)}
+                    added.append(_index_line(place | block_of(steps).as_dict()))
+                begin = end
+        if added:
+            with append_regular_file(self._index) as index:
+                index.write(b"".join(added))
+        return len(added)
+
+    def _drop_stale(self, metrics: int) -> int:
+        """Cut off the blocks at the end of the index whose lines were withdrawn; return where the next block begins."""
+        for offset, line in lines_from_end(self._index):
+            if line.endswith(b"\n") and (block := _parse(line, metrics)) is not None:
+                if offset + len(line) < self._index.stat().st_size:
+                    os.truncate(self._index, offset + len(line))
+                return block.end
+        if self._index.exists():
+            os.truncate(self._index, 0)
+        return 0
+
+
+class IndexFollower:
+    """Yields the valid blocks that were added to an index since the last call; they do not overlap."""
+
+    def __init__(self, metrics: Path, index: Path) -> None:
+        self._metrics, self._lines, self._end = metrics, LineFollower(index), 0
+
+    def new(self) -> Iterator[IndexedBlock]:
+        try:
+            with open_regular_file(self._metrics) as metrics:
+                for line in self._lines.new():
+                    block = _parse(line, metrics.fileno())
+                    if block is not None and block.begin >= self._end:
+                        self._end = block.end
+                        yield block
+        except FileNotFoundError:
+            return
+
+
+def read_index(metrics: Path, index: Path, *, after: int = 0) -> Iterator[IndexedBlock]:
+    """Yield the valid blocks of an index in order, from the byte `after` of the metrics on; they do not overlap."""
+    try:
+        with open_regular_file(index) as lines, open_regular_file(metrics) as file:
+            while line := next_line(lines)[0]:
+                block = _parse(line, file.fileno())
+                if block is not None and block.begin >= after:
+                    yield block
+                    after = block.end
+    except FileNotFoundError:
+        return
+
+
+def _parse(line: bytes, metrics: int) -> IndexedBlock | None:
+    """Return the block of a line of the index; None if it is damaged, or if the metrics are not those it was made of.
+
+    `metrics` is the descriptor of the metrics file.
+    """
+    head, _, body = line.removesuffix(b"\n").partition(b" ")
+    if head != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        tree = json.loads(body)
+        begin, end = tree["begin"], tree["end"]
+        return IndexedBlock(begin, end, read_block(tree)) if _check(metrics, begin, end) == tree["check"] else None
+    except (LookupError, ValueError, TypeError, OSError):  # of another version
+        return None
+
+
+def _check(metrics: int, begin: int, end: int) -> int:
+    """Return the checksum of the end of a block."""
+    return zlib.crc32(os.pread(metrics, min(CHECKED_BYTES, end - begin), max(begin, end - CHECKED_BYTES)))
+
+
+def _index_line(tree: dict[str, Any]) -> bytes:
+    """Return a line of the index: the checksum of its JSON, and the JSON."""
+    body = json.dumps(tree, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)

@@ -1,0 +1,1 @@
+"""Commands of this package: serve, generate, eval, export and `plan --serve`."""

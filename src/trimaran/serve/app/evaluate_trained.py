@@ -1,0 +1,103 @@
+"""Evaluates a trained model on one process, and keeps the result in its run. Imports torch."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from trimaran.core import Plan, UserError
+from trimaran.core.version import VERSION
+from trimaran.data import TokenShards, cache_folder
+from trimaran.data.text.pack_text import pack_with
+from trimaran.data.text.source_files import named_path
+from trimaran.data.text.tokenizer import is_same_tokenizer
+from trimaran.runs import append_line
+from trimaran.serve.app.eval_request import EvalRequest
+from trimaran.serve.open_weights import open_trained
+from trimaran.serve.trained_model import TrainedModel
+from trimaran.train.evaluate_weights import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
+
+Progress = Callable[[str, float], None]
+HELD_OUT = "held-out"
+
+
+def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
+    """Return the loss of the weights on the held-out data of their run, or on `request.data`."""
+    recipe, weights = request.recipe(), request.weights
+    if recipe is None and request.data is None:
+        raise UserError("A045", "there is nothing to evaluate on: these weights come without a run",
+                        where=str(weights.path),
+                        fix="name a text file or a data set: --data PATH")  # fmt: skip
+    progress("loading the weights", 0.0)
+    trained = open_trained(weights, "fp32", cache=cache_folder(os.environ))
+    plan = weights.run.read_plan() if weights.run else Plan()
+    tokenizer = trained.tokenizer if recipe is None or recipe.model.kind.reads != "scenes" else None
+    subject = EvaluatedNetwork(network=trained.network, tokenizer=tokenizer, device=trained.device, plan=plan)
+    if request.data is None:
+        assert recipe is not None
+        found = held_out_loss(
+            subject, recipe, batches=request.batches, cache=cache_folder(os.environ), progress=progress
+        )
+    else:
+        found = _loss_on(request, request.data, trained, subject, progress)
+    return about(request) | {"data": request.data or HELD_OUT, "precision": plan.precision} | found.as_dict()
+
+
+def _loss_on(
+    request: EvalRequest, data: str, trained: TrainedModel, subject: EvaluatedNetwork, progress: Progress
+) -> HeldOutLoss:
+    """Return the loss on a file or folder, packed with the tokenizer of the model."""
+    section = request.section(data)
+    seq_len = min(request.seq_len or section.seq_len, trained.network.max_seq_len)
+    options: dict[str, Any] = {"seq_len": seq_len, "isolate": section.isolate_documents, "batches": request.batches,
+                               "progress": progress}  # fmt: skip
+    if section.source == "shards":
+        shards = TokenShards.open(named_path(section))
+        if not is_same_tokenizer(shards.tokenizer, trained.tokenizer):
+            raise UserError("T019", "the shards were packed with another tokenizer than the model's", where=data,
+                            fix="evaluate on the text, or pack it again with the model's tokenizer")  # fmt: skip
+        return text_loss(subject, shards, **options)
+    with TemporaryDirectory(prefix="trimaran-eval-") as folder:
+        shards = TokenShards.open(pack_with(section, trained.tokenizer, Path(folder) / "shards", progress=progress))
+        return text_loss(subject, shards, **options)
+
+
+def evaluate_tasks(
+    request: EvalRequest, tasks: list[str], folder: Path | None, limit: int | None, progress: Progress
+) -> dict[str, Any]:
+    """Return the metrics of tasks of lm-eval. Its data must be on this machine: nothing is downloaded."""
+    from trimaran.serve.harness_tasks import run_harness_tasks
+
+    progress("loading the weights", 0.0)
+    trained = open_trained(request.weights, "auto", cache=cache_folder(os.environ))
+    progress("running the tasks", 0.2)
+    found = run_harness_tasks(trained, tasks, folder=folder, limit=limit)
+    return about(request) | {"data": None} | found
+
+
+def about(request: EvalRequest) -> dict[str, Any]:
+    """Return which weights were evaluated, and with what."""
+    weights = request.weights
+    run_dir = str(weights.run.path) if weights.run else None
+    step = weights.step
+    if step is None and weights.run is not None:
+        step = _saved_step(request)
+    return {"run_dir": run_dir, "model": str(weights.path), "step": step, "time": time.time(), "version": VERSION}
+
+
+def _saved_step(request: EvalRequest) -> int | None:
+    """Return the step whose weights a run saved at its end."""
+    from trimaran.app.runs.run_state import RunState
+
+    assert request.weights.run is not None
+    state = RunState(request.weights.run, only_status=True)
+    state.refresh()
+    return max((event.step for event in state.events_of_kind("saved")), default=None)
+
+
+def save_evaluation(request: EvalRequest, found: dict[str, Any]) -> None:
+    """Append the result to the run's evaluations. Weights without a run have no place for it."""
+    if request.weights.run is not None:
+        append_line(request.weights.run.evaluations, {key: value for key, value in found.items() if key != "run_dir"})

@@ -1,0 +1,129 @@
+"""`trimaran generate`: continues a text or talks, with a trained model."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trimaran.app.recipe.options import Json, TrainedModelName
+from trimaran.core import UserError
+from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.serve.app.trained_weights import TrainedWeights, find_weights
+
+if TYPE_CHECKING:
+    from trimaran.serve.app.generated_text import GeneratedText
+
+MAX_TOKENS = 65536
+MAX_SEED = 2**63 - 1
+DEFAULT_TEMPERATURE = 0.9
+
+
+def generate(
+    model: TrainedModelName,
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue, or the question. [default: the run's own]")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk, with the model's chat template. Ends with /exit.")
+    ] = False,
+    system: Annotated[str, typer.Option(help="The system prompt of a chat.")] = "",
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="An image, for a model that sees. Repeatable.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--max-tokens", min=1, max=MAX_TOKENS, help="How many tokens at most.")
+    ] = 240,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 always picks the likeliest token. [default: 0.9]")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of the likeliest tokens with this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of so many of the likeliest tokens; 0: of all.")] = 0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="The same seed generates the same text.")] = 0,
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16"], typer.Option(help="auto: as trained on a GPU, fp32 on a CPU.")
+    ] = "auto",
+    as_json: Json = False,
+) -> int:
+    """Continue a text, or talk, with a trained model. The text appears as it is generated.
+
+    Of a run, the newest weights are used: those it saved at its end, or a later checkpoint.
+
+    \b
+    trimaran generate runs/stdlib-tiny --prompt "class "
+    trimaran generate runs/my-chat --chat
+    trimaran generate runs/my-chat --chat --system "Be brief." --prompt "What is a trimaran?" --greedy
+    trimaran generate runs/shapes-tiny --chat --image photo.jpg --prompt "What is this?"
+    trimaran generate ./Qwen2.5-0.5B --prompt "The sea" --top-p 0.9 --seed 7 --json
+    """
+    _refuse_contradictions(chat=chat, system=system, as_json=as_json, prompt=prompt)
+    _refuse_nan(temperature=temperature or 0.0, top_p=top_p)
+    weights = find_weights(model, step)
+    text = prompt if prompt is not None or chat else _own_prompt(weights)
+    refuse_unusable(os.environ)
+    from trimaran.data.text.prepare_text import cache_folder
+    from trimaran.serve.app.talk import answer_once, continue_text, talk
+    from trimaran.serve.open_weights import open_trained
+    from trimaran.train.generation.sampling import Sampling
+
+    sampling = Sampling(temperature=_temperature(temperature, greedy=greedy), top_k=top_k, top_p=top_p, seed=seed)
+    trained, images = open_trained(weights, dtype, cache=cache_folder(os.environ)), image or []
+    if chat and text is None:
+        return talk(trained, sampling, system=system, images=images, max_tokens=tokens)
+    shown = None if as_json else sys.stdout
+    if chat:
+        result = answer_once(
+            trained, sampling, text or "", system=system, images=images, max_tokens=tokens, shown=shown
+        )
+    else:
+        result = continue_text(trained, sampling, text or "", images=images, max_tokens=tokens, shown=shown)
+    if as_json:
+        typer.echo(json.dumps(_facts(weights, text or "", result, is_chat=chat)))
+    return result.exit_code
+
+
+def _refuse_contradictions(*, chat: bool, system: str, as_json: bool, prompt: str | None) -> None:
+    if system and not chat:
+        raise UserError("A001", "a text to continue has no system prompt", where="--system",
+                        fix="add --chat, or leave --system out")  # fmt: skip
+    if chat and as_json and prompt is None:
+        raise UserError("A001", "a chat on the terminal is not one JSON object", where="--json",
+                        fix="ask one question with --prompt, or leave --json out")  # fmt: skip
+
+
+def _refuse_nan(**options: float) -> None:
+    for name, value in options.items():
+        if math.isnan(value):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError("A001", f"{option} is not a number", where=option, fix="use a number such as 0.9")
+
+
+def _temperature(temperature: float | None, *, greedy: bool) -> float:
+    if greedy and temperature:
+        raise UserError("A001", "--greedy is --temperature 0", where="--temperature",
+                        fix="leave one of the two out")  # fmt: skip
+    return 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
+
+
+def _own_prompt(weights: TrainedWeights) -> str:
+    """Return the prompt of the run's own sample. Raises if the weights come without a run."""
+    if weights.run is None:
+        raise UserError("A001", "there is no text to continue", where="--prompt",
+                        fix="write --prompt 'TEXT', or talk with --chat")  # fmt: skip
+    from trimaran.app.runs.run_prompt import prompt_of_run
+
+    return prompt_of_run(weights.run)
+
+
+def _facts(weights: TrainedWeights, prompt: str, result: "GeneratedText", *, is_chat: bool) -> dict[str, object]:
+    """Return the JSON object. `text` includes a prompt that was continued, and is the answer in a chat."""
+    where = {"run_dir": str(weights.run.path) if weights.run else None, "model": str(weights.path)}
+    text = result.text if is_chat else prompt + result.text
+    return where | {"step": weights.step, "prompt": prompt, "text": text, "completion": result.text} | result.numbers()

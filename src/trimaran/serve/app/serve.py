@@ -1,0 +1,176 @@
+"""`trimaran serve`: an OpenAI-compatible server for a trained model."""
+
+import json
+import os
+import secrets
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trimaran.app.recipe.options import Json, TrainedModelName
+from trimaran.checkpoint.step_dirs import newest_step
+from trimaran.core import UserError
+from trimaran.core.user_folders import expand_user
+from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
+from trimaran.serve.engine.engine_config import EngineConfig, EngineSizes
+from trimaran.serve.server.server_settings import ServerSettings
+from trimaran.serve.weights_location import TrainedWeights
+
+PACKAGES = ("uvicorn", "starlette", "prometheus_client")
+Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
+TensorDegree = typer.Option(min=1, metavar="N", help="Processes that share each layer.")
+PipelineDegree = typer.Option(min=1, metavar="N", help="Processes that have some of the layers each.")
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is every network.")]
+Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0: a free one.")]
+Token = Annotated[str | None, typer.Option(metavar="TEXT", help="What clients have to send. [default: a random one]")]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=FOLDER", help="A PEFT folder, served as the model NAME. Repeatable."),
+]
+Follow = Annotated[bool, typer.Option("--follow", help="Load each new checkpoint of the run.")]
+Engine = Annotated[Literal["own", "vllm"], typer.Option(help="Trimaran's engine, or vLLM.")]
+Quantise = Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="Weights in fewer bits, on a GPU.")]
+
+
+def serve(
+    model: TrainedModelName,
+    step: Step = None,
+    tp: Annotated[int, TensorDegree] = 1,
+    pp: Annotated[int, PipelineDegree] = 1,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token: Token = None,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="The model's name. [default: its folder's]")] = None,
+    adapter: Adapters = None,
+    follow: Follow = False,
+    engine: Engine = "own",
+    quantise: Quantise = None,
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16"], typer.Option(help="auto: as trained on a GPU, fp32 on a CPU.")
+    ] = "auto",
+    max_queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait.")] = 1024,
+    max_running: Annotated[int, typer.Option(min=1, metavar="N", help="Requests computed together.")] = 64,
+    max_step_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens computed together.")] = 1024,
+    cache_gb: Annotated[
+        float | None, typer.Option(min=0.0, metavar="GB", help="Size of the key-value cache. [default: what is free]")
+    ] = None,
+    max_body_mb: Annotated[int, typer.Option(min=1, metavar="MB", help="The largest request.")] = 32,
+    max_client_connections: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Connections of one address, or of the proxy before the server.")
+    ] = 1024,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, metavar="S", help="How long running requests may take after SIGTERM.")
+    ] = 30.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With vllm: print the command, start nothing.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Serve a trained model with OpenAI's API, to this machine and behind a token by default.
+
+    Ctrl-C or SIGTERM lets running requests finish. /health, /ready and /metrics are for probes and Prometheus.
+
+    \b
+    trimaran serve runs/stdlib-tiny
+    trimaran serve runs/my-chat --follow --port 8080
+    trimaran serve ./Qwen2.5-0.5B --adapter law=./law-lora --adapter code=./code-lora
+    trimaran serve ./Llama-3.1-8B --tp 2 --host 0.0.0.0 --token "$TOKEN"
+    trimaran serve runs/my-chat --engine vllm --dry-run
+    """
+    weights = find_weights(model, step)
+    _refuse_contradictions(weights, step, follow=follow, engine=engine, quantise=quantise, dry_run=dry_run)
+    refuse_unusable(os.environ)
+    config = EngineConfig(
+        weights=weights, dtype=dtype, tp=tp, pp=pp, quantise=quantise, adapters=_adapters(adapter or []),
+        sizes=EngineSizes(max_running=max_running, max_step_tokens=max_step_tokens,
+                          cache_bytes=None if cache_gb is None else int(cache_gb * 1e9)),
+    )  # fmt: skip
+    settings = ServerSettings(
+        name=name or _name_of(weights), token=token or secrets.token_urlsafe(24), host=host, max_queue=max_queue,
+        max_body_bytes=max_body_mb << 20, max_client_connections=max_client_connections, drain_seconds=drain_seconds,
+        follow_after=_newest_step(weights) if follow else None,
+    )  # fmt: skip
+    if engine == "vllm":
+        return _serve_with_vllm(config, settings, port, dry_run=dry_run, as_json=as_json)
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise UserError("U015", f"serving needs the {package} package", where="trimaran serve",
+                            fix="pip install 'trimaran[serve]'")  # fmt: skip
+    from trimaran.serve.app.serve_session import serve_model
+
+    return serve_model(config, settings, port, has_token=token is not None, as_json=as_json)
+
+
+def _serve_with_vllm(config: EngineConfig, settings: ServerSettings, port: int, *, dry_run: bool, as_json: bool) -> int:
+    from trimaran.serve.app.vllm_command import VllmRequest
+    from trimaran.serve.app.vllm_session import find_folder, plan_vllm, serve_with_vllm
+
+    folder, export = find_folder(config.weights)
+    request = VllmRequest(
+        folder=folder, name=settings.name, host=settings.host, port=port, tp=config.tp, pp=config.pp,
+        dtype=config.dtype, quantise=config.quantise, max_running=config.sizes.max_running,
+        max_step_tokens=config.sizes.max_step_tokens,
+        adapters={name: Path(path) for name, path in config.adapters.items()},
+    )  # fmt: skip
+    if not dry_run:
+        return serve_with_vllm(request, export, settings.token)
+    facts = plan_vllm(request, export)
+    if as_json:
+        typer.echo(json.dumps({name: facts[name] for name in ("export", "command", "config")}))
+        return 0
+    if export:
+        typer.echo(shlex.join(["trimaran", *export[3:]]))
+    typer.echo(f"cat > vllm.yaml <<'END'\n{facts['config_text']}END")
+    typer.echo(facts["shown"])
+    return 0
+
+
+def _refuse_contradictions(
+    weights: TrainedWeights, step: int | None, *, follow: bool, engine: str, quantise: str | None, dry_run: bool
+) -> None:
+    if dry_run and engine != "vllm":
+        raise UserError("U014", "--dry-run shows the command of vLLM", where="--dry-run",
+                        fix="add --engine vllm, or leave --dry-run out")  # fmt: skip
+    if not follow:
+        return
+    reasons = {
+        "there is no run to follow": weights.run is None,
+        "--step serves one checkpoint, and --follow each new one": step is not None,
+        "vLLM does not load other weights while it runs": engine == "vllm",
+        "quantised weights are not replaced while they are served": quantise is not None,
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise UserError("U014", what, where="--follow", fix="leave --follow out, or what contradicts it")
+
+
+def _adapters(values: list[str]) -> dict[str, str]:
+    """Return the PEFT folders by their names. Raises UserError for a wrong or repeated one."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, separator, folder = value.partition("=")
+        path = expand_user(folder)
+        if not separator or not name or not folder:
+            raise UserError("U014", f"{value!r} is not NAME=FOLDER", where="--adapter",
+                            fix="write --adapter law=./law-lora")  # fmt: skip
+        if name in found:
+            raise UserError("U014", f"there are two adapters called {name!r}", where="--adapter",
+                            fix="give each its own name")  # fmt: skip
+        if not (path / ADAPTER_CONFIG).is_file():
+            raise UserError("U014", f"{folder} is not a PEFT folder: {ADAPTER_CONFIG} is missing",
+                            where=f"--adapter {name}", fix="name a folder that PEFT or `trimaran export` has written"
+                            )  # fmt: skip
+        found[name] = str(path.absolute())
+    return found
+
+
+def _name_of(weights: TrainedWeights) -> str:
+    return (weights.run.path if weights.run is not None else weights.path).absolute().name
+
+
+def _newest_step(weights: TrainedWeights) -> int:
+    """Return the step after which checkpoints are new."""
+    assert weights.run is not None, "only a run is followed"
+    return weights.step if weights.step is not None else newest_step(weights.run.checkpoints) or -1

@@ -1,0 +1,144 @@
+"""Reads what `trimaran plan --serve` is asked, and turns the answer into what `--json` prints."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from trimaran.app.recipe.plan_request import read_plan_request, say_reference
+from trimaran.core import UserError, did_you_mean
+from trimaran.models import outline_for
+from trimaran.serve.planning.serving import QUANTISED, WEIGHT_FORMATS, Traffic
+from trimaran.serve.planning.serving_plans import (
+    SERVING_GOALS,
+    ServingAnswer,
+    ServingPlan,
+    ServingQuestion,
+    accuracy_of,
+)
+
+Choice = TypeVar("Choice", bound=str)
+SECONDS_PER_HOUR = 3600
+MAX_TOKENS = 1 << 24  # of a prompt or an answer: more than any model takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """The options of `plan --serve`; None where the user gave none."""
+
+    cluster: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    max_running: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    weights: str | None = None
+    goal: str = "throughput"
+    price: float | None = None
+
+
+def read_serving_question(what: str | None, options: ServingOptions, settings: Sequence[str]) -> ServingQuestion:
+    """Return the question for `what`, which `trimaran plan` would also accept. An adapter counts as merged."""
+    request = read_plan_request(what, {"cluster": options.cluster}, settings)
+    question = request.question
+    section = question.recipe.model.model_copy(update={"adapter": None})
+    outline = outline_for(section, question.recipe.data) if question.recipe.model.adapter else question.outline
+    if outline is None:
+        raise UserError("P096", "nothing is known of this model", where="MODEL|RECIPE",
+                        fix="name a preset, a config.json or a model folder")  # fmt: skip
+    usual = Traffic()
+    given = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+    running = options.max_running or usual.max_sequences
+    for name, value in given.items():
+        if value is not None and not 1 <= value <= MAX_TOKENS:
+            raise UserError("A013", f"{value} is not a valid number of tokens", where=f"--{name.replace('_', '-')}",
+                            fix=f"use 1 to {MAX_TOKENS:,}")  # fmt: skip
+    asked = ServingQuestion(
+        outline=outline,
+        cluster=question.cluster,
+        traffic=Traffic(
+            prompt_tokens=options.prompt_tokens or usual.prompt_tokens,
+            output_tokens=options.output_tokens or usual.output_tokens,
+            max_sequences=running,
+            # A step needs room for prompts beside the running sequences, as `trimaran serve` demands.
+            max_step_tokens=max(usual.max_step_tokens, 2 * running),
+        ),
+        goal=_choice(options.goal, SERVING_GOALS, "--goal"),
+        tp=options.tp,
+        pp=options.pp,
+        weights=None if options.weights is None else _choice(options.weights, WEIGHT_FORMATS, "--weights"),
+    )
+    say_reference(request)
+    return asked
+
+
+def refuse_training_options(given: Mapping[str, object]) -> None:
+    """Raise if an option is given that only plans for training have."""
+    if named := [name for name, value in given.items() if value]:
+        raise UserError("A013", f"{named[0]} is for plans that train, and --serve asks for one that serves",
+                        where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
+
+
+def price_per_million(plan: ServingPlan, cluster_size: int, price: float) -> float:
+    """Return the price of a million generated tokens if every replica is fully loaded, for a price of a GPU hour."""
+    return cluster_size * price / SECONDS_PER_HOUR / plan.tokens_per_second * 1e6
+
+
+def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, Any]:
+    """Return what `plan --serve --json` prints."""
+    question = answer.question
+    best = answer.best
+    cost = None if price is None else price_per_million(best, question.cluster.world_size, price)
+    return {
+        "model": {"name": question.outline.name, "parameters": question.outline.num_parameters},
+        "cluster": str(question.cluster),
+        "goal": question.goal,
+        "traffic": asdict(question.traffic),
+        "best": _plan_as_dict(best),
+        "ranked": [_plan_as_dict(plan) for plan in answer.ranked],
+        "lost": [asdict(layout) | {"why": why} for layout, why in answer.lost],
+        "reasons": list(answer.reasons),
+        "hints": list(answer.hints),
+        "price_per_million_tokens": cost,
+        "accuracy": accuracy_of(best, question.cluster),
+        "next": serve_command(best),
+        "caution": caution(best) or None,
+    }
+
+
+def serve_command(plan: ServingPlan) -> str:
+    """Return the command that starts one engine of the plan."""
+    layout = plan.layout
+    degrees = [f"--{name} {degree}" for name, degree in (("tp", layout.tp), ("pp", layout.pp)) if degree > 1]
+    quantised = [f"--quantise {layout.weights}"] if layout.weights in QUANTISED else []
+    return " ".join(["trimaran serve RUN_OR_FOLDER", *degrees, *quantised])
+
+
+def caution(plan: ServingPlan) -> str:
+    """Return a warning if our own engine does not run the plan; '' if it does."""
+    if plan.layout.weights in QUANTISED and plan.layout.devices > 1:
+        return "trimaran's own engine quantises weights on one device only: --engine vllm also does it over several"
+    return ""
+
+
+def _plan_as_dict(plan: ServingPlan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        **asdict(plan.layout),
+        "replicas": plan.replicas,
+        "memory": {**memory.terms, "cache": memory.num_pages * memory.page_bytes, "limit": memory.limit},
+        "cache_bytes_per_token": memory.page_bytes // memory.page_size,
+        "num_pages": memory.num_pages,
+        "cache_tokens": memory.cache_tokens,
+        "max_context": plan.max_context,
+        "max_running": plan.most.running,
+        "tokens_per_second": plan.tokens_per_second,
+        "loads": [asdict(each) for each in plan.loads],
+    }
+
+
+def _choice(text: str, choices: Sequence[Choice], where: str) -> Choice:
+    for each in choices:
+        if each == text:
+            return each
+    raise UserError("A013", f"there is no '{text}'{did_you_mean(text, choices)}", where=where,
+                    fix=f"use one of {', '.join(choices)}")  # fmt: skip

@@ -1,0 +1,99 @@
+"""Which weights `trimaran generate` uses: those of a run, of one of its checkpoints, or of a Hugging Face folder."""
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trimaran.app.recipe.options import find_run, path_argument, program_name
+from trimaran.checkpoint.checkpoint_list import find_step
+from trimaran.checkpoint.manifest import STEP_NAME
+from trimaran.checkpoint.step_dirs import newest_step, step_of
+from trimaran.core import UserError
+from trimaran.core.user_folders import expand_user
+from trimaran.runs import RunDirectory
+from trimaran.runs.run_directory import MARKER
+from trimaran.serve.weights_location import TrainedWeights
+
+if TYPE_CHECKING:
+    from trimaran.app.runs.run_state import RunState
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+STATUS_TEXT = {
+    "starting": "it is starting",
+    "training": "it is training",
+    "restarting": "it is restarting",
+    "done": "it is done",
+    "stopped": "it was stopped",
+    "failed": "it failed",
+    "vanished": "its processes are gone",
+}
+
+
+def find_weights(name: str, step: int | None, *, for_text: bool = True) -> TrainedWeights:
+    """Return the weights that `name` names: a run, a checkpoint of it, or a Hugging Face folder.
+
+    Of a run these are the newest: the weights that it saved at its end, or a later checkpoint. Raises UserError if
+    there are none; with `for_text` also if the model generates no text.
+    """
+    path = expand_user(name)
+    if step is None and STEP_NAME.fullmatch(path.name) and (path.parents[1] / MARKER).is_file():
+        return TrainedWeights(path=path, run=find_run(str(path.parents[1])), step=step_of(path))
+    is_model = any((path / each).is_file() for each in (CONFIG, ADAPTER_CONFIG))
+    if is_model and not (path / MARKER).is_file():
+        if step is not None:
+            raise UserError("A001", "a folder with weights has no steps", where="--step",
+                            fix="leave --step out, or name a run")  # fmt: skip
+        return TrainedWeights(path=path)
+    run = find_run(name)
+    if for_text and run.read_recipe().model.kind.reads == "scenes":
+        raise UserError("A016", "a perception model generates no text", where=str(run.recipe),
+                        fix="see its accuracy with `trimaran watch`")  # fmt: skip
+    newest = newest_step(run.checkpoints)
+    if step is not None or (newest is not None and newest > _saved_step(run)):
+        found = find_step(run.checkpoints, step, where=str(run.path))
+        return TrainedWeights(path=found, run=run, step=step_of(found))
+    if not run.model.is_dir():
+        raise _no_weights(run)
+    return TrainedWeights(path=run.model, run=run)
+
+
+def _saved_step(run: RunDirectory) -> float:
+    """Return the step whose weights `model/` holds; -1 if there is none, infinite if nobody knows."""
+    from trimaran.app.runs.run_state import RunState
+
+    if not run.model.is_dir():
+        return -1
+    state = RunState(run, only_status=True)
+    state.refresh()
+    return max((event.step for event in state.events_of_kind("saved")), default=float("inf"))
+
+
+def _no_weights(run: RunDirectory) -> UserError:
+    """Return the error for a run without weights: its status, and the commands that lead to some."""
+    from trimaran.app.runs.run_state import RunState
+
+    state = RunState(run, only_status=True)
+    state.refresh()
+    train = state.recipe.train
+    unsaved = "" if train.save else ", and train.save is false"
+    what = f"{STATUS_TEXT[state.status]} at step {state.step} of {train.steps}{unsaved}"
+    return UserError("A009", f"this run has no trained weights: {what}", where=str(run.model),
+                     fix=", or ".join(_fixes(state)))  # fmt: skip
+
+
+def _fixes(state: "RunState") -> Iterator[str]:
+    """Yield what the user can do: wait, resume or train again."""
+    from trimaran.app.runs.run_state import ACTIVE_STATUSES
+
+    def command(name: str, *words: str) -> str:
+        return f"`{shlex.join([program_name(), name, *words])}`"
+
+    run = path_argument(state.run.path)
+    save = [] if state.recipe.train.save else ["--set", "train.save=true"]
+    if state.status in ACTIVE_STATUSES:
+        yield f"wait until it ends: {command('watch', run)} shows it"
+    elif state.status != "done":
+        why = "" if state.status == "stopped" else f"see what happened with {command('watch', run)}, then "
+        yield f"{why}train to the last step with {command('resume', run, *save)}"
+    else:
+        yield f"train again with {command('train', path_argument(state.run.recipe), *save)}"

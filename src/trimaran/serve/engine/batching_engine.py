@@ -1,0 +1,351 @@
+"""The engine: takes requests, computes steps for all of them together, and returns tokens as they come.
+
+If the runner can, the next step is planned and launched while the device computes this one. Then a stop id is seen one
+step late: the surplus token is dropped. A request that needs the host in each step makes all steps wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from trimaran.serve.engine.batch_builder import BatchBuilder, part_wants
+from trimaran.serve.engine.block_pool import BlockPool
+from trimaran.serve.engine.check_request import refuse_impossible
+from trimaran.serve.engine.chosen_tokens import MAX_LAUNCHED, PendingTokens
+from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST
+from trimaran.serve.engine.engine_request import EngineFinish, EngineRequest, TokenConstraint, TokenOutput, TopTokens
+from trimaran.serve.engine.engine_sequence import EngineSequence
+from trimaran.serve.engine.model_runner import LaunchingRunner, Runner, StepLogits
+from trimaran.serve.engine.scheduler import EngineSettings, ScheduledPart, Scheduler
+from trimaran.serve.engine.token_choice import NOT_A_TOKEN, TokenChooser, TokenLogprobs, choose_tokens, logprobs_of
+
+NAN_ERROR = "the network computes NaN instead of a next token: its weights have diverged or are damaged"
+MakeConstraint = Callable[[EngineRequest], TokenConstraint]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """How busy the engine is now, and what it has done since it started."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class _Answer:
+    """What is known of a request's answer besides its tokens."""
+
+    __slots__ = ("chooser", "embedding", "has_left", "has_prompt_logprobs", "prompt_logprobs", "prompt_top",
+                 "sequence")  # fmt: skip
+
+    def __init__(self, sequence: EngineSequence, chooser: TokenChooser) -> None:
+        self.sequence, self.chooser = sequence, chooser
+        self.has_left = False  # the scheduler has forgotten it: only its last token is awaited
+        self.has_prompt_logprobs = False  # complete, and reported
+        self.embedding: Tensor | None = None
+        self.reset_prompt()
+
+    def reset_prompt(self) -> None:
+        """Forget what is known of the prompt. Nothing comes before its first token."""
+        self.prompt_logprobs: list[float | None] = [None]
+        self.prompt_top: list[TopTokens] = [()]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LaunchedStep:
+    """A step in flight: its tokens, and for each that is wanted the answer, its number in the step, and its index."""
+
+    tokens: PendingTokens
+    wanted: list[tuple[_Answer, int, int]]
+
+
+class BatchingEngine:
+    """Continuous batching over one runner. It belongs to one thread; `step` is one forward."""
+
+    def __init__(
+        self, runner: Runner, settings: EngineSettings, *, make_constraint: MakeConstraint | None = None
+    ) -> None:
+        """`make_constraint` makes the constraint of a request with a grammar; without it such requests are refused."""
+        if not runner.traits.reuses_prefixes:
+            settings = replace(settings, reuse_prefixes=False)
+        self.runner, self.settings = runner, settings
+        self._make_constraint = make_constraint
+        self._answers: dict[str, _Answer] = {}
+        self._orders = count()
+        self._early: list[TokenOutput] = []  # known before the next step
+        overlaps = runner.traits.overlaps and settings.max_running <= MAX_LAUNCHED
+        self._launcher = runner if overlaps and isinstance(runner, LaunchingRunner) else None
+        self._launched: _LaunchedStep | None = None
+        self._on_host: set[str] = set()  # requests that need the host in each step
+        self._prompt_tokens = self._generated_tokens = 0
+        self.max_length = min(runner.max_length, runner.num_pages * runner.page_size)
+        self._scheduler = Scheduler(BlockPool(runner.num_pages), runner.page_size, settings)
+        self._builder = BatchBuilder(settings.max_running, runner)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._answers or self._early or self._launched)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises UserError if it can never run."""
+        assert request.id not in self._answers, "every request has its own id"
+        traits = self.runner.traits
+        refuse_impossible(request, traits, vocabulary=self.runner.vocabulary, max_length=self.max_length,
+                          max_image_tokens=self.settings.max_image_tokens,
+                          has_constraints=self._make_constraint is not None)  # fmt: skip
+        constraint = None
+        if request.grammar is not None and self._make_constraint is not None:
+            constraint = self._make_constraint(request)
+            for token in request.generated:
+                constraint.advance(token)
+        sequence = EngineSequence(request, next(self._orders))
+        if request.generated and (finish := self._finish_of(request, request.generated[-1], len(sequence.tokens))):
+            self._early.append(TokenOutput(request=request.id, finish=finish))
+            return
+        chooser = TokenChooser(request.sampling, constraint, num_drawn=len(request.generated))
+        answer = self._answers[request.id] = _Answer(sequence, chooser)
+        answer.has_prompt_logprobs = bool(request.generated)  # they came with the first token
+        if _needs_host(request):
+            self._on_host.add(request.id)
+        self._scheduler.add(sequence)
+        self._prompt_tokens += sequence.num_prompt
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, and free its pages now. One that is not known, or has ended, is ignored."""
+        if request_id in self._answers:
+            self._remove(request_id)
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one step, and return what is new; nothing if there was nothing to do, or only parts of prompts.
+
+        With a runner that overlaps steps, this launches a step and returns what the step before it has computed.
+        """
+        if self._launcher is not None and not self._on_host:
+            early, self._early = self._early, []
+            before, self._launched = self._launched, self._launch(self._launcher)
+            return [*early, *self._read(before)]
+        self.finish_launched()
+        early, self._early = self._early, []
+        return [*early, *self._run()]
+
+    def finish_launched(self) -> None:
+        """Wait for the step in flight, if there is one. What it has computed comes with the next `step`."""
+        before, self._launched = self._launched, None
+        self._early += self._read(before)
+
+    def _run(self) -> list[TokenOutput]:
+        """Plan a step, compute it, and return what is new."""
+        parts = self._scheduler.plan()
+        if not parts:
+            return []
+        wants = [part_wants(part, has_prompt_logprobs=self._answer(part).has_prompt_logprobs) for part in parts]
+        result = self.runner.run(self._builder.build(parts, self._scheduler.take_ended(), wants))
+        starts = [part.sequence.num_computed for part in parts]
+        self._scheduler.commit(parts)
+        outputs = self._embedding_outputs(parts, wants, result)
+        rows = self._rows_to_choose(parts, wants, starts, result.logits)
+        return [*outputs, *self._token_outputs(rows, result.logits)]
+
+    def _launch(self, launcher: LaunchingRunner) -> _LaunchedStep | None:
+        """Plan a step and launch it. Its tokens are numbers of themselves until they are read."""
+        parts = self._scheduler.plan()
+        if not parts:
+            return None
+        wants = [part_wants(part, has_prompt_logprobs=True) for part in parts]
+        answers = [self._answer(part) if want == LAST else None for part, want in zip(parts, wants, strict=True)]
+        batch = self._builder.build(parts, self._scheduler.take_ended(), wants)
+        tokens = launcher.launch(batch, [None if each is None else each.chooser for each in answers])
+        self._scheduler.commit(parts)
+        wanted = []
+        for number, answer in enumerate(answers):
+            if answer is None:
+                continue
+            sequence = answer.sequence
+            wanted.append((answer, number, len(sequence.tokens)))
+            sequence.tokens.append(-1 - number)
+            if self._length_finish(sequence.request, len(sequence.tokens)):
+                # Others may have its pages now: the device computes their steps after this one.
+                self._scheduler.remove(sequence)
+                answer.has_left = True
+        return _LaunchedStep(tokens, wanted)
+
+    def _read(self, step: _LaunchedStep | None) -> list[TokenOutput]:
+        """Wait for a step, and return its tokens. Those of answers that have ended meanwhile are dropped."""
+        if step is None:
+            return []
+        tokens, outputs = step.tokens.read(), []
+        for answer, number, index in step.wanted:
+            if self._answers.get(answer.sequence.request.id) is answer:
+                outputs.append(self._with_token(answer, tokens[number], index))
+        self._generated_tokens += len(outputs)
+        return outputs
+
+    def flush_prefixes(self) -> None:
+        """Reuse no keys and values computed up to now: the weights have changed. Running requests start again."""
+        self.finish_launched()
+        self._scheduler.forget_prefixes()
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_used=scheduler.pool.num_used,
+            pages_total=scheduler.pool.num_pages,
+            prefix_hit_tokens=scheduler.num_reused_tokens,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+        )
+
+    def _answer(self, part: ScheduledPart) -> _Answer:
+        return self._answers[part.sequence.request.id]
+
+    def _remove(self, request_id: str) -> None:
+        answer = self._answers.pop(request_id)
+        if not answer.has_left:
+            self._scheduler.remove(answer.sequence)
+        self._on_host.discard(request_id)
+        self._builder.forget(request_id)
+
+    def _embedding_outputs(
+        self, parts: Sequence[ScheduledPart], wants: Sequence[int], result: StepLogits
+    ) -> list[TokenOutput]:
+        """Add what was computed of embeddings, and return those that are complete."""
+        if result.embeddings is None:
+            return []
+        embedded, outputs = [part for part, want in zip(parts, wants, strict=True) if want == EMBEDDING], []
+        for part, summed in zip(embedded, result.embeddings, strict=True):
+            answer, sequence = self._answer(part), part.sequence
+            is_first = sequence.num_computed == part.num_tokens  # also after it was preempted
+            answer.embedding = summed if is_first or answer.embedding is None else answer.embedding + summed
+            if sequence.num_left:
+                continue
+            values = answer.embedding / torch.linalg.vector_norm(answer.embedding)
+            is_nan = bool(values.isnan().any())
+            outputs.append(
+                TokenOutput(request=sequence.request.id, finish="error", error=NAN_ERROR)
+                if is_nan
+                else TokenOutput(request=sequence.request.id, finish="stop", embedding=tuple(values.tolist()))
+            )
+            self._remove(sequence.request.id)
+        return outputs
+
+    def _rows_to_choose(
+        self, parts: Sequence[ScheduledPart], wants: Sequence[int], starts: Sequence[int], logits: Tensor
+    ) -> list[tuple[_Answer, int]]:
+        """Return the answers whose next token is chosen now, and their rows of the logits; keep those of prompts."""
+        chosen, row = [], 0
+        for part, want, start in zip(parts, wants, starts, strict=True):
+            if want == LAST:
+                chosen.append((self._answer(part), row))
+                row += 1
+            elif want == ALL:
+                answer = self._answer(part)
+                _keep_prompt_logprobs(answer, start, logits[row : row + part.num_tokens])
+                row += part.num_tokens
+                if not part.sequence.num_left:
+                    chosen.append((answer, row - 1))
+        return chosen
+
+    def _token_outputs(self, rows: Sequence[tuple[_Answer, int]], logits: Tensor) -> list[TokenOutput]:
+        """Choose the next tokens, and return them."""
+        outputs = [self._without_token(answer) for answer, _ in rows if not answer.sequence.request.max_tokens]
+        rows = [each for each in rows if each[0].sequence.request.max_tokens]
+        if not rows:
+            return outputs
+        answers = [answer for answer, _ in rows]
+        if len(rows) != len(logits):
+            logits = logits[torch.tensor([row for _, row in rows], device=logits.device)]
+        tokens = choose_tokens(logits, [each.chooser for each in answers], excluded=self.runner.traits.image_token)
+        logprobs = _wanted_logprobs(answers, tokens, logits)
+        self._generated_tokens += len(tokens)
+        for number, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+            outputs.append(self._with_token(answer, token, len(answer.sequence.tokens), logprobs.get(number)))
+        return outputs
+
+    def _without_token(self, answer: _Answer) -> TokenOutput:
+        """Return the output of a request for no new tokens: only its prompt matters."""
+        request = answer.sequence.request
+        self._remove(request.id)
+        return TokenOutput(request=request.id, finish="length", prompt_logprobs=tuple(answer.prompt_logprobs),
+                           prompt_top=tuple(answer.prompt_top))  # fmt: skip
+
+    def _with_token(
+        self, answer: _Answer, token: int, index: int, logprobs: TokenLogprobs | None = None
+    ) -> TokenOutput:
+        """Take a token, the one at `index` of its sequence, and return the output."""
+        sequence, request = answer.sequence, answer.sequence.request
+        if token == NOT_A_TOKEN:
+            self._remove(request.id)
+            return TokenOutput(request=request.id, finish="error", error=NAN_ERROR)
+        sequence.put(index, token)
+        self._scheduler.token_known(sequence, index)
+        finish = self._finish_of(request, token, index + 1)
+        if finish is not None:
+            self._remove(request.id)
+        elif answer.chooser.constraint is not None:
+            answer.chooser.constraint.advance(token)
+        of_prompt: tuple[tuple[float | None, ...], tuple[TopTokens, ...]] = ((), ())
+        if request.prompt_logprobs and not answer.has_prompt_logprobs:
+            of_prompt = tuple(answer.prompt_logprobs), tuple(answer.prompt_top)
+            answer.has_prompt_logprobs = True
+        return TokenOutput(
+            request=request.id,
+            token=token,
+            logprob=None if logprobs is None else logprobs.logprob,
+            top=() if logprobs is None else logprobs.top,
+            finish=finish,
+            prompt_logprobs=of_prompt[0],
+            prompt_top=of_prompt[1],
+        )
+
+    def _finish_of(self, request: EngineRequest, token: int, length: int) -> EngineFinish | None:
+        """Return why a sequence of this length ends after this token, its last; None if it goes on."""
+        return "stop" if token in request.stop_ids else self._length_finish(request, length)
+
+    def _length_finish(self, request: EngineRequest, length: int) -> EngineFinish | None:
+        """Return why a sequence ends at this length, whatever its last token is; None if it may go on."""
+        if length - len(request.prompt) >= request.max_tokens:
+            return "length"
+        return "context" if length > self.max_length else None
+
+
+def _needs_host(request: EngineRequest) -> bool:
+    """Return whether the host needs a step's logits, or its token, before the next step can be launched."""
+    asks = request.logprobs is not None or request.prompt_logprobs or request.embed
+    return asks or request.grammar is not None or not request.max_tokens
+
+
+def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:
+    """Keep the log-probabilities of the prompt's tokens that follow those from `start` on."""
+    sequence, request = answer.sequence, answer.sequence.request
+    if not start:  # also after it was preempted
+        answer.reset_prompt()
+    following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)]
+    if following:
+        found = logprobs_of(logits[: len(following)], following, [request.logprobs or 0] * len(following))
+        answer.prompt_logprobs += [each.logprob for each in found]
+        answer.prompt_top += [each.top for each in found]
+
+
+def _wanted_logprobs(answers: Sequence[_Answer], tokens: Sequence[int], logits: Tensor) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the tokens whose requests ask for them, by their number."""
+    numbers = [
+        number
+        for number, answer in enumerate(answers)
+        if answer.sequence.request.logprobs is not None and tokens[number] != NOT_A_TOKEN
+    ]
+    if not numbers:
+        return {}
+    rows = logits[torch.tensor(numbers, device=logits.device)]
+    num_top = [answers[number].sequence.request.logprobs or 0 for number in numbers]
+    return dict(zip(numbers, logprobs_of(rows, [tokens[number] for number in numbers], num_top), strict=True))

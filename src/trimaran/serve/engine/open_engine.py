@@ -1,0 +1,142 @@
+"""Builds the engine of one process or of rank 0: loads weights and adapters, and chooses the size of the cache."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from trimaran.core import ModelSection, UserError
+from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.nets import Network
+from trimaran.nets.adapters.adapter_bank import AdapterBank
+from trimaran.serve.adapted_network import refuse_other_base, saved_base
+from trimaran.serve.adapted_weights import has_adapter
+from trimaran.serve.engine.adapter_loading import load_peft_folder
+from trimaran.serve.engine.batching_engine import BatchingEngine
+from trimaran.serve.engine.decode_graphs import GraphRunner
+from trimaran.serve.engine.engine_config import EngineConfig
+from trimaran.serve.engine.json_constraint import constraint_maker
+from trimaran.serve.engine.model_runner import ModelRunner, Runner, output_head
+from trimaran.serve.engine.open_runner import CacheSettings, open_runner
+from trimaran.serve.engine.scheduler import EngineSettings
+from trimaran.serve.open_weights import load_checkpoint, open_network, open_texts, section_of
+from trimaran.serve.weight_quantisation import quantise
+from trimaran.serve.weights_location import TrainedWeights
+from trimaran.train.generation.generate import first_device
+
+LOG = logging.getLogger(__name__)
+GPU_FRACTION = 0.9  # of the memory that is free when the weights are loaded
+CPU_FRACTION, MAX_CPU_BYTES = 0.25, 8 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """An engine, and the function that loads other weights of the same model into it."""
+
+    engine: BatchingEngine
+    load: Callable[[TrainedWeights], None]
+    close: Callable[[], None] = lambda: None
+
+
+def open_engine(config: EngineConfig) -> OpenEngine:
+    """Return the engine of a single process. Raises UserError if something does not fit."""
+    device = first_device()
+    cache_folder = None if config.cache is None else Path(config.cache)
+    network, dtype = open_network(config.weights, device, config.dtype, cache=cache_folder)
+    bank = _open_adapters(network, config) if config.adapters else None
+    if config.quantise is not None:
+        quantise(network, config.quantise, device)
+    runner = open_runner(network, device, dtype, cache_settings(network, device, config), bank=bank)
+    if type(runner) is ModelRunner and DEVICE_TRAITS[device.type].has_graphs and bank is None:
+        runner = _with_graphs(runner, config)
+    engine = new_engine(runner, config)
+    return OpenEngine(engine, lambda weights: _load_into(network, weights, config, cache_folder))
+
+
+def new_engine(runner: Runner, config: EngineConfig) -> BatchingEngine:
+    """Return an engine over a runner, with JSON guided by the model's tokenizer."""
+    sizes = config.sizes
+    settings = EngineSettings(max_running=sizes.max_running, max_step_tokens=sizes.max_step_tokens)
+    maker = constraint_maker(open_texts(config.weights).tokenizer, runner.vocabulary)
+    return BatchingEngine(runner, settings, make_constraint=maker)
+
+
+def cache_settings(network: Network, device: torch.device, config: EngineConfig) -> CacheSettings:
+    """Return how large the key-value cache is: what is asked for, or a part of the memory that is free now.
+
+    It never has more tokens than all running sequences could have.
+    """
+    sizes = config.sizes
+    most = sizes.max_running * network.max_seq_len
+    if sizes.cache_bytes is not None:
+        return CacheSettings(max_bytes=sizes.cache_bytes, max_tokens=most, page_size=sizes.page_size)
+    if DEVICE_TRAITS[device.type].has_own_memory:
+        free = int(torch.cuda.mem_get_info(device)[0] * GPU_FRACTION)
+    else:
+        free = min(int(psutil.virtual_memory().available * CPU_FRACTION), MAX_CPU_BYTES)
+    return CacheSettings(max_bytes=free, max_tokens=most, page_size=sizes.page_size)
+
+
+def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
+    """Return the model section of weights without an adapter, and their folder. Ranks load their own slices of it."""
+    recipe = weights.run.read_recipe() if weights.run else None
+    if has_adapter(weights, recipe):
+        raise UserError("U014", "weights with an adapter are merged in one process, and cannot be split over ranks",
+                        where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
+                        "trimaran export RUN --merge, and serve that folder")  # fmt: skip
+    return section_of(weights, recipe), weights.path
+
+
+def _with_graphs(runner: ModelRunner, config: EngineConfig) -> Runner:
+    """Return the runner whose steps are CUDA graphs, captured before the first request."""
+    found = GraphRunner(runner.network, runner.device, runner.dtype, runner.cache, runner.traits)
+    found.capture(config.sizes.max_running, config.sizes.max_step_tokens)
+    return found
+
+
+def adapter_folders(config: EngineConfig) -> dict[str, Path]:
+    """Return the folders of the config's adapters by name. Raises UserError if one is not a PEFT folder."""
+    folders = {name: Path(folder) for name, folder in config.adapters.items()}
+    for name, path in folders.items():
+        if not (path / "adapter_config.json").is_file():
+            raise UserError("U014", f"{path} is not a PEFT folder: adapter_config.json is missing",
+                            where=f"--adapter {name}", fix="name a folder that PEFT or `trimaran export` has written"
+                            )  # fmt: skip
+    return folders
+
+
+def refuse_other_bases(config: EngineConfig) -> None:
+    """Raise UserError if an adapter of the config was trained on another base."""
+    recipe = config.weights.run.read_recipe() if config.weights.run else None
+    base = section_of(config.weights, recipe)
+    if base.path and recipe is None:
+        cache = None if config.cache is None else Path(config.cache)
+        for path in adapter_folders(config).values():
+            refuse_other_base(base, saved_base(path), seed=0, cache=cache)
+
+
+def _open_adapters(network: Network, config: EngineConfig) -> AdapterBank:
+    """Return the adapters of the config, loaded beside the base. Raises UserError if one has another base."""
+    refuse_other_bases(config)
+    bank = AdapterBank(network, output_head(network))
+    for name, path in adapter_folders(config).items():
+        load_peft_folder(network, bank, name, path)
+    network.module.requires_grad_(False)
+    return bank
+
+
+def _load_into(network: Network, weights: TrainedWeights, config: EngineConfig, cache_folder: Path | None) -> None:
+    """Copy other weights of the same model into the network in place, so that captured graphs stay valid."""
+    recipe = weights.run.read_recipe() if weights.run else None
+    if weights.step is not None and not has_adapter(weights, recipe):
+        load_checkpoint(network, weights.path)
+        return
+    loaded, _ = open_network(weights, torch.device("cpu"), config.dtype, cache=cache_folder)
+    with torch.no_grad():
+        new = dict(loaded.module.named_parameters()) | dict(loaded.module.named_buffers())
+        for name, each in [*network.module.named_parameters(), *network.module.named_buffers()]:
+            if name in new:
+                each.copy_(new[name])

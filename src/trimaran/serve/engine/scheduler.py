@@ -1,0 +1,227 @@
+"""Which tokens of which sequences the next step computes."""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
+from typing import NamedTuple
+
+from trimaran.core import UserError
+from trimaran.serve.engine.block_pool import BlockPool
+from trimaran.serve.engine.engine_sequence import EngineSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How much one step computes: at most `max_step_tokens` tokens, of at most `max_running` sequences."""
+
+    max_running: int = 64
+    max_step_tokens: int = 1024
+    reuse_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_running < self.max_step_tokens:
+            what = f"{self.max_running} sequences do not fit in a step of {self.max_step_tokens} tokens"
+            raise UserError("E001", what,
+                            where="max_running, max_step_tokens",
+                            fix="allow at least one sequence, and more tokens than sequences")  # fmt: skip
+
+    @property
+    def max_image_tokens(self) -> int:
+        """The tokens of the largest image: it is never split, and fits in a step beside one token of each sequence."""
+        return self.max_step_tokens - self.max_running
+
+
+class ScheduledPart(NamedTuple):
+    """The next `num_tokens` tokens of a sequence, computed in one step."""
+
+    sequence: EngineSequence
+    num_tokens: int
+
+
+class Scheduler:
+    """Gives each step to sequences that generate first, then to prompts, in the order of arrival.
+
+    A prompt longer than what is left of a step is computed in parts. Pages are taken when they are needed. If there is
+    none, the youngest sequence gives its pages back and is computed again later, with the tokens that it has generated.
+    The oldest one is never preempted, so every request ends.
+    """
+
+    def __init__(self, pool: BlockPool, page_size: int, settings: EngineSettings) -> None:
+        self.pool, self.page_size, self.settings = pool, page_size, settings
+        self.running: list[EngineSequence] = []  # in the order of arrival, as the waiting ones
+        self.waiting: deque[EngineSequence] = deque()
+        self.num_preemptions = self.num_reused_tokens = 0
+        self._numbers = count()
+        self._ended: list[int] = []
+
+    def add(self, sequence: EngineSequence) -> None:
+        self.waiting.append(sequence)
+
+    def take_ended(self) -> list[int]:
+        """Return the numbers of the sequences that have lost their pages since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def plan(self) -> list[ScheduledPart]:
+        """Return what the next step computes: sequences with one new token first. Call `commit` when it has."""
+        budget = self.settings.max_step_tokens
+        parts, planned = self._plan_decodes()
+        budget -= len(parts)
+        prompts, is_blocked = self._plan_prompts(budget, planned)
+        budget -= sum(each.num_tokens for each in prompts)
+        if not is_blocked:
+            prompts += self._admit(budget)
+        if not prompts:
+            return parts
+        return [*parts, *sorted(prompts, key=lambda part: part.num_tokens != 1)]
+
+    def commit(self, parts: list[ScheduledPart]) -> None:
+        """Take note that the tokens of `plan` are computed, or will be before those of the next plan."""
+        size, shares = self.page_size, self.settings.reuse_prefixes
+        for sequence, num_tokens in parts:
+            before = sequence.num_computed
+            sequence.num_computed = before + num_tokens
+            if shares and before // size != sequence.num_computed // size:
+                for page in range(before // size, min(sequence.num_computed, sequence.num_known) // size):
+                    self.pool.register(sequence.pages[page], sequence.digest(page, size))
+
+    def token_known(self, sequence: EngineSequence, index: int) -> None:
+        """Take note that the token at `index` came from the device: its page may now be shared."""
+        is_full = (index + 1) % self.page_size == 0 and index < sequence.num_computed
+        if is_full and self.settings.reuse_prefixes:
+            page = index // self.page_size
+            self.pool.register(sequence.pages[page], sequence.digest(page, self.page_size))
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """Forget a sequence that has ended, and give its pages back now."""
+        if sequence.number < 0:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def forget_prefixes(self) -> None:
+        """Share none of the pages that exist now; running sequences are computed again."""
+        for sequence in list(reversed(self.running)):
+            self._preempt(sequence)
+        self.pool.forget_prefixes()
+
+    def _plan_decodes(self) -> tuple[list[ScheduledPart], set[int]]:
+        """Return the next token of each sequence that generates, and the numbers of these sequences."""
+        parts, planned = [], set()
+        for sequence in list(self.running):
+            if sequence.number < 0 or len(sequence.tokens) - sequence.num_computed != 1:
+                continue  # preempted just now, or it still has a prompt
+            has_room = sequence.num_computed < len(sequence.pages) * self.page_size
+            while not has_room and not self._grow(sequence, sequence.num_computed + 1):
+                victim = self._youngest(planned)
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            if sequence.number >= 0:
+                parts.append(ScheduledPart(sequence, 1))
+                planned.add(sequence.number)
+        return parts, planned
+
+    def _plan_prompts(self, budget: int, planned: set[int]) -> tuple[list[ScheduledPart], bool]:
+        """Return the next parts of prompts that are begun, and whether one of them has to wait for pages."""
+        parts: list[ScheduledPart] = []
+        planned = set(planned)
+        for sequence in list(self.running):
+            if sequence.number < 0 or sequence.number in planned or budget < 1:
+                continue
+            start, wanted = sequence.num_computed, self._part_end(sequence, budget)
+            if wanted == start:
+                continue  # the next image is larger than what is left of this step
+            while (stop := self._reachable(sequence, wanted)) == start:
+                victim = self._youngest(planned)
+                if victim is sequence:
+                    return parts, True
+                self._preempt(victim)
+            assert self._grow(sequence, stop), "the pages were counted"
+            parts.append(ScheduledPart(sequence, stop - start))
+            planned.add(sequence.number)
+            budget -= stop - start
+        return parts, False
+
+    def _admit(self, budget: int) -> list[ScheduledPart]:
+        """Return the first parts of waiting sequences, if there are pages for the whole of them."""
+        parts: list[ScheduledPart] = []
+        while self.waiting and budget > 0 and len(self.running) < self.settings.max_running:
+            if self.running and self.pool.num_free <= len(self.running):
+                break  # it would be refused below; a long prefix need not be looked up for that in every step
+            sequence = self.waiting[0]
+            if sequence.tokens[-1] < 0:
+                break  # preempted just now: its last token is still in flight
+            self._share_prefix(sequence)
+            needed = self._num_pages(len(sequence.tokens)) - len(sequence.pages)
+            stop = self._part_end(sequence, budget)
+            # One page for each of the others, so that the new one is not preempted at once.
+            is_short = bool(self.running) and needed + len(self.running) > self.pool.num_free
+            if is_short or stop == sequence.num_computed:
+                self.pool.release(sequence.pages)
+                sequence.pages, sequence.num_computed = [], 0
+                break
+            assert self._grow(sequence, stop), "the pages were counted"
+            self.waiting.popleft()
+            sequence.number = next(self._numbers)
+            self.num_reused_tokens += sequence.num_computed
+            insort(self.running, sequence, key=attrgetter("order"))
+            parts.append(ScheduledPart(sequence, stop - sequence.num_computed))
+            budget -= stop - sequence.num_computed
+        return parts
+
+    def _share_prefix(self, sequence: EngineSequence) -> None:
+        """Begin a sequence with the pages of others that have the same prefix; at least one token stays to compute."""
+        if not self.settings.reuse_prefixes or not sequence.may_reuse:
+            return
+        for page in range((len(sequence.tokens) - 1) // self.page_size):
+            shared = self.pool.share(sequence.digest(page, self.page_size))
+            if shared is None:
+                break
+            sequence.pages.append(shared)
+        whole = len(sequence.pages) * self.page_size
+        while (at := sequence.whole_images(whole)) != whole:  # no image is computed in part
+            whole = at // self.page_size * self.page_size
+        kept = whole // self.page_size
+        self.pool.release(sequence.pages[kept:])
+        del sequence.pages[kept:]
+        sequence.num_computed = whole
+
+    def _part_end(self, sequence: EngineSequence, budget: int) -> int:
+        return sequence.whole_images(min(sequence.num_computed + budget, len(sequence.tokens)))
+
+    def _reachable(self, sequence: EngineSequence, stop: int) -> int:
+        """Return how far up to `stop` the sequence can go with the free pages."""
+        most = (len(sequence.pages) + self.pool.num_free) * self.page_size
+        return stop if most >= stop else max(sequence.num_computed, sequence.whole_images(most))
+
+    def _grow(self, sequence: EngineSequence, length: int) -> bool:
+        """Take pages for `length` tokens; return False, and take none, if there are not enough."""
+        needed = self._num_pages(length) - len(sequence.pages)
+        if needed > self.pool.num_free:
+            return False
+        for _ in range(needed):
+            sequence.pages.append(self.pool.take())
+        return True
+
+    def _num_pages(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _youngest(self, planned: set[int]) -> EngineSequence:
+        """Return the last sequence in the order of arrival that is not planned for this step."""
+        return next(each for each in reversed(self.running) if each.number not in planned)
+
+    def _preempt(self, sequence: EngineSequence) -> None:
+        """Take the pages of a running sequence; it waits before all that came later."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.num_preemptions += 1
+        insort(self.waiting, sequence, key=attrgetter("order"))
+
+    def _release(self, sequence: EngineSequence) -> None:
+        self._ended.append(sequence.number)
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.num_computed, sequence.number = [], 0, -1

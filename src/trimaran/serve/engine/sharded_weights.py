@@ -1,0 +1,252 @@
+"""Builds a rank's part of a network to serve with, and reads its slices of the weights: never the whole model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trimaran.checkpoint.convert.convert import MODEL_PREFIX
+from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.load_state import fill_shards
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
+from trimaran.core import Mesh, ModelSection, Plan, UserError
+from trimaran.models import language_of, spec_of, vision_of, weight_files
+from trimaran.models.stages import stage_ranges
+from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.nets import Network, network_of, open_network
+from trimaran.nets.adapters.adapter_bank import AdapterBank
+from trimaran.nets.decoder.moe import ExpertWeights
+from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
+from trimaran.nets.vlm.serving_tp_plan import serving_tensor_plan
+from trimaran.parallel import RankMesh
+from trimaran.parallel.axes.ep import apply_ep
+from trimaran.parallel.axes.sharded_modules import ShardedLinear
+from trimaran.parallel.axes.tp import shard_modules
+from trimaran.parallel.rank_share import TORCH_DTYPES
+from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.serve.engine.sharded_adapters import DescribedAdapter, describe_adapters, load_adapters
+from trimaran.serve.engine.sharded_quantisation import quantise_part, refuse_inexact_slices
+from trimaran.serve.trained_model import compute_in_bf16
+from trimaran.serve.weight_quantisation import Quantisation
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFolder:
+    """Where weights are: a Hugging Face folder, or the checkpoint of a `step` of a run; and which model they fit."""
+
+    section: ModelSection
+    folder: Path
+    step: int | None = None
+
+    @property
+    def described(self) -> ModelSection:
+        """The section that the network is built by. A Hugging Face folder describes itself."""
+        section = self.section
+        if self.step is not None:
+            return section
+        return ModelSection(family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenPart:
+    """A rank's part of a network, ready to compute, and the adapters that sequences may use."""
+
+    network: Network
+    bank: AdapterBank | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartSettings:
+    """How a rank holds its weights: `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them, or quantised.
+
+    `adapters` are PEFT folders by name, which stay unmerged. Rank 0 calls `check_adapters`, which raises UserError if
+    one was trained on another base.
+    """
+
+    dtype: torch.dtype
+    quantise: Quantisation | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    check_adapters: Callable[[], None] = lambda: None
+
+
+def open_part(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> OpenPart:
+    """Return this rank's part of the network, with its weights, ready to compute. Every rank must call it.
+
+    Raises UserError on every rank if one of them cannot load its part.
+    """
+    refuse_unservable(weights.described, ranks.degrees)
+    load = _open_hf if weights.section.kind.is_hf else _open_own
+    network, described = agreed(lambda: load(weights, ranks, settings))
+    if reason := network.paged_difference(ranks.device):
+        raise _not_split(f"{type(network.module).__name__} cannot attend to pages: it {reason}")
+    network.module.eval().requires_grad_(False)
+    bank = load_adapters(network, described, agreed) if settings.adapters else None
+    if (kind := settings.quantise) is not None:
+        agreed(lambda: refuse_inexact_slices(network, kind))
+        quantise_part(network, kind, ranks)
+    _keep_local_parameters(network.module)
+    return OpenPart(network, bank)
+
+
+def agreed(act: Callable[[], Result]) -> Result:
+    """Return the result of `act`, which must not communicate. If it raises UserError on one rank, all ranks raise."""
+    result, error = None, None
+    try:
+        result = act()
+    except UserError as raised:
+        error = raised
+    failed = torch.tensor([dist.get_rank() if error else -1])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if (rank := int(failed)) >= 0:
+        raise UserError("S053", f"rank {rank} could not load its part of the weights", where=f"rank {rank}",
+                        fix="see the message of that rank")  # fmt: skip
+    assert result is not None
+    return result
+
+
+def check_weights(weights: WeightsFolder) -> bool:
+    """Return True if there are weights to load. Raises UserError if not, or if a checkpoint is damaged.
+
+    Each rank verifies a share of the files of a checkpoint.
+    """
+    if weights.step is not None:
+        refuse_damaged_weights(weights.folder, share=slice(dist.get_rank(), None, dist.get_world_size()))
+    elif not weight_files(weights.folder):
+        raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
+                        fix="name a folder with safetensors")  # fmt: skip
+    return True
+
+
+def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
+    """Raise UserError unless the degrees can split the model."""
+    if section.adapter is not None:
+        raise UserError("S052", "an adapter is served by one rank", where="model.adapter",
+                        fix="leave out --tp and --pp, or export the merged model and serve that")  # fmt: skip
+    if section.kind.is_hf:
+        if mesh.pp > 1:
+            raise _not_split("pipeline stages are for our own networks, and this model is one of transformers")
+        return
+    spec = spec_of(section)
+    if (language := language_of(spec)) is None:
+        raise _not_split("this network generates no text")
+    if mesh.pp > 1 and vision_of(spec) is not None:
+        raise _not_split("pipeline stages are for language models, and this one also sees images")
+    for name, size in language.tensor_sizes().items():
+        if size % mesh.tp:
+            raise UserError("S050", f"tp {mesh.tp} does not divide the {size:,} {name} of {language.name}",
+                            where="--tp", fix="use a degree that divides them")  # fmt: skip
+    if not every_rank_has_rows(language.vocab, mesh.tp):
+        raise UserError("S050", f"tp {mesh.tp} leaves ranks without any of the {language.vocab:,} tokens of the "
+                        f"vocabulary of {language.name}", where="--tp", fix="use a lower degree")  # fmt: skip
+    if mesh.pp > language.layers:
+        raise UserError("S050", f"pp {mesh.pp} is more than the {language.layers} layers of {language.name}",
+                        where="--pp", fix=f"use at most {language.layers}")  # fmt: skip
+
+
+def _not_split(what: str) -> UserError:
+    return UserError("S051", f"this model cannot be served over these ranks: {what}", where="--tp, --pp",
+                     fix="leave them out, or use --tp alone")  # fmt: skip
+
+
+def _open_own(
+    weights: WeightsFolder, ranks: RankMesh, settings: PartSettings
+) -> tuple[Network, list[DescribedAdapter]]:
+    """Return a stage of our own network, or a slice of it, with its weights; and what its adapters change."""
+    spec = spec_of(weights.described.model_copy(update={"multi_token_prediction": None}))  # only training needs it
+    if spec is None:
+        raise _not_split(f"only its plug-in knows the family {weights.described.family}")
+    check_weights(weights)
+    plan = Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp)
+    layers = stage_ranges(spec, plan, seq_len=1)[ranks.rank("pp")] if ranks.degrees.pp > 1 else None
+    with torch.device("meta"):
+        network = network_of(spec, layers)
+        whole = network if layers is None or not settings.adapters else network_of(spec)
+    described = _described(whole, ranks, settings)
+    _shard(network, ranks, settings.dtype)
+    network.module.to_empty(device=ranks.device)
+    if weights.step is None:
+        network.load(weights.folder)
+    else:
+        _load_checkpoint(network.module, weights.folder)
+    return network, described
+
+
+def _open_hf(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> tuple[Network, list[DescribedAdapter]]:
+    """Return a slice of a Hugging Face model, with its weights; and what its adapters change."""
+    check_weights(weights)
+    network, fill = open_network(weights.described)
+    described = _described(network, ranks, settings)
+    _shard(network, ranks, settings.dtype)
+    if weights.step is None:
+        fill(ranks.device)
+    else:
+        from trimaran.nets.hf.hf_build import materialise  # noqa: PLC0415  transformers takes seconds to import
+
+        materialise(network.module, ranks.device)
+        _load_checkpoint(network.module, weights.folder)
+    return network, described
+
+
+def _described(whole: Network, ranks: RankMesh, settings: PartSettings) -> list[DescribedAdapter]:
+    if settings.adapters and dist.get_rank() == 0:
+        settings.check_adapters()
+    return describe_adapters(whole, settings.adapters, is_staged=ranks.degrees.pp > 1)
+
+
+def _shard(network: Network, ranks: RankMesh, dtype: torch.dtype) -> None:
+    """Give the weights their dtype, and shard them, on the meta device: no rank ever holds more than its slices."""
+    if dtype == torch.bfloat16:
+        compute_in_bf16(network.module)
+    if ranks.degrees.tp > 1:
+        shard_modules(network.module, ranks.axes["tp"], serving_tensor_plan(network, ranks.degrees.tp))
+        apply_ep(network, Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp), ranks)
+
+
+@torch.no_grad()
+def _load_checkpoint(module: nn.Module, folder: Path) -> None:
+    """Fill the module with this rank's slices of a run's checkpoint."""
+    source = DiskSource(folder)
+    for name, parameter in module.named_parameters():
+        if MODEL_PREFIX + name not in source.index:
+            raise UserError("K025", f"the checkpoint does not have the weight {name}", where=str(folder),
+                            fix="serve with the recipe of the run that wrote it")  # fmt: skip
+        _fill_slice(source, MODEL_PREFIX + name, parameter)
+    for name, buffer in module.named_buffers():
+        if MODEL_PREFIX + name in source.index:
+            _fill_slice(source, MODEL_PREFIX + name, buffer)
+
+
+def _fill_slice(source: DiskSource, key: str, target: Tensor) -> None:
+    """Read this rank's part of a tensor, in the dtype of the checkpoint, and copy it."""
+    here = local_slices(target)
+    values = torch.empty([each.stop - each.start for each in here], dtype=TORCH_DTYPES[source.index[key].meta.dtype])
+    shard = TensorShard(key=key, tensor=values, shape=tuple(target.shape), start=tuple(each.start for each in here))
+    fill_shards([shard], source)
+    local_part(target).copy_(values)
+
+
+def _keep_local_parameters(module: nn.Module) -> None:
+    """Replace the DTensors of layers that compute with their own slice by that slice: dispatching a DTensor is slow.
+
+    An embedding, and a head that is tied to it, must know which rows they hold. A layer with a bias that is sharded by
+    its inputs must know that its output is a partial sum.
+    """
+    tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    for part in list(module.modules()):
+        if not isinstance(part, ShardedLinear | ExpertWeights):
+            continue
+        if isinstance(part, ShardedLinear) and part.bias is not None and is_sharded_by_inputs(part):
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor) and id(parameter) not in tied:
+                local = nn.Parameter(local_part(parameter), requires_grad=False)
+                part.register_parameter(name, local)

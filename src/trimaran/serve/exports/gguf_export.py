@@ -1,0 +1,280 @@
+"""Writes a network as a GGUF file for llama.cpp, and reads it again. Uses the official `gguf` package."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimaran.core import UserError
+from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.models import ModelSpec, spec_to_hf
+from trimaran.models.from_hf import spec_from_hf, unsupported
+from trimaran.models.rope import Rope
+from trimaran.models.variations import variations
+from trimaran.nets import Decoder, Network, network_of
+from trimaran.serve.exports.export_packages import cannot_hold, require_package
+from trimaran.serve.exports.gguf_tokenizer import gguf_tokenizer
+
+FILE = "model.gguf"
+# The name of llama.cpp's architecture for each of transformers'.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+# llama.cpp finds no head in a file of these without one, and does not use the embedding instead.
+WITH_OWN_HEAD = frozenset({"qwen2_moe"})
+# What a file can hold, with the names of `gguf.GGMLQuantizationType` and `gguf.LlamaFileType`. The package quantises to
+# no K-quants: llama.cpp's `llama-quantize` makes those of an f16 file.
+TYPES = {
+    "fp32": ("F32", "ALL_F32"),
+    "fp16": ("F16", "MOSTLY_F16"),
+    "bf16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    "q5_1": ("Q5_1", "MOSTLY_Q5_1"),
+    "q5_0": ("Q5_0", "MOSTLY_Q5_0"),
+    "q4_1": ("Q4_1", "MOSTLY_Q4_1"),
+    "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
+}
+BLOCK = 32  # values that share a scale, in all quantised types above
+EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(.*)")
+EMBEDDINGS = ("token_embd.weight", "output.weight")
+ROPE_FACTORS = "rope_freqs.weight"
+WHERE = "--to gguf"
+
+
+def gguf_spec(network: Network) -> ModelSpec:
+    """Return the shape to write; raise UserError if llama.cpp would compute something else with these weights."""
+    config = network.disk_config()
+    if config.get("model_type") == "mistral" and not config.get("sliding_window"):
+        config = config | {"model_type": "llama"}  # the same network, and the same architecture in llama.cpp
+    if reason := unsupported(config):
+        raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only: {reason}", where=WHERE,
+                          fix="export with --to hf, and convert it with llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
+    spec = spec_from_hf(config, where="the model")
+    if spec.family not in ARCHITECTURES or variations(spec):
+        what = ", ".join(variations(spec)) or f"the architecture {spec.family}"
+        raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only; this model has {what}",
+                          where=WHERE, fix="export with --to hf, and convert it with llama.cpp's "
+                          "convert_hf_to_gguf.py")  # fmt: skip
+    kind, experts = spec_to_hf(spec)["model_type"], spec.block.experts
+    if experts and experts.normalize_top_k != (kind == "qwen3_moe"):
+        done = "does not normalise" if kind == "qwen2_moe" else "normalises"
+        raise cannot_hold(f"llama.cpp {done} the router's weights of {kind}, unlike this model", where=WHERE,
+                          fix="export with --to hf")  # fmt: skip
+    if spec.block.rope.factor != 1 and kind != "llama":
+        raise cannot_hold(f"llama.cpp does not scale the rotary positions of {kind} as Llama 3.1 does", where=WHERE,
+                          fix="export with --to hf")  # fmt: skip
+    return spec
+
+
+def write_gguf(
+    network: Network,
+    tokenizer: Tokenizer,
+    file: Path,
+    *,
+    name: str,
+    kind: str,
+    progress: Callable[[str, float], None] = lambda what, fraction: None,
+) -> str:
+    """Write `file` with weights of `kind`, a key of TYPES. Return why the tokenizer was left out, or ''."""
+    gguf, spec = require_package("gguf", where=WHERE), gguf_spec(network)
+    config = spec_to_hf(spec)
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    writer.add_name(name)
+    _write_shape(writer, spec)
+    writer.add_file_type(getattr(gguf.LlamaFileType, TYPES[kind][1]))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    left_out = gguf_tokenizer(tokenizer, spec.vocab).write(writer, gguf)
+    names = gguf.get_tensor_name_map(_architecture(gguf, config["model_type"]), spec.layers)
+    if spec.block.rope.factor != 1:
+        writer.add_tensor(ROPE_FACTORS, rope_factors(spec.block.rope, spec.head_dim))
+    done, total = 0, spec.num_parameters
+    for tensor_name, tensor in _with_head(_stacked(network.disk_tensors(), spec), spec, config["model_type"]):
+        written = _written_name(names, tensor_name)
+        values = _permuted(tensor, tensor_name, spec).numpy() if config["model_type"] == "llama" else tensor.numpy()
+        data, data_type = _encode(gguf, written, values, kind)
+        writer.add_tensor(written, data, raw_dtype=data_type)
+        done += tensor.numel()
+        progress("encoding the weights", min(1.0, done / total))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+    return left_out
+
+
+def _architecture(gguf: Any, model_type: str) -> Any:
+    return next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[model_type])
+
+
+def _write_shape(writer: Any, spec: ModelSpec) -> None:
+    writer.add_context_length(spec.max_seq_len)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.ffn)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_freq_base(spec.block.rope.theta)
+    writer.add_layer_norm_rms_eps(spec.block.norm_eps)
+    writer.add_vocab_size(spec.vocab)
+    if experts := spec.block.experts:
+        writer.add_expert_count(experts.num_experts)
+        writer.add_expert_used_count(experts.top_k)
+        writer.add_expert_feed_forward_length(experts.ffn)
+        if experts.shared_ffn:
+            writer.add_expert_shared_feed_forward_length(experts.shared_ffn)
+
+
+def rope_factors(rope: Rope, head_dim: int) -> np.ndarray:
+    """Return the factors that llama.cpp divides the rotary frequencies by, for positions scaled as in Llama 3.1."""
+    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    turns = rope.original_max_seq_len * frequencies / (2 * math.pi)
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return (1.0 / (kept + (1 - kept) / rope.factor)).astype(np.float32)
+
+
+def _stacked(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with the numbered experts of each layer stacked under one name, as llama.cpp has them."""
+    count = spec.block.experts.num_experts if spec.block.experts else 0
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        if not (found := EXPERT.fullmatch(name)):
+            yield name, tensor.float()
+            continue
+        key = f"{found[1]}.{found[3]}"
+        parts = waiting.setdefault(key, {})
+        parts[int(found[2])] = tensor.float()
+        if len(parts) == count:
+            yield key, torch.stack([parts[number] for number in range(count)])
+            del waiting[key]
+    assert not waiting, f"experts are missing: {list(waiting)}"
+
+
+def _with_head(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, and the embedding once more as a tied head if llama.cpp needs one."""
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == "model.embed_tokens.weight" and spec.tied and model_type in WITH_OWN_HEAD:
+            yield "lm_head.weight", tensor
+
+
+def _written_name(names: Any, name: str) -> str:
+    written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert written is not None, f"the gguf package has no name for {name}"
+    return written
+
+
+def _permuted(tensor: Tensor, name: str, spec: ModelSpec, *, back: bool = False) -> Tensor:
+    """Return a query or key projection of Llama with the order of features that llama.cpp's rotation expects.
+
+    Hugging Face rotates features i and i + head_dim / 2; llama.cpp, as Meta, features 2 i and 2 i + 1.
+    """
+    heads = spec.heads if ".q_proj." in name else spec.kv_heads if ".k_proj." in name else 0
+    if not heads:
+        return tensor
+    split = (heads, -1, 2) if back else (heads, 2, -1)
+    return tensor.reshape(*split, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _encode(gguf: Any, name: str, values: np.ndarray, kind: str) -> tuple[np.ndarray, Any]:
+    """Return the bytes of a tensor and their type. Vectors and routers stay fp32."""
+    chosen = TYPES[kind][0]
+    if values.ndim == 1 or "ffn_gate_inp" in name:
+        chosen = "F32"
+    elif kind.startswith("q"):
+        if values.shape[-1] % BLOCK:
+            chosen = "F16"  # its rows are no multiple of a block
+        elif name in EMBEDDINGS:
+            chosen = "Q8_0"  # as llama.cpp does: what is lost there is lost for every layer
+    data_type = getattr(gguf.GGMLQuantizationType, chosen)
+    return gguf.quants.quantize(np.ascontiguousarray(values, dtype=np.float32), data_type), data_type
+
+
+def read_gguf(file: Path) -> Network:
+    """Return the network that a GGUF file describes, with its weights dequantised to fp32."""
+    gguf = require_package("gguf", where=WHERE)
+    reader = gguf.GGUFReader(file)
+    spec = _read_spec(reader, {each.name: each for each in reader.tensors})
+    config = spec_to_hf(spec)
+    with torch.device("meta"):
+        network = network_of(spec)
+    network.module.to_empty(device="cpu")
+    names = gguf.get_tensor_name_map(_architecture(gguf, config["model_type"]), spec.layers)
+    found = {each.name: each for each in reader.tensors}
+    with torch.no_grad():
+        for name, parameter in network.module.named_parameters():
+            disk_name = network.hf_parameter(name).name
+            stacked = disk_name if parameter.ndim < 3 else f"{disk_name}.weight"
+            tensor = found.pop(_written_name(names, stacked), None)
+            if tensor is None:
+                raise UserError("K072", f"the file has no tensor for {name}", where=str(file), fix="report this bug")
+            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).view(
+                parameter.shape
+            )
+            is_llama = config["model_type"] == "llama"
+            parameter.copy_(_permuted(values, disk_name, spec, back=True) if is_llama else values)
+    if left := found.keys() - {ROPE_FACTORS}:
+        raise UserError("K072", f"the file has tensors that no weight was written to: {sorted(left)[:3]}",
+                        where=str(file), fix="report this bug")  # fmt: skip
+    network.module.eval().requires_grad_(False)
+    return network
+
+
+def _read_spec(reader: Any, tensors: dict[str, Any]) -> ModelSpec:
+    """Return the shape in the metadata of a GGUF file."""
+    architecture = reader.fields["general.architecture"].contents()
+    model_type = next(key for key, name in ARCHITECTURES.items() if name == architecture)
+
+    def value(name: str, default: Any = None) -> Any:
+        field = reader.fields.get(f"{architecture}.{name}")
+        return default if field is None else field.contents()
+
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "num_hidden_layers": value("block_count"),
+        "hidden_size": value("embedding_length"),
+        "num_attention_heads": value("attention.head_count"),
+        "num_key_value_heads": value("attention.head_count_kv"),
+        "head_dim": value("attention.key_length"),
+        "intermediate_size": value("feed_forward_length"),
+        "vocab_size": value("vocab_size"),
+        "max_position_embeddings": value("context_length"),
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
+        "rope_theta": value("rope.freq_base"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "num_experts": value("expert_count"),
+        "num_experts_per_tok": value("expert_used_count"),
+        "moe_intermediate_size": value("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": value("expert_shared_feed_forward_length"),
+        "norm_topk_prob": model_type == "qwen3_moe",
+        "qkv_bias": "blk.0.attn_q.bias" in tensors,
+    }
+    return spec_from_hf({key: each for key, each in config.items() if each is not None}, where="the GGUF file")
+
+
+def check_rope_factors(file: Path, spec: ModelSpec) -> None:
+    """Raise unless the file scales rotary frequencies as `spec` does. The metadata has no place for Llama 3.1's."""
+    gguf = require_package("gguf", where=WHERE)
+    found = {each.name: each for each in gguf.GGUFReader(file).tensors}.get(ROPE_FACTORS)
+    expected = rope_factors(spec.block.rope, spec.head_dim) if spec.block.rope.factor != 1 else None
+    same = found is None if expected is None else found is not None and np.allclose(found.data, expected, rtol=1e-6)
+    if not same:
+        raise UserError("K072", "the factors of the rotary frequencies differ", where=str(file), fix="report this bug")
+
+
+def with_rope(network: Network, rope: Rope) -> Network:
+    """Return the network that was read, with these rotary positions: a file has them only as factors."""
+    assert isinstance(network.module, Decoder)
+    spec = network.module.spec
+    network.module.spec = changed = replace(spec, block=replace(spec.block, rope=rope))
+    for layer in network.module.blocks:
+        layer.self_attn.rope = rope
+    return replace(network, spec=changed)

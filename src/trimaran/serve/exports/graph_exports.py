@@ -1,0 +1,91 @@
+"""Writes a network as a graph that runs without its Python code: torch.export's archive, or ONNX."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.nets import Network, VlmNetwork
+from trimaran.serve.exports.compare_logits import Logits
+from trimaran.serve.exports.export_packages import cannot_hold, quiet_packages, require_package
+from trimaran.serve.exports.portable_network import LogitsModule, portable_module
+
+PROGRAM, ONNX = "model.pt2", "model.onnx"
+EXAMPLE_SHAPE = (2, 8)  # neither dimension may be 1: torch.export would make it a constant
+
+
+def graph_module(network: Network, where: str) -> LogitsModule:
+    """Return the module to make a graph of. Raises UserError for a model that takes more than token ids."""
+    if isinstance(network, VlmNetwork) or "vision_config" in network.disk_config():
+        raise cannot_hold("a graph from token ids to logits has no place for images", where=where,
+                          fix="export this model with --to hf")  # fmt: skip
+    return portable_module(network).cpu()
+
+
+def trace(module: LogitsModule, *, max_seq_len: int, where: str) -> Any:
+    """Return the `ExportedProgram` of a module, with any batch size and any length up to `max_seq_len`."""
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("sequence", min=1, max=min(max_seq_len, 2**31))
+    tokens = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int64)
+    try:
+        with torch.no_grad(), quiet_packages():
+            return torch.export.export(
+                module, (tokens,), dynamic_shapes={"input_ids": {0: batch, 1: length}}, strict=False
+            )
+    except Exception as error:  # torch.export has no common class for what it cannot trace
+        raise _not_traced(error, where) from error
+
+
+def _not_traced(error: Exception, where: str) -> Exception:
+    reason = error.__cause__ or error
+    first_line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+    return cannot_hold(f"torch cannot make a graph of this model: {first_line[:300]}", where=where,
+                       fix="export it with --to hf, which holds every model")  # fmt: skip
+
+
+def write_program(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:
+    """Write `file` for `torch.export.load`."""
+    program = trace(module, max_seq_len=max_seq_len, where="--to torch-export")
+    with quiet_packages():
+        torch.export.save(program, file)
+
+
+def read_program(file: Path) -> Logits:
+    """Return the function from tokens to logits in a file that this process has written."""
+    with quiet_packages():
+        loaded = torch.export.load(file).module()
+
+    @torch.no_grad()
+    def logits(tokens: Tensor) -> Tensor:
+        return loaded(tokens).float()
+
+    return logits
+
+
+def write_onnx(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:
+    """Write `file`; its weights are beside it in `model.onnx.data`."""
+    for package in ("onnx", "onnxscript"):
+        require_package(package, where="--to onnx")
+    program = trace(module, max_seq_len=max_seq_len, where="--to onnx")
+    try:
+        with quiet_packages():
+            onnx_program = torch.onnx.export(
+                program, input_names=["input_ids"], output_names=["logits"], dynamo=True, verbose=False
+            )
+            assert onnx_program is not None
+            onnx_program.save(file, external_data=True)
+    except Exception as error:
+        raise _not_traced(error, "--to onnx") from error
+
+
+def read_onnx(file: Path) -> Logits:
+    """Return the function from tokens to logits that ONNX Runtime computes with a file, on the CPU."""
+    runtime = require_package("onnxruntime", where="--to onnx")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # its warnings are about its own optimisations
+    session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+    def logits(tokens: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0]).float()
+
+    return logits

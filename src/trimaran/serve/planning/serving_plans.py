@@ -1,0 +1,296 @@
+"""Chooses how to serve a model: the degrees and the format of the weights, with the reason why others lost."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from trimaran.core import Bytes, UserError, show_bytes, show_count, show_seconds
+from trimaran.machine import Cluster, refuse_mixed
+from trimaran.models import Outline, OutlineLayer
+from trimaran.serve.planning.serving import (
+    QUANTISED,
+    WEIGHT_FORMATS,
+    Layout,
+    ServingMemory,
+    Traffic,
+    WeightFormat,
+    serving_memory,
+)
+from trimaran.serve.planning.serving_load import LoadPoint, load_table
+
+ServingGoal = Literal["throughput", "latency", "fewest-gpus"]
+SERVING_GOALS: tuple[ServingGoal, ...] = get_args(ServingGoal)
+TIE_RATIO = 1.05  # plans within this factor of the best are ties; the one with fewer devices per engine is taken
+MEASURED_DEVICE = "H200"
+MAX_SMALLEST = 1 << 12  # devices of the largest cluster that is tried when nothing fits
+FEWER_BITS: dict[str, tuple[WeightFormat, ...]] = {"cuda": ("fp8", "int8", "int4"), "cpu": ("int8",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingQuestion:
+    """A model, a cluster and its requests. What is pinned is not None."""
+
+    outline: Outline
+    cluster: Cluster
+    traffic: Traffic
+    goal: ServingGoal = "throughput"
+    tp: int | None = None
+    pp: int | None = None
+    weights: WeightFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """One layout on the cluster: `replicas` engines, the memory of a device, and one engine under load."""
+
+    layout: Layout
+    replicas: int
+    memory: ServingMemory
+    loads: tuple[LoadPoint, ...]
+    max_context: int
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.loads)
+
+    @property
+    def most(self) -> LoadPoint:
+        """The largest load at which no request waits."""
+        return self.loads[-2]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens of all replicas, each with as many requests as it runs at once."""
+        return self.replicas * self.most.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingAnswer:
+    """The best plan first, then the others that fit; `lost` says why each other one is not the first."""
+
+    question: ServingQuestion
+    ranked: tuple[ServingPlan, ...]
+    lost: tuple[tuple[Layout, str], ...]
+    reasons: tuple[str, ...]
+    hints: tuple[str, ...]
+
+    @property
+    def best(self) -> ServingPlan:
+        return self.ranked[0]
+
+
+def accuracy_of(plan: ServingPlan, cluster: Cluster) -> str:
+    """Return what is known of the error of a plan's times."""
+    if cluster.device.name == MEASURED_DEVICE and plan.layout == Layout():
+        return "within 12 % of steps with 64 requests of 1B and 8B models on one H200; other loads are not measured"
+    return "times are not measured here: only bf16 on one H200 was; compare with a benchmark before you rely on them"
+
+
+def plan_serving(question: ServingQuestion) -> ServingAnswer:
+    """Return the best way to serve the model. Raises UserError if it is no language model, or if nothing fits.
+
+    Weights keep 16 bits (fp32 on a CPU) unless nothing fits so, or a format is pinned.
+    """
+    check_servable(question)
+    tried: list[ServingPlan] = []
+    for weights in _formats(question):
+        plans = [_serving_plan(question, layout) for layout in _layouts(question, weights)]
+        tried += plans
+        if fitting := [plan for plan in plans if plan.fits]:
+            ranked = _ranked(fitting, question.goal)
+            return _answer(question, ranked, tried)
+    raise _no_fit(question, tried)
+
+
+def check_servable(question: ServingQuestion) -> None:
+    """Raise unless the model generates text, and a complete sequence is no longer than it allows."""
+    outline, traffic = question.outline, question.traffic
+    refuse_mixed(question.cluster, "plan --serve")
+    layers = [block for block, _ in outline.main.runs]
+    if not outline.main.outputs or not outline.main.vocab or not all(
+        isinstance(each, OutlineLayer) and each.causal for each in layers
+    ):  # fmt: skip
+        raise UserError("P096", f"{outline.name} does not generate text: it is no causal language model",
+                        where="MODEL|RECIPE", fix="name a language model, or a vision-language one")  # fmt: skip
+    if outline.max_seq_len and traffic.length > outline.max_seq_len:
+        raise UserError("P096", f"a prompt of {traffic.prompt_tokens:,} and an answer of {traffic.output_tokens:,} "
+                        f"tokens are longer than the {outline.max_seq_len:,} positions of {outline.name}",
+                        where="--prompt-tokens", fix="ask for shorter prompts or answers")  # fmt: skip
+
+
+def tensor_degrees(outline: Outline, most: int) -> tuple[int, ...]:
+    """Return the tensor-parallel degrees that divide the heads and widths of every layer, up to `most`."""
+    sizes: set[int] = set()
+    for block, _ in outline.main.runs:
+        if isinstance(block, OutlineLayer):
+            experts = block.experts
+            sizes |= {block.heads, block.kv_heads, block.ffn if experts is None else experts.ffn}
+            sizes |= {experts.shared_ffn} if experts and experts.shared_ffn else set()
+    common = math.gcd(*sizes)
+    return tuple(degree for degree in range(1, most + 1) if common % degree == 0)
+
+
+def _formats(question: ServingQuestion) -> Iterator[WeightFormat]:
+    """Yield the formats to try, most precise first."""
+    device = question.cluster.device
+    if question.weights is not None:
+        _refuse_format(question.weights, question.cluster)
+        yield question.weights
+        return
+    half = "bf16" if "bf16" in device.peak_flops else "fp16"
+    yield half if device.traits.prefers_16_bits else "fp32"
+    yield from (each for each in FEWER_BITS[device.kind] if each != "fp8" or "fp8" in device.peak_flops)
+
+
+def _refuse_format(weights: WeightFormat, cluster: Cluster) -> None:
+    if weights in ("fp8", "bf16") and weights not in cluster.device.peak_flops and cluster.device.traits.has_data_sheet:
+        usable = [each for each in WEIGHT_FORMATS if each not in ("fp8", "bf16") or each in cluster.device.peak_flops]
+        raise UserError("P096", f"{cluster.device.name} has no {weights} arithmetic", where="--weights",
+                        fix=f"use {', '.join(usable)}")  # fmt: skip
+
+
+def _layouts(question: ServingQuestion, weights: WeightFormat) -> Iterator[Layout]:
+    """Yield the layouts of one engine: tensor parallelism inside a node, and stages of at least one layer."""
+    cluster, outline = question.cluster, question.outline
+    degrees = tensor_degrees(outline, cluster.devices_per_node)
+    if question.tp is not None and question.tp not in degrees:
+        raise UserError("P096", f"tp {question.tp} cannot split {outline.name} on {cluster}", where="--tp",
+                        fix=f"use one of {', '.join(map(str, degrees))}")  # fmt: skip
+    most = min(outline.main.layers, cluster.world_size)
+    if question.pp is not None and not 1 <= question.pp <= most:
+        raise UserError("P096", f"pp {question.pp} cannot split {outline.name} on {cluster}", where="--pp",
+                        fix=f"use 1 to {most}")  # fmt: skip
+    for tp in degrees if question.tp is None else (question.tp,):
+        for pp in range(1, most + 1) if question.pp is None else (question.pp,):
+            if tp * pp <= cluster.world_size and cluster.devices_per_node % tp == 0:
+                yield Layout(tp=tp, pp=pp, weights=weights)
+
+
+def _serving_plan(question: ServingQuestion, layout: Layout) -> ServingPlan:
+    cluster, traffic = question.cluster, question.traffic
+    memory = serving_memory(question.outline, layout, cluster.device, traffic)
+    loads = load_table(question.outline, layout, cluster, traffic, memory)
+    longest = question.outline.max_seq_len or memory.cache_tokens
+    return ServingPlan(
+        layout=layout,
+        replicas=cluster.world_size // layout.devices,
+        memory=memory,
+        loads=loads,
+        max_context=min(memory.cache_tokens, longest),
+    )
+
+
+def _ranked(plans: list[ServingPlan], goal: ServingGoal) -> list[ServingPlan]:
+    """Return the plans, the best first. Of those that tie with it, the one with the fewest devices is the best."""
+    score: dict[str, Callable[[ServingPlan], float]] = {
+        "throughput": lambda plan: -plan.tokens_per_second,
+        "latency": lambda plan: plan.loads[0].between_tokens,
+        "fewest-gpus": lambda plan: plan.layout.devices,
+    }
+    order = sorted(plans, key=lambda plan: (score[goal](plan), -plan.tokens_per_second, plan.layout.devices))
+    best = score[goal](order[0])
+    ties = [plan for plan in order if _is_tie(score[goal](plan), best)] if goal != "fewest-gpus" else order[:1]
+    first = min(ties, key=lambda plan: (plan.layout.devices, plan.layout.pp))
+    return [first, *(plan for plan in order if plan is not first)]
+
+
+def _is_tie(score: float, best: float) -> bool:
+    """Return whether a score is within TIE_RATIO of the best one; both may be negative, where more is better."""
+    return abs(score) * TIE_RATIO >= abs(best) if best < 0 else score <= best * TIE_RATIO
+
+
+def _answer(question: ServingQuestion, ranked: list[ServingPlan], tried: list[ServingPlan]) -> ServingAnswer:
+    best = ranked[0]
+    lost = [(plan.layout, _why_slower(plan, best, question.goal)) for plan in ranked[1:]]
+    lost += [(plan.layout, _why_not(plan)) for plan in tried if not plan.fits]
+    return ServingAnswer(
+        question=question,
+        ranked=tuple(ranked),
+        lost=tuple(lost),
+        reasons=tuple(_reasons(question, best, tried)),
+        hints=tuple(_hints(question, best)),
+    )
+
+
+def _reasons(question: ServingQuestion, best: ServingPlan, tried: list[ServingPlan]) -> Iterator[str]:
+    """Yield why this layout and this format were chosen."""
+    what = {"throughput": "generates the most tokens a second", "latency": "has the least time between tokens",
+            "fewest-gpus": "needs the fewest devices"}[question.goal]  # fmt: skip
+    ending = "; of those within 5 % of the best, it has the fewest devices" if question.goal != "fewest-gpus" else ""
+    yield f"of what fits, tp {best.layout.tp} x pp {best.layout.pp} {what}{ending}"
+    formats = list(dict.fromkeys(plan.layout.weights for plan in tried))
+    if question.weights is None and len(formats) > 1:
+        yield f"weights are {best.layout.weights}: {' and '.join(formats[:-1])} fit nowhere on {question.cluster}"
+    elif question.weights is None:
+        yield f"weights are {best.layout.weights}: they fit, so nothing is quantised"
+
+
+def _why_slower(plan: ServingPlan, best: ServingPlan, goal: ServingGoal) -> str:
+    if goal == "latency":
+        own, chosen = plan.loads[0].between_tokens, best.loads[0].between_tokens
+        return f"{show_seconds(own)} between tokens, not {show_seconds(chosen)}"
+    if goal == "fewest-gpus" and plan.layout.devices > best.layout.devices:
+        return f"{plan.layout.devices} devices, not {best.layout.devices}"
+    return f"{plan.tokens_per_second / best.tokens_per_second:.2f} times the tokens a second"
+
+
+def _why_not(plan: ServingPlan) -> str:
+    memory = plan.memory
+    if memory.num_pages < 1:
+        return f"does not fit: {show_bytes(memory.missing)} over the {show_bytes(memory.limit)} of a device"
+    return f"does not fit: its cache has {memory.cache_tokens:,} tokens, less than one sequence"
+
+
+def _hints(question: ServingQuestion, best: ServingPlan) -> Iterator[str]:
+    """Yield what weights of fewer bits would change, if they are not needed. Our engine has them on one device only."""
+    if question.weights is not None or best.layout.weights in QUANTISED or best.layout.devices > 1:
+        return
+    formats = list(_formats(question))
+    for weights in formats[formats.index(best.layout.weights) + 1 :]:
+        plan = _serving_plan(question, replace(best.layout, weights=weights))
+        now, then = best.loads[0].between_tokens, plan.loads[0].between_tokens
+        yield (
+            f"--weights {weights}: {show_count(plan.memory.cache_tokens)} tokens of cache instead of "
+            f"{show_count(best.memory.cache_tokens)}, one request {now / then:.1f} times as fast; "
+            "answers change slightly"
+        )
+
+
+def _no_fit(question: ServingQuestion, tried: list[ServingPlan]) -> UserError:
+    """Return the error when nothing fits: the smallest layout, what it lacks, and how many devices are enough."""
+    nearest = min(tried, key=lambda plan: (plan.memory.missing, -plan.memory.num_pages))
+    memory, cluster, traffic = nearest.memory, question.cluster, question.traffic
+    if memory.num_pages < 1:
+        weights = Bytes(memory.terms["weights"])
+        what = (
+            f"{show_bytes(memory.missing)} too big for the {show_bytes(memory.limit)} that an engine uses of "
+            f"{cluster.device.name}, of which weights take {show_bytes(weights)}"
+        )
+    else:
+        what = f"its cache holds {memory.cache_tokens:,} tokens, and one sequence has {traffic.length:,}"
+    more = _smallest_cluster(question, nearest.layout.weights)
+    fix = f"use {more}" if more else "use a device with more memory"
+    return UserError("P097", f"{question.outline.name} cannot be served on {cluster}: the smallest layout "
+                     f"({nearest.layout}) does not fit: {what}", where="--cluster",
+                     fix=f"{fix}, shorter prompts and answers, or a smaller model")  # fmt: skip
+
+
+def _smallest_cluster(question: ServingQuestion, weights: WeightFormat) -> str | None:
+    """Return the smallest larger cluster of the same devices that is enough; None if none is."""
+    cluster = question.cluster
+    size = cluster.world_size
+    while (size := 2 * size) <= MAX_SMALLEST:
+        inside = min(size, max(cluster.devices_per_node, cluster.device.node_size))
+        larger = replace(cluster, devices_per_node=inside, num_nodes=size // inside, links=())
+        if size % inside:
+            continue
+        asked = replace(question, cluster=larger, weights=weights)
+        fits = (
+            serving_memory(question.outline, layout, larger.device, question.traffic).num_pages
+            >= question.traffic.pages
+            for layout in _layouts(asked, weights)
+        )
+        if any(fits):
+            return str(larger)
+    return None

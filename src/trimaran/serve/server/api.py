@@ -1,0 +1,335 @@
+"""The routes of the API: what a request asks for becomes requests of the engine, and their outputs an answer."""
+
+import asyncio
+import base64
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from trimaran.core import UserError, did_you_mean
+from trimaran.serve.engine.engine_messages import EngineLimits
+from trimaran.serve.engine.engine_request import EngineRequest
+from trimaran.serve.open_weights import ModelTexts
+from trimaran.serve.server.answer_bodies import AnswerHead, ChatFormat, CompletionFormat, usage_of
+from trimaran.serve.server.answer_choice import AnswerChoice
+from trimaran.serve.server.answer_response import AnswerResponse, PendingAnswer
+from trimaran.serve.server.api_error import error_response, json_response, starting, stopping
+from trimaran.serve.server.call_fields import (
+    MAX_SEED,
+    Call,
+    CallFields,
+    ChatCall,
+    CompletionCall,
+    EmbeddingCall,
+    GenerationFields,
+    may_have_many_values,
+    parse_call,
+    refuse_many_values,
+)
+from trimaran.serve.server.engine_client import EngineClient
+from trimaran.serve.server.guided_json import schema_of
+from trimaran.serve.server.prompt_reader import PreparedPrompt, PromptReader, longest_prompt
+from trimaran.serve.server.serving_metrics import ServingMetrics
+from trimaran.train.generation.sampling import Sampling
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiModel:
+    """The name of the model, the names of its adapters, and its texts."""
+
+    name: str
+    adapters: tuple[str, ...]
+    texts: ModelTexts
+    created: int
+
+    def adapter_of(self, asked: str | None) -> str | None:
+        """Return the adapter that a request names; None for the model itself. Raises UserError for other names."""
+        if asked is None or asked == self.name:
+            return None
+        if asked in self.adapters:
+            return asked
+        names = (self.name, *self.adapters)
+        raise UserError("U002", f"there is no model {asked!r} here{did_you_mean(asked, names)}", where="model",
+                        fix=f"use one of: {', '.join(names)}")  # fmt: skip
+
+
+class OpenAiApi:
+    """The endpoints of one served model."""
+
+    def __init__(self, model: ApiModel, reader: PromptReader, client: EngineClient, metrics: ServingMetrics) -> None:
+        self._model, self._reader, self._client, self._metrics = model, reader, client, metrics
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self.is_draining = False
+
+    def application(self) -> Starlette:
+        """Return the application with all routes. Errors of any kind have OpenAI's form."""
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self._answering(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                Route("/v1/embeddings", self._answering(self._embed), methods=["POST"]),
+                Route("/v1/models", self._answering(self._list_models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._answering(self._show_model), methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/ready", self._ready, methods=["GET"]),
+                Route("/metrics", self._show_metrics, methods=["GET"]),
+            ],
+            exception_handlers={404: self._unknown_path, 405: self._wrong_method},
+        )
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _answering(self, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """Return an endpoint that answers a UserError with its status, and counts answers."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                response = await handle(request)
+            except UserError as error:
+                self._metrics.observe_error(error.code)
+                response = error_response(error)
+            if isinstance(response, AnswerResponse):
+                return response.counted(request.url.path)
+            self._metrics.observe_answer(request.scope["route"].path, response.status_code)
+            return response
+
+        return endpoint
+
+    async def _complete(self, request: Request) -> Response:
+        call = await self._parsed(CompletionCall, request)
+        adapter, limits = self._model.adapter_of(call.model), self._limits()
+        self._client.check_count(len(call.prompts) * (call.n or 1))
+        prompts = await self._read_texts(call.prompts, limits, where="prompt")
+        count, wants = call.n or 1, call.logprobs is not None
+        template = EngineRequest(
+            id="", prompt=(), sampling=_sampling(call), adapter=adapter, logprobs=call.logprobs,
+            max_tokens=call.max_tokens or DEFAULT_COMPLETION_TOKENS, grammar=schema_of(call.response_format),
+            prompt_logprobs=bool(call.echo) and wants,
+        )  # fmt: skip
+        requests = [each for prompt in prompts for each in self._requests(template, prompt, count, call)]
+        echoes = [_echo(self._model, prompt) if call.echo else "" for prompt in prompts for _ in range(count)]
+        choices = [
+            AnswerChoice(prompts[number // count], self._model.texts.tokenizer, call.stops, echo=echo, records=wants)
+            for number, echo in enumerate(echoes)
+        ]
+        head = AnswerHead(model=call.model or self._model.name, prefix="cmpl")
+        shape = CompletionFormat(head, self._model.texts.tokenizer, count, wants)
+        return self._answer(call, requests, choices, shape)
+
+    async def _chat(self, request: Request) -> Response:
+        call = await self._parsed(ChatCall, request)
+        adapter, limits = self._model.adapter_of(call.model), self._limits()
+        if call.top_logprobs and not call.logprobs:
+            raise UserError("U001", "top_logprobs needs logprobs: true", where="top_logprobs",
+                            fix="send logprobs: true, or leave top_logprobs out")  # fmt: skip
+        self._client.check_count(call.n or 1)
+        texts = list(self._reader.texts_of(call.messages))
+        await self._in_thread(partial(self._reader.refuse_much_too_long, texts, limits, where="messages"))
+        prompt = await self._in_thread(lambda: self._reader.read_chat(call.messages))
+        _refuse_long(prompt, limits)
+        longest = max(1, limits.max_length - len(prompt.ids))
+        template = EngineRequest(
+            id="", prompt=(), sampling=_sampling(call), adapter=adapter, grammar=schema_of(call.response_format),
+            max_tokens=call.max_completion_tokens or call.max_tokens or longest,
+            logprobs=(call.top_logprobs or 0) if call.logprobs else None,
+        )  # fmt: skip
+        requests = list(self._requests(template, prompt, call.n or 1, call))
+        choices = [
+            AnswerChoice(prompt, self._model.texts.tokenizer, call.stops, records=bool(call.logprobs)) for _ in requests
+        ]
+        head = AnswerHead(model=call.model or self._model.name, prefix="chatcmpl")
+        return self._answer(call, requests, choices, ChatFormat(head, self._model.texts.tokenizer, bool(call.logprobs)))
+
+    async def _embed(self, request: Request) -> Response:
+        call = await self._parsed(EmbeddingCall, request)
+        adapter, limits = self._model.adapter_of(call.model), self._limits()
+        if call.dimensions is not None:
+            raise UserError("U001", "dimensions is not supported by this server", where="dimensions",
+                            fix="leave it out: an embedding has the size of the model's last layer")  # fmt: skip
+        self._client.check_count(len(call.inputs))
+        prompts = await self._read_texts(call.inputs, limits, where="input")
+        ids = [secrets.token_hex(8) for _ in prompts]
+        requests = [
+            EngineRequest(id=name, prompt=prompt.ids, sampling=Sampling(), max_tokens=1, adapter=adapter, embed=True)
+            for name, prompt in zip(ids, prompts, strict=True)
+        ]
+        choices = [AnswerChoice(prompt, self._model.texts.tokenizer, (), records=False) for prompt in prompts]
+        shape = _EmbeddingFormat(call.model or self._model.name, call.encoding_format)
+        return AnswerResponse(self._pending(requests, choices, shape), stream=False)
+
+    async def _parsed(self, kind: type[Call], request: Request) -> Call:
+        """Return the fields of a request. Its body is parsed in the event loop, so it may not have too many values."""
+        body = await request.body()
+        if may_have_many_values(body):
+            await asyncio.to_thread(refuse_many_values, body)
+        return parse_call(kind, body)
+
+    async def _read_texts(
+        self, prompts: Sequence[str | Sequence[int]], limits: EngineLimits, *, where: str
+    ) -> list[PreparedPrompt]:
+        """Return the prompts of a call. The prompts of other calls are tokenised in between."""
+        found = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                await self._in_thread(partial(self._reader.refuse_much_too_long, [prompt], limits, where=where))
+            read = partial(self._reader.read_text, prompt, vocabulary=limits.vocabulary, where=where)
+            found.append(await self._in_thread(read))
+            _refuse_long(found[-1], limits)
+        return found
+
+    def _requests(
+        self, template: EngineRequest, prompt: PreparedPrompt, count: int, call: GenerationFields
+    ) -> Sequence[EngineRequest]:
+        """Return the engine's requests for the answers to one prompt. Each has its own seed."""
+        return [
+            replace(
+                template,
+                id=secrets.token_hex(8),
+                prompt=prompt.ids,
+                images=prompt.images,
+                stop_ids=frozenset() if call.ignore_eos else prompt.stop_ids,
+                sampling=replace(template.sampling, seed=(template.sampling.seed + number) % (MAX_SEED + 1)),
+            )
+            for number in range(count)
+        ]
+
+    def _answer(
+        self, call: GenerationFields, requests: Sequence[EngineRequest], choices: Sequence[AnswerChoice], shape: Any
+    ) -> Response:
+        usage = call.stream_options is not None and call.stream_options.include_usage
+        return AnswerResponse(self._pending(requests, choices, shape), stream=bool(call.stream), include_usage=usage)
+
+    def _pending(self, requests: Sequence[EngineRequest], choices: Sequence[AnswerChoice], shape: Any) -> PendingAnswer:
+        adapter = requests[0].adapter if requests else None
+
+        def fingerprint(weights: str) -> str:
+            return f"{self._model.name}@{weights}" + (f"+{adapter}" if adapter else "")
+
+        return PendingAnswer(
+            client=self._client,
+            metrics=self._metrics,
+            ticket=self._client.submit(requests),
+            choices=choices,
+            format=shape,
+            fingerprint=fingerprint,
+        )
+
+    def _limits(self) -> EngineLimits:
+        """Return what the engine takes. Raises UserError if the server starts or stops."""
+        if self.is_draining:
+            raise stopping()
+        if self._client.limits is None:
+            raise starting()
+        return self._client.limits
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _list_models(self, _: Request) -> Response:
+        names = (self._model.name, *self._model.adapters)
+        return json_response({"object": "list", "data": [self._model_body(name) for name in names]})
+
+    async def _show_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._model.adapter_of(name)
+        return json_response(self._model_body(name))
+
+    def _model_body(self, name: str) -> dict[str, Any]:
+        body = {"id": name, "object": "model", "created": self._model.created, "owned_by": "trimaran"}
+        parent = None if name == self._model.name else self._model.name
+        length = self._client.limits.max_length if self._client.limits else None
+        return body | {"parent": parent, "max_model_len": length, "weights": self._client.weights.label}
+
+    async def _health(self, _: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        is_ready = self._client.is_ready and not self.is_draining
+        state = "ready" if is_ready else "draining" if self.is_draining else "starting"
+        return json_response({"status": state}, status=200 if is_ready else 503)
+
+    async def _show_metrics(self, _: Request) -> Response:
+        self._client.measure()
+        return Response(self._metrics.text(), media_type=METRICS_TYPE)
+
+    async def _unknown_path(self, request: Request, _: Exception) -> Response:
+        paths = "/v1/completions, /v1/chat/completions, /v1/embeddings or /v1/models"
+        return error_response(
+            UserError("U016", f"there is no {request.url.path} here", where="the path", fix=f"use {paths}")
+        )
+
+    async def _wrong_method(self, request: Request, _: Exception) -> Response:
+        what = f"{request.url.path} does not take {request.method}"
+        fix = "use POST for requests to a model, GET for the rest"
+        return error_response(UserError("U017", what, where="the method", fix=fix))
+
+
+@dataclass(frozen=True, slots=True)
+class _EmbeddingFormat:
+    """The answer of /v1/embeddings."""
+
+    model: str
+    encoding: str
+
+    def whole(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
+        rows = [
+            {"object": "embedding", "index": number, "embedding": self._values(choice.embedding or ())}
+            for number, choice in enumerate(choices)
+        ]
+        usage = usage_of(choices)
+        del usage["completion_tokens"]
+        return {"object": "list", "data": rows, "model": self.model, "usage": usage, "system_fingerprint": weights}
+
+    def _values(self, values: Sequence[float]) -> Any:
+        if self.encoding == "float":
+            return list(values)
+        return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
+    def fields(self, weights: str) -> dict[str, Any]:
+        return {}
+
+    def begin(self, number: int) -> None:
+        return None
+
+    def part(self, number: int, delta: Any) -> dict[str, Any]:
+        return {}
+
+    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        return {}
+
+
+def _sampling(call: CallFields) -> Sampling:
+    """Return how tokens are chosen. Without a seed every request has its own."""
+    assert isinstance(call, GenerationFields)
+    return Sampling(
+        temperature=1.0 if call.temperature is None else call.temperature,
+        top_p=1.0 if call.top_p is None else call.top_p,
+        top_k=max(0, call.top_k or 0),
+        seed=secrets.randbits(63) if call.seed is None else call.seed,
+    )
+
+
+def _refuse_long(prompt: PreparedPrompt, limits: EngineLimits) -> None:
+    """Raise if the engine could never run the prompt: the model has too few positions, or the cache too few pages."""
+    longest = longest_prompt(limits)
+    if len(prompt.ids) > longest:
+        raise UserError("U003", f"the prompt has {len(prompt.ids)} tokens, and at most {longest} fit",
+                        where="the prompt", fix="shorten it, or use fewer or smaller images")  # fmt: skip
+
+
+def _echo(model: ApiModel, prompt: PreparedPrompt) -> str:
+    return model.texts.tokenizer.decode(prompt.ids)

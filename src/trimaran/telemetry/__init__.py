@@ -1,5 +1,0 @@
-"""The goodput ledger, machine samples, profiler traces and sinks. It handles numbers, never tensors."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

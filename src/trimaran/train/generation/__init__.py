@@ -1,0 +1,1 @@
+"""Samples from a network, during training and after it."""

@@ -1,0 +1,1 @@
+"""Commands of this package: ui, report, viz and mcp."""

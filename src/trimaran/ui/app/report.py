@@ -1,0 +1,70 @@
+"""`trimaran report`: one HTML page about a run, or about several beside each other."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimaran.app.recipe.options import Json, RunName, complete_run, find_run
+
+if TYPE_CHECKING:
+    from trimaran.runs import RunDirectory
+
+Others = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN...]", show_default=False, help="Further runs: they are compared.",
+                   autocompletion=complete_run),
+]  # fmt: skip
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Where to write the page. [default: RUN/report.html or compare.html]"),
+]
+Steps = Annotated[
+    str | None, typer.Option("--steps", metavar="FIRST:LAST", help="Only the curves of these steps, in more detail.")
+]
+
+
+def report(run: RunName, others: Others = None, out: Out = None, steps: Steps = None, as_json: Json = False) -> None:
+    """Write one HTML page about a run, live or finished: plots, prediction, findings, incidents, checkpoints.
+
+    The file is self-contained: it opens offline and can be sent as it is. With several runs, the page compares them:
+    curves over each other, results, and what differs in recipe and plan.
+
+    \b
+    trimaran report runs/stdlib-tiny
+    trimaran report runs/stdlib-tiny --out page.html
+    trimaran report runs/stdlib-tiny --steps 200:300 --json
+    trimaran report runs/stdlib-tiny runs/stdlib-demo --json
+    """
+    from trimaran.ui.report.write_page import write_page
+
+    directories = [find_run(each) for each in (run, *(others or ()))]
+    facts, page, name = _comparison(directories, steps) if others else _single(directories[0], steps)
+    if as_json:
+        typer.echo(json.dumps(facts, allow_nan=False))
+        return
+    path = out or directories[0].path / name
+    write_page(path, page(facts), option="--out")
+    typer.echo(f"{path}  ({path.stat().st_size / 1000:.0f} kB)")
+
+
+def _single(run: "RunDirectory", steps: str | None) -> tuple[dict[str, Any], Any, str]:
+    """Return the facts about a run, the function that makes a page of them, and the name of its file."""
+    from trimaran.ui.report.page import page_of
+    from trimaran.ui.report.run_feed import RunFeed, read_range
+
+    feed = RunFeed(run)
+    facts = feed.refresh()
+    return facts | (feed.between(*read_range(steps)) if steps else {}), page_of, "report.html"
+
+
+def _comparison(runs: "list[RunDirectory]", steps: str | None) -> tuple[dict[str, Any], Any, str]:
+    from trimaran.core import UserError
+    from trimaran.ui.report.compare_facts import compare_runs
+    from trimaran.ui.report.compare_sections import compare_page
+
+    if steps:
+        raise UserError("A042", "runs are compared over all of their steps", where="--steps",
+                        fix="leave --steps out, or name one run")  # fmt: skip
+    return compare_runs(runs), compare_page, "compare.html"

@@ -1,0 +1,109 @@
+"""Measured collectives as one self-contained HTML page."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from trimaran.app.machine.comm_view import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
+from trimaran.core import show_bytes
+from trimaran.machine.comm_result import CommCurve, CommPoint, CommResult
+from trimaran.ui.report.document import html_document
+from trimaran.ui.report.markup import Html, tag
+from trimaran.ui.report.plot import Curve, Plot, draw
+
+KINDS = {"all_reduce": "blue", "all_gather": "green", "reduce_scatter": "orange", "all_to_all": "purple",
+         "broadcast": "sky", "send_recv": "red"}  # fmt: skip
+Value = Callable[[CommCurve, CommPoint], float]
+MIN_PLOTTED = 2  # points of a curve
+
+
+def comm_page(result: CommResult, against: CommResult | None) -> str:
+    """Return the page: for each group the fits, bandwidth and time by size, and all points."""
+    groups = dict.fromkeys(each.group for each in result.curves)
+    sections = [_group([each for each in result.curves if each.group == group], against) for group in groups]
+    found = [tag("p", {"class": "why" if line.startswith(("WRONG", "slow")) else "quiet"}, line)
+             for line in notes(result, against)]  # fmt: skip
+    where = tag("p", {"class": "quiet"}, f"measured on {result.date}; hosts: {_hosts(result.hosts)}")
+    lead = tag("p", {"class": "lead"}, headline(result))
+    head = tag("header", None, tag("h1", None, "Collectives"), lead, where, *found)
+    return html_document(f"Collectives: {result.device}", [head, *sections, _variables(result)])
+
+
+def _group(curves: Sequence[CommCurve], against: CommResult | None) -> Html:
+    plots = [_plot("Bus bandwidth", "bytes/s", curves, lambda curve, point: curve.bus_bandwidth(point)),
+             _plot("Time", "seconds", curves, lambda curve, point: point.seconds)]  # fmt: skip
+    plots += _comparison(curves, against) if against is not None else []
+    table = tag("details", None, tag("summary", None, "every size"), tag("div", {"class": "scroll"}, _points(curves)))
+    fits = tag("div", {"class": "scroll"}, _fits(curves))
+    title = tag("h2", None, describe_group(curves[0]))
+    return tag("section", None, title, fits, tag("div", {"class": "plots"}, *plots), table)
+
+
+def _plot(title: str, unit: str, curves: Sequence[CommCurve], value: Value) -> Html:
+    lines = [
+        Curve(name=each.collective.replace("_", "-"), kind=KINDS[each.collective],
+              points=[(math.log2(point.num_bytes), value(each, point)) for point in each.points])
+        for each in curves
+        if len(each.points) >= MIN_PLOTTED
+    ]  # fmt: skip
+    return draw(Plot(title=title, unit=unit, curves=lines, may_log=True, wide=True, by_size=True))
+
+
+def _comparison(curves: Sequence[CommCurve], against: CommResult) -> list[Html]:
+    """Return a plot for each collective with both results."""
+    plots = []
+    for each in curves:
+        other = against.find(each.group, each.collective)
+        if other is None:
+            continue
+        lines = [
+            Curve(name=name, kind=kind,
+                  points=[(math.log2(point.num_bytes), which.bus_bandwidth(point)) for point in which.points])
+            for name, kind, which in (("other", "grey", other), ("this", KINDS[each.collective], each))
+        ]  # fmt: skip
+        title = f"{each.collective.replace('_', '-')}: bus bandwidth of both results"
+        plots.append(draw(Plot(title=title, unit="bytes/s", curves=lines, may_log=True, by_size=True)))
+    return plots
+
+
+def _fits(curves: Sequence[CommCurve]) -> Html:
+    name, unit = rate_unit(curves)
+    heads = ("collective", "latency", "±", f"bus {name}", "±", "best", "link", "planner expects", "residual")
+    rows = []
+    for each in curves:
+        fit = each.fit()
+        link = show_rate(each.link_gb_per_second * 1e9, unit) if each.link_gb_per_second else ""
+        planned = show_rate(each.planned_gb_per_second * 1e9, unit) if each.planned_gb_per_second else ""
+        rows.append([each.collective.replace("_", "-"), *fit_cells(fit, unit),
+                     show_rate(each.best_bus_bandwidth, unit), link, planned,
+                     f"{fit.residual:.0%}" if fit else ""])  # fmt: skip
+    return _table(heads, rows)
+
+
+def _points(curves: Sequence[CommCurve]) -> Html:
+    name, unit = rate_unit(curves)
+    heads = ("collective", "size", "time", "median", "slowest round", f"algorithm {name}", f"bus {name}", "rounds")
+
+    def cells(each: CommCurve, point: CommPoint) -> list[str]:
+        times = [show_time(took) for took in (point.seconds, point.median_seconds, point.max_seconds)]
+        rates = [show_rate(rate, unit) for rate in (each.algorithm_bandwidth(point), each.bus_bandwidth(point))]
+        return [each.collective.replace("_", "-"), show_bytes(point.num_bytes), *times, *rates, f"{point.rounds}"]
+
+    return _table(heads, [cells(each, point) for each in curves for point in each.points])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+    body = [tag("tr", None, *(tag("td", None, cell) for cell in row)) for row in rows]
+    head = tag("tr", None, *(tag("th", None, each) for each in heads))
+    return tag("table", None, tag("thead", None, head), tag("tbody", None, *body))
+
+
+def _variables(result: CommResult) -> Html:
+    if not result.environment:
+        return Html("")
+    lines = "\n".join(f"{name}={value}" for name, value in result.environment.items())
+    return tag("section", None, tag("h2", None, "Variables of NCCL and gloo"), tag("pre", None, lines))
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    return ", ".join(f"{host} ({count} ranks)" if count > 1 else host for host, count in counts.items())

@@ -1,0 +1,50 @@
+"""The details of some steps, evenly spread over a run, without reading the lines in between."""
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from trimaran.core.regular_files import open_regular_file
+from trimaran.runs import RunDirectory
+from trimaran.runs.read.step_lines import StepLine, read_details, read_step
+from trimaran.ui.report.curves import DetailedStep
+
+MAX_STEPS = 800
+MAX_FULLY_READ_BYTES = 4 << 20
+MARK = b'"memory":'  # of lines with slow details, which most lines of a long run leave out
+MAX_SKIPPED_LINES = 64  # without them, at one place
+MAX_PART_BYTES = 1 << 20  # of a line that is read at one place
+
+
+def detailed_steps(run: RunDirectory) -> list[DetailedStep]:
+    """Return (step, details) of a short run's steps; of a long run, those of evenly spread steps."""
+    try:
+        with open_regular_file(run.metrics) as file:
+            file.seek(0, 2)
+            steps = _all(file) if file.tell() <= MAX_FULLY_READ_BYTES else list(_spread(file, file.tell()))
+    except FileNotFoundError:
+        return []
+    found = {step.step: read_details(step.rest) for step in steps}  # the last line of a step that was repeated
+    return sorted(found.items())
+
+
+def _all(file: BinaryIO) -> list[StepLine]:
+    file.seek(0)
+    steps = [step for step in map(read_step, file) if step is not None]
+    every = 1
+    if len(steps) >= MAX_STEPS:
+        steps = [step for step in steps if MARK in step.rest] or steps
+    while len(steps) // every >= MAX_STEPS:
+        every *= 2
+    return steps[every - 1 :: every]
+
+
+def _spread(file: BinaryIO, size: int) -> Iterator[StepLine]:
+    for place in range(MAX_STEPS // 2):
+        file.seek(place * size // (MAX_STEPS // 2))
+        if place and not file.readline(MAX_PART_BYTES).endswith(b"\n"):  # the rest of a line
+            continue  # a damaged one
+        for _ in range(MAX_SKIPPED_LINES):
+            line = file.readline(MAX_PART_BYTES)
+            if MARK in line and (step := read_step(line)) is not None:
+                yield step
+                break

@@ -1,0 +1,191 @@
+"""All ranks as grids of coloured cells: lag, memory, last heartbeat. A thousand ranks stay readable and small."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from trimaran.core import show_bytes, show_seconds
+from trimaran.ui.report.axis_scale import SHOW
+from trimaran.ui.report.markup import Html, tag
+from trimaran.ui.report.tables import note, table
+from trimaran.ui.report.words import say
+
+Tree = dict[str, Any]
+LEVELS = ("level-0", "level-1", "level-2", "level-3", "level-4")  # classes in page.css, from harmless to bad
+UNKNOWN = "level-none"
+CELL, GAP = 20, 3  # in units of the picture
+MAX_NUMBERED = 64  # ranks whose cells have their numbers inside
+MAX_COLUMNS = 32
+MAX_WORST = 8
+HEARTBEAT_LIMITS = (5.0, 15.0, 30.0, 60.0)  # seconds
+LAG_LIMITS = (0.02, 0.05, 0.1, 0.25)  # of a step
+MEMORY_LIMITS = (0.5, 0.7, 0.85, 0.92)  # of the device
+UNEVEN_LIMITS = (1.02, 1.05, 1.1, 1.25)  # of the median rank, if the memory of a device is not known
+STATES = {
+    "ok": ("good", "at work"),
+    "late": ("fair", "late: the others wait for it"),
+    "silent": ("bad", "silent: no heartbeat"),
+    "failed": ("bad", "failed"),
+    "ended": ("fair", "ended"),
+    "missing": ("fair", "not started"),
+}
+TROUBLE = ("failed", "silent", "late", "missing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGrid:
+    """One quantity of all ranks. A value gets the level of the first of `limits` that it is below."""
+
+    title: str
+    values: Sequence[float | None]
+    limits: Sequence[float]
+    show: Callable[[float], str]
+
+
+def rank_matrix(facts: Tree) -> Html:
+    """Return the grids of all ranks, and the ranks to look at; a text if no rank has started."""
+    ranks = facts["ranks_now"]
+    if not ranks:
+        return tag("p", None, say("No rank has started yet."))
+    columns = grid_columns(ranks["world_size"], ranks["per_node"])
+    grids = [_draw(grid, ranks, columns) for grid in _grids(ranks)]
+    ages = _ages(ranks)
+    texts = json.dumps([_text(ranks, rank, ages) for rank in range(ranks["world_size"])], ensure_ascii=False,
+                       separators=(",", ":"))  # fmt: skip
+    inside = tag("div", {"class": "grids"}, *grids)
+    figure = tag("figure", {"class": "rank-grids", "data-cells": texts}, inside, tag("output", None))
+    return tag("div", None, _summary(ranks), figure, note(_layout_text(ranks, columns)), _worst(ranks))
+
+
+def grid_columns(world_size: int, per_node: int) -> int:
+    """Return the cells of a row: whole nodes if possible, and about as many rows as columns."""
+    wanted = min(MAX_COLUMNS, max(8, round(world_size**0.5)))
+    if world_size <= wanted:
+        return world_size
+    if per_node and per_node <= MAX_COLUMNS:
+        return per_node * max(1, wanted // per_node)
+    return wanted
+
+
+def _grids(ranks: Tree) -> list[RankGrid]:
+    step, known = ranks["step_seconds"], [each for each in ranks["memory_bytes"] if each]
+    full = ranks["memory_total"] or (median(known) if known else 0.0)
+    memory = say("Memory, of the device") if ranks["memory_total"] else say("Memory, of the median rank")
+    shares = MEMORY_LIMITS if ranks["memory_total"] else UNEVEN_LIMITS
+    grids = []
+    if any(each is not None for each in ranks["lag_seconds"]) and step > 0:
+        grids.append(RankGrid(title=say("Lag, of a step"), limits=[each * step for each in LAG_LIMITS],
+                              values=ranks["lag_seconds"], show=lambda each: f"{each / step:.0%}"))  # fmt: skip
+    if full > 0:
+        grids.append(RankGrid(title=memory, limits=[each * full for each in shares],
+                              values=ranks["memory_bytes"], show=lambda each: f"{each / full:.0%}"))  # fmt: skip
+    grids.append(RankGrid(title=say("Last heartbeat, seconds ago"), limits=HEARTBEAT_LIMITS,
+                          values=_ages(ranks), show=lambda each: f"{each:g}"))  # fmt: skip
+    return grids
+
+
+def _ages(ranks: Tree) -> list[float | None]:
+    """Return the age of each heartbeat: up to now of a live run, else up to the newest one of all ranks."""
+    known = [each for each in ranks["heartbeat_time"] if each is not None]
+    now = time.time() if ranks["is_live"] else max(known, default=0.0)
+    return [None if each is None else max(0.0, now - each) for each in ranks["heartbeat_time"]]
+
+
+def level_of(value: float | None, limits: Sequence[float]) -> str:
+    """Return the class of a cell."""
+    return UNKNOWN if value is None else LEVELS[sum(value >= limit for limit in limits)]
+
+
+def _draw(grid: RankGrid, ranks: Tree, columns: int) -> Html:
+    """Return a grid; the cells of a colour are one path, so that a thousand ranks take a few kilobytes."""
+    paths: dict[str, list[str]] = {}
+    numbers = []
+    for rank, value in enumerate(grid.values):
+        x, y = rank % columns * (CELL + GAP), rank // columns * (CELL + GAP)
+        paths.setdefault(level_of(value, grid.limits), []).append(f"M{x} {y}h{CELL}v{CELL}h-{CELL}z")
+        if ranks["world_size"] <= MAX_NUMBERED:
+            numbers.append(tag("text", {"x": x + CELL / 2, "y": y + CELL * 0.68, "text-anchor": "middle",
+                                        "class": "cell-number"}, str(rank)))  # fmt: skip
+    shapes = [tag("path", {"class": f"cells {kind}", "d": "".join(found)}) for kind, found in sorted(paths.items())]
+    rows = -(-ranks["world_size"] // columns)
+    width, height = (count * (CELL + GAP) - GAP for count in (columns, rows))
+    about = {"role": "img", "data-columns": columns, "aria-label": f"{grid.title}: {_counts(grid)}"}
+    size = {"viewBox": f"0 0 {width} {height}", "class": "rank-grid", "width": width * 1.5}
+    svg = tag("svg", size | about, *shapes, *numbers)
+    title = tag("figcaption", None, tag("h3", None, grid.title))
+    return tag("div", {"class": "grid-box"}, title, svg, _legend(grid))
+
+
+def _legend(grid: RankGrid) -> Html:
+    ends = [f"< {grid.show(grid.limits[0])}", *(grid.show(limit) for limit in grid.limits[1:])]
+    names = [ends[0], *(f"< {end}" for end in ends[1:]), f"≥ {grid.show(grid.limits[-1])}"]
+    items = [tag("li", None, tag("span", {"class": f"level-key {kind}"}, " "), name)
+             for kind, name in zip(LEVELS, names, strict=True)]  # fmt: skip
+    if any(each is None for each in grid.values):
+        items.append(tag("li", None, tag("span", {"class": f"level-key {UNKNOWN}"}, " "), say("not known")))
+    return tag("ul", {"class": "legend"}, *items)
+
+
+def _counts(grid: RankGrid) -> str:
+    bad = sum(level_of(each, grid.limits) in LEVELS[3:] for each in grid.values)
+    return say("{bad} of {count} ranks in the two highest levels", bad=bad, count=len(grid.values))
+
+
+def _text(ranks: Tree, rank: int, ages: Sequence[float | None]) -> str:
+    """Return what is said about a rank under the pointer."""
+    age = ages[rank]
+    lag, memory, section = ranks["lag_seconds"][rank], ranks["memory_bytes"][rank], ranks["section"][rank]
+    parts = [say("rank {rank}", rank=rank), say(STATES[ranks["state"][rank]][1])]
+    parts += [say("node {node}", node=ranks["node"][rank])] if ranks["node"][rank] is not None else []
+    parts += [say("lag {time}", time=show_seconds(lag))] if lag is not None else []
+    parts += [SHOW["bytes"](memory)] if memory is not None else []
+    parts += [say("heartbeat {time} ago", time=show_seconds(age))] if age is not None else []
+    parts += [say("in {section}, step {step}", section=section, step=ranks["step"][rank])] if section else []
+    return "  ·  ".join(parts)
+
+
+def _summary(ranks: Tree) -> Html:
+    """Return how many ranks are in each state."""
+    counts = {name: ranks["state"].count(name) for name in STATES if name in ranks["state"]}
+    items = [tag("li", None, tag("b", {"class": STATES[name][0]}, f"{count:,}"), f" {say(STATES[name][1])}")
+             for name, count in counts.items()]  # fmt: skip
+    return tag("ul", {"class": "legend states"}, *items)
+
+
+def _layout_text(ranks: Tree, columns: int) -> str:
+    rows = [say("Cells are ranks from left to right, {columns} in a row.", columns=columns)]
+    if ranks["per_node"] and columns % ranks["per_node"] == 0 and columns > ranks["per_node"]:
+        rows.append(say("A node has {count} of them.", count=ranks["per_node"]))
+    if ranks["measured_step"] is not None:
+        said = "Lag: how much later than the median rank of its stage a rank finished its own work of step {step}."
+        rows.append(say(said, step=f"{ranks['measured_step']:,}"))
+    return " ".join(rows)
+
+
+def _worst(ranks: Tree) -> Html:
+    """Return the ranks to look at first as a table; nothing if all are at work."""
+    troubled = [rank for rank, state in enumerate(ranks["state"]) if state in TROUBLE]
+    order = sorted(troubled, key=lambda rank: (TROUBLE.index(ranks["state"][rank]), -(ranks["lag_seconds"][rank] or 0)))
+    if not order:
+        return Html("")
+    ages = _ages(ranks)
+    rows = [
+        [
+            say("rank {rank}", rank=rank),
+            say(STATES[ranks["state"][rank]][1]),
+            _known(ranks["lag_seconds"][rank], show_seconds),
+            _known(ranks["memory_bytes"][rank], show_bytes),
+            _known(ages[rank], show_seconds),
+            ranks["section"][rank] or "-",
+        ]
+        for rank in order[:MAX_WORST]
+    ]
+    columns = ["ranks to look at", "state", "lag", "memory", "last heartbeat", "it is in"]
+    return table([say(each) for each in columns], rows)
+
+
+def _known(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)

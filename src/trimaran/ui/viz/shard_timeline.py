@@ -1,0 +1,248 @@
+"""FSDP over time: which weights are gathered when, what each rank holds, and how prefetching hides the gathers."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trimaran.core import show_bytes
+from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost.job import ELEMENT_BYTES
+from trimaran.cost.step_time import pipeline_times_of
+from trimaran.ui.viz.comm_waits import predicted_waits, waits_table
+from trimaran.ui.viz.figures import Bars, Formula, Lines, Matrix, Mode, ModeName, Span, Timeline, ValueSeries
+from trimaran.ui.viz.measured_lines import peak_lines
+from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.texts import as_is, say
+
+NAME = "FSDPShardingVisualizer"
+TITLE = "Sharded weights over time"
+QUESTION = "Which weights does a rank hold when, what is sent, and does the step wait for it?"
+ROWS = {"gather": 1, "reduce": 2}  # of the timeline; passes are in the first
+MAX_SHOWN_LAYERS, MAX_SHOWN_RANKS = 12, 16
+
+
+class GatheredBlock(NamedTuple):
+    """A block whose weights are gathered together: seconds of its passes, and bytes of its weights and gradients."""
+
+    forward: float
+    backward: float
+    weight_bytes: float
+    gradient_bytes: float
+
+
+class Work(NamedTuple):
+    """Something that the device or the link does: gather, forward, backward or reduce, of a unit, from when to when."""
+
+    kind: str
+    unit: int
+    start: float
+    end: float
+
+
+def gathered_blocks(subject: Subject) -> list[GatheredBlock]:
+    """Return the layers of the first pipeline rank as units, in the order of forward."""
+    stage = pipeline_times_of(subject.job, subject.cluster, subject.plan)[0]
+    element_bytes = ELEMENT_BYTES[subject.plan.precision]
+    gradient = float(subject.job.stack.time.parameter_bytes.gradient)
+    return [
+        GatheredBlock(unit.forward, unit.backward, element_bytes * (unit.dense + unit.experts),
+                 gradient * (unit.trained_dense + unit.trained_experts))
+        for unit in stage.units[:-1]
+        for _ in range(unit.count)
+    ]  # fmt: skip
+
+
+def shard_step(
+    units: Sequence[GatheredBlock], ring: Ring, among: Ring | None = None, *, prefetch: int, reshards: bool
+) -> list[Work]:
+    """Return what happens in a step: passes on the device, gathers on one stream and reductions on another.
+
+    A gather begins when the one before is done and the pass `prefetch` units before it begins. A pass begins when its
+    weights are there. If weights are not freed after forward (`reshards` is False), backward gathers nothing. With
+    `among`, a ring of replicas, a rank then reduces its shard of the gradients with the other replicas.
+    """
+    works, device, gathered, reduced = list[Work](), 0.0, 0.0, 0.0
+    passes = [("forward", number) for number in range(len(units))]
+    passes += [("backward", number) for number in reversed(range(len(units)))]
+    starts: list[float] = []
+    for at, (kind, number) in enumerate(passes):
+        unit = units[number]
+        has_weights = 0.0
+        if kind == "forward" or reshards:
+            allowed = starts[at - prefetch] if at >= prefetch else 0.0
+            begin = max(gathered, allowed)
+            gathered = has_weights = begin + float(all_gather_seconds(unit.weight_bytes, ring))
+            works.append(Work("gather", number, begin, gathered))
+        begin = max(device, has_weights)
+        starts.append(begin)
+        device = begin + (unit.forward if kind == "forward" else unit.backward)
+        works.append(Work(kind, number, begin, device))
+        if kind == "backward":
+            begin = max(reduced, device)
+            reduced = begin + float(all_gather_seconds(unit.gradient_bytes, ring))
+            if among is not None:
+                reduced += float(all_reduce_seconds(unit.gradient_bytes / ring.num_ranks, among))
+            works.append(Work("reduce", number, begin, reduced))
+    return works
+
+
+def waited_seconds(works: Sequence[Work]) -> float:
+    """Return how long the device waits in a step: for weights, and for the last reduction."""
+    busy = sum(each.end - each.start for each in works if each.kind in ("forward", "backward"))
+    return max(each.end for each in works) - busy
+
+
+def gathered_bytes(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool) -> float:
+    """Return what a rank receives in a step: weights for forward and, unless they are kept, for backward."""
+    whole = sum(each.weight_bytes for each in units)
+    return (2 if reshards else 1) * whole * (ranks - 1) / ranks
+
+
+def joined_blocks(units: Sequence[GatheredBlock], layers: int) -> list[GatheredBlock]:
+    """Return units of so many layers each, whose weights are gathered together; the last may have fewer."""
+    parts = [units[first : first + layers] for first in range(0, len(units), layers)]
+    return [GatheredBlock(*(sum(column) for column in zip(*part, strict=True))) for part in parts]
+
+
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: who holds which shard, gathers, passes and reductions over time, and what a run measured."""
+    plan = subject.plan
+    default = plan.mesh.shards if plan.mesh.shards > 1 else max(2, plan.mesh.dp)
+    ranks = controls.whole("ranks", "ranks that share the weights", default, least=2, most=1 << 16, log=True)
+    replicas = controls.whole("replicas", "replicas of the shards (HSDP)", plan.mesh.dp_replicate, least=1, most=4096,
+                              log=True)  # fmt: skip
+    layers = controls.whole("layers", "layers that are gathered together", 1, least=1, most=64)
+    prefetch = controls.whole("prefetch", "units that are gathered ahead", plan.comm.prefetch, least=1, most=16)
+    usual = "no" if plan.comm.reshard == "never" else "yes"
+    reshards = controls.choice("reshard", "weights are freed after forward", usual, ("yes", "no")) == "yes"
+    units = joined_blocks(gathered_blocks(subject), layers)
+    ring = ring_of(subject.cluster.levels, ranks, plan.mesh.tp)
+    among = ring_of(subject.cluster.levels, replicas, plan.mesh.tp * ranks) if replicas > 1 else None
+    modes: dict[ModeName, Mode] = {
+        "explain": _explain(units, ranks, replicas, reshards=reshards),
+        "simulate": _simulate(units, ring, among, prefetch=prefetch, reshards=reshards),
+    }
+    if subject.run is not None:
+        modes["live"] = _live(subject, subject.run)
+    return modes
+
+
+def _explain(units: Sequence[GatheredBlock], ranks: int, replicas: int, *, reshards: bool) -> Mode:
+    whole = sum(each.weight_bytes for each in units)
+    gradients = sum(each.gradient_bytes for each in units)
+    passes = 2 if reshards else 1
+    formulas = [
+        Formula(
+            name="held by a rank between steps",
+            symbols="weights / N",
+            numbers=as_is(f"{show_bytes(whole)} / {ranks}"),
+            value=whole / ranks,
+            unit="bytes",
+        ),
+        Formula(
+            name="received by a rank in a step",
+            symbols=say("{passes} x weights x (N - 1) / N", passes=passes),
+            numbers=as_is(f"{passes} x {show_bytes(whole)} x {ranks - 1} / {ranks}"),
+            value=gathered_bytes(units, ranks, reshards=reshards),
+            unit="bytes",
+        ),
+        Formula(
+            name="gradients that a rank sends in a step",
+            symbols="gradients x (N - 1) / N",
+            numbers=as_is(f"{show_bytes(gradients)} x {ranks - 1} / {ranks}"),
+            value=gradients * (ranks - 1) / ranks,
+            unit="bytes",
+        ),
+    ]  # fmt: skip
+    if replicas > 1:
+        formulas.append(
+            Formula(
+                name="the same between replicas (HSDP)",
+                symbols="2 (R - 1) / R x gradients / N",
+                numbers=as_is(f"2 x {replicas - 1} / {replicas} x {show_bytes(gradients)} / {ranks}"),
+                value=2 * (replicas - 1) / replicas * gradients / ranks,
+                unit="bytes",
+            )
+        )
+    shown, layers = range(min(ranks, MAX_SHOWN_RANKS)), range(min(len(units), MAX_SHOWN_LAYERS))
+    matrix = Matrix(
+        title="Which part of each layer a rank holds between steps",
+        rows=tuple(say("rank {rank}", rank=rank) for rank in shown),
+        columns=tuple(say("unit {number}", number=layer) for layer in layers),
+        labels=tuple(tuple(as_is(f"{rank + 1}/{ranks}") for _ in layers) for rank in shown),
+        colors=tuple(tuple(1 + rank for _ in layers) for rank in shown),
+    )
+    return Mode(formulas=tuple(formulas), figures=(matrix,))
+
+
+def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *, prefetch: int, reshards: bool) -> Mode:
+    works = shard_step(units, ring, among, prefetch=prefetch, reshards=reshards)
+    timeline = Timeline(
+        title="A micro-batch",
+        unit="seconds",
+        rows=("passes", "gathers", "reductions"),
+        spans=tuple(
+            Span(row=ROWS.get(each.kind, 0), start=each.start, end=each.end, label=as_is(each.unit), kind=each.kind)
+            for each in sorted(works, key=lambda each: (ROWS.get(each.kind, 0), each.start))
+        ),
+    )
+    times, held = _held_over_time(units, works, ring.num_ranks, reshards=reshards)
+    memory = Lines(
+        title="Weights that a rank holds",
+        x_name="time",
+        x_unit="seconds",
+        unit="bytes",
+        x=times,
+        series=(ValueSeries(name="weights", values=held),),
+        limits={"all weights": sum(each.weight_bytes for each in units)},
+    )
+    ahead = (1, 2, 4, 8)
+    waits = Bars(
+        title="Time that the device waits, by units gathered ahead",
+        unit="seconds",
+        categories=tuple(as_is(each) for each in ahead),
+        series=(
+            ValueSeries(
+                name="waits",
+                values=tuple(
+                    waited_seconds(shard_step(units, ring, among, prefetch=each, reshards=reshards)) for each in ahead
+                ),
+            ),
+        ),
+    )
+    length = max(each.end for each in works)
+    sentence = say("The device waits {waits:.1%} of the time.", waits=waited_seconds(works) / length if length else 0.0)
+    return Mode(sentences=(sentence,), figures=(timeline, memory, waits))
+
+
+def _live(subject: Subject, run: RunMedians) -> Mode:
+    """Return what a run that shards its weights waits for them, and its memory over time."""
+    peaks = peak_lines(run, subject.prediction.peak_bytes)
+    if subject.plan.mesh.dp_shard == 1:
+        said = say("This run does not shard its weights (`plan.mesh.dp_shard` is 1). Start one that does with "
+                   "`--set plan.mesh.dp_shard=2 --set plan.sharding=parameters`.")  # fmt: skip
+        return Mode(sentences=(said,), figures=tuple(peaks))
+    measured, expected = run.comm_seconds.get("dp_shard", 0.0), predicted_waits(subject).get("dp_shard", 0.0)
+    said = say("A step waits {measured} for gathers and reductions of shards; {predicted} is predicted.",
+               measured=show_duration(measured), predicted=show_duration(expected))  # fmt: skip
+    return Mode(sentences=(said,), figures=(waits_table(subject, run, ("dp_shard",)), *peaks))
+
+
+def _held_over_time(
+    units: Sequence[GatheredBlock], works: Sequence[Work], ranks: int, *, reshards: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return moments and the bytes of weights that a rank holds then: its shards, and gathered layers."""
+    changes = []
+    for work in works:
+        size = units[work.unit].weight_bytes
+        if work.kind == "gather":
+            changes.append((work.start, size))
+        elif work.kind == "backward" or (work.kind == "forward" and reshards):
+            changes.append((work.end, -size))
+    now = sum(each.weight_bytes for each in units) / ranks
+    times, held = [0.0], [now]
+    for time, change in sorted(changes):
+        times += [time, time]
+        held += [now, now + change]
+        now += change
+    return tuple(times), tuple(held)

@@ -1,0 +1,153 @@
+"""All kinds of plans side by side: step time against memory, and why each loser loses."""
+
+from dataclasses import replace
+
+from trimaran.core import Mesh, Plan, UserError, show_bytes
+from trimaran.planner import GOALS, PlanAnswer, Question
+from trimaran.planner.search.search import search
+from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table
+from trimaran.ui.viz.planner_texts import planner_text
+from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.texts import as_is, say
+
+NAME = "ParallelismStrategyComparison"
+TITLE = "Which plan, and why not the others?"
+QUESTION = "How fast is each way to split this model, how much memory does it need, and why do the losers lose?"
+
+WAYS = (
+    ("dp_replicate (DDP)", "the batch", "nothing", "an all-reduce of the gradients in each step"),
+    ("dp_shard (FSDP, ZeRO)", "the batch, and states, gradients or weights", "states, gradients, weights",
+     "gathers and reductions of each layer"),
+    ("tp", "every matrix", "weights and activations", "four exchanges of activations in each layer"),
+    ("pp", "the layers", "weights and states", "a bubble, and messages between stages"),
+    ("cp", "every sequence", "activations", "an exchange of keys and values in each layer"),
+    ("ep", "the experts", "weights and states of experts", "each token is sent to its experts and back"),
+)  # fmt: skip
+LOCKED = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+LABELS = {"dp_replicate": "replicas", "dp_shard": "shards", "tp": "ranks that split each matrix",
+          "pp": "pipeline stages", "cp": "parts of a sequence"}  # fmt: skip
+FREE = "any"
+CHOSEN = "chosen"
+COLORS = {CHOSEN: 0, "fits": 8, "does not fit": 5, "this run, predicted": 3, "this run, measured": 1}
+
+
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the best plan of each mesh, and the plans that lost with the reason."""
+    goal = controls.choice("goal", "what counts", subject.question.goal, GOALS)
+    locked = {axis: controls.choice(axis, LABELS[axis], FREE, _degrees(subject)) for axis in LOCKED}
+    count = controls.whole("plans", "plans to show", 8, least=1, most=32)
+    question = replace(subject.question, max_plans=count, goal=next(each for each in GOALS if each == goal))
+    degrees = {axis: int(degree) for axis, degree in locked.items() if degree != FREE}
+    asked = (goal, count, *sorted(degrees.items()))
+    if asked not in subject.kept:
+        subject.kept[asked] = _search(question, degrees)
+    answer = subject.kept[asked]
+    modes: dict[ModeName, Mode] = {"explain": _explain(), "simulate": _simulate(answer)}
+    if subject.run is not None:
+        modes["live"] = _live(subject, subject.run, answer)
+    return modes
+
+
+def _degrees(subject: Subject) -> tuple[str, ...]:
+    world = subject.cluster.world_size
+    return (FREE, *(str(each) for each in range(1, min(world, 1024) + 1) if world % each == 0))
+
+
+def _search(question: Question, degrees: dict[str, int]) -> PlanAnswer | UserError:
+    """Return the planner's answer with these degrees pinned; its refusal, if no plan has them."""
+    if degrees:
+        pins = question.pins
+        mesh = Mesh.model_validate(pins.mesh.model_dump(include=pins.mesh.model_fields_set) | degrees)
+        fields = {name: getattr(pins, name) for name in pins.model_fields_set}
+        pinned = Plan.model_validate(fields | {"mesh": mesh})
+        question = replace(question, recipe=question.recipe.model_copy(update={"plan": pinned}))
+    try:
+        return search(question)
+    except UserError as error:
+        return error
+
+
+def _explain() -> Mode:
+    rows = tuple((as_is(name), *rest) for name, *rest in WAYS)
+    table = Table(title="What each way splits", columns=("", "splits", "saves", "costs"), rows=rows)
+    return Mode(sentences=("Degrees multiply: their product is the number of ranks.",), figures=(table,))
+
+
+def _simulate(answer: PlanAnswer | UserError) -> Mode:
+    if isinstance(answer, UserError):
+        return Mode(sentences=(say("No plan has these degrees: {why}.", why=answer.what),))
+    rows = _plans(answer)
+    scatter = _scatter(answer, tuple(_point(plan, why) for plan, why in rows))
+    table = Table(
+        title="Plans",
+        columns=("plan", "step", "memory", "tokens/s", "why not"),
+        rows=tuple(_row(plan, why) for plan, why in rows),
+    )
+    considered = say("{count:,} plans were priced.", count=answer.num_considered)
+    sentences = (considered, *(say("Would help: {hint}.", hint=planner_text(hint)) for hint in answer.hints))
+    return Mode(sentences=sentences, figures=(scatter, table))
+
+
+def _plans(answer: PlanAnswer) -> list[tuple[Plan, str]]:
+    """Return the plans, each with the reason why it lost; the best one is `chosen`."""
+    known = {str(plan): plan for plan in answer.ranked} | {str(each.plan): each.plan for each in answer.misses}
+    reasons: dict[str, str] = {str(each.plan): planner_text(each.why) for each in (*answer.misses, *answer.ties)}
+    if answer.ranked:
+        reasons[str(answer.ranked[0])] = CHOSEN
+    best = answer.ranked[0].prediction if answer.ranked else None
+    return [(plan, reasons.get(name) or _slower(plan, best)) for name, plan in known.items()]
+
+
+def _slower(plan: Plan, best: object) -> str:
+    """Return how much slower a plan is than the best one."""
+    fastest = getattr(best, "step_seconds", 0.0)
+    mine = plan.prediction.step_seconds if plan.prediction else 0.0
+    return say("{times:.2f} times as long", times=mine / fastest) if fastest and mine else ""
+
+
+def _scatter(answer: PlanAnswer, points: tuple[Point, ...]) -> Scatter:
+    return Scatter(
+        title="Step time against memory",
+        x_name="memory of a device",
+        x_unit="bytes",
+        y_name="time of a step",
+        y_unit="seconds",
+        points=points,
+        x_limit=float(answer.cluster.device.memory_bytes),
+        limit_name=as_is(answer.cluster.device.name),
+        colors=COLORS,
+    )
+
+
+def _live(subject: Subject, run: RunMedians, answer: PlanAnswer | UserError) -> Mode:
+    """Return the run among the plans: where it was predicted, and where it is."""
+    predicted = subject.prediction
+    off = predicted.step_seconds / run.step_seconds - 1 if run.step_seconds else 0.0
+    sentence = say("A step takes {measured}; the prediction is off by {error:+.1%}.",
+                   measured=show_duration(run.step_seconds), error=off)  # fmt: skip
+    if isinstance(answer, UserError):
+        return Mode(sentences=(sentence,))
+    others = [_point(plan, why) for plan, why in _plans(answer) if str(plan) != str(subject.plan)]
+    own = (
+        Point(name=as_is(run.name), x=float(predicted.device_bytes), y=float(predicted.step_seconds),
+              kind="this run, predicted"),
+        Point(name=as_is(run.name), x=run.peak_bytes, y=run.step_seconds, kind="this run, measured"),
+    )  # fmt: skip
+    return Mode(sentences=(sentence,), figures=(_scatter(answer, (*others, *own)),))
+
+
+def _point(plan: Plan, why: str) -> Point:
+    prediction = plan.prediction
+    assert prediction is not None, "the planner predicts what it returns"
+    kind = CHOSEN if why == CHOSEN else "fits" if prediction.fits else "does not fit"
+    return Point(
+        name=as_is(plan), x=float(prediction.device_bytes), y=float(prediction.step_seconds), kind=kind, note=why
+    )
+
+
+def _row(plan: Plan, why: str) -> tuple[str, ...]:
+    prediction = plan.prediction
+    assert prediction is not None
+    return (as_is(plan), as_is(show_duration(prediction.step_seconds)), as_is(show_bytes(prediction.device_bytes)),
+            as_is(f"{prediction.tokens_per_second:,.0f}"), why)  # fmt: skip

@@ -1,0 +1,147 @@
+"""How tensor parallelism splits each linear layer, what is sent between the ranks, and what does not divide."""
+
+from trimaran.core import show_bytes
+from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost.job import ELEMENT_BYTES
+from trimaran.models import OutlineLayer
+from trimaran.models.outline import linears_of
+from trimaran.ui.viz.comm_waits import predicted_waits, waits_table
+from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
+from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.texts import as_is, say
+
+NAME = "TensorParallelismVisualizer"
+TITLE = "How each matrix is split"
+QUESTION = "Which part of each linear layer does a rank hold, and where must the ranks exchange activations?"
+SPLITS = {"outputs": "columns", "inputs": "rows", "nothing": "whole"}
+AFTER = {"outputs": "nothing: its output stays split", "inputs": "a reduction over the ranks", "nothing": "nothing"}
+DEGREES = (1, 2, 4, 8, 16)
+
+
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the split of every linear of a block, the traffic by degree, and what a run waits."""
+    plan = subject.plan
+    tp = controls.whole("tp", "ranks that split each matrix", plan.mesh.tp if plan.mesh.tp > 1 else 2, least=1, most=64,
+                        log=True)  # fmt: skip
+    splits = controls.choice("sequence", "activations between blocks are split, too", "yes", ("yes", "no")) == "yes"
+    modes: dict[ModeName, Mode] = {
+        "explain": _explain(subject, tp, splits=splits),
+        "simulate": _simulate(subject, splits=splits),
+    }
+    if subject.run is not None:
+        modes["live"] = _live(subject, subject.run)
+    return modes
+
+
+def layers_of(subject: Subject) -> list[tuple[str, OutlineLayer]]:
+    """Return the kinds of blocks of the model, each with the name of its tower."""
+    return [
+        (tower.name, block)
+        for tower in subject.job.outline.towers
+        for block, _ in tower.runs
+        if isinstance(block, OutlineLayer)
+    ]
+
+
+def divides(layer: OutlineLayer, tp: int) -> str:
+    """Return why `tp` ranks cannot split a block; empty if they can."""
+    if layer.heads % tp:
+        return say("{heads} heads do not divide by {tp}", heads=layer.heads, tp=tp)
+    if layer.kv_heads and layer.kv_heads % tp and tp % layer.kv_heads:
+        return say("{heads} key heads do not divide by {tp}", heads=layer.kv_heads, tp=tp)
+    if layer.ffn % tp:
+        return say("a feed-forward of {width} does not divide by {tp}", width=layer.ffn, tp=tp)
+    return ""
+
+
+def _explain(subject: Subject, tp: int, *, splits: bool) -> Mode:
+    rows: list[tuple[str, ...]] = []
+    sentences: list[str] = [_where(splits=splits)]
+    for tower, layer in layers_of(subject):
+        if why := divides(layer, tp):
+            sentences.append(say("{tower}: {why}.", tower=tower, why=why))
+        for linear in linears_of(layer):
+            inputs, outputs = linear.on_rank(tp)
+            rows.append((as_is(tower), as_is(linear.name), as_is(f"{linear.inputs:,} x {linear.outputs:,}"),
+                         SPLITS[linear.tp_splits], as_is(f"{inputs:,} x {outputs:,}"),
+                         AFTER[linear.tp_splits]))  # fmt: skip
+    main = subject.job.outline.main
+    if vocabulary := main.outputs:
+        rows.append((as_is(main.name), as_is("lm_head"), as_is(f"{main.hidden:,} x {vocabulary:,}"), SPLITS["outputs"],
+                     as_is(f"{main.hidden:,} x {-(-vocabulary // tp):,}"), AFTER["outputs"]))  # fmt: skip
+        if vocabulary % tp:
+            sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the ranks hold unequal parts.",
+                                 size=vocabulary, tp=tp))  # fmt: skip
+    columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
+    table = Table(title="Linear layers of a block", columns=columns, rows=tuple(rows))
+    return Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,))
+
+
+def _where(*, splits: bool) -> str:
+    if splits:
+        return ("Attention and feed-forward each gather the sequence before their first matmuls, split by columns, and "
+                "reduce and scatter it after the last one, split by rows. Backward does the same.")  # fmt: skip
+    return ("Attention and feed-forward each all-reduce their output after the last matmul, split by rows. Between "
+            "blocks every rank holds all activations. Backward does the same before the first matmul.")  # fmt: skip
+
+
+def _formulas(subject: Subject, tp: int, *, splits: bool) -> tuple[Formula, ...]:
+    """Return what a rank sends in the forward of a block. An all-reduce sends as much as both others together."""
+    main, plan = subject.job.outline.main, subject.plan
+    element_bytes, positions = ELEMENT_BYTES[plan.precision], subject.job.positions(main, plan)
+    value = 2.0 * element_bytes * positions * main.hidden * (tp - 1) / tp
+    numbers = f"2 x {element_bytes} x {positions:,} x {main.hidden:,} x {tp - 1}/{tp}"
+    if not splits:
+        return (Formula(name="all-reduced by a block in forward", symbols="4 x bytes x tokens x width x (N - 1) / N",
+                        numbers=as_is(f"2 x {numbers}"), value=2 * value, unit="bytes"),)  # fmt: skip
+    symbols = "2 x bytes x tokens x width x (N - 1) / N"
+    return tuple(
+        Formula(name=name, symbols=symbols, numbers=as_is(numbers), value=value, unit="bytes")
+        for name in ("gathered by a block in forward", "reduced by a block in forward")
+    )
+
+
+def _simulate(subject: Subject, *, splits: bool) -> Mode:
+    main, plan, levels = subject.job.outline.main, subject.plan, subject.cluster.levels
+    num_bytes = ELEMENT_BYTES[plan.precision] * subject.job.positions(main, plan) * main.hidden
+    degrees = [each for each in DEGREES if 1 < each <= subject.cluster.world_size]
+    if not degrees:
+        return Mode(sentences=("The cluster has a single device: nothing can be split.",))
+    rings = [ring_of(levels, each, 1) for each in degrees]
+    times, seconds_of = (4, all_gather_seconds) if splits else (2, all_reduce_seconds)
+    seconds = [times * float(seconds_of(num_bytes, ring)) for ring in rings]
+    bars = Bars(
+        title="Communication of a block's forward, if nothing hides it",
+        unit="seconds",
+        categories=tuple(as_is(f"tp {each}") for each in degrees),
+        series=(ValueSeries(name="gather and reduce", values=tuple(seconds)),),
+    )
+    activations = Bars(
+        title="A full activation, and what a rank holds of it between blocks",
+        unit="bytes",
+        categories=tuple(as_is(f"tp {each}") for each in degrees),
+        series=(ValueSeries(name="on a rank", values=tuple(num_bytes / (each if splits else 1) for each in degrees)),),
+        limits={"whole": float(num_bytes)},
+    )
+    links = Table(
+        title="The link that each degree uses",
+        columns=("ranks", "link", "can split every block"),
+        rows=tuple((as_is(each), as_is(ring.link), _verdict(subject, each))
+                   for each, ring in zip(degrees, rings, strict=True)),
+    )  # fmt: skip
+    sentence = say("A full activation is {size}.", size=show_bytes(num_bytes))
+    return Mode(sentences=(sentence,), figures=(bars, activations, links))
+
+
+def _verdict(subject: Subject, tp: int) -> str:
+    return next((why for _, layer in layers_of(subject) if (why := divides(layer, tp))), "yes")
+
+
+def _live(subject: Subject, run: RunMedians) -> Mode:
+    if subject.plan.mesh.tp == 1:
+        return Mode(sentences=("This run splits no matrix. Start one that does with `--set plan.mesh.tp=2`.",))
+    measured, expected = run.comm_seconds.get("tp", 0.0), predicted_waits(subject).get("tp", 0.0)
+    said = say("A step waits {measured} for exchanges of activations; {predicted} is predicted.",
+               measured=show_duration(measured), predicted=show_duration(expected))  # fmt: skip
+    return Mode(sentences=(said,), figures=(waits_table(subject, run, ("tp",)),))

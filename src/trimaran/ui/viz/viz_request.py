@@ -1,0 +1,145 @@
+"""Reads what `trimaran viz` is asked about: a plan, a run, or the built-in example."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trimaran.app.plan.simulate_request import PLAN_FILE, read_simulate_request
+from trimaran.app.recipe.options import find_run
+from trimaran.app.recipe.plan_request import read_plan_request
+from trimaran.core import UserError
+from trimaran.machine.comm_result import read_comm_result
+from trimaran.runs import RunDirectory
+from trimaran.runs.journal import parse_lines
+from trimaran.runs.line_files import last_lines
+from trimaran.runs.record_types import is_number
+from trimaran.ui.viz.launch_artefact import launches_of
+from trimaran.ui.viz.run_life_facts import life_of
+from trimaran.ui.viz.subject import Launches, MeasuredSteps, RankSpread, RunMedians, Subject
+
+EXAMPLE = {"what": "llama-3.1-8b", "cluster": "2x8xH100"}
+MEASURED_STEPS = 100  # whose medians are shown
+
+
+def read_subject(
+    plan: str | None,
+    run: str | None,
+    cluster: str | None,
+    settings: Sequence[str],
+    controls: Sequence[str],
+    comm: Path | None = None,
+) -> Subject:
+    """Return what the view is about. Without a plan and a run, that is an 8B model on 16 GPUs."""
+    if plan is not None and run is not None:
+        raise UserError("V004", "a view is of a plan or of a run, not of both", where="--plan, --run",
+                        fix="leave one of them out")  # fmt: skip
+    directory = find_run(run) if run is not None else None
+    subject = (
+        run_subject(directory, cluster, settings) if directory is not None else plan_subject(plan, cluster, settings)
+    )
+    measured = read_comm_result(comm) if comm is not None else None
+    return replace(subject, settings=dict(map(_pair, controls)), comm=measured)
+
+
+def plan_subject(what: str | None, cluster: str | None, settings: Sequence[str]) -> Subject:
+    """Return a recipe, a model or a plan.json as the subject of a view; without any, the example."""
+    if what is None and not settings:
+        what, cluster = EXAMPLE["what"], cluster or EXAMPLE["cluster"]
+    shortcuts = {"cluster": cluster}
+    request = read_simulate_request(what, shortcuts, settings)
+    launches: Launches = {}
+    if not (what and PLAN_FILE.search(what)):
+        asked = read_plan_request(what, shortcuts, settings)
+        launches = launches_of(asked.file, asked.settings)
+    return Subject(question=request.question, cluster=request.cluster, plan=request.plan, launches=launches)
+
+
+def run_subject(run: RunDirectory, cluster: str | None = None, settings: Sequence[str] = ()) -> Subject:
+    """Return a run as the subject of a view, with what it has measured."""
+    request = read_simulate_request(str(run.path), {"cluster": cluster}, settings)
+    given = [f"cluster={cluster}"] if cluster else []
+    plan, own = request.plan, run.read_plan()
+    if own.model_copy(update={"prediction": None}) == plan and not cluster and not settings:
+        plan = own  # with the prediction of its start, whatever was measured on this machine since
+    return Subject(
+        question=request.question,
+        cluster=request.cluster,
+        plan=plan,
+        run=measured_of(run),
+        life=life_of(run),
+        launches=launches_of(str(run.recipe), [*given, *settings]),
+    )
+
+
+def refreshed(subject: Subject, run: RunDirectory) -> Subject:
+    """Return the subject with what the run has measured since; the plan stays as it is."""
+    return replace(subject, run=measured_of(run), life=life_of(run))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise UserError("V002", f"'{text[:60]}' is not CONTROL=VALUE", where="--with", fix="--with ranks=4")
+    return name.strip(), value.strip()
+
+
+def measured_of(run: RunDirectory) -> RunMedians | None:
+    """Return what the run's last steps have measured; None before its first step."""
+    lines = [each for each in parse_lines(last_lines(run.metrics, MEASURED_STEPS)) if each.get("step_seconds")]
+    if not lines:
+        return None
+    return RunMedians(
+        name=run.path.name,
+        steps=int(lines[-1]["step"]),
+        step_seconds=median(each["step_seconds"] for each in lines),
+        peak_bytes=max(_peak(each) for each in lines),
+        tokens_per_second=median(float(each.get("tokens_per_second") or 0.0) for each in lines),
+        phases=_medians(lines, "phases"),
+        comm_seconds=_medians(lines, "comm_seconds"),
+        ranks=_spreads(lines),
+        slowest=Counter(at for line in lines if (at := _slowest(line)) is not None),
+        last=MeasuredSteps(
+            numbers=tuple(int(each["step"]) for each in lines),
+            seconds=tuple(float(each["step_seconds"]) for each in lines),
+            peak_bytes=tuple(map(_peak, lines)),
+            comm=tuple(float((each.get("phases") or {}).get("comm") or 0.0) for each in lines),
+        ),
+        **_stages(lines),
+    )
+
+
+def _spreads(lines: Sequence[Mapping[str, Any]]) -> dict[str, RankSpread]:
+    """Return the newest comparison of the ranks: the least, the median and the most of each measure."""
+    found = [ranks for line in lines if isinstance(ranks := line.get("ranks"), dict)]
+    spreads = {}
+    for name, each in found[-1].items() if found else ():
+        if isinstance(each, dict) and all(is_number(each.get(key)) for key in ("min", "median", "max", "at")):
+            spreads[name] = RankSpread(each["min"], each["median"], each["max"], int(each["at"]))
+    return spreads
+
+
+def _slowest(line: Mapping[str, Any]) -> int | None:
+    """Return the rank that computed the longest in the step that the line compares; None if it compares none."""
+    busy = (line.get("ranks") or {}).get("busy_seconds")
+    return int(busy["at"]) if isinstance(busy, dict) and is_number(busy.get("at")) else None
+
+
+def _stages(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the newest times of the stages of a pipeline, which not every step has."""
+    found = [bubble for line in lines if isinstance(bubble := line.get("bubble"), dict) and bubble.get("stage_seconds")]
+    return {name: tuple(found[-1][name]) for name in ("stage_seconds", "stage_layers")} if found else {}
+
+
+def _peak(line: Mapping[str, Any]) -> float:
+    ranks = line.get("ranks") or {}
+    return float(max(line.get("peak_bytes") or 0, (ranks.get("peak_bytes") or {}).get("max") or 0))
+
+
+def _medians(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
+    names = dict.fromkeys(name for line in lines for name in line.get(field) or {})
+    found = {name: [value for line in lines if (value := (line.get(field) or {}).get(name)) is not None]
+             for name in names}  # fmt: skip
+    return {name: median(values) for name, values in found.items() if values}

@@ -1,0 +1,181 @@
+"""ZeRO's stages: what each data rank holds, what is sent in a step, and what our trainer needs with each."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trimaran.core import Plan, show_bytes, show_count
+from trimaran.planner.memory_ladder import SHARDING_ORDER
+from trimaran.ui.viz.comm_waits import error_text
+from trimaran.ui.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, stacked_bars
+from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.texts import as_is, say
+
+NAME = "DeepSpeedZeROStages"
+TITLE = "ZeRO stages 0 to 3"
+QUESTION = "What does each stage save on every rank, and what does it cost in communication?"
+PARTS = ("weights", "gradients", "optimizer states")
+STAGES = ("stage 0", "stage 1", "stage 2", "stage 3")
+MAX_RANKS = 1024
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a parameter: its weight, its gradient, and what the optimizer keeps."""
+
+    weight: float = 2
+    gradient: float = 2
+    states: float = 12
+
+
+MIXED = StateBytes()  # 16-bit weight and gradient; fp32 weight and Adam's two moments
+OPTIMIZERS = {"adam": 8.0, "adam-8bit": 2.0, "sgd-momentum": 4.0, "sgd": 0.0}  # bytes of a parameter's moments
+PRECISIONS = ("mixed", "fp32")
+
+
+def bytes_of(stage: int, parameters: float, ranks: int, each: StateBytes = MIXED) -> tuple[float, float, float]:
+    """Return what one of `ranks` data ranks holds of the weights, the gradients and the optimizer states."""
+    return (
+        each.weight * parameters / (ranks if stage >= 3 else 1),
+        each.gradient * parameters / (ranks if stage >= 2 else 1),
+        each.states * parameters / (ranks if stage >= 1 else 1),
+    )
+
+
+def sent_bytes(stage: int, parameters: float, ranks: int, each: StateBytes = MIXED) -> float:
+    """Return what a rank sends in a step with one micro-batch: reduced gradients, and gathered weights.
+
+    An all-reduce is a reduce-scatter and an all-gather. Stage 3 gathers the weights for forward and for backward.
+    """
+    rounds = 3 if stage >= 3 else 2
+    return rounds * each.weight * parameters * (ranks - 1) / ranks
+
+
+def least_ranks(stage: int, parameters: float, memory: float, each: StateBytes = MIXED) -> int | None:
+    """Return the smallest number of data ranks with which a stage fits into `memory` bytes; None if none does."""
+    whole = sum(bytes_of(stage, parameters, 1, each)[: 3 - stage])
+    shared = sum(bytes_of(stage, parameters, 1, each)[3 - stage :])
+    if whole + shared <= memory:
+        return 1
+    return math.ceil(shared / (memory - whole)) if memory > whole and stage else None
+
+
+def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
+    """Return the modes: the usual arithmetic, our trainer by the cost model, and what a run measured."""
+    ranks = controls.whole("ranks", "data ranks", max(2, subject.plan.mesh.dp), least=1, most=MAX_RANKS, log=True)
+    billions = subject.job.outline.num_parameters / 1e9
+    parameters = 1e9 * controls.number("parameters", "billions of parameters", billions, least=1e-6, most=1e5, log=True)
+    precision = controls.choice("precision", "precision of weights and gradients", "mixed", PRECISIONS)
+    optimizer = controls.choice("optimizer", "optimizer", "adam", tuple(OPTIMIZERS))
+    moments = OPTIMIZERS[optimizer]
+    each = StateBytes(2, 2, 4 + moments) if precision == "mixed" else StateBytes(4, 4, moments)
+    modes: dict[ModeName, Mode] = {
+        "explain": _explain(parameters, ranks, each, subject),
+        "simulate": _simulate(subject),
+    }
+    if subject.run is not None:
+        modes["live"] = _live(subject, subject.run)
+    return modes
+
+
+def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) -> Mode:
+    device, limit = subject.cluster.device.name, float(subject.cluster.device.memory_bytes)
+    held = [bytes_of(stage, parameters, ranks, each) for stage in range(4)]
+    weight, gradient, states = (f"{size:g}P" for size in each)
+    symbols = (f"{weight} + {gradient} + {states}", f"{weight} + {gradient} + {states}/N",
+               f"{weight} + ({gradient} + {states})/N", f"({weight} + {gradient} + {states})/N")  # fmt: skip
+    formulas = [
+        Formula(
+            name=STAGES[stage],
+            symbols=as_is(symbols[stage]),
+            numbers=as_is(f"P = {show_count(parameters)}, N = {ranks}"),
+            value=sum(held[stage]),
+            unit="bytes",
+        )
+        for stage in range(4)
+    ]
+    bars = Bars(
+        title=say("What each of {ranks} ranks holds", ranks=ranks),
+        unit="bytes",
+        categories=STAGES,
+        series=tuple(ValueSeries(name=part, values=tuple(row[at] for row in held)) for at, part in enumerate(PARTS)),
+        limits={as_is(device): limit},
+    )
+    numbers = [2**power for power in range(11)]
+    lines = Lines(
+        title="What a rank holds, by the number of data ranks",
+        x_name="data ranks",
+        x_unit="count",
+        unit="bytes",
+        x=tuple(map(float, numbers)),
+        series=tuple(
+            ValueSeries(
+                name=STAGES[stage], values=tuple(sum(bytes_of(stage, parameters, num, each)) for num in numbers)
+            )
+            for stage in range(4)
+        ),
+        log_x=True,
+        log_y=True,
+        limits={as_is(device): limit},
+    )
+    rows = tuple((STAGES[stage], as_is(show_bytes(sent_bytes(stage, parameters, ranks, each))),
+                  _from_ranks(stage, parameters, limit, each)) for stage in range(4))  # fmt: skip
+    table = Table(title="What it costs, and from how many ranks on it fits",
+                  columns=("", "sent by each rank in a step", "fits a device from"), rows=rows)  # fmt: skip
+    sentences = (
+        "Stages 1 and 2 send as much as plain data parallelism: an all-reduce is a reduce-scatter and an all-gather.",
+        "Stage 3 gathers the weights once more, for backward: half as much again.",
+    )
+    return Mode(sentences=sentences, formulas=tuple(formulas), figures=(bars, lines, table))
+
+
+def _from_ranks(stage: int, parameters: float, limit: float, each: StateBytes) -> str:
+    least = least_ranks(stage, parameters, limit, each)
+    return say("never") if least is None else say("{ranks:,} ranks", ranks=least)
+
+
+def _stage_plans(subject: Subject) -> Sequence[tuple[str, Plan]]:
+    """Return the subject's plan with each stage, if it has data ranks to shard over."""
+    plan, mesh = subject.plan, subject.plan.mesh
+    if mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
+        return ()
+    whole = mesh.model_copy(update={"dp_replicate": mesh.dp, "dp_shard": 1})
+    split = mesh.model_copy(update={"dp_replicate": 1, "dp_shard": mesh.dp})
+    meshes = {"none": whole}
+    fields = plan.model_dump(exclude={"prediction", "mesh", "sharding", "offload", "towers"})
+    return [
+        (STAGES[number], Plan(**fields, mesh=meshes.get(sharding, split), sharding=sharding))
+        for number, sharding in enumerate(SHARDING_ORDER)
+    ]
+
+
+def _simulate(subject: Subject) -> Mode:
+    plans = _stage_plans(subject)
+    if not plans:
+        return Mode(sentences=("The plan has a single data rank: there is nothing to shard.",))
+    predictions = {name: subject.predict(plan) for name, plan in plans}
+    memory = {name: each.memory for name, each in predictions.items()}
+    limits: dict[str, float] = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
+    bars = stacked_bars("Peak memory of a rank in our trainer", "bytes", memory, limits)
+    seconds = stacked_bars("Time of a step", "seconds", {name: each.time for name, each in predictions.items()})
+    now = SHARDING_ORDER.index(subject.plan.sharding)
+    uses = say(
+        "The plan uses {stage} (`sharding: {sharding}`).", stage=say(STAGES[now]), sharding=subject.plan.sharding
+    )
+    return Mode(sentences=(uses,), figures=(bars, seconds))
+
+
+def _live(subject: Subject, run: RunMedians) -> Mode:
+    prediction = subject.prediction
+    now = SHARDING_ORDER.index(subject.plan.sharding)
+    pairs = (
+        ("peak of a rank", float(prediction.peak_bytes), run.peak_bytes, show_bytes),
+        ("time of a step", float(prediction.step_seconds), run.step_seconds, show_duration),
+    )
+    rows = tuple((say(name), as_is(show(predicted)), as_is(show(measured)), error_text(predicted, measured))
+                 for name, predicted, measured, show in pairs)  # fmt: skip
+    said = say("The run uses {stage} (`sharding: {sharding}`). Only the stage of a run can be measured: start another "
+               "one with `--set plan.sharding=...` to compare.", stage=say(STAGES[now]),
+               sharding=subject.plan.sharding)  # fmt: skip
+    table = Table(title="This run", columns=("", "predicted", "measured", "error"), rows=rows)
+    return Mode(sentences=(said,), figures=(table,))

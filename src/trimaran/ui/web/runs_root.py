@@ -1,0 +1,226 @@
+"""The runs below one folder: listed fast, opened by name only."""
+
+import math
+import os
+import re
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState, Status, finite
+from trimaran.core import UserError, did_you_mean
+from trimaran.core.errors import file_error
+from trimaran.runs import RunDirectory, open_run
+from trimaran.runs.run_directory import MARKER
+
+SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+SETTLED_SECONDS = 2.0  # a folder that changed this recently may change again without a new time stamp
+MAX_KEPT = 2000  # runs whose facts are kept in memory
+MAX_FILTERED = 500  # newest runs whose state is read for a filter by state
+
+
+class ListedRun(NamedTuple):
+    """A run by its name, and when it was created."""
+
+    created: float
+    slug: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """A row of the list: what `trimaran watch RUN --json` answers, for the newest steps. `error`: why it is unknown."""
+
+    slug: str
+    created: float
+    status: Status | None = None
+    model: str = ""
+    plan: str = ""
+    cluster: str = ""
+    step: int = 0
+    total_steps: int = 0
+    tokens_per_second: float | None = None
+    unit: str = "tokens"
+    loss: float | None = None
+    changed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPage:
+    """Some of the runs that match, newest first; `total` is the number of all that match.
+
+    With a filter by state only the newest are looked at; `is_cut` says that there were more.
+    """
+
+    runs: tuple[RunRow, ...]
+    total: int
+    is_cut: bool = False
+
+
+class RunsRoot:
+    """The folder of the runs. Names are slugs, links are refused, and nothing outside of the folder is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._created: dict[str, float] = {}
+        self._newest: list[ListedRun] = []
+        self._scanned: int | None = None  # the folder's time stamp, if the list is that of the folder
+        self._facts: OrderedDict[str, tuple[tuple[int, ...], RunRow]] = OrderedDict()
+
+    def list(self, *, search: str = "", statuses: Collection[Status] = (), first: int = 0, count: int = 50) -> RunPage:
+        """Return the runs from `first` on whose name contains all words of `search`, and whose status is one given."""
+        found = self._matching(search)
+        if not statuses:
+            return RunPage(runs=tuple(map(self._facts_of, found[first : first + count])), total=len(found))
+        facts = [each for each in map(self._facts_of, found[:MAX_FILTERED]) if each.status in statuses]
+        return RunPage(runs=tuple(facts[first : first + count]), total=len(facts), is_cut=len(found) > MAX_FILTERED)
+
+    def names(self) -> Sequence[ListedRun]:
+        """Return all runs, newest first. The folder is read again only if its entries have changed."""
+        with self._lock:
+            return self._scan()
+
+    def open(self, slug: str) -> RunDirectory:
+        """Return the run of that name; raise UserError if it is no name, a link, or no run."""
+        if not SLUG.fullmatch(slug):
+            raise UserError("W003", f"'{slug[:60]}' is not the name of a run", where="the address of the page",
+                            fix="choose a run from the list")  # fmt: skip
+        path = self.path / slug
+        if not _is_folder(path):
+            near = did_you_mean(slug, [each.slug for each in self.names()[:1000]])
+            raise UserError("W003", f"there is no run '{slug}'{near}", where=str(self.path),
+                            fix="choose a run from the list")  # fmt: skip
+        return open_run(path)
+
+    def _matching(self, search: str) -> Sequence[ListedRun]:
+        runs, words = self.names(), search.casefold().split()
+        return [each for each in runs if all(word in each.slug.casefold() for word in words)] if words else runs
+
+    def _scan(self) -> Sequence[ListedRun]:
+        try:
+            changed = os.stat(self.path).st_mtime_ns
+        except FileNotFoundError:
+            return []  # the default folder, before the first run
+        if self._scanned == changed:
+            return self._newest
+        names, created = _read_folder(self.path, self._created)
+        self._created = created
+        pairs = sorted(zip(created.values(), created, strict=True), reverse=True)
+        self._newest = list(map(ListedRun._make, pairs))
+        is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS and len(created) == names
+        self._scanned = changed if is_settled else None
+        return self._newest
+
+    def _facts_of(self, run: ListedRun) -> RunRow:
+        """Return what the run's files say now; they are read again only if they have changed, or it is at work."""
+        version = _version(self.path / run.slug)
+        with self._lock:
+            kept = self._facts.get(run.slug)
+        if kept is not None and kept[0] == version and kept[1].status not in ACTIVE_STATUSES:
+            return kept[1]
+        facts = _read_facts(RunDirectory(self.path / run.slug), run)
+        with self._lock:
+            self._facts[run.slug] = version, facts
+            self._facts.move_to_end(run.slug)
+            while len(self._facts) > MAX_KEPT:
+                self._facts.popitem(last=False)
+        return facts
+
+
+def check_runs_root(path: Path, *, named: bool) -> RunsRoot:
+    """Return the folder of the runs; raise UserError if it was named and does not exist."""
+    if path.exists() and not path.is_dir():
+        raise UserError("W002", "this is a file, not a folder of runs", where=str(path),
+                        fix="name the folder that has the run directories: --runs DIR")  # fmt: skip
+    if named and not path.exists():
+        raise UserError("W002", "this folder of runs does not exist", where=str(path),
+                        fix="name the folder that has the run directories: --runs DIR")  # fmt: skip
+    return RunsRoot(path.absolute())
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _read_folder(path: Path, known: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """Return how many folders there are, and when those that are runs were created; `known` ones are not looked at."""
+    created: dict[str, float] = {}
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no path is looked up from the root
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        for name in filter(SLUG.fullmatch, names):
+            at = known.get(name)
+            if at is None:
+                try:
+                    found = os.stat(f"{name}/{MARKER}", dir_fd=folder, follow_symlinks=False)
+                except OSError:
+                    continue
+                if not stat.S_ISREG(found.st_mode):
+                    continue
+                at = found.st_mtime
+            created[name] = at
+    finally:
+        os.close(folder)
+    return len(names), created
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return the sizes and times of the files that the facts are read from."""
+    run, found = RunDirectory(path), []
+    for file in (run.metrics, run.attempts, run.plan, run.events(0)):
+        try:
+            status = os.lstat(file)
+            found += [status.st_size, status.st_mtime_ns]
+        except OSError:
+            found.append(-1)
+    return tuple(found)
+
+
+def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
+    changed = max((each for each in map(_changed, (run.metrics, run.attempts)) if each), default=listed.created)
+    try:
+        state = RunState(run, only_status=True)
+        state.refresh()
+    except UserError:  # its page says what is wrong
+        return RunRow(slug=listed.slug, created=listed.created, changed=changed)
+    except OSError as error:
+        if file_error(error) is None:
+            raise
+        return RunRow(slug=listed.slug, created=listed.created, changed=changed)
+    last = state.steps[-1] if state.steps else None
+    rate = last.tokens_per_second if last else math.nan
+    return RunRow(
+        slug=listed.slug,
+        created=listed.created,
+        status=state.status,
+        model=_model(state),
+        plan=str(state.plan.mesh),
+        cluster=state.recipe.cluster,
+        step=state.step,
+        total_steps=state.recipe.train.steps,
+        tokens_per_second=finite([rate]),
+        unit=state.unit,
+        loss=finite([last.loss]) if last else None,
+        changed=changed,
+    )
+
+
+def _model(state: RunState) -> str:
+    model = state.recipe.model
+    return Path(model.path).name if model.path else model.preset or model.family
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,254 @@
+"""What the workshop asks the planner, and the texts that it offers to copy. It has no page.
+
+Everything is what a command answers: `PlanInputs.plan_words` are the words of `trimaran plan`.
+"""
+
+import os
+import shlex
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from trimaran.app.plan.plan_answer import PlanReport, build_plan_report, run_settings, with_goal, with_top
+from trimaran.app.plan.run_cost import read_cost_terms
+from trimaran.app.plan.tuned_recipe import pinned_recipe_text
+from trimaran.app.recipe.options import complete_setting
+from trimaran.app.recipe.plan_request import PlanRequest, adapter_setting, read_plan_request
+from trimaran.app.recipe.request import read_recipe
+from trimaran.app.train.launch_request import preview_options
+from trimaran.core import Plan, UserError, show_count
+from trimaran.launch.targets.target import open_target
+from trimaran.machine import DEVICES
+from trimaran.models import PRESETS, VLM_PRESETS
+from trimaran.ui.web.known_plans import price_known_plans
+
+TOP = 12  # plans in the answer
+NO_TERMS = read_cost_terms(tokens=None, price=None, mtbf=None)
+MAX_KEPT = 64  # answers in memory
+RECIPES = Path("recipes")
+HEADER = "# Written by the workshop of `trimaran ui`"
+THIS_MACHINE = "auto"
+NODES = ("1", "2", "4", "8", "16", "32", "64", "128")
+DEVICES_PER_NODE = ("1", "2", "4", "8")
+LENGTHS = tuple(str(2**power) for power in range(8, 18))
+BATCHES = tuple(str(2**power) for power in range(14))
+STEPS = ("10", "30", "100", "300", "1000", "3000", "10000", "100000")
+DEGREES = ("1", "2", "4", "8", "16", "32", "64")
+# Fields of the plan that can be pinned, with the values that are offered; those without come from the recipe's schema.
+PIN_VALUES: Mapping[str, Sequence[str]] = {
+    "mesh.dp_replicate": DEGREES,
+    "mesh.dp_shard": DEGREES,
+    "mesh.tp": DEGREES[:4],
+    "mesh.pp": DEGREES[:5],
+    "mesh.cp": DEGREES[:4],
+    "mesh.ep": DEGREES[:4],
+    "micro_batch": DEGREES[:6],
+    "sharding": (),
+    "precision": (),
+    "recompute": ("none", "elementwise", "selective", "full"),
+    "offload": (),
+    "pipeline.schedule": (),
+}
+Pins = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What the user has chosen. `what` is a preset or the file of a recipe; 0 and "" are left to the command."""
+
+    what: str = "llama-3.1-8b"
+    device: str = "H100"
+    nodes: int = 2
+    devices: int = 8
+    seq_len: int = 4096
+    global_batch: int = 256
+    goal: str = "throughput"
+    adapter: str = ""
+    steps: int = 0
+    pins: Pins = ()
+
+    @property
+    def cluster(self) -> str:
+        if self.device == THIS_MACHINE:
+            return THIS_MACHINE
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.devices}x{self.device}"
+
+    @property
+    def shortcuts(self) -> dict[str, object]:
+        return {
+            "cluster": self.cluster,
+            "data.seq_len": self.seq_len or None,
+            "train.global_batch": self.global_batch or None,
+        }
+
+    @property
+    def settings(self) -> list[str]:
+        adapter = [adapter_setting(self.adapter)] if self.adapter else []
+        steps = [f"train.steps={self.steps}"] if self.steps else []
+        return [*adapter, *steps, *(f"plan.{field}={value}" for field, value in self.pins)]
+
+    @property
+    def plan_words(self) -> list[str]:
+        """The arguments of `trimaran` that give the same answer."""
+        numbers = {"--seq-len": self.seq_len, "--global-batch": self.global_batch}
+        options = [word for name, value in numbers.items() if value for word in (name, str(value))]
+        options += ["--adapter", self.adapter] if self.adapter else []
+        options += ["--goal", self.goal] if self.goal != "throughput" else []
+        settings = [word for each in self.settings if not each.startswith("model.adapter") for word in ("--set", each)]
+        return ["plan", self.what, "--cluster", self.cluster, *options, "--top", str(TOP), *settings]
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["trimaran", *self.plan_words])
+
+    def with_pin(self, field: str, value: str) -> "PlanInputs":
+        """Return the inputs with a field of the plan pinned; an empty value leaves it to the planner."""
+        others = {name: pinned for name, pinned in self.pins if name != field}
+        return replace(self, pins=tuple(sorted((others | ({field: value} if value else {})).items())))
+
+    def with_plan(self, plan: Plan) -> "PlanInputs":
+        """Return the inputs with all fields of the mesh, and those that differ from the simplest plan, pinned."""
+        mesh = {f"mesh.{axis}": str(degree) for axis, degree in plan.mesh.model_dump().items()}
+        fields = {"micro_batch": plan.micro_batch, "sharding": plan.sharding, "precision": plan.precision,
+                  "recompute": plan.recompute, "offload": plan.offload}  # fmt: skip
+        found = mesh | {name: str(value) for name, value in fields.items()}
+        found |= {"pipeline.schedule": plan.pipeline.schedule} if plan.mesh.pp > 1 else {}
+        return replace(self, pins=tuple(sorted((name, value) for name, value in found.items() if name in PIN_VALUES)))
+
+
+class PlanDesk:
+    """Answers questions, and keeps the last answers: a slider that is moved back answers at once."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[PlanInputs, float], PlanReport] = OrderedDict()
+
+    def find(self, inputs: PlanInputs) -> PlanReport | None:
+        """Return the answer if it is known already."""
+        return self._kept.get((inputs, _changed(inputs.what)))
+
+    def answer(self, inputs: PlanInputs) -> PlanReport:
+        """Return what `trimaran plan` answers; raise UserError as it does."""
+        if (kept := self.find(inputs)) is not None:
+            return kept
+        refuse_unknown_model(inputs.what)
+        report = search_plans(inputs)
+        self._kept[inputs, _changed(inputs.what)] = report
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return report
+
+
+def search_plans(inputs: PlanInputs) -> PlanReport:
+    """Return the answer of `trimaran plan` for the inputs."""
+    return build_plan_report(_request(inputs), NO_TERMS, tool=None)
+
+
+def first_answer(inputs: PlanInputs, last: PlanReport) -> PlanReport | None:
+    """Return the plans of the last answer for these inputs, within milliseconds; None if none of them fits."""
+    refuse_unknown_model(inputs.what)
+    request = _request(inputs)
+    answer = price_known_plans(request.question, last)
+    return PlanReport(request=request, answer=answer, terms=NO_TERMS) if answer is not None else None
+
+
+def _request(inputs: PlanInputs) -> PlanRequest:
+    request = read_plan_request(inputs.what, inputs.shortcuts, inputs.settings)
+    return with_top(with_goal(request, inputs.goal), TOP)
+
+
+@cache
+def pin_values(field: str) -> tuple[str, ...]:
+    """Return the values that a field of the plan can be pinned to."""
+    if values := PIN_VALUES[field]:
+        return tuple(values)
+    prefix = f"plan.{field}="
+    return tuple(each.removeprefix(prefix) for each in complete_setting(prefix))
+
+
+def model_options() -> dict[str, str]:
+    """Return the models and recipes that can be chosen, and what is shown for each."""
+    recipes = {str(path): str(path) for path in recipe_files()}
+    presets: dict[str, str] = {}
+    for name, spec in (*PRESETS.items(), *VLM_PRESETS.items()):
+        presets[name] = f"{name} ({show_count(spec.num_parameters)})"
+    return recipes | presets
+
+
+def device_options(this_machine: str) -> dict[str, str]:
+    return {THIS_MACHINE: this_machine, **{name: name for name in DEVICES}, "cpu": "CPU"}
+
+
+def recipe_files() -> list[Path]:
+    """Return the recipes in the folder `recipes` where the command was started; links are left out."""
+    if not RECIPES.is_dir():
+        return []
+    return sorted(path for path in RECIPES.glob("*.y*ml") if path.is_file() and not path.is_symlink())
+
+
+def refuse_unknown_model(what: str) -> None:
+    """Raise unless it is one of those that are offered: a page names no other file."""
+    if what not in PRESETS and what not in VLM_PRESETS and Path(what) not in recipe_files():
+        raise UserError("W006", f"'{what[:80]}' is not a model or a recipe that this page offers",
+                        where="workshop", fix="choose one from the list")  # fmt: skip
+
+
+def recipe_text(report: PlanReport) -> str:
+    """Return the recipe that trains the best plan: what was chosen, with the plan pinned."""
+    best = _best(report)
+    recipe = report.request.question.recipe
+    cluster = str(report.answer.part) if report.answer.part else recipe.cluster
+    return pinned_recipe_text(recipe.model_copy(update={"cluster": cluster}), best, header=HEADER)
+
+
+def launch_words(report: PlanReport, target: str) -> list[str]:
+    """Return the arguments of `trimaran` that show the files of a launch."""
+    settings = [word for each in run_settings(report.request, report.answer, _best(report)) for word in ("--set", each)]
+    file = [report.request.file] if report.request.file else []
+    site = [word for each in preview_options(open_target(target)).site for word in ("--site", each)]
+    return ["launch", *file, *settings, "--on", target, *site, "--dry-run"]
+
+
+def launch_text(report: PlanReport, target: str) -> str:
+    """Return the main file of a launch, as `trimaran launch --dry-run` shows it."""
+    from trimaran.app.train.launch_session import preview_launch
+
+    settings = run_settings(report.request, report.answer, _best(report))
+    found = open_target(target)
+    files = preview_launch(found, report.request.file, settings, preview_options(found))
+    return files.files[files.main]
+
+
+def _best(report: PlanReport) -> Plan:
+    if report.best is None:
+        raise UserError("W006", "no plan fits, so there is nothing to run", where="workshop",
+                        fix="choose a larger cluster, or leave pins to the planner")  # fmt: skip
+    return report.best
+
+
+def _changed(what: str) -> float:
+    """Return when the file of a recipe was changed; 0 for a preset."""
+    try:
+        return os.stat(what).st_mtime if what.endswith((".yaml", ".yml")) else 0.0
+    except OSError:
+        return 0.0
+
+
+def with_sizes(inputs: PlanInputs) -> PlanInputs:
+    """Return the inputs with the sizes of a recipe, or with a sequence that is not too long for a preset."""
+    if (spec := PRESETS.get(inputs.what)) is not None:
+        return replace(inputs, seq_len=min(inputs.seq_len, spec.max_seq_len or inputs.seq_len))
+    if inputs.what in VLM_PRESETS:
+        return inputs
+    refuse_unknown_model(inputs.what)
+    recipe = read_recipe(inputs.what, [])
+    return replace(
+        inputs, seq_len=recipe.data.seq_len, global_batch=recipe.train.global_batch, steps=recipe.train.steps
+    )
+
+
+def with_value(options: Sequence[str], value: int) -> list[str]:
+    """Return the numbers of a slider with one that may not be among them."""
+    return sorted({*options, str(value)}, key=int)

@@ -94,5 +94,7 @@ def test_an_unexpected_error_and_a_library_cannot_print_control_codes() -> None:
 
 def test_every_console_of_the_commands_is_clean() -> None:
     allowed = {"clean_console.py", "run_view.py"}  # run_view measures heights and prints nothing
-    files = [path for path in (SRC / "app").rglob("*.py") if path.name not in allowed]
+    files = [
+        path for package in ("app", "serve", "ui") for path in (SRC / package).rglob("*.py") if path.name not in allowed
+    ]
     assert [path.name for path in files if re.search(r"\bConsole\((?!quiet=True)", text_of(path))] == []

@@ -24,15 +24,14 @@ from trimaran.ui import (
     SPREAD_TITLES,
     STATES,
     WATERFALL,
-    say,
 )
-from trimaran.ui.report.words import speaking
+from trimaran.ui.report.words import say, speaking
 
-APP = Path(__file__).parents[2] / "src" / "trimaran" / "app"
+UI = Path(__file__).parents[2] / "src" / "trimaran" / "ui"
 FILES = [
-    *sorted((APP / "report").glob("*.py")),
-    *sorted((APP / "web").glob("run_*.py")),
-    APP / "web" / "compare_page.py",
+    *sorted((UI / "report").glob("*.py")),
+    *sorted((UI / "web").glob("run_*.py")),
+    UI / "web" / "compare_page.py",
 ]
 OTHERS = {"view_page.py", "comm_page.py"}  # pages of their own
 PLACES = re.compile(r"\{(\w+)\}")
@@ -40,7 +39,7 @@ PLACES = re.compile(r"\{(\w+)\}")
 
 def chinese() -> dict[str, str]:
     found: dict[str, str] = {}
-    for path in sorted((APP / "web").glob("zh*.json")):
+    for path in sorted((UI / "web").glob("zh*.json")):
         found |= json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -91,6 +90,6 @@ def test_a_text_is_said_in_the_language_of_the_block() -> None:
 
 @pytest.mark.parametrize("name", ["zh_run.json"])
 def test_no_text_is_translated_twice(name: str) -> None:
-    pairs = json.loads((APP / "web" / name).read_text(encoding="utf-8"), object_pairs_hook=list)
+    pairs = json.loads((UI / "web" / name).read_text(encoding="utf-8"), object_pairs_hook=list)
     names = [text for text, _ in pairs]
     assert len(names) == len({*names})

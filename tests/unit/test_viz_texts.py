@@ -28,7 +28,7 @@ from trimaran.ui import (
 )
 from trimaran.ui import WORDS as PLANNER_WORDS
 
-WEB = Path(__file__).parents[2] / "src" / "trimaran" / "app" / "web"
+WEB = Path(__file__).parents[2] / "src" / "trimaran" / "ui" / "web"
 WORDS = re.compile(r"[A-Za-z]{2,}")
 CHINESE: dict[str, str] = {}
 for file in sorted(WEB.glob("zh*.json")):

@@ -14,7 +14,7 @@ from trimaran.planner import GOALS, MEANING, PHASE_MEANING
 from trimaran.ui import COLUMNS, FILTERS, OUTSIDE, PAGES, POINT_KINDS, TEXTS, chinese, language_of, say_in, speaking
 from trimaran.ui.web.language import say
 
-WEB = [path for path in FILES if name_of(path).startswith("app/web/")]
+WEB = [path for path in FILES if name_of(path).startswith("ui/web/")]
 
 
 def said() -> dict[str, str]:

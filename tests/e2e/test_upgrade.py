@@ -17,6 +17,7 @@ import pytest
 from typer.main import get_command
 
 import trimaran
+import trimaran.runs
 from tests import forked
 from tests.sources import SRC
 from trimaran.app import build_app, main
@@ -99,6 +100,12 @@ def test_every_name_of_the_api_of_0_1_works_or_has_a_new_one() -> None:
     assert set(NAMES["api"]["prepare"].split()) <= set(inspect.signature(trimaran.prepare).parameters)
     with pytest.raises(AttributeError, match="has no attribute 'Ship'"):
         getattr(trimaran, "Ship")  # noqa: B009
+
+
+def test_the_former_name_of_the_package_of_runs_works_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="trimaran.run is now trimaran.runs"):
+        from trimaran.run import open_run  # noqa: PLC0415
+    assert open_run is trimaran.runs.open_run
 
 
 def test_every_code_of_0_1_still_has_a_page() -> None:

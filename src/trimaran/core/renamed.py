@@ -6,6 +6,7 @@ GONE_IN = "0.3"
 # The old name, the new one. docs/guides/upgrade.md lists them for users; docs/decisions/0082 says how to add one.
 RENAMED = {
     "trimaran.Boat": "trimaran.Loop",
+    "trimaran.run": "trimaran.runs",
     "Loop.rounds": "Loop.uneven_batches",
 }
 

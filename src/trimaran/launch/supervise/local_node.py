@@ -113,7 +113,7 @@ class LocalNode:
         self._deadlines.forget(ranks)
         self._ranks |= {each.rank: each for each in new}
         # The board is the first descriptor that the fork server got, the rank memories are the others.
-        descriptors = {"TRIMARAN_PULSE": [0], "TRIMARAN_BERTHS": [*range(1, 1 + self.num_ranks)]}
+        descriptors = {"TRIMARAN_HEARTBEAT_FD": [0], "TRIMARAN_MEMORY_FDS": [*range(1, 1 + self.num_ranks)]}
         self._fork_server.fork([(each.rank, self._environment_of(each, spec), descriptors) for each in new])
 
     def kill_ranks(self, ranks: Sequence[int]) -> None:

@@ -15,8 +15,7 @@ class AttemptSpec:
 
     `replica_start` counts the starts of an elastic replica in this attempt. Each rank gets RANK, LOCAL_RANK,
     WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_REPLICA_START, TRIMARAN_STORE and TRIMARAN_TOKEN from here,
-    TRIMARAN_PULSE and TRIMARAN_BERTHS (file descriptors) and TRIMARAN_FORK_SERVER from its node, and `environment` on
-    top.
+    TRIMARAN_HEARTBEAT_FD, TRIMARAN_MEMORY_FDS and TRIMARAN_FORK_SERVER from its node, and `environment` on top.
     """
 
     attempt: int

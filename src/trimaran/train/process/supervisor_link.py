@@ -86,7 +86,7 @@ NO_SUPERVISOR = SupervisorLink()
 
 def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
     """Return the link that the supervisor wrote into `environment`, see `launch/supervise/local_node.py`."""
-    heartbeat, rank_memories = environment.get("TRIMARAN_PULSE"), environment.get("TRIMARAN_BERTHS", "")
+    heartbeat, rank_memories = environment.get("TRIMARAN_HEARTBEAT_FD"), environment.get("TRIMARAN_MEMORY_FDS", "")
     return SupervisorLink(
         attempt=int(environment.get("TRIMARAN_ATTEMPT", 0)),
         term=int(environment.get("TRIMARAN_TERM", 0)),

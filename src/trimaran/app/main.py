@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimaran.app.show.terminal import clean_standard_streams, raw_stream
-from trimaran.core.version import VERSION
 from trimaran.runs.process_control import drop_unread_output, open_closed_output
 
 if TYPE_CHECKING:
@@ -177,6 +176,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
     `trimaran train` alone trains a small model on this machine.
     """
     if version:
+        from trimaran.core.version import VERSION
+
         typer.echo(f"trimaran {VERSION}")
         raise typer.Exit
 

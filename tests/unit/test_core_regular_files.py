@@ -18,6 +18,8 @@ from trimaran.core import (
     open_regular_file,
     read_regular_bytes,
     read_regular_text,
+    replace_file,
+    write_atomically,
 )
 
 OPENERS: list[Callable[[Path], Any]] = [
@@ -76,3 +78,29 @@ def test_a_missing_file_stays_a_plain_os_error(tmp_path: Path) -> None:
 
 def test_a_kernel_file_that_claims_no_size_is_read_to_its_limit() -> None:
     assert len(read_regular_bytes("/proc/self/maps", limit_bytes=100)) == 100
+
+
+def half_of_the_lines() -> Iterator[bytes]:
+    yield b"the first line\n"
+    raise RuntimeError
+
+
+def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with pytest.raises(RuntimeError), replace_file(path) as file:
+        file.writelines(half_of_the_lines())
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
+    with replace_file(path, sync=True, mode=0o604) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert (path.read_text(), path.stat().st_mode & 0o777, os.listdir(tmp_path)) == ("new", 0o604, ["file"])
+
+
+def test_a_draft_never_replaces_what_others_share_or_link_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"shared")
+    (tmp_path / "copy").hardlink_to(tmp_path / "file")
+    (tmp_path / "link").symlink_to("copy")
+    for name in ("file", "link"):
+        write_atomically(tmp_path / name, memoryview(b"own"))
+    assert [(tmp_path / name).read_bytes() for name in ("file", "copy", "link")] == [b"own", b"shared", b"own"]

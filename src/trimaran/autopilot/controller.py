@@ -36,8 +36,7 @@ from trimaran.runs import JsonlFollower, RunDirectory, read_incidents
 from trimaran.runs.attempts import Attempts
 from trimaran.runs.change_request import read_change_request, write_change_request
 from trimaran.runs.decision_records import read_decisions
-from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD, read_left_out, write_left_out
-from trimaran.runs.node_speeds import has_recovered, read_node_speeds
+from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD, has_recovered, read_left_out, read_node_speeds, write_left_out
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.rules.balance import slow_computer
 from trimaran.doctor.step_breakdown import step_breakdown
 from trimaran.launch.supervise.replan import resized
-from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD
-from trimaran.runs.node_speeds import has_recovered, speedup_of
+from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD, has_recovered, speedup_of
 
 MIN_UNCERTAINTY = 0.05  # of a step
 MIN_RETURN_GAIN = 0.05  # of a step, for a start of all ranks

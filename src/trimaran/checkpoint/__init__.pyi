@@ -6,11 +6,10 @@ from .batched_copy import (
 )
 from .compact_index import Column as Column, CompactRegions as CompactRegions, overlaps as overlaps, runs_of as runs_of
 from .compare_checkpoints import compare as compare
-from .convert.convert import export_dcp as export_dcp, read_full_tensor as read_full_tensor
+from .convert.convert import export_dcp as export_dcp, export_hf as export_hf, read_full_tensor as read_full_tensor
 from .convert.convert_adapter import export_adapter as export_adapter, export_merged as export_merged
 from .convert.dcp_read import DcpSource as DcpSource
 from .convert.dcp_write import dcp_key as dcp_key, write_dcp as write_dcp
-from .convert.convert import export_hf as export_hf
 from .convert.export_hf import copy_tokenizer_files as copy_tokenizer_files, write_hf_folder as write_hf_folder
 from .convert.export_peft import (
     AdapterFacts as AdapterFacts, whole_modules as whole_modules, write_peft_folder as write_peft_folder,

@@ -18,7 +18,7 @@ from trimaran.checkpoint.load_state import MatchedShard
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, MAX_INDEX_BYTES, MAX_MANIFEST_BYTES, Manifest, read_limited
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier
 from trimaran.checkpoint.step_files import files_here
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core.regular_files import open_regular_file, replace_file, write_atomically
 from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
 
 CHUNK_BYTES = 64 << 20
@@ -46,7 +46,7 @@ def share_manifest(path: Path, layout: RankLayout) -> bool:
             for name, text in ((INDEX, index), (MANIFEST, manifest)):
                 if not (path / name).is_file() or (path / name).read_bytes() != text:
                     path.mkdir(parents=True, exist_ok=True)
-                    _replace(path / name, lambda draft, text=text: draft.write_bytes(text))
+                    write_atomically(path / name, text, sync=True)
         except OSError:
             is_written = False
     return all_true(is_written)
@@ -99,7 +99,9 @@ def transfer_files(
         elif layout.rank == each.receiver:
             chunks = _received(num_bytes, each.sender, report_progress)
             try:
-                _replace(path / each.name, lambda draft, chunks=chunks: _write(draft, chunks))
+                with replace_file(path / each.name, sync=True) as file:
+                    for chunk in chunks:
+                        file.write(chunk)
             except OSError as error:
                 failed = failed or f"{each.name} cannot be written: {error.strerror or error}"
                 for _ in chunks:  # what the sender sends has to be received
@@ -137,21 +139,3 @@ def _received(num_bytes: int, sender: int, report_progress: Callable[[], None]) 
         dist.recv(chunk, src=sender)
         report_progress()
         yield chunk.numpy().data
-
-
-def _write(path: Path, chunks: Iterator[memoryview]) -> None:
-    with path.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, and rename it when it is durable."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        write(draft)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -50,7 +50,7 @@ from .regular_files import (
     SpecialFileError as SpecialFileError, append_regular_file as append_regular_file,
     check_regular_file as check_regular_file, open_regular_fd as open_regular_fd,
     open_regular_file as open_regular_file, read_regular_bytes as read_regular_bytes,
-    read_regular_text as read_regular_text,
+    read_regular_text as read_regular_text, replace_file as replace_file, write_atomically as write_atomically,
 )
 from .renamed import GONE_IN as GONE_IN, RENAMED as RENAMED
 from .replica_sync import (

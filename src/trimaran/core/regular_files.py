@@ -1,4 +1,4 @@
-"""Opens regular files only. Every file that a user or another process can put in place is opened here.
+"""Opens regular files only, and replaces them atomically. Files that others can put in place are opened here.
 
 `open` waits for a writer if the path is a FIFO, reads without end from `/dev/zero`, and follows links out of a run.
 Here an open never waits, and anything but a regular file is a `SpecialFileError`.
@@ -8,6 +8,8 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,35 @@ def read_regular_text(path: str | Path, *, follow_links: bool = False, errors: s
 def check_regular_file(path: str | Path, *, follow_links: bool = False) -> None:
     """Raise as `open_regular_fd` does. For libraries that open a path themselves."""
     os.close(open_regular_fd(path, follow_links=follow_links))
+
+
+@contextmanager
+def replace_file(path: Path, *, sync: bool = False, mode: int | None = None) -> Iterator[io.BufferedWriter]:
+    """Yield a new file that takes the place of `path` when the block ends; after an exception it is removed.
+
+    Readers see the old file or the new one, complete. Several processes may replace the same file at the same time.
+    `sync` makes the contents durable first. `mode` holds whatever the umask.
+    """
+    draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_atomically(
+    path: Path, data: str | bytes | memoryview, *, sync: bool = False, mode: int | None = None
+) -> None:
+    """Write UTF-8 text or bytes to `path`; see `replace_file`."""
+    with replace_file(path, sync=sync, mode=mode) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def _refuse_special(path: str | Path, mode: int) -> None:

@@ -7,8 +7,6 @@ several processes may write at the same time.
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import Recipe, UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text
+from trimaran.core.regular_files import open_regular_file, read_regular_text, write_atomically
 from trimaran.data.quarantine import BadSampleError
 
 PART_BYTES = 64 << 20
@@ -60,10 +58,10 @@ class FeatureCache:
         assert features.dtype == self.dtype
         self.folder.mkdir(parents=True, exist_ok=True)
         data = np.ascontiguousarray(features).reshape(-1).view(np.uint8).data
-        write_atomically(self._file(part), data)
+        write_atomically(self._file(part), data, sync=True)
         info = {"sha256": hashlib.sha256(data).hexdigest(), "bad": {str(number): why for number, why in bad.items()}}
         # The JSON file is written last: it marks the part as complete.
-        write_atomically(self._file(part).with_suffix(".json"), json.dumps(info).encode())
+        write_atomically(self._file(part).with_suffix(".json"), json.dumps(info), sync=True)
 
     def image(self, number: int, /) -> np.ndarray:
         """Return the features of an image [tokens, width], read-only. Raises BadSampleError for a bad image."""
@@ -116,16 +114,3 @@ def refuse_trained_tower(recipe: Recipe) -> None:
         raise UserError("T062", "the vision tower is trained, so the features of an image change with every step",
                         where="data.samples.cache_features",
                         fix="freeze it: --set 'model.freeze=[vision]', or set cache_features to false")  # fmt: skip
-
-
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a file atomically; several processes may write the same file at the same time."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -5,8 +5,6 @@ A longer sample is truncated, unless that would cut an image or leave no target:
 
 import hashlib
 import json
-import os
-import uuid
 import zipfile
 from bisect import bisect_right
 from collections import defaultdict
@@ -18,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from trimaran.core import ImageRules, RowCost
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core.regular_files import open_regular_file, replace_file
 from trimaran.data.feed import positions
 from trimaran.data.sample_costs import SampleSizes, SampleTable
 
@@ -254,11 +252,6 @@ def _read(path: Path, rules: PackingRules) -> RowPacking | None:
 def _write(path: Path, packing: RowPacking) -> None:
     """Write the packing to `path` atomically. Other processes may write the same content at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    try:
-        counts = [packing.num_truncated, *(packing.left_out[reason] for reason in REJECTION_REASONS)]
-        with draft.open("wb") as file:
-            np.savez(file, offsets=packing.offsets, samples=packing.samples, counts=np.array(counts))
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    counts = [packing.num_truncated, *(packing.left_out[reason] for reason in REJECTION_REASONS)]
+    with replace_file(path) as file:
+        np.savez(file, offsets=packing.offsets, samples=packing.samples, counts=np.array(counts))

@@ -3,14 +3,12 @@
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,4 @@ def parse_cpu_rates(tree: object) -> CpuRates:
 def write_cpu_rates(path: Path, rates: CpuRates) -> None:
     """Write the file atomically: a planner that reads it meanwhile gets the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(json.dumps(rates._asdict(), indent=2) + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_atomically(path, json.dumps(rates._asdict(), indent=2) + "\n", mode=0o644)

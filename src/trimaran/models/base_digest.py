@@ -5,9 +5,7 @@ cached by path, size, times and inode of the file.
 """
 
 import json
-import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import ModelSection, UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text
+from trimaran.core.regular_files import open_regular_file, read_regular_text, write_atomically
 from trimaran.models.hub.hub_names import hub_repo_of
 from trimaran.models.section_spec import model_folder, spec_of
 from trimaran.models.weight_files import weight_files
@@ -179,9 +177,4 @@ def _read_note(note: Path) -> str:
 
 def _write_note(note: Path, digest: str) -> None:
     note.parent.mkdir(parents=True, exist_ok=True)
-    draft = note.with_name(f".{note.name}.{uuid.uuid4().hex[:12]}")
-    try:
-        draft.write_text(f"{digest}\n", encoding="utf-8")
-        os.replace(draft, note)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(note, f"{digest}\n")

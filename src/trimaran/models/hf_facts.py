@@ -5,8 +5,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import ModelSection, UserError
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.core.user_folders import user_cache
 from trimaran.core.version import VERSION
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder
@@ -143,10 +141,7 @@ def cached_facts(section: ModelSection, environ: Mapping[str, str]) -> HfFacts |
 def write_facts(path: Path, facts: HfFacts) -> None:
     """Write the file atomically: another planner that reads it meanwhile gets all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(json.dumps(facts.as_dict(), indent=2) + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_atomically(path, json.dumps(facts.as_dict(), indent=2) + "\n", mode=0o644)
 
 
 def _at(facts: HfFacts, path: str) -> HfFacts:

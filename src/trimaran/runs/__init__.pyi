@@ -43,7 +43,9 @@ from .lease import (
     read_holder as read_holder, run_token as run_token, take_lease as take_lease,
 )
 from .left_out_nodes import (
-    LEFT_OUT_FIELD as LEFT_OUT_FIELD, read_left_out as read_left_out, write_left_out as write_left_out,
+    LEFT_OUT_FIELD as LEFT_OUT_FIELD, MAX_KEPT as MAX_KEPT, add_speed as add_speed, has_recovered as has_recovered,
+    read_left_out as read_left_out, read_node_speeds as read_node_speeds, write_left_out as write_left_out,
+    write_node_speeds as write_node_speeds,
 )
 from .line_files import (
     BLOCK_BYTES as BLOCK_BYTES, LineWriter as LineWriter, MAX_LINE_BYTES as MAX_LINE_BYTES, append_line as append_line,
@@ -53,16 +55,16 @@ from .measured_links import (
     LinkSpeed as LinkSpeed, MeasuredLinks as MeasuredLinks, read_measured_links as read_measured_links,
     write_measured_links as write_measured_links,
 )
-from .node_speeds import (
-    MAX_KEPT as MAX_KEPT, add_speed as add_speed, has_recovered as has_recovered, read_node_speeds as read_node_speeds,
-    write_node_speeds as write_node_speeds,
-)
 from .out_of_memory import memory_holes as memory_holes, says_out_of_memory as says_out_of_memory
 from .process_control import die_with_parent as die_with_parent, set_process_name as set_process_name
 from .profile_request import (
     ProfileRequest as ProfileRequest, find_traces as find_traces, read_request as read_request,
     recipe_request as recipe_request, request_file as request_file, snapshot_file as snapshot_file,
     trace_file as trace_file, withdraw_request as withdraw_request, write_request as write_request,
+)
+from .rank_environment import (
+    DEBUG_VARIABLES as DEBUG_VARIABLES, allocator_settings as allocator_settings,
+    worker_environment as worker_environment,
 )
 from .read.ledger import (
     CATEGORIES as CATEGORIES, Ledger as Ledger, LedgerReader as LedgerReader, read_ledger as read_ledger,
@@ -113,7 +115,4 @@ from .wire import (
     ChannelClient as ChannelClient, FrameAuthenticator as FrameAuthenticator, FrameReader as FrameReader,
     MAX_FRAME_BYTES as MAX_FRAME_BYTES, Record as Record, RefusedError as RefusedError, WireError as WireError,
     fingerprint as fingerprint, frame as frame, pack as pack, proof as proof, split_address as split_address,
-)
-from .rank_environment import (
-    DEBUG_VARIABLES as DEBUG_VARIABLES, allocator_settings as allocator_settings, worker_environment as worker_environment,
 )

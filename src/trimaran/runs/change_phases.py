@@ -5,7 +5,7 @@ import os
 import signal
 from typing import Literal, get_args
 
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs.run_directory import RunDirectory, writing
 
 ChangePhase = Literal["copy", "build", "hand-over", "release", "step", "commit", "files", "switch", "answer"]
@@ -27,10 +27,8 @@ MAX_BYTES = 1 << 10
 
 def request_kill(run: RunDirectory, rank: int, phase: ChangePhase) -> None:
     """Have `rank` kill itself once it reaches `phase` of a change, with SIGKILL."""
-    draft = run.kill_request.with_name(f".{run.kill_request.name}-{os.getpid()}")
     with writing(run):
-        draft.write_text(json.dumps({"rank": rank, "phase": phase}), encoding="utf-8")
-        draft.replace(run.kill_request)
+        write_atomically(run.kill_request, json.dumps({"rank": rank, "phase": phase}))
 
 
 def reach_phase(run: RunDirectory, rank: int, phase: ChangePhase) -> None:

@@ -1,7 +1,6 @@
 """A request to change the plan of a running run, its answers in the events, and the plans that were replaced."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimaran.core import Plan, Recipe, UserError, dump_recipe
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs.journal import JsonlFollower
 from trimaran.runs.reserve import write_with_reserve
 from trimaran.runs.run_directory import RunDirectory, dump_plan, writing
@@ -47,11 +46,8 @@ def write_change_request(
         raise UserError("S042", f"change {pending.id} of this run is not answered yet", where=str(run.change_request),
                         fix="wait for it: `trimaran watch RUN` shows the answer")  # fmt: skip
     request = ChangeRequest(id=next_change_id(run, pending), patch=dict(patch), by=by, reason=reason)
-    path = run.change_request
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
     with writing(run):
-        draft.write_text(json.dumps(request.as_dict()), encoding="utf-8")
-        draft.replace(path)
+        write_atomically(run.change_request, json.dumps(request.as_dict()))
     return request
 
 

@@ -1,11 +1,11 @@
 """Creates a run from a folder with its recipe and plan, where several nodes of the run may do so at the same time."""
 
 import logging
-import os
 import time
 from pathlib import Path
 
 from trimaran.core import Plan, Recipe, UserError, dump_recipe, fixed_field_changes
+from trimaran.core.regular_files import write_atomically
 from trimaran.runs.run_directory import RunDirectory, create_run, dump_plan, holds_run, writing
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,4 @@ def _wait_until_complete(run: RunDirectory, recipe: Recipe, plan: Plan, complete
         for folder in ("events", "logs"):
             (run.path / folder).mkdir(exist_ok=True)
         for file, text in ((run.recipe, dump_recipe(recipe)), (run.plan, dump_plan(plan))):
-            draft = file.with_name(f".{file.name}-{os.getpid()}")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(file)
+            write_atomically(file, text)

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.core import Seconds
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs.run_directory import RunDirectory, writing
 
 MAX_BYTES = 4 << 20
@@ -74,9 +73,7 @@ def write_measured_links(run: RunDirectory, measured: MeasuredLinks) -> None:
     """Replace the file of measured links."""
     path = run.measured_links
     with writing(run):
-        draft = path.with_name(f".{path.name}-{os.getpid()}")
-        draft.write_text(json.dumps(measured.as_dict(), indent=1), encoding="utf-8")
-        draft.replace(path)
+        write_atomically(path, json.dumps(measured.as_dict(), indent=1))
 
 
 def _link(each: Mapping[str, Any]) -> LinkSpeed:

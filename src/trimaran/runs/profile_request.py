@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import os
 import re
 import secrets
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs.run_directory import RunDirectory
 
 MAX_STEPS = 100  # a trace grows by some hundred thousand spans a step
@@ -61,10 +60,7 @@ def snapshot_file(run: RunDirectory, *, step: int, rank: int) -> Path:
 def write_request(run: RunDirectory, request: ProfileRequest) -> None:
     """Request a profile of a running run. This replaces an earlier request."""
     run.profiles.mkdir(exist_ok=True)
-    path = request_file(run)
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(json.dumps(asdict(request)), encoding="utf-8")
-    draft.replace(path)
+    write_atomically(request_file(run), json.dumps(asdict(request)))
 
 
 def read_request(run: RunDirectory) -> ProfileRequest | None:

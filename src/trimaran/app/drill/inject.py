@@ -15,6 +15,7 @@ from trimaran.app.drill.find_processes import RunProcesses
 from trimaran.app.drill.network_cut import cut_network, find_peers
 from trimaran.checkpoint.step_dirs import newest_step, step_path
 from trimaran.core import UserError
+from trimaran.core.regular_files import write_atomically
 from trimaran.runs import RunDirectory
 from trimaran.runs.change_phases import request_kill
 from trimaran.runs.change_request import write_change_request
@@ -77,9 +78,7 @@ def damage_checkpoint(run: RunDirectory) -> Path:
     file = max(folder.glob("*.safetensors"), key=lambda path: (path.stat().st_size, path.name))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    draft = file.with_name(f".{file.name}.damaged")  # another checkpoint may share the file through a hard link
-    draft.write_bytes(data)
-    draft.replace(file)
+    write_atomically(file, bytes(data))  # another checkpoint may share the file through a hard link
     return file
 
 

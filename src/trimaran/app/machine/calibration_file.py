@@ -1,10 +1,10 @@
 """The file of a calibration: whether it can be written, before anything is measured, and how it is."""
 
-import os
 import tempfile
 from pathlib import Path
 
 from trimaran.core import UserError
+from trimaran.core.regular_files import write_atomically
 from trimaran.machine import Calibration
 
 
@@ -23,8 +23,4 @@ def refuse_unwritable(path: Path, *, what: str = "calibration", option: str = "-
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write the file atomically: a planner that reads it meanwhile gets the old or the new one."""
-    text = calibration.model_dump_json(indent=2, exclude_none=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(text + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_atomically(path, calibration.model_dump_json(indent=2, exclude_none=True) + "\n", mode=0o644)

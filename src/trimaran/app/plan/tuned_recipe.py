@@ -1,6 +1,5 @@
 """Writes the recipe of a tuning: the user's own, with the best plan pinned."""
 
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import yaml
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.planner.measure.measured_plan import pins_of
 from trimaran.planner.measure.trial_record import TuneCandidate
 
@@ -56,7 +55,4 @@ def _without_empty(tree: dict[str, Any]) -> dict[str, Any]:
 def write_tuned_recipe(path: Path, text: str) -> None:
     """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_atomically(path, text, mode=0o644)

@@ -11,6 +11,7 @@ import typer
 
 from trimaran.app.recipe.options import find_run, path_argument, program_name
 from trimaran.core import Finding, UserError
+from trimaran.core.regular_files import write_atomically
 from trimaran.runs import RunDirectory
 
 if TYPE_CHECKING:
@@ -67,12 +68,7 @@ def command_of(finding: Finding, run: RunDirectory) -> str:
 
 def write_findings(run: RunDirectory, answer: dict[str, Any]) -> None:
     """Write the findings atomically, for other programs."""
-    draft = run.findings.with_name(f"{run.findings.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
-        draft.replace(run.findings)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(run.findings, json.dumps(answer, indent=2) + "\n")
 
 
 def _print(findings: list[Finding], run: RunDirectory, *, steps: int, last: int) -> None:

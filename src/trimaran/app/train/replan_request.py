@@ -6,6 +6,7 @@ from typing import Any
 
 from trimaran.core import Plan, UserError
 from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core.regular_files import write_atomically
 from trimaran.launch.supervise.replan import resized
 from trimaran.planner.change_plan import change_run, patch_between
 from trimaran.runs import RunDirectory
@@ -76,9 +77,7 @@ def request_ranks(run: RunDirectory, ranks: int) -> None:
         raise UserError("S043", f"there is no plan for {ranks} ranks", where="--ranks",
                         fix=f"choose a number that divides the global batch of {recipe.train.global_batch}"
                         )  # fmt: skip
-    draft = run.resize_request.with_name(f".{run.resize_request.name}.draft")
-    draft.write_text(f"{ranks}\n", encoding="utf-8")
-    draft.replace(run.resize_request)
+    write_atomically(run.resize_request, f"{ranks}\n")
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:

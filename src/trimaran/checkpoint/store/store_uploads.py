@@ -24,7 +24,7 @@ from trimaran.checkpoint.store.store_client import StoreClient
 from trimaran.checkpoint.store.store_process import TAKEN_OVER
 from trimaran.checkpoint.write_checkpoint import KeyValueStore
 from trimaran.core import CheckpointSection, UserError
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core.regular_files import read_regular_text, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +224,7 @@ class StoreUploads:
 def write_refusal(folder: Path, step: int) -> None:
     """Write the order to refuse checkpoints of more than `step` steps in the store to the folder of checkpoints."""
     folder.mkdir(exist_ok=True)
-    draft = folder / f"{REFUSAL}.draft"
-    draft.write_text(json.dumps({"step": step, "before": time.time()}), encoding="utf-8")
-    draft.replace(folder / REFUSAL)
+    write_atomically(folder / REFUSAL, json.dumps({"step": step, "before": time.time()}))
 
 
 def refuse_ordered(client: StoreClient, folder: Path) -> None:

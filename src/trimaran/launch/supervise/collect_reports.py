@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs import HeartbeatBoard, RunDirectory
 
 MAX_HEARTBEAT_AGE_SECONDS = 1.5  # a heartbeat thread that has not run for so long will not answer a request
@@ -48,9 +48,9 @@ def collect_reports(
     folder.mkdir(parents=True, exist_ok=True)
     processes = {each.rank: _process(each) for each in ranks}
     if ranks:
-        _write(folder / f"process-{min(processes)}.json", [*processes.values()])
+        write_atomically(folder / f"process-{min(processes)}.json", json.dumps([*processes.values()]))
     for each in ranks:  # one file for each rank: nodes may request different folders at the same time
-        _write(run.report_request(each.rank), {"folder": str(folder.relative_to(run.path))})
+        write_atomically(run.report_request(each.rank), json.dumps({"folder": str(folder.relative_to(run.path))}))
     sizes = {each.rank: _size(run.stacks(each.rank)) for each in ranks}
     request, requested = board.request_reports(), time.monotonic()
     running = [each for each in ranks if processes[each.rank]["state"] not in STOPPED_STATES]
@@ -130,13 +130,6 @@ def _is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
-
-
-def _write(path: Path, tree: Any) -> None:
-    """Write JSON atomically."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(tree), encoding="utf-8")
-    draft.replace(path)
 
 
 def _size(path: Path) -> int:

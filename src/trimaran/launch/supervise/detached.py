@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trimaran.core.regular_files import write_atomically
 from trimaran.runs.process_control import machine_id, start_ticks
 
 MODULE = "trimaran.launch.supervise.detached"
@@ -102,13 +103,14 @@ class DetachedProcess:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         except OSError as error:
-            _write(self._exit, {"code": EXIT_NOT_FOUND, "error": f"{command[0]}: {error.strerror}"})
+            answer = {"code": EXIT_NOT_FOUND, "error": f"{command[0]}: {error.strerror}"}
+            write_atomically(self._exit, json.dumps(answer))
             return
         record = {"pid": process.pid, "started": start_ticks(process.pid), "parent": os.getpid()}
         record |= {"parent_started": start_ticks(os.getpid()), "machine": machine_id(), "host": platform.node()}
-        _write(self._record, record | {"time": time.time(), "log": str(self.log)})
+        write_atomically(self._record, json.dumps(record | {"time": time.time(), "log": str(self.log)}))
         code = process.wait()
-        _write(self._exit, {"code": code if code >= 0 else 128 - code})
+        write_atomically(self._exit, json.dumps({"code": code if code >= 0 else 128 - code}))
 
     def _start_parent(self, command: Sequence[str], secrets: Mapping[str, str]) -> None:
         parent = [sys.executable, "-m", MODULE, "run", self.name, f"--folder={self.folder}"]
@@ -190,12 +192,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _write(path: Path, record: Mapping[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(dict(record)), encoding="utf-8")
-    draft.replace(path)
 
 
 if __name__ == "__main__":

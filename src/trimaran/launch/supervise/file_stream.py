@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trimaran.core.parse_text import TextError, load_json
-from trimaran.core.regular_files import append_regular_file, open_regular_file, read_regular_text
+from trimaran.core.regular_files import append_regular_file, open_regular_file, read_regular_text, write_atomically
 from trimaran.runs import RunDirectory
 from trimaran.runs.wire import Record, WireError, pack, unpack
 
@@ -113,11 +113,9 @@ class FileReceiver:
                 file.write(data)
 
     def _remember(self) -> None:
-        draft = self._state.with_name(f".{self._state.name}.draft")
         try:
             self._state.parent.mkdir(exist_ok=True)
-            draft.write_text(json.dumps(self.received) + "\n", encoding="utf-8")
-            draft.replace(self._state)
+            write_atomically(self._state, json.dumps(self.received) + "\n")
         except OSError as error:
             log.warning("%s cannot be written: %s", self._state, error)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError, fixed_field_changes, parse_recipe
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core.regular_files import read_regular_text, write_atomically
 from trimaran.launch.supervise.file_stream import read_received
 from trimaran.launch.supervise.signals import Signals
 from trimaran.runs import RunDirectory, holds_run, open_run
@@ -114,6 +114,4 @@ def write_run_files(run: RunDirectory, files: dict[str, Any]) -> None:
     """Write the head's recipe and plan, where they differ: ranks read them."""
     for path, text in ((run.recipe, files["recipe"]), (run.plan, files["plan"])):
         if not path.exists() or read_regular_text(path) != text:
-            draft = path.with_name(f".{path.name}.draft")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
+            write_atomically(path, text)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from trimaran.runs import RunDirectory
-from trimaran.runs.node_speeds import MIN_SPEEDUP, add_speed, read_node_speeds, write_node_speeds
+from trimaran.runs.left_out_nodes import MIN_SPEEDUP, add_speed, read_node_speeds, write_node_speeds
 
 log = logging.getLogger(__name__)
 

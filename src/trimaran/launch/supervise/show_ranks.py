@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import show_bytes
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core.regular_files import read_regular_text, write_atomically
 from trimaran.launch.supervise.node import Node, on_all_nodes
 from trimaran.runs import RunDirectory
 
@@ -31,9 +31,7 @@ def show_ranks(run: RunDirectory, nodes: Sequence[Node], ranks: Sequence[int], *
         shutil.rmtree(folder, ignore_errors=True)  # reports of an earlier request
         on_all_nodes(nodes, lambda node: node.collect_reports(folder, seconds=ANSWER_SECONDS, gently=True))
         text = describe_ranks(folder, ranks)
-        draft = shown.with_name(f".{shown.name}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(shown)
+        write_atomically(shown, text)
         log.info("the ranks at this moment:\n%s", text)
     except OSError as error:
         log.warning("the state of the ranks could not be written: %s", error)

@@ -5,14 +5,13 @@ A record is read again when a file of its run has changed. The index is a cache:
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.core.version import VERSION
 from trimaran.planner.measure.measured_plan import MeasuredPlan, measured_plans
 from trimaran.runs.run_directory import MARKER
@@ -70,9 +69,7 @@ class RunIndex:
         tree = {"format": FORMAT, "version": VERSION, "runs": runs}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as file:
-                json.dump(tree, file, separators=(",", ":"))
-            os.replace(file.name, self.path)
+            write_atomically(self.path, json.dumps(tree, separators=(",", ":")), mode=0o600)
             self.changed = False
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import replace_file
 from trimaran.runs.read.trace_summary import Trace, is_communication
 
 PHASES, DEVICE_PHASES, FIRST_THREAD = 1, 2, 10  # track numbers
@@ -36,10 +37,8 @@ def merge(traces: Sequence[Trace]) -> dict[str, Any]:
 
 def write_merged(merged: Mapping[str, Any], path: Path) -> None:
     """Write a merged trace atomically."""
-    draft = path.with_name(f".{path.name}")
-    with gzip.open(draft, "wt", encoding="utf-8", compresslevel=5) as file:
-        json.dump(merged, file, separators=(",", ":"))
-    draft.replace(path)
+    with replace_file(path) as file, gzip.open(file, "wt", encoding="utf-8", compresslevel=5) as text:
+        json.dump(merged, text, separators=(",", ":"))
 
 
 def clock_shifts(traces: Sequence[Trace]) -> dict[str, float]:

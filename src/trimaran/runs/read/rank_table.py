@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs.record_types import is_count, is_number, is_time
 
 MAX_FILE_BYTES = 16 << 20
@@ -44,11 +44,9 @@ class RankTableWriter:
         columns = zip(names, zip(*rows, strict=True), strict=True)
         measures = {name: [round(each, SECONDS_DECIMALS) for each in column] for name, column in columns}
         text = json.dumps({"step": step, "time": round(time.time(), 3), "measures": measures}, separators=(",", ":"))
-        draft = self._path.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # such as a full disk
             self._path.parent.mkdir(exist_ok=True)
-            draft.write_text(text + "\n", encoding="ascii")
-            draft.replace(self._path)
+            write_atomically(self._path, text + "\n")
 
 
 def read_rank_table(path: Path) -> RankTable | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core.regular_files import read_regular_text, write_atomically
 from trimaran.runs.journal import LineFollower, parse_lines
 from trimaran.runs.line_files import lines_from_end
 from trimaran.runs.run_directory import RunDirectory
@@ -43,9 +43,7 @@ class RunTail:
     def save_position(self) -> None:
         """Write how far the files were read, for the next sidecar."""
         self._position_file.parent.mkdir(exist_ok=True)
-        draft = self._position_file.with_suffix(".tmp")
-        draft.write_text(json.dumps({"time": self._newest}) + "\n", encoding="ascii")
-        draft.replace(self._position_file)
+        write_atomically(self._position_file, json.dumps({"time": self._newest}) + "\n")
 
     def _add(self, kind: str, path: Path, *, is_whole: bool = False) -> None:
         if path not in self._followers:

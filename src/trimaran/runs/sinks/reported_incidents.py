@@ -4,10 +4,9 @@ Other lines reach a sink once. An incident is written again with its first time 
 """
 
 import json
-import os
 from pathlib import Path
 
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core.regular_files import read_regular_text, write_atomically
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.sinks.sink import Line
 
@@ -26,9 +25,7 @@ class ReportedIncidents:
         """Mark the incident as reported, also for later sinks of this name."""
         self._keys.add(_key(incident))
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(".part")
-        draft.write_text(json.dumps(sorted(self._keys)) + "\n", encoding="utf-8")
-        os.replace(draft, self._path)
+        write_atomically(self._path, json.dumps(sorted(self._keys)) + "\n")
 
 
 def _key(incident: Line) -> str:

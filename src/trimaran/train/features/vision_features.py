@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import ImageRules, Plan, Recipe, UserError
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core.regular_files import read_regular_text, write_atomically
 from trimaran.core.units import show_bytes
-from trimaran.data.feature_cache import BF16, FeatureCache, refuse_trained_tower, write_atomically
+from trimaran.data.feature_cache import BF16, FeatureCache, refuse_trained_tower
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.vision.image_grid import grids_of, measure_images
 from trimaran.data.vision.patches import fill_patches
@@ -152,7 +152,7 @@ def _feature_dtype(encoder: VisionEncoder, folder: Path) -> torch.dtype:
     note = folder / "dtype"
     if not note.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, str(encoder.probe().dtype).encode())
+        write_atomically(note, str(encoder.probe().dtype), sync=True)
     return names[read_regular_text(note, follow_links=True)]
 
 

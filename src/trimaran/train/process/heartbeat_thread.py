@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from trimaran.core.regular_files import append_regular_file, read_regular_text
+from trimaran.core.regular_files import append_regular_file, read_regular_text, write_atomically
 from trimaran.runs import RunDirectory
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -174,6 +174,7 @@ class HeartbeatThread:
     def _write_report(self) -> None:
         question = json.loads(read_regular_text(self._run.report_request(self._rank)))
         folder = self._run.path / question["folder"]
+        folder.mkdir(parents=True, exist_ok=True)
         frames = sys._current_frames()
         write_atomically(folder / f"rank-{self._rank}.stacks.txt", format_stacks(frames))
         write_atomically(folder / f"rank-{self._rank}.json", json.dumps(self._report(frames), separators=(",", ":")))
@@ -234,11 +235,3 @@ def format_stacks(frames: dict[int, FrameType]) -> str:
     order = sorted(frames, key=lambda ident: (ident != main, ident))
     parts = [f"thread {names.get(each, each)}\n{''.join(traceback.format_stack(frames[each]))}" for each in order]
     return "\n".join(parts)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that readers see complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -1,6 +1,5 @@
 """Measures collectives between the ranks of this machine, of several nodes, or of an outside torchrun."""
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,9 +101,7 @@ def measure_comm(options: CommOptions, environ: Mapping[str, str], console: Cons
         "seconds": options.seconds,
     }
     command = [sys.executable, "-m", "trimaran.machine.probe.measure_comm"]
-    measured = run_measurement(
-        command, environment=environment, console=console, where=WHERE, request=json.dumps(request)
-    )
+    measured = run_measurement(command, environment=environment, console=console, where=WHERE, request=request)
     if not places.is_first:
         return None
     whole = replace(cluster, num_nodes=places.world_size // places.per_node, devices_per_node=places.per_node)

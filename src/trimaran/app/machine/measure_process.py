@@ -1,19 +1,23 @@
 """Runs a measuring process of `trimaran.machine.probe` with a progress bar, because only that one imports torch."""
 
-import json
-import subprocess
-import tempfile
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trimaran.core import UserError
+from trimaran.core.child_process import ChildProcess
 
 
 def run_measurement(
-    command: Sequence[str], *, environment: Mapping[str, str], console: Console, where: str, request: str = ""
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    console: Console,
+    where: str,
+    request: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what the process measured. It reads `request` and writes JSON lines, see `machine/probe/calibrate.py`.
 
@@ -23,34 +27,18 @@ def run_measurement(
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
-        tempfile.TemporaryFile("w+") as errors,
-        tempfile.TemporaryFile("w+") as asked,
+        ChildProcess(command, environment=environment) as process,
     ):
-        asked.write(request)
-        asked.seek(0)
         task = bar.add_task("starting torch", total=1.0)
-        with subprocess.Popen(
-            command, stdin=asked, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        ) as process:
-            try:
-                for line in process.stdout or ():
-                    message = json.loads(line)
-                    measured, error = message.get("measured", measured), message.get("error", error)
-                    bar.update(task, description=message.get("doing"), completed=message.get("share"))
-            except BaseException:  # mostly Ctrl-C
-                process.terminate()
-                raise
+        with contextlib.suppress(BrokenPipeError, EOFError):
+            process.send(request or {})
+            while True:
+                message = process.receive()
+                measured, error = message.get("measured", measured), message.get("error", error)
+                bar.update(task, description=message.get("doing"), completed=message.get("share"))
         if process.wait() or measured is None:
-            raise _failure(error or _last_line(errors), where)
+            why = error or process.last_stderr_line() or "its process was killed"
+            raise UserError("C008", f"the measurement failed: {why[:200]}", where=where,
+                            fix="try again when nothing else runs here; CUDA_VISIBLE_DEVICES= measures the CPU"
+                            )  # fmt: skip
     return measured
-
-
-def _last_line(errors: IO[str]) -> str:
-    errors.seek(0)
-    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-    return lines[-1] if lines else "its process was killed"
-
-
-def _failure(error: str, where: str) -> UserError:
-    return UserError("C008", f"the measurement failed: {error[:200]}", where=where,
-                     fix="try again when nothing else runs here; CUDA_VISIBLE_DEVICES= measures the CPU")  # fmt: skip

@@ -244,7 +244,7 @@ def measure(request: Fields) -> Fields:
 
 
 def main() -> int:
-    request = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.readline())
     try:
         write_line(measured=measure(request))
     except Exception as error:  # is the answer, and the caller prints it

@@ -1,6 +1,5 @@
 """Runs a rehearsed rank in a process of its own, whose crash is an answer. Imports no torch."""
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -8,9 +7,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from trimaran.core import UserError
+from trimaran.core.child_process import kill_tree
 from trimaran.planner.measure.rank_task import RankAnswer, RankTask
 from trimaran.runs.compile_cache import compile_cache
 from trimaran.runs.out_of_memory import says_out_of_memory
@@ -37,7 +35,7 @@ def run_rank(task: RankTask, environment: Mapping[str, str], *, limit_seconds: f
             except subprocess.TimeoutExpired:
                 return RankAnswer(status="failed", message=f"it took more than {limit_seconds:,.0f} s")
             finally:
-                _end(process)
+                kill_tree(process)
         if code == 0 and files[1].is_file():
             return _answer(files[1].read_text(encoding="utf-8"))
         return _crash(code, files[2])
@@ -49,18 +47,6 @@ def _answer(text: str) -> RankAnswer:
         first = answer.error
         raise UserError(first["code"], first["what"], where=first["where"], fix=first["fix"])
     return answer
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and those that it started, such as loaders, unless it has ended."""
-    if process.poll() is not None:
-        return
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-    process.kill()
-    process.wait()
 
 
 def _crash(code: int, log: Path) -> RankAnswer:

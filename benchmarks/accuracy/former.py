@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from trimaran.cost import STACKS, Stack
-from trimaran.cost.memory_profiles import Saved
-from trimaran.cost.time_profiles import COMPILED_FP32_RESIDUAL, EAGER_FP32_RESIDUAL, TORCH_HOST
+from trimaran.cost.stack_profiles import COMPILED_FP32_RESIDUAL, EAGER_FP32_RESIDUAL, TORCH_HOST, Saved
 
 # The residual stream was fp32 on one device: both norms saved it, each projection had its own cast of its input (one
 # for all when compiled), weights were fp32 with a cast per matmul, and torch's AdamW ran after a separate clipping

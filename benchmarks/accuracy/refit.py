@@ -4,7 +4,7 @@ Each group (a model, a number of GPUs) is left out in turn. The constants that w
 to the others, starting from values that are off by a half, and scored on the group. All other constants are counted or
 measured, but were written with all of these runs known: only the fitted constants are really left out.
 
-`small` fits the constants of our own small steps (`TRIMARAN_HOST` and others in `cost/time_profiles.py`) to
+`small` fits the constants of our own small steps (`TRIMARAN_HOST` and others in `cost/stack_profiles.py`) to
 h200_small.jsonl and prints them, with the errors on each shape when it is left out.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.accuracy.published import SOURCES, Run
 
 from trimaran.core import Plan
 from trimaran.cost import STACKS, Job, Stack, predict
-from trimaran.cost.time_profiles import HostOverhead
+from trimaran.cost.stack_profiles import HostOverhead
 from trimaran.machine import parse_cluster
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy
 

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
         return import_module("trimaran.core.version").VERSION
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
-    renamed = import_module("trimaran.core.renamed")
+    renamed = import_module("trimaran.core.errors")
     if (old := f"trimaran.{name}") in renamed.RENAMED:
         renamed.warn_of_old_name(old)
         return __getattr__(renamed.RENAMED[old].removeprefix("trimaran."))

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 
 from trimaran.core import Plan
-from trimaran.core.engine_traits import ENGINE_TRAITS
+from trimaran.core.traits import ENGINE_TRAITS
 from trimaran.train.steppers.engine import ENGINES
 
 

@@ -5,7 +5,7 @@ from statistics import NormalDist
 
 import pytest
 
-from trimaran.core.robust import median_error, robust_sigma
+from trimaran.core.measured_speed import median_error, robust_sigma
 
 VALUES = NormalDist(5.0, 2.0).samples(4000, seed=1)
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from trimaran.autopilot.trial import TimedStep
 from trimaran.autopilot.verdict import Baseline
-from trimaran.core.robust import robust_sigma
+from trimaran.core.measured_speed import robust_sigma
 
 RECENT_STEPS = 8  # that must all belong to the new speed, in both halves
 MIN_EARLIER_STEPS, MAX_EARLIER_STEPS = 16, 64

@@ -1,29 +1,26 @@
 """Public names of `trimaran.core`, and the modules that they come from. They are imported on first use."""
 
 from .autopilot_section import AutopilotSection as AutopilotSection
-from .deal_rows import RowSeconds as RowSeconds, deal_rows as deal_rows
-from .deepspeed_config import deepspeed_config as deepspeed_config
+from .engine_rules import (
+    FP8_FEATURE_MULTIPLE as FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES as MIN_FP8_FEATURES,
+    deepspeed_config as deepspeed_config, num_units as num_units, refuse_missing_packages as refuse_missing_packages,
+    unit_sizes as unit_sizes,
+)
 from .errors import (
     EXIT_AGAIN as EXIT_AGAIN, EXIT_DONE as EXIT_DONE, EXIT_STUCK as EXIT_STUCK, EXIT_USER as EXIT_USER,
-    UserError as UserError, did_you_mean as did_you_mean,
+    GONE_IN as GONE_IN, RENAMED as RENAMED, UserError as UserError, did_you_mean as did_you_mean,
 )
 from .event import (
-    Event as Event, EventKind as EventKind, PHASES as PHASES, Phase as Phase, SECONDS_DECIMALS as SECONDS_DECIMALS,
-    SLOW_DETAILS as SLOW_DETAILS, StepMetrics as StepMetrics,
+    Action as Action, Cause as Cause, Decision as Decision, DecisionOutcome as DecisionOutcome, Event as Event,
+    EventKind as EventKind, Finding as Finding, Incident as Incident, PHASES as PHASES, Phase as Phase,
+    SECONDS_DECIMALS as SECONDS_DECIMALS, SLOW_DETAILS as SLOW_DETAILS, StepMetrics as StepMetrics,
 )
-from .finding import Decision as Decision, DecisionOutcome as DecisionOutcome, Finding as Finding
-from .fsdp_units import num_units as num_units, unit_sizes as unit_sizes
-from .incident import Action as Action, Cause as Cause, Incident as Incident
 from .input_rules import (
     CAMERA_METRES as CAMERA_METRES, GROUND as GROUND, ImageRules as ImageRules, OBJECTS as OBJECTS,
     RADAR_NUMBERS as RADAR_NUMBERS, RIG_NUMBERS as RIG_NUMBERS, RowCost as RowCost, RowSizes as RowSizes,
     SceneRules as SceneRules, UNKNOWN_GROUND as UNKNOWN_GROUND,
 )
-from .model_family import MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named
-from .optional_packages import (
-    FP8_FEATURE_MULTIPLE as FP8_FEATURE_MULTIPLE, MIN_FP8_FEATURES as MIN_FP8_FEATURES,
-    refuse_missing_packages as refuse_missing_packages,
-)
+from .measured_speed import RowSeconds as RowSeconds, deal_rows as deal_rows
 from .parse_text import TextError as TextError, load_json as load_json, load_yaml as load_yaml
 from .plan import (
     AXES as AXES, CONTEXTS as CONTEXTS, Comm as Comm, Mesh as Mesh, Pipeline as Pipeline, Plan as Plan,
@@ -39,25 +36,24 @@ from .recipe import (
     FaultsSection as FaultsSection, MixtureSource as MixtureSource, ModelSection as ModelSection,
     PrometheusSection as PrometheusSection, Recipe as Recipe, SamplesSection as SamplesSection,
     ScenesSection as ScenesSection, Schedule as Schedule, TelemetrySection as TelemetrySection,
-    TrainSection as TrainSection,
+    TrainSection as TrainSection, plugin_records as plugin_records, used_plugins as used_plugins,
 )
 from .recipe_parser import (
     FIELD_ALIASES as FIELD_ALIASES, all_fields as all_fields, dump_recipe as dump_recipe, field_for as field_for,
     fixed_field_changes as fixed_field_changes, parse_recipe as parse_recipe,
 )
-from .recipe_plugins import plugin_records as plugin_records, used_plugins as used_plugins
 from .regular_files import (
     SpecialFileError as SpecialFileError, append_regular_file as append_regular_file,
     check_regular_file as check_regular_file, open_regular_fd as open_regular_fd,
     open_regular_file as open_regular_file, read_regular_bytes as read_regular_bytes,
     read_regular_text as read_regular_text, replace_file as replace_file, write_atomically as write_atomically,
 )
-from .renamed import GONE_IN as GONE_IN, RENAMED as RENAMED
 from .replica_sync import (
     Compression as Compression, KIND_FIELDS as KIND_FIELDS, LocalSteps as LocalSteps,
     compressed_bytes as compressed_bytes, exposed_outer_seconds as exposed_outer_seconds,
     outer_bytes_per_step as outer_bytes_per_step, synchronisation_bytes as synchronisation_bytes,
 )
+from .traits import MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named
 from .units import (
     Bytes as Bytes, Flops as Flops, GIB as GIB, Seconds as Seconds, show_bytes as show_bytes, show_count as show_count,
     show_seconds as show_seconds,

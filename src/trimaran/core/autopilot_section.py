@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trimaran.core.errors import did_you_mean
 from trimaran.core.plan import Plan
-from trimaran.core.plugin_fields import PolicyName
+from trimaran.core.plugins import PolicyName
 
 AutopilotMode = Literal["off", "advise", "act"]
 # Fields outside the plan that a running run can change, in place.

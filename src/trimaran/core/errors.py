@@ -1,7 +1,8 @@
-"""The error for a user's mistake, and the exit codes. Any other exception is a fault."""
+"""The error for a user's mistake, the exit codes, and the warning about an old name. Any other exception is a fault."""
 
 import difflib
 import errno
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,3 +99,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return the one of `known` that is spelt nearly like `word`; empty if none is. `cutoff` 1: only an equal word."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+
+
+GONE_IN = "0.3"
+# The old name, the new one. docs/guides/upgrade.md lists them for users; docs/decisions/0082 says how to add one.
+RENAMED = {
+    "trimaran.Boat": "trimaran.Loop",
+    "trimaran.run": "trimaran.runs",
+    "Loop.rounds": "Loop.uneven_batches",
+}
+
+
+def warn_of_old_name(old: str) -> None:
+    """Warn the caller's caller that `old` has a new name. Every place that still knows an old name calls this."""
+    message = f"{old} is now {RENAMED[old]}; the old name goes away in Trimaran {GONE_IN}"
+    warnings.warn(message, FutureWarning, stacklevel=3)

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trimaran.core.engine_traits import ENGINE_TRAITS, EngineTraits
 from trimaran.core.replica_sync import AsyncSgd, Compression, CompressionField, LocalSteps, LocalStepsField, settings_of
+from trimaran.core.traits import ENGINE_TRAITS, EngineTraits
 from trimaran.core.units import Bytes, Flops, Seconds
 
 Degree = Annotated[int, Field(ge=1, le=65536)]

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ValidationInfo, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from trimaran.core.errors import UserError, did_you_mean
-from trimaran.core.model_family import MODEL_FAMILIES
+from trimaran.core.traits import MODEL_FAMILIES
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 SOURCES = (
@@ -224,3 +227,54 @@ def _with_problems(found: Iterable[Plugin]) -> Iterator[Plugin]:
             others = [other.distribution for other in plugins if (other.kind, other.name) == (each.kind, each.name)]
             problem = f"several packages have one of this name: {', '.join(sorted(others))}"
         yield replace(each, problem=problem)
+
+
+UNCHECKED = {"any_plugin": True}
+"""The context of a validation that accepts plug-ins which are not installed here, such as that of another's run."""
+
+
+def name_check(kind: str) -> Callable[[str, ValidationInfo], str]:
+    """Return the validator of a field that names a `kind`."""
+
+    def check(name: str, info: ValidationInfo) -> str:
+        if name in KINDS[kind].reserved or (info.context == UNCHECKED and NAME.fullmatch(name)):
+            return name
+        if name in (known := plugin_names(kind)):
+            return name
+        problem = next((each.problem for each in installed_plugins(kind) if each.name == name), "")
+        if problem:
+            raise PydanticCustomError("value_error", "the plug-in is left out: {why}", {"why": problem})
+        *first, last = (repr(each) for each in (*KINDS[kind].reserved, *known))
+        expected = f"{', '.join(first)} or {last}" if first else last
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+    return check
+
+
+def check_sink(name: str, info: ValidationInfo) -> str:
+    """Return the name of a sink of a plug-in; those built in have fields of their own."""
+    known = plugin_names("sink")
+    if name in KINDS["sink"].reserved:
+        raise PydanticCustomError("value_error", "this sink is built in, and has a field of its own: telemetry.{name}",
+                                  {"name": name})  # fmt: skip
+    if name in known or (info.context == UNCHECKED and NAME.fullmatch(name)):
+        return name
+    problem = next((each.problem for each in installed_plugins("sink") if each.name == name), "")
+    why = f"the plug-in is left out: {problem}" if problem else "no installed plug-in has this sink"
+    listed = f"; installed are {', '.join(known)}" if known else ""
+    raise PydanticCustomError("value_error", "{why}", {"why": why + listed})
+
+
+def _name_schema(kind: str) -> dict[str, Any]:
+    return {"anyOf": [{"enum": [*KINDS[kind].reserved]}, {"type": "string", "pattern": f"^{NAME.pattern}$"}]}
+
+
+FamilyName = Annotated[
+    str, AfterValidator(name_check("network family")), WithJsonSchema(_name_schema("network family"))
+]
+SourceName = Annotated[str, AfterValidator(name_check("data source")), WithJsonSchema(_name_schema("data source"))]
+ObjectiveName = Annotated[str, AfterValidator(name_check("objective")), WithJsonSchema(_name_schema("objective"))]
+PolicyName = Annotated[
+    str, AfterValidator(name_check("autopilot policy")), WithJsonSchema(_name_schema("autopilot policy"))
+]
+SinkName = Annotated[str, AfterValidator(check_sink), WithJsonSchema({"type": "string"})]

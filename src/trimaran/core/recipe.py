@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trimaran.core.autopilot_section import AutopilotMode, AutopilotSection, section_of_mode
+from trimaran.core.errors import UserError
 from trimaran.core.input_rules import Sensor
-from trimaran.core.model_family import ModelFamily, family_named
 from trimaran.core.plan import BatchSize, Plan
-from trimaran.core.plugin_fields import FamilyName, ObjectiveName, SinkName, SourceName
+from trimaran.core.plugins import KINDS, FamilyName, ObjectiveName, SinkName, SourceName, find_plugin, load_plugin
+from trimaran.core.traits import ModelFamily, family_named
 
 MAX_COUNT = 10**12  # of steps and the like: far above what a run can reach, and exact in JSON and in a float
 MAX_SECONDS = 10**9  # of a time limit: 31 years, which is none
@@ -566,3 +567,36 @@ class Recipe(BaseModel):
     autopilot: Annotated[
         AutopilotSection, BeforeValidator(section_of_mode, json_schema_input_type=AutopilotMode | AutopilotSection)
     ] = AutopilotSection()
+
+
+USED_BY_RANKS = ("objective", "data source", "network family")
+
+
+def used_plugins(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the kind and the name of each plug-in that the recipe names."""
+    named = [
+        ("objective", recipe.objective.name),
+        ("data source", recipe.data.source),
+        ("network family", recipe.model.family),
+        *(("sink", name) for name in recipe.telemetry.sinks),
+        ("autopilot policy", recipe.autopilot.policy),
+    ]
+    return [(kind, name) for kind, name in named if name not in KINDS[kind].reserved]
+
+
+def plugin_records(recipe: Recipe) -> list[dict[str, str]]:
+    """Return kind, name, distribution and version of each plug-in; of one that is not installed only the first two."""
+    records = []
+    for kind, name in used_plugins(recipe):
+        try:
+            records.append(find_plugin(kind, name).as_dict())
+        except UserError:
+            records.append({"kind": kind, "name": name})
+    return records
+
+
+def load_used_plugins(recipe: Recipe, kinds: tuple[str, ...]) -> None:
+    """Load the recipe's plug-ins of these kinds; raise UserError for the first that cannot be used here."""
+    for kind, name in used_plugins(recipe):
+        if kind in kinds:
+            load_plugin(kind, name)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from trimaran.core.autopilot_section import section_of_mode
 from trimaran.core.errors import UserError, closest, collected, raise_together
 from trimaran.core.parse_text import TextError, load_yaml, load_yaml_nodes
-from trimaran.core.plugin_fields import UNCHECKED
+from trimaran.core.plugins import UNCHECKED
 from trimaran.core.recipe import Recipe
 
 # The names of transformers and TRL, axolotl, LLaMA-Factory, torchtitan, Megatron-LM, nanoGPT and PEFT.

@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,3 +132,28 @@ def write_atomically(
 def _refuse_special(path: str | Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise SpecialFileError(path, KINDS.get(stat.S_IFMT(mode), "a special file"))
+
+
+def user_cache(environ: Mapping[str, str]) -> Path | None:
+    """Return our folder in the user's cache; None if the user has no home directory, as in some containers."""
+    try:
+        return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimaran"
+    except RuntimeError:  # HOME is not set, and the user is not in the password database
+        return None
+
+
+def needed_user_cache(environ: Mapping[str, str]) -> Path:
+    """Return our folder in the user's cache; raise UserError if there is none."""
+    if (folder := user_cache(environ)) is not None:
+        return folder
+    raise UserError("A023", "this user has no home directory, where prepared data is cached",
+                    where="the environment variable HOME",
+                    fix="set TRIMARAN_CACHE, or HOME, to a folder that you may write to")  # fmt: skip
+
+
+def expand_user(path: str) -> Path:
+    """Return the path with a leading `~` expanded, as shells do: a `~name` without such a user stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)

@@ -7,27 +7,25 @@ from .activation_memory import (
 from .block_time import (
     BlockKind as BlockKind, BlockSplit as BlockSplit, EAGER as EAGER, context_copy_seconds as context_copy_seconds,
     elementwise_bytes as elementwise_bytes, layer_passes as layer_passes, opaque_passes as opaque_passes,
+    repeated_flops as repeated_flops,
 )
 from .collective import (
-    NETWORK_EFFICIENCY as NETWORK_EFFICIENCY, NETWORK_GATHER_EFFICIENCY as NETWORK_GATHER_EFFICIENCY,
-    REDUCE_HOP_FACTOR as REDUCE_HOP_FACTOR, RING_EFFICIENCY as RING_EFFICIENCY, Ring as Ring,
-    all_gather_seconds as all_gather_seconds, all_reduce_seconds as all_reduce_seconds,
-    all_to_all_seconds as all_to_all_seconds, ring_of as ring_of, send_seconds as send_seconds,
-    slow_start_seconds as slow_start_seconds,
-)
-from .comm_overlap import (
-    GatheredUnit as GatheredUnit, exposed_gathers as exposed_gathers, exposed_reduction as exposed_reduction,
+    GatheredUnit as GatheredUnit, NETWORK_EFFICIENCY as NETWORK_EFFICIENCY,
+    NETWORK_GATHER_EFFICIENCY as NETWORK_GATHER_EFFICIENCY, REDUCE_HOP_FACTOR as REDUCE_HOP_FACTOR,
+    RING_EFFICIENCY as RING_EFFICIENCY, Ring as Ring, all_gather_seconds as all_gather_seconds,
+    all_reduce_seconds as all_reduce_seconds, all_to_all_seconds as all_to_all_seconds,
+    exposed_gathers as exposed_gathers, exposed_reduction as exposed_reduction, ring_of as ring_of,
+    send_seconds as send_seconds, slow_start_seconds as slow_start_seconds,
 )
 from .goodput import (
     Faults as Faults, best_interval as best_interval, bill_of as bill_of, checkpoint_bytes as checkpoint_bytes,
     expected_goodput as expected_goodput, write_seconds as write_seconds,
 )
 from .gradient_traffic import LATE_BUCKET_BYTES as LATE_BUCKET_BYTES
-from .host_time import KERNEL_GAP_SECONDS as KERNEL_GAP_SECONDS, host_wait as host_wait
-from .job import Job as Job, STATE_BYTES as STATE_BYTES
-from .loss_kind import chunk_rows as chunk_rows
-from .memory_inputs import MemoryInputs as MemoryInputs, memory_inputs_of as memory_inputs_of
-from .mixed_devices import predict as predict
+from .job import (
+    Job as Job, MemoryInputs as MemoryInputs, STATE_BYTES as STATE_BYTES, chunk_rows as chunk_rows,
+    memory_inputs_of as memory_inputs_of,
+)
 from .offload_time import UPDATE_BYTES as UPDATE_BYTES
 from .peak_memory import (
     CONTEXT_BYTES as CONTEXT_BYTES, GRAPH_BYTES as GRAPH_BYTES, Memory as Memory, PROCESS_BYTES as PROCESS_BYTES,
@@ -35,50 +33,42 @@ from .peak_memory import (
     stage_memory_of as stage_memory_of,
 )
 from .rank_part import distinct_parts as distinct_parts, nanotron_stages as nanotron_stages, parts_of as parts_of
-from .recompute_flops import repeated_flops as repeated_flops
 from .roofline import (
-    CPU_LENGTH as CPU_LENGTH, GENERATIONS as GENERATIONS, MULTIPROCESSORS as MULTIPROCESSORS,
-    SUSTAINED_FRACTION as SUSTAINED_FRACTION, TILE_DEPTH as TILE_DEPTH, attention_seconds as attention_seconds,
-    matmul_seconds as matmul_seconds, rates_of as rates_of,
-)
-from .simulate.fabric import (
-    Demands as Demands, FULL_BANDWIDTH as FULL_BANDWIDTH, Fabric as Fabric, demands_of as demands_of,
-    fair_share as fair_share, with_slower_network as with_slower_network,
-)
-from .simulate.failure_classes import (
-    FailureClass as FailureClass, LLAMA_DEVICES as LLAMA_DEVICES, LLAMA_FAILURES as LLAMA_FAILURES,
+    CPU_LENGTH as CPU_LENGTH, GENERATIONS as GENERATIONS, KERNEL_GAP_SECONDS as KERNEL_GAP_SECONDS,
+    MULTIPROCESSORS as MULTIPROCESSORS, SUSTAINED_FRACTION as SUSTAINED_FRACTION, TILE_DEPTH as TILE_DEPTH,
+    attention_seconds as attention_seconds, host_wait as host_wait, matmul_seconds as matmul_seconds,
+    rates_of as rates_of,
 )
 from .simulate.job_history import (
-    ACTIVITIES as ACTIVITIES, Interruption as Interruption, JobHistory as JobHistory, JobTerms as JobTerms,
-    SaveTerms as SaveTerms, SlowNodeTerms as SlowNodeTerms, StepTimes as StepTimes,
-    draw_interruptions as draw_interruptions, draw_slow_periods as draw_slow_periods, simulate_job as simulate_job,
+    ACTIVITIES as ACTIVITIES, FailureClass as FailureClass, Interruption as Interruption, JobHistory as JobHistory,
+    JobTerms as JobTerms, LLAMA_DEVICES as LLAMA_DEVICES, LLAMA_FAILURES as LLAMA_FAILURES, SaveTerms as SaveTerms,
+    SlowNodeTerms as SlowNodeTerms, StepTimes as StepTimes, draw_interruptions as draw_interruptions,
+    draw_slow_periods as draw_slow_periods, simulate_job as simulate_job,
 )
 from .simulate.pipeline_order import Order as Order, Schedule as Schedule, pipeline_order as pipeline_order
 from .simulate.simulation import (
-    Scenario as Scenario, Simulation as Simulation, Worth as Worth, job_terms_of as job_terms_of, simulate as simulate,
-    spares_needed as spares_needed, with_worth as with_worth,
+    Scenario as Scenario, Simulation as Simulation, Worth as Worth, job_terms_of as job_terms_of,
+    job_trace as job_trace, simulate as simulate, spares_needed as spares_needed, with_worth as with_worth,
 )
 from .simulate.step_costs import (
-    SLOWEST_RANK as SLOWEST_RANK, StageCost as StageCost, StepCosts as StepCosts, stage_compute_of as stage_compute_of,
-    step_costs_of as step_costs_of,
+    Demands as Demands, FULL_BANDWIDTH as FULL_BANDWIDTH, Fabric as Fabric, SLOWEST_RANK as SLOWEST_RANK,
+    StageCost as StageCost, StepCosts as StepCosts, demands_of as demands_of, fair_share as fair_share,
+    stage_compute_of as stage_compute_of, step_costs_of as step_costs_of, with_slower_network as with_slower_network,
 )
 from .simulate.step_sample import (
     NodeSpeeds as NodeSpeeds, node_speeds_of as node_speeds_of, sample_steps as sample_steps,
 )
 from .simulate.step_simulation import simulate_step as simulate_step
-from .simulate.trace_file import job_trace as job_trace
 from .stack_profiles import (
-    HF_MODELS as HF_MODELS, STACKS as STACKS, Stack as Stack, find_stack as find_stack,
-    with_16_bit_gradients as with_16_bit_gradients, without_sequence_parallelism as without_sequence_parallelism,
+    HF_MODELS as HF_MODELS, HostOverhead as HostOverhead, STACKS as STACKS, Stack as Stack,
+    TIME_PROFILES as TIME_PROFILES, TRIMARAN_HOST as TRIMARAN_HOST, TRIMARAN_LAUNCHES as TRIMARAN_LAUNCHES,
+    find_stack as find_stack, with_16_bit_gradients as with_16_bit_gradients,
+    without_sequence_parallelism as without_sequence_parallelism,
 )
 from .stage_time import stage_inputs_of as stage_inputs_of, stage_times_of as stage_times_of
 from .states import States as States, num_owned as num_owned, num_owned_in as num_owned_in, states_of as states_of
 from .step import (
     RELATIVE_ERROR as RELATIVE_ERROR, allocator_slowdown as allocator_slowdown, error_of as error_of,
-    predict_equal as predict_equal,
+    predict as predict, predict_equal as predict_equal,
 )
 from .step_time import rank_compute_of as rank_compute_of, step_time_of as step_time_of, step_times_of as step_times_of
-from .time_profiles import (
-    HostOverhead as HostOverhead, TIME_PROFILES as TIME_PROFILES, TRIMARAN_HOST as TRIMARAN_HOST,
-    TRIMARAN_LAUNCHES as TRIMARAN_LAUNCHES,
-)

@@ -3,10 +3,9 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from trimaran.cost.loss_kind import FP32_BYTES
-from trimaran.cost.memory_inputs import MemoryInputs
-from trimaran.cost.memory_profiles import JOINT_PROJECTIONS, Saved
+from trimaran.cost.job import FP32_BYTES, MemoryInputs
 from trimaran.cost.rank_part import LayerGroup, RankPart
+from trimaran.cost.stack_profiles import JOINT_PROJECTIONS, Saved
 from trimaran.models import OutlineLayer, Tower
 
 # Tensors of feed-forward width that the feed-forward's backward holds besides what forward saved: the gradients of the

@@ -2,11 +2,9 @@
 
 from trimaran.core import Plan
 from trimaran.cost.activation_memory import saved_on_rank
-from trimaran.cost.disk_offload import disk_gather_seconds, disk_update_seconds
-from trimaran.cost.job import Job, frees_weights, splits_weights
-from trimaran.cost.memory_inputs import memory_inputs_of
+from trimaran.cost.job import Job, frees_weights, memory_inputs_of, splits_weights
 from trimaran.cost.stage_time import StageTime
-from trimaran.cost.states import owned_weight_bytes, states_of
+from trimaran.cost.states import CHUNK_VALUES, owned_weight_bytes, states_of, streamed_bytes
 from trimaran.machine import Cluster
 
 # Fraction of PCIe's bandwidth that a copy reaches while matmuls run, and each of two copies in opposite directions:
@@ -32,6 +30,7 @@ KERNEL_MOMENT_BYTES = {8.0: 16, 4.0: 8, 2.03: 40}
 # measured.
 UPDATE_EFFICIENCY = {"cuda": 0.72, "cpu": 1.0}
 KERNEL_EFFICIENCY = 0.82
+READ_AHEAD = 2  # chunks that are read from disk ahead, as in `parallel/optimizer/disk_streaming.py`
 
 
 def update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> float:
@@ -101,6 +100,25 @@ def _disk_seconds(job: Job, cluster: Cluster, plan: Plan, stage: StageTime, upda
     forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))
     count = plan.grad_accum
     return waits + _slowdown(forward, count * stage.forward) + _slowdown(backward, count * stage.backward)
+
+
+def disk_update_seconds(job: Job, cluster: Cluster, plan: Plan, disk_bytes: float) -> float:
+    """Return how long a rank reads and writes what it has on disk in an update. The ranks of a node share the disk.
+
+    Two chunks are read before the first is updated. Writes of the last chunks go on in the next forward, except those
+    of parameters, which the forward reads.
+    """
+    chunk = min(CHUNK_VALUES * streamed_bytes(job, plan), disk_bytes)
+    alone = READ_AHEAD * chunk * (2 if plan.offload == "parameters" else 1) / 2
+    return (disk_bytes + alone) * cluster.devices_per_node / cluster.disk.both
+
+
+def disk_gather_seconds(cluster: Cluster, plan: Plan, weight_bytes: float) -> tuple[float, float]:
+    """Return how long the weights are read in all forwards of a step, and in all backwards."""
+    once = weight_bytes * cluster.devices_per_node / cluster.disk.read
+    if frees_weights(plan, plan.sharding):
+        return plan.grad_accum * once, plan.grad_accum * once
+    return once, 0.0
 
 
 def _slowdown(copying: float, computing: float) -> float:

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 from trimaran.core import Bytes, Plan
 from trimaran.cost.activation_memory import SavedActivations, saved_on_rank
-from trimaran.cost.job import Job
-from trimaran.cost.loss_kind import FP32_BYTES, chunk_rows, loss_of
-from trimaran.cost.memory_inputs import MemoryInputs, memory_inputs_of
+from trimaran.cost.job import FP32_BYTES, Job, MemoryInputs, chunk_rows, loss_of, memory_inputs_of
 from trimaran.cost.rank_part import RankPart, distinct_parts, parts_of
 from trimaran.cost.states import PINNED_OVERHEAD, States, states_of
 from trimaran.machine import Cluster

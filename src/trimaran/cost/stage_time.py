@@ -27,12 +27,18 @@ from trimaran.cost.collective import (
     ring_of,
     send_seconds,
 )
-from trimaran.cost.host_time import FORWARD_HOST_FRACTION, NO_HOST_SECONDS, HostSeconds, host_wait, kernel_gaps
-from trimaran.cost.job import Job, captures_steps, joins_projections, regathers, splits_weights
-from trimaran.cost.loss_kind import loss_of
+from trimaran.cost.job import Job, captures_steps, joins_projections, loss_of, regathers, splits_weights
 from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
-from trimaran.cost.roofline import DeviceRates, matmul_seconds
-from trimaran.cost.time_profiles import TORCH_HOST
+from trimaran.cost.roofline import (
+    FORWARD_HOST_FRACTION,
+    NO_HOST_SECONDS,
+    DeviceRates,
+    HostSeconds,
+    host_wait,
+    kernel_gaps,
+    matmul_seconds,
+)
+from trimaran.cost.stack_profiles import TORCH_HOST
 from trimaran.machine import Link
 from trimaran.models import Opaque, OutlineLayer
 

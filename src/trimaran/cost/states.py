@@ -4,15 +4,24 @@ import math
 from typing import NamedTuple
 
 from trimaran.core import Mesh, Plan
-from trimaran.cost.disk_offload import device_buffer_bytes, slot_bytes
-from trimaran.cost.job import ELEMENT_BYTES, Job, frees_weights, gathers_fp8, num_fsdp_units
-from trimaran.cost.memory_inputs import MemoryInputs
+from trimaran.cost.job import (
+    ELEMENT_BYTES,
+    Job,
+    MemoryInputs,
+    frees_weights,
+    gathers_fp8,
+    num_fsdp_units,
+    splits_weights,
+)
 from trimaran.cost.rank_part import PACKED_BYTES, Holding, RankPart
 
 MASTER_BYTES = 4  # fp32, per parameter
 HALF_BYTES = 2
 # Pinned host memory is allocated in powers of two: a third more than requested, on average.
 PINNED_OVERHEAD = 1.33
+CHUNK_VALUES = 2**23  # values of a parameter that are updated at once, as in `parallel/optimizer/adamw.py`
+NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS = 4, 3  # as in `parallel/optimizer/disk_streaming.py`
+READ_SLOT_BYTES = 8 * (16 << 20)  # pinned memory to read weights through, as in `parallel/disk/disk_weights.py`
 
 
 class States(NamedTuple):
@@ -63,6 +72,30 @@ def _with_buffers(inputs: MemoryInputs, part: RankPart, states: States) -> State
     if inputs.cpu:
         return states._replace(update=states.update + slots, host=0)
     return states._replace(update=states.update + buffers, host=states.host + slots)
+
+
+def streamed_bytes(job: Job, plan: Plan) -> float:
+    """Return the bytes per parameter that an update reads from disk, and writes: moments, and weights in fp32 or half.
+
+    The upper halves of split weights are on the device.
+    """
+    if plan.offload == "parameters":
+        return job.state_bytes + MASTER_BYTES
+    return job.state_bytes + (HALF_BYTES if splits_weights(job, plan) else 0)
+
+
+def slot_bytes(job: Job, plan: Plan, num_owned: float) -> float:
+    """Return the host memory in front of the files of a rank. Pinned memory comes in powers of two."""
+    chunk = min(CHUNK_VALUES, num_owned) * streamed_bytes(job, plan)
+    slots = NUM_HOST_SLOTS * (2 ** math.ceil(math.log2(max(1.0, chunk))))
+    return slots + (READ_SLOT_BYTES if plan.offload == "parameters" else 0)
+
+
+def device_buffer_bytes(job: Job, plan: Plan, num_owned: float) -> float:
+    """Return the device memory in which chunks are updated; none if the host updates them."""
+    if plan.offload == "parameters":
+        return 0.0
+    return NUM_DEVICE_BUFFERS * min(CHUNK_VALUES, num_owned) * streamed_bytes(job, plan)
 
 
 def num_owned(mesh: Mesh, holding: Holding, sharding: str, image_ranks: int = 1) -> float:

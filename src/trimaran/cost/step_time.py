@@ -15,13 +15,12 @@ from trimaran.cost.gradient_traffic import (
     outer_seconds,
     traffic_path_of,
 )
-from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gaps
 from trimaran.cost.job import Job, num_fsdp_units, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
-from trimaran.cost.roofline import DeviceRates, rates_of
+from trimaran.cost.roofline import FORWARD_HOST_FRACTION, DeviceRates, host_wait, kernel_gaps, rates_of
+from trimaran.cost.stack_profiles import TimeProfile
 from trimaran.cost.stage_time import StageTime, StageTimes, TimeUnit, rank_times_of, stage_inputs_of, stage_times_of
 from trimaran.cost.states import num_owned_in
-from trimaran.cost.time_profiles import TimeProfile
 from trimaran.machine import Cluster, Link
 
 # How much longer compute takes because all ranks wait for the slowest, for each doubling of the nodes (llm-foundry's

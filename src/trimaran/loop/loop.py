@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trimaran.core import Plan, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.errors import warn_of_old_name
 from trimaran.core.plan import Sharding
-from trimaran.core.renamed import warn_of_old_name
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
 from trimaran.loop.gather import gather_rows

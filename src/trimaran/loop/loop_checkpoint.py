@@ -24,7 +24,7 @@ from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.core import CheckpointSection, Plan, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.loop.weight_copies import copy_weights
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.parallel.optimizer.optimizer_state import NamedParameters, OptimizerState

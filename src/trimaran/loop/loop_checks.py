@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trimaran.core import UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.loop.gradient_watch import GradientWatch, local_tensor
 from trimaran.loop.loop_context import LoopContext
 from trimaran.loop.loop_optimizers import parameters_of

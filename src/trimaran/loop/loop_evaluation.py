@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimaran.core import UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.loop_context import LoopContext, num_rows_of
 from trimaran.loop.loop_loader import LoopLoader

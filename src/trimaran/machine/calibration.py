@@ -10,8 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import Flops, Seconds, UserError
-from trimaran.core.regular_files import read_regular_bytes
-from trimaran.core.user_folders import user_cache
+from trimaran.core.regular_files import read_regular_bytes, user_cache
 from trimaran.machine.cluster import Cluster, DiskRates, Link
 from trimaran.machine.device_catalogue import DEVICES, STREAM_FRACTION, Device
 from trimaran.machine.fitted_rates import FittedRates, with_fitted

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.link_fit import LinkFit, fit_link
 from trimaran.machine.validation_error import first_error
 

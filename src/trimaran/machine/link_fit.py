@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimaran.core.robust import MAD_TO_SIGMA
+from trimaran.core.measured_speed import MAD_TO_SIGMA
 
 NUM_ROUNDS = 50  # of reweighting; a few are enough, and the last ones change nothing
 CHANGE_TO_STOP = 1e-12

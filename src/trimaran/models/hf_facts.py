@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import ModelSection, UserError
-from trimaran.core.regular_files import read_regular_bytes, write_atomically
-from trimaran.core.user_folders import user_cache
+from trimaran.core.regular_files import read_regular_bytes, user_cache, write_atomically
 from trimaran.core.version import VERSION
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trimaran.core import DataSection, ModelSection, UserError, did_you_mean, show_count
 from trimaran.core.input_rules import ScenePoints
-from trimaran.core.plugin_fields import UNCHECKED
-from trimaran.core.user_folders import expand_user
+from trimaran.core.plugins import UNCHECKED
+from trimaran.core.regular_files import expand_user
 from trimaran.models.adapted_outline import with_adapter
 from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
 from trimaran.models.hub.hub_names import repo_name

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimaran.core import ModelSection, UserError, did_you_mean
 from trimaran.core.recipe import PredictionSection
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.json_file import read_json
 from trimaran.models.layer_variations import PredictionSpec

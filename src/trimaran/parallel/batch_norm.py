@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of BatchNorm1d, 2d and 3d
 
 from trimaran.core import UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 
 BATCH_NORM = ("local", "sync", "frozen")
 

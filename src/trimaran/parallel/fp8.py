@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from trimaran.core import Plan, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.core.optional_packages import MIN_FP8_FEATURES, RECIPE_MULTIPLES, no_fp8_layers, refused_recipe
+from trimaran.core.engine_rules import MIN_FP8_FEATURES, RECIPE_MULTIPLES, no_fp8_layers, refused_recipe
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.parallel.fp8_linear import LAYERS
 from trimaran.parallel.mesh import RankMesh

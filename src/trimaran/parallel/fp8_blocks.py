@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trimaran.core.optional_packages import FP8_BLOCK, MX_BLOCK
+from trimaran.core.engine_rules import FP8_BLOCK, MX_BLOCK
 from trimaran.nets.operators import define_operator
 from trimaran.parallel.batched.tensor_sums import has_kernels
 

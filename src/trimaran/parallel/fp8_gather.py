@@ -13,7 +13,7 @@ from torch import Tensor, nn
 # Private in torch: what FSDP2 knows of one parameter.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-from trimaran.core.optional_packages import FP8_BLOCK
+from trimaran.core.engine_rules import FP8_BLOCK
 from trimaran.parallel.fp8_blocks import cast_weight
 from trimaran.parallel.fp8_linear import FORWARD_DTYPE, MIN_AMAX, Fp8Linear, GatheredWeight, cast
 

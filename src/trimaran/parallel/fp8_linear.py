@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimaran.core.optional_packages import RECIPE_MULTIPLES
+from trimaran.core.engine_rules import RECIPE_MULTIPLES
 from trimaran.nets.local_shards import local_bias, local_for_compute, replicated_forward
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel.fp8_blocks import BlockMatmul

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimaran.core import Mesh
-from trimaran.core.device_traits import DEVICE_TRAITS, DeviceTraits
+from trimaran.core.traits import DEVICE_TRAITS, DeviceTraits
 
 
 @dataclass(frozen=True)

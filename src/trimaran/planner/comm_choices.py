@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trimaran.core import Plan
 from trimaran.cost import predict
-from trimaran.cost.comm_overlap import GatheredUnit, exposed_gathers, exposed_reduction
+from trimaran.cost.collective import GatheredUnit, exposed_gathers, exposed_reduction
 from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_of, unit_seconds
 from trimaran.cost.job import frees_weights
 from trimaran.cost.roofline import rates_of

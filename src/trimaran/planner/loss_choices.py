@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from trimaran.core.plugins import KINDS
-from trimaran.cost.job import ELEMENT_BYTES
-from trimaran.cost.loss_kind import chunk_rows
+from trimaran.cost.job import ELEMENT_BYTES, chunk_rows
 from trimaran.planner.question import Question
 
 FUSED, CHUNKED = "fused", "chunked"

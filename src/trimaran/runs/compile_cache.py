@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from trimaran.core.errors import UserError
-from trimaran.core.user_folders import user_cache
+from trimaran.core.regular_files import user_cache
 from trimaran.runs.bytecode_cache import others_can_plant
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"

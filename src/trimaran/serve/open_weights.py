@@ -9,7 +9,7 @@ from trimaran.checkpoint.convert.convert import MODEL_PREFIX, read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import ImageRules, ModelSection, Recipe, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data import TokenShards
 from trimaran.data.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from trimaran.models import model_folder

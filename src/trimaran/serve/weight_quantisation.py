@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.decoder.decoder import DecoderLayer
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from trimaran.core import Plan, Recipe
-from trimaran.core.optional_packages import refuse_missing_packages
+from trimaran.core.engine_rules import refuse_missing_packages
 from trimaran.nets.network import WeightsNeededError
 from trimaran.planner.question import isolates_documents
 from trimaran.train.fake_ranks import META, build_fake_rank, fake_rank

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
-from trimaran.core.recipe_plugins import plugin_records
+from trimaran.core.recipe import plugin_records
 from trimaran.core.version import VERSION
 from trimaran.data.loader import LoaderFault
 from trimaran.parallel.apply import steps_of

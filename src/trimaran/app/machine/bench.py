@@ -12,7 +12,7 @@ import typer
 
 from trimaran.app.machine.calibration_file import refuse_unwritable, write_calibration
 from trimaran.app.recipe.options import Json, Settings, complete_recipe, starting
-from trimaran.core.user_folders import needed_user_cache
+from trimaran.core.regular_files import needed_user_cache
 from trimaran.machine import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
 from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.runs.disk_folder import check_disk_folder

@@ -15,7 +15,7 @@ from trimaran.app.machine.comm_request import CommOptions, measure_comm
 from trimaran.app.machine.comm_view import show_comm
 from trimaran.app.show.clean_console import open_console
 from trimaran.core import EXIT_DONE, EXIT_USER, UserError
-from trimaran.core.user_folders import needed_user_cache
+from trimaran.core.regular_files import needed_user_cache
 from trimaran.machine import calibration_folder, detect, machine_name
 from trimaran.machine.calibration import find_calibration
 from trimaran.machine.checks.software import misspelt, wrong_algorithms

@@ -126,7 +126,7 @@ def _local_data(named: str, split: str) -> Path:
     """Return where the data is; a dataset on the Hub is fetched."""
     from trimaran.app.recipe.hub_files import with_local_files
     from trimaran.core import DataSection, Recipe
-    from trimaran.core.user_folders import expand_user
+    from trimaran.core.regular_files import expand_user
     from trimaran.models import is_hub_name
 
     if not is_hub_name(named):

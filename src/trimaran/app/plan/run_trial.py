@@ -10,8 +10,8 @@ from statistics import median
 from typing import NamedTuple
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Recipe, UserError
+from trimaran.core.measured_speed import median_error
 from trimaran.core.recipe import MlflowSection, PrometheusSection, WandbSection
-from trimaran.core.robust import median_error
 from trimaran.launch.supervise.local import LocalRun, start_local
 from trimaran.planner.measure.measured_run import UnusableRunError, read_measured_run
 from trimaran.planner.measure.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS

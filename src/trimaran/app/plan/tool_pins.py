@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.app.recipe.plan_request import PlanRequest
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.machine import Cluster
 from trimaran.planner.read.read_config import ReadConfig
 from trimaran.planner.read.read_pins import read_pins

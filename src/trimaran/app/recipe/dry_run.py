@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trimaran.app.recipe.request import Request
-from trimaran.core.optional_packages import refuse_missing_packages
+from trimaran.core.engine_rules import refuse_missing_packages
 from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.models import decoder_of, model_folder, spec_to_hf, weight_files
 

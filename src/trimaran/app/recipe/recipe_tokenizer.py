@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import Recipe, UserError
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.models import language_of, model_folder, read_json, spec_of, weight_files
 
 MAX_CONFIG_BYTES = 10_000_000

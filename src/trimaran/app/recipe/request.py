@@ -11,9 +11,8 @@ from trimaran.app.recipe.data_sizes import row_sizes_of, scene_points_of
 from trimaran.app.recipe.hub_files import with_local_model
 from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
-from trimaran.core.recipe_plugins import load_used_plugins
-from trimaran.core.regular_files import read_regular_bytes
-from trimaran.core.user_folders import expand_user
+from trimaran.core.recipe import load_used_plugins
+from trimaran.core.regular_files import expand_user, read_regular_bytes
 from trimaran.launch.supervise.shared_gpu import SHARE_GPUS
 from trimaran.machine import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.machine.parse_cluster import MAX_DEVICES

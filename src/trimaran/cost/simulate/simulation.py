@@ -1,22 +1,60 @@
 """Simulates a plan on a cluster for days: its steps, then the job, then what spares and checkpoints are worth."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trimaran.core import Plan
 from trimaran.cost import Job
 from trimaran.cost.goodput import best_interval, checkpoint_bytes, write_seconds
 from trimaran.cost.roofline import rate_name
-from trimaran.cost.simulate.fabric import FULL_BANDWIDTH, Fabric
-from trimaran.cost.simulate.failure_classes import DAY_SECONDS
-from trimaran.cost.simulate.job_history import JobHistory, JobTerms, SaveTerms, StepTimes, simulate_job
-from trimaran.cost.simulate.step_costs import StepCosts, step_costs_of
+from trimaran.cost.simulate.job_history import DAY_SECONDS, JobHistory, JobTerms, SaveTerms, StepTimes, simulate_job
+from trimaran.cost.simulate.step_costs import FULL_BANDWIDTH, Fabric, StepCosts, step_costs_of
 from trimaran.cost.simulate.step_sample import NODE_JITTER, StepSample, node_speeds_of, sample_steps
 from trimaran.cost.simulate.step_simulation import SimulatedStep, simulate_step
 from trimaran.machine import Cluster
+
+MICROSECONDS = 1e6
+TRACKS = ("compute", "send", "gather", "reduce", "update")
+
+
+def step_trace(step: SimulatedStep) -> dict[str, Any]:
+    """Return one step: a process for each pipeline rank, with a track for passes, messages and each collective."""
+    events = [event for rank in range(step.ranks) for event in _names(rank, f"pipeline rank {rank}", TRACKS)]
+    for span in step.spans:
+        if span.end > span.start:
+            number = f" {span.micro_batch}" if span.micro_batch >= 0 else ""
+            where = {"stage": span.stage} if span.stage >= 0 else {}
+            events.append(_span(span.rank, TRACKS.index(span.track) + 1, f"{span.name}{number}", span.start, span.end)
+                          | {"cat": span.track, "args": where})  # fmt: skip
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def job_trace(history: JobHistory) -> dict[str, Any]:
+    """Return the job: one track of training and outages, each with its cause."""
+    events = list(_names(0, "job", ("what it does",)))
+    for each in history.segments:
+        events.append(_span(0, 1, each.activity, each.start, each.end)
+                      | {"cat": "job", "args": {"cause": each.cause, "step": each.step}})  # fmt: skip
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _span(process: int, track: int, name: str, start: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": process, "tid": track, "ts": start * MICROSECONDS,
+            "dur": (end - start) * MICROSECONDS}  # fmt: skip
+
+
+def _names(process: int, name: str, tracks: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    ids = {"pid": process, "tid": 0}
+    yield {"ph": "M", "name": "process_name", **ids, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", **ids, "args": {"sort_index": process}}
+    for number, track in enumerate(tracks, start=1):
+        ids = {"pid": process, "tid": number}
+        yield {"ph": "M", "name": "thread_name", **ids, "args": {"name": track}}
+        yield {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": number}}
+
 
 # An asynchronous save of Megatron's 405B on 8,960 GPUs stopped training for 0.59 s and was on disk after 51 s (Wan et
 # al., "ByteCheckpoint", arXiv:2407.20143, table 8). Larger states take longer: see `save_seconds`.

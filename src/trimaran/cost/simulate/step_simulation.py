@@ -1,12 +1,31 @@
 """One optimizer step as a discrete-event simulation: passes, messages and collectives that share a network."""
 
+import heapq
 from collections.abc import Callable
+from itertools import count
 from typing import Literal, NamedTuple
 
-from trimaran.cost.simulate.event_queue import EventQueue
-from trimaran.cost.simulate.fabric import fair_share
 from trimaran.cost.simulate.pipeline_order import Pass
-from trimaran.cost.simulate.step_costs import StepCosts
+from trimaran.cost.simulate.step_costs import StepCosts, fair_share
+
+
+class EventQueue:
+    """Actions at future times. Of actions at the same time, the one that was added first runs first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(time, self.now), next(self._numbers), action))
+
+    def run(self) -> None:
+        """Run all actions in the order of their times; they may add others."""
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
 
 Track = Literal["compute", "send", "gather", "reduce", "update"]
 Message = tuple[str, int, int]  # forward or backward, the stage that waits for it, and the micro-batch

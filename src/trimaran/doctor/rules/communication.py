@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from statistics import median
 
 from trimaran.core import Finding, Plan, show_seconds
-from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.plan import WORLD, data_axis, predicted_comm
-from trimaran.cost.collective import ring_of
-from trimaran.cost.comm_overlap import exposed_reduction
+from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.cost.collective import exposed_reduction, ring_of
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import plural
 from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, best_patch, forecast, with_measured_links

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from trimaran.core import Finding, Plan, Prediction, Seconds, show_bytes, show_seconds
 from trimaran.cost import predict
-from trimaran.cost.time_profiles import HostOverhead
+from trimaran.cost.stack_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch
 from trimaran.doctor.step_breakdown import StepBreakdown, get_number, get_numbers, steady_steps, step_breakdown

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimaran.core import Bytes, Seconds
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.cluster import Cluster
 
 Kind = Literal["cuda", "cpu"]

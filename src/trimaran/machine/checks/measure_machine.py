@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import Seconds, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.checks.between_nodes import first_round, second_round
 from trimaran.machine.checks.machine_facts import MachineMeasurements, NodeMeasurements, Pair
 from trimaran.machine.checks.probe_process import START_SECONDS, ProbeError, ProbeProcess

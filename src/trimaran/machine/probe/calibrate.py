@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.probe.calibrate_disk import measure_disk
 from trimaran.machine.probe.calibrate_links import measure_collectives
 from trimaran.machine.probe.collective_calls import synchronize

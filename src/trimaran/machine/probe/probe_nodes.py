@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.probe.probe_ranks import all_reduce_with, merge_answers, run_forked
 
 PAIR_SECONDS = 20.0  # for a pair to meet and to all-reduce

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.probe.calibrate import matmul_flops
 from trimaran.machine.probe.collective_calls import synchronize, take_device
 

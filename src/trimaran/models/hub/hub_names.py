@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from trimaran.core.errors import closest
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
 SNAPSHOT = re.compile(

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from trimaran.core import Plan
-from trimaran.core.fsdp_units import unit_sizes
+from trimaran.core.engine_rules import unit_sizes
 from trimaran.core.plan import Sharding
 from trimaran.nets import Network
 from trimaran.nets.decoder.decoder import DecoderLayer, PredictionLayer

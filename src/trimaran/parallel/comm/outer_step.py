@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.core import Plan
-from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.replica_sync import LocalSteps, synchronisation_bytes
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel.comm.outer_exchange import MeanExchange, StartExchange, exchange_of

@@ -13,7 +13,7 @@ from torch import Tensor
 # Private in torch: what FSDP2 knows of one parameter.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.disk.disk_store import DiskStore, aligned_buffer, padded
 from trimaran.parallel.disk.tensors_on_disk import goes_to_disk
 

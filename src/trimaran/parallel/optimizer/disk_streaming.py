@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.disk.disk_store import DiskStore, aligned_buffer, padded
 from trimaran.parallel.disk.tensors_on_disk import store_of
 from trimaran.parallel.optimizer.moments import States

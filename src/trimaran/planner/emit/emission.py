@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trimaran.core import Plan, TrainSection, UserError
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.machine import Cluster
 from trimaran.planner.degrees import either
 from trimaran.planner.question import Question

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.parse_text import TextError, load_yaml
-from trimaran.core.plugin_fields import UNCHECKED
+from trimaran.core.plugins import UNCHECKED
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.planner.measure.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS, SteadySteps, steady_steps
 from trimaran.runs.journal import JsonlFollower

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from trimaran.core.robust import median_error
+from trimaran.core.measured_speed import median_error
 from trimaran.runs.read.step_lines import StepLine, read_details
 from trimaran.runs.record_types import is_number
 

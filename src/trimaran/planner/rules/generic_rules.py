@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from trimaran.core import Plan, UserError
-from trimaran.core.deepspeed_config import check_deepspeed
+from trimaran.core.engine_rules import check_deepspeed
 from trimaran.models import Opaque, Outline, OutlineLayer
 from trimaran.planner.degrees import degrees
 from trimaran.planner.question import Question

@@ -1,7 +1,7 @@
 """Checks a plan by what our trainer can do with a Hugging Face model, as its code says."""
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.optional_packages import no_fp8_layers
+from trimaran.core.engine_rules import no_fp8_layers
 from trimaran.models.hf_facts import HfFacts, refuse_ep_degree, refuse_seq_len, refuse_tp_degree
 from trimaran.planner.question import isolates_documents
 

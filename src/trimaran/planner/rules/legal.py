@@ -1,8 +1,7 @@
 """Checks whether a plan can run, before any process starts."""
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.deepspeed_config import check_deepspeed
-from trimaran.core.optional_packages import MIN_FP8_FEATURES, RECIPE_MULTIPLES, refused_recipe
+from trimaran.core.engine_rules import MIN_FP8_FEATURES, RECIPE_MULTIPLES, check_deepspeed, refused_recipe
 from trimaran.core.plugins import KINDS
 from trimaran.machine import Cluster
 from trimaran.models import ModelSpec, Outline, Spec, language_of, module_names, refuse_unmatched

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trimaran.core import Plan, UserError
 from trimaran.cost import predict
-from trimaran.cost.mixed_devices import StageLoad, rows_by_cost, stage_loads, with_rows
+from trimaran.cost.step import StageLoad, rows_by_cost, stage_loads, with_rows
 from trimaran.machine import refuse_mixed
 from trimaran.models.stages import stages_of_rank
 from trimaran.planner.degrees import divisors

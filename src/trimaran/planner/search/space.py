@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
 from trimaran.core.plan import CONTEXTS, TowerPlan
-from trimaran.cost.host_time import positions_to_hide_launches
 from trimaran.cost.job import captures_steps
-from trimaran.cost.roofline import rates_of
+from trimaran.cost.roofline import positions_to_hide_launches, rates_of
 from trimaran.models import Spec, Tower, split_outline, vision_of
 from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.planner.degrees import divisors

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from trimaran.core import DataSection, Recipe, UserError
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.serve.weights_location import TrainedWeights
 
 Source = Literal["text", "jsonl", "shards", "datasets"]

@@ -13,7 +13,7 @@ import typer
 from trimaran.app.recipe.options import Json, TrainedModelName
 from trimaran.checkpoint.step_dirs import newest_step
 from trimaran.core import UserError
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
 from trimaran.serve.engine.engine_config import EngineConfig, EngineSizes

@@ -9,7 +9,7 @@ from trimaran.checkpoint.checkpoint_list import find_step
 from trimaran.checkpoint.manifest import STEP_NAME
 from trimaran.checkpoint.step_dirs import newest_step, step_of
 from trimaran.core import UserError
-from trimaran.core.user_folders import expand_user
+from trimaran.core.regular_files import expand_user
 from trimaran.runs import RunDirectory
 from trimaran.runs.run_directory import MARKER
 from trimaran.serve.weights_location import TrainedWeights

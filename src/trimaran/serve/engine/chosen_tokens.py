@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.serve.engine.engine_batch import EngineBatch
 from trimaran.serve.engine.token_choice import moved
 

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from trimaran.core import ModelSection, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.serve.adapted_network import refuse_other_base, saved_base

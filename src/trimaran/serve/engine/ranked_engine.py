@@ -3,7 +3,7 @@
 import torch
 
 from trimaran.core import UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.parallel.precision import DTYPES
 from trimaran.serve.engine.engine_config import EngineConfig

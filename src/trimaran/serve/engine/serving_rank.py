@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Mesh, ModelSection, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import PagedCache
 from trimaran.parallel import RankMesh, build_mesh

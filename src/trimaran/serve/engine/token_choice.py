@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.serve.engine.engine_request import TokenConstraint, TopTokens
 from trimaran.train.generation.sampling import FEW_TOKENS, Sampling
 

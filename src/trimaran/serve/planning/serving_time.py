@@ -7,9 +7,16 @@ from functools import lru_cache
 from trimaran.core import Seconds
 from trimaran.cost.block_time import EAGER, BlockSplit, elementwise_bytes, matmuls
 from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of, send_seconds
-from trimaran.cost.host_time import FORWARD_HOST_FRACTION, host_wait, kernel_gaps
-from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, rates_of
-from trimaran.cost.time_profiles import TIME_PROFILES, TRIMARAN_LAUNCHES, CommProfile
+from trimaran.cost.roofline import (
+    FORWARD_HOST_FRACTION,
+    DeviceRates,
+    attention_seconds,
+    host_wait,
+    kernel_gaps,
+    matmul_seconds,
+    rates_of,
+)
+from trimaran.cost.stack_profiles import TIME_PROFILES, TRIMARAN_LAUNCHES, CommProfile
 from trimaran.machine import Cluster, Device
 from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
 from trimaran.models import Outline, OutlineLayer, Tower

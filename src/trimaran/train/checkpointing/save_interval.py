@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from trimaran.core import CheckpointSection, Seconds
-from trimaran.core.robust import median_error
+from trimaran.core.measured_speed import median_error
 from trimaran.cost.goodput import Faults, best_interval
 
 MAX_STALL_FRACTION = 0.01

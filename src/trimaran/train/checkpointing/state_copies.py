@@ -16,7 +16,7 @@ from trimaran.checkpoint.memory_slots import MemoryBudget, SlotPool, choose_budg
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, can_pair
 from trimaran.checkpoint.saver import Saver
 from trimaran.core import Seconds, show_bytes
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 from trimaran.parallel.rank_share import assign_rows, build_share
 from trimaran.train.checkpointing.inputs import CheckpointInputs, RankMemories, SaveTotals

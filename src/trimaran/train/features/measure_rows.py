@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from trimaran.core import Plan, UserError
-from trimaran.core.deal_rows import RowSeconds, deal_rows
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.measured_speed import RowSeconds, deal_rows
 from trimaran.core.plan import data_axis
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.feed import DataShare, share_of
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import Inputs, StepBatch

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.batched.tensor_sums import TensorChecksums, addresses_of, can_sum
 from trimaran.parallel.comm.json_exchange import broadcast_json
 from trimaran.parallel.disk.tensors_on_disk import store_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimaran.core import ImageRules, Recipe
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data import TokenShards, prepare
 from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare

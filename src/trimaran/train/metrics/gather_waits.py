@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 

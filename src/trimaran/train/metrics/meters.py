@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Plan, Recipe
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.host_limits import CGROUP, total_bytes
 from trimaran.nets import Network
 from trimaran.runs.read.rank_table import RankTableWriter

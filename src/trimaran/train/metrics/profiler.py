@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.core import Phase, TelemetrySection
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.runs import Journal, RunDirectory
 from trimaran.runs.out_of_memory import says_out_of_memory

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from trimaran.core import Phase
-from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.plan import WORLD
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
 from trimaran.train.metrics.timeline import PhaseEvent, StepSeconds, attribute
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trimaran.core import Recipe, UserError
-from trimaran.core.recipe_plugins import USED_BY_RANKS, load_used_plugins, plugin_records, used_plugins
+from trimaran.core.recipe import USED_BY_RANKS, load_used_plugins, plugin_records, used_plugins
 from trimaran.parallel.comm.json_exchange import all_gather_json
 
 

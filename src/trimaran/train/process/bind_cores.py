@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.host_limits import SYS, cores_near, numa_node_of, pci_device
 
 

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 
 SIZE = {"cpu": 256, "cuda": 4096}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink, supervisor_store
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from trimaran.core import Recipe
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.axes.pp import TimedStage
 from trimaran.train.metrics.step_clock import cuda_seconds
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from trimaran.core import Plan, Recipe
-from trimaran.core.device_traits import DEVICE_TRAITS
 from trimaran.core.plan import DATA_AXES
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
 from trimaran.parallel import RankMesh

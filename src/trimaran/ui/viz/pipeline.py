@@ -3,9 +3,8 @@
 from typing import get_args
 
 from trimaran.core import Plan
-from trimaran.cost.simulate.fabric import Demands
 from trimaran.cost.simulate.pipeline_order import Order, Schedule, pipeline_order
-from trimaran.cost.simulate.step_costs import StageCost, StepCosts, step_costs_of, with_other_compute
+from trimaran.cost.simulate.step_costs import Demands, StageCost, StepCosts, step_costs_of, with_other_compute
 from trimaran.cost.simulate.step_simulation import SimulatedStep, simulate_step
 from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
 from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Span, Timeline, ValueSeries

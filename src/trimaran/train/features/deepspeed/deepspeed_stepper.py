@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimaran.core import Plan, TrainSection, UserError
-from trimaran.core.deepspeed_config import deepspeed_config
-from trimaran.core.device_traits import DEVICE_TRAITS
-from trimaran.core.optional_packages import deepspeed_missing
+from trimaran.core.engine_rules import deepspeed_config, deepspeed_missing
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.nets.whole_tensors import full_tensor

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.data_kind import data_kind_of
 from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.process.rank_info import TIMEOUT, RankInfo

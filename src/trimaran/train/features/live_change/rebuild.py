@@ -14,7 +14,7 @@ from trimaran.checkpoint.hand_over import HeldState, hand_over
 from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.memory_copies import MemorySource
 from trimaran.core import Plan, UserError
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel import build_mesh
 from trimaran.parallel.axes.stage_map import map_stages
 from trimaran.parallel.comm.json_exchange import all_gather_int64

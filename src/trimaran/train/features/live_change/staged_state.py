@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from trimaran.checkpoint.hand_over import ROUND_BYTES
 from trimaran.core import Plan, UserError, show_bytes
-from trimaran.core.device_traits import DEVICE_TRAITS
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.host_limits import free_bytes
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.tensor_shards import TensorShard

@@ -1,11 +1,77 @@
-"""The DeepSpeed configuration of a Plan. Users never write DeepSpeed's JSON: the Plan is its only source."""
+"""What engines ask of a plan: the layer sizes of fp8, the units of FSDP, the configuration of DeepSpeed."""
 
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
 from trimaran.core.errors import UserError
 from trimaran.core.plan import Plan
 from trimaran.core.recipe import TrainSection
+
+# Linear layers run in fp8 if they have at least this many features (below that, the casts cost more than the matmul
+# saves), in multiples of the 16 bytes that a tensor core reads at a time.
+MIN_FP8_FEATURES, FP8_FEATURE_MULTIPLE = 256, 16
+FP8_BLOCK, MX_BLOCK = 128, 32  # values that share a scale in the recipes `block` and `mx`
+# Features of a layer that each recipe needs a multiple of. The matmuls of `mx` sum over whole blocks only.
+RECIPE_MULTIPLES = {"tensor": FP8_FEATURE_MULTIPLE, "block": FP8_BLOCK, "mx": MX_BLOCK}
+
+
+def refuse_missing_packages(plan: Plan) -> None:
+    """Raise if the plan needs a package that is not installed here. Nothing is imported."""
+    package = plan.engine_traits.package
+    if package and find_spec(package) is None:
+        raise deepspeed_missing(f"No module named '{package}'")
+
+
+def no_fp8_layers(recipe: str = "tensor") -> UserError:
+    """Return the error for a model without layers that are large enough for fp8."""
+    return UserError("P034", "no layer of this model is large enough for fp8", where="plan.precision",
+                     fix=f"use bf16: fp8 takes linear layers of at least {MIN_FP8_FEATURES} x {MIN_FP8_FEATURES} "
+                     f"features, both multiples of {RECIPE_MULTIPLES[recipe]}")  # fmt: skip
+
+
+def refused_recipe(recipe: str, device: str) -> UserError:
+    """Return the error for a device whose tensor cores do not have the scales of a recipe."""
+    needs = {"block": "Hopper GPUs (H100, H200, H800)", "mx": "Blackwell GPUs (B200, GB200)"}[recipe]
+    return UserError("P113", f"{device} has no fp8 matmuls with the scales of recipe {recipe}: {needs} have them",
+                     where="plan.fp8.recipe", fix="set plan.fp8.recipe to tensor, or use bf16")  # fmt: skip
+
+
+def deepspeed_missing(reason: str) -> UserError:
+    return UserError("P037", f"engine deepspeed needs the deepspeed package ({reason})", where="plan.engine",
+                     fix="pip install 'trimaran[deepspeed]', or set plan.engine to torch")  # fmt: skip
+
+
+MEBIBYTE = 1 << 20
+GRADIENT_BYTES = 4  # per parameter: FSDP reduces gradients in fp32
+
+
+def num_units(plan: Plan, block_parameters: float, num_blocks: int) -> int:
+    """Return how many units so many equal decoder layers are.
+
+    A unit costs host time in every micro-batch, and the latency of its collectives. So small blocks are joined, to
+    units whose gradients are about as large as a bucket of DDP (`plan.comm.bucket_mb`). Not in a pipeline, whose stages
+    are cut elsewhere, with experts that have units of their own, or with anything offloaded.
+    """
+    block_bytes, min_bytes = GRADIENT_BYTES * block_parameters, MEBIBYTE * plan.comm.bucket_mb
+    if (
+        block_bytes >= min_bytes
+        or plan.sharding == "none"
+        or not plan.engine_traits.uses_fsdp
+        or plan.offload != "none"
+    ):
+        return num_blocks
+    if plan.mesh.pp * plan.mesh.ep > 1:
+        return num_blocks
+    return max(1, round(num_blocks * block_bytes / min_bytes))
+
+
+def unit_sizes(plan: Plan, block_parameters: float, num_blocks: int) -> list[int]:
+    """Return the number of blocks of each unit, in order; they differ by one at most."""
+    count = num_units(plan, block_parameters, num_blocks)
+    size, left = divmod(num_blocks, count)
+    return [size + (index < left) for index in range(count)]
+
 
 STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 PERSISTENT_ELEMENTS = 10_000  # smaller parameters stay unsharded under ZeRO-3: gathering them costs more than it saves

@@ -33,9 +33,8 @@ from trimaran.data.sample_feed import SampleFeed, SampleFeedOptions, SampleRows
 from trimaran.data.text.packed_sample import SamplePacker
 from trimaran.data.text.token_shards import IGNORED
 from trimaran.models import outline_if_known
-from trimaran.models.model_presets import PRESETS
-from trimaran.models.row_cost import row_cost
-from trimaran.models.vlm_presets import VLM_PRESETS
+from trimaran.models.model_presets import PRESETS, VLM_PRESETS
+from trimaran.models.outline import row_cost
 from trimaran.models.vlm_spec import ProjectorSpec, VisionSpec, VlmSpec
 from trimaran.nets.initialise import initialise
 from trimaran.nets.vlm.vlm_network import vlm_network

@@ -1,55 +1,46 @@
 """Public names of `trimaran.models`, and the modules that they come from. They are imported on first use."""
 
-from .adapted_outline import with_adapter as with_adapter
-from .adapter_rules import refuse_adapter as refuse_adapter
+from .adapter_rules import refuse_adapter as refuse_adapter, with_adapter as with_adapter
 from .any_spec import (
     Spec as Spec, decoder_of as decoder_of, disk_config as disk_config, language_of as language_of,
     vision_of as vision_of,
 )
-from .base_digest import (
-    BaseDigest as BaseDigest, base_difference as base_difference, base_reference as base_reference,
-    compute_base_digest as compute_base_digest, file_digest as file_digest, file_identity as file_identity,
-    initial_digest as initial_digest,
-)
-from .expert_variations import ExpertUnit as ExpertUnit, RouterSpec as RouterSpec
+from .config_fields import read_json as read_json
 from .from_hf import spec_from_hf as spec_from_hf, spec_to_hf as spec_to_hf
-from .from_hf_vlm import vlm_from_disk as vlm_from_disk
 from .from_module import outline_from_module as outline_from_module
 from .hf_facts import (
     HfFacts as HfFacts, cached_facts as cached_facts, facts_file as facts_file, facts_from_dict as facts_from_dict,
     missing_package as missing_package, refuse_ep_degree as refuse_ep_degree, write_facts as write_facts,
 )
 from .hf_language import EAGER_ATTENTION as EAGER_ATTENTION, FAMILY_TRAITS as FAMILY_TRAITS
-from .hf_vision import USUAL as USUAL
-from .hub.fetch_dataset import dataset_folder as dataset_folder, split_of_folder as split_of_folder
-from .hub.hub_errors import HubRepo as HubRepo, hub_error as hub_error
+from .hub.hub_files import dataset_folder as dataset_folder, split_of_folder as split_of_folder
 from .hub.hub_names import (
-    hub_repo_of as hub_repo_of, is_hub_name as is_hub_name, near_folder as near_folder, repo_name as repo_name,
+    HubRepo as HubRepo, hub_error as hub_error, hub_repo_of as hub_repo_of, is_hub_name as is_hub_name,
+    near_folder as near_folder, repo_name as repo_name,
 )
-from .json_file import read_json as read_json
-from .layer_adapter import LayerAdapter as LayerAdapter, LinearShape as LinearShape
-from .layer_variations import AttentionSpec as AttentionSpec, Ends as Ends, NormSpec as NormSpec
-from .model_presets import PRESETS as PRESETS
+from .layer_variations import (
+    AttentionSpec as AttentionSpec, Ends as Ends, ExpertUnit as ExpertUnit, NormSpec as NormSpec, Rope as Rope,
+    RouterSpec as RouterSpec, Yarn as Yarn,
+)
+from .model_presets import PRESETS as PRESETS, VLM_PRESETS as VLM_PRESETS
 from .module_names import (
     linear_names as linear_names, linear_sizes as linear_sizes, matches_module as matches_module,
     module_names as module_names, refuse_unmatched as refuse_unmatched,
 )
 from .outline import (
-    Latent as Latent, LayerOperators as LayerOperators, Opaque as Opaque, Outline as Outline,
-    OutlineLayer as OutlineLayer, Step as Step, Tower as Tower, adapted as adapted, linears_of as linears_of,
-    outline_of as outline_of, with_operators as with_operators,
+    Latent as Latent, LayerAdapter as LayerAdapter, LayerOperators as LayerOperators, LinearShape as LinearShape,
+    Opaque as Opaque, Outline as Outline, OutlineLayer as OutlineLayer, Step as Step, Tower as Tower,
+    adapted as adapted, linears_of as linears_of, outline_of as outline_of, with_operators as with_operators,
 )
-from .outline_hf import VISION_OUTLINES as VISION_OUTLINES, outline_from_hf as outline_from_hf
+from .outline_hf import USUAL as USUAL, VISION_OUTLINES as VISION_OUTLINES, outline_from_hf as outline_from_hf
 from .perception_spec import (
     PERCEPTION_PRESETS as PERCEPTION_PRESETS, PerceptionSpec as PerceptionSpec, perception_config as perception_config,
     perception_outline as perception_outline,
 )
-from .recipe_images import recipe_image_rules as recipe_image_rules
 from .resolve import (
     outline_for as outline_for, outline_if_known as outline_if_known, outline_named as outline_named,
-    refuse_freezing as refuse_freezing,
+    recipe_image_rules as recipe_image_rules, refuse_freezing as refuse_freezing,
 )
-from .rope import Rope as Rope, Yarn as Yarn
 from .section_spec import model_folder as model_folder, spec_of as spec_of
 from .spec import (
     Block as Block, ExpertSpec as ExpertSpec, InitialRules as InitialRules, LayerSpec as LayerSpec,
@@ -59,13 +50,15 @@ from .stages import (
     cheapest_split as cheapest_split, split_by_cost as split_by_cost, split_outline as split_outline,
     stage_ranges as stage_ranges, stages_of_rank as stages_of_rank,
 )
-from .to_hf_vlm import disk_form as disk_form, vlm_to_disk as vlm_to_disk
 from .validate_spec import first_invalid_field as first_invalid_field
-from .vlm_outline import vlm_outline as vlm_outline
-from .vlm_presets import VLM_PRESETS as VLM_PRESETS
+from .vlm_config import disk_form as disk_form, vlm_from_disk as vlm_from_disk, vlm_to_disk as vlm_to_disk
 from .vlm_spec import (
     IMAGENET_MEAN as IMAGENET_MEAN, IMAGENET_STD as IMAGENET_STD, ImageLimits as ImageLimits,
     ProjectorSpec as ProjectorSpec, VisionBlock as VisionBlock, VisionEnds as VisionEnds, VisionSpec as VisionSpec,
-    VlmSpec as VlmSpec,
+    VlmSpec as VlmSpec, vlm_outline as vlm_outline,
 )
-from .weight_files import weight_files as weight_files
+from .weight_files import (
+    BaseDigest as BaseDigest, base_difference as base_difference, base_reference as base_reference,
+    compute_base_digest as compute_base_digest, file_digest as file_digest, file_identity as file_identity,
+    initial_digest as initial_digest, weight_files as weight_files,
+)

@@ -10,7 +10,7 @@ from trimaran.core.input_rules import ScenePoints
 from trimaran.models.outline import Outline, outline_of
 from trimaran.models.perception_spec import PerceptionSpec, perception_config, perception_outline
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_spec import ImageLimits, VisionSpec, VlmSpec
+from trimaran.models.vlm_spec import ImageLimits, VisionSpec, VlmSpec, vlm_outline
 
 Spec = ModelSpec | VlmSpec | PerceptionSpec
 
@@ -37,8 +37,6 @@ def spec_outline(spec: Spec, images: ImageLimits, points: ScenePoints | None = N
         case ModelSpec():
             return outline_of(spec)
         case VlmSpec():
-            from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
-
             return vlm_outline(spec, images)
         case PerceptionSpec():
             return perception_outline(spec, points)
@@ -52,7 +50,7 @@ def disk_config(spec: Spec) -> dict[str, Any]:
 
             return spec_to_hf(spec)
         case VlmSpec():
-            from trimaran.models.to_hf_vlm import vlm_to_disk  # noqa: PLC0415
+            from trimaran.models.vlm_config import vlm_to_disk  # noqa: PLC0415
 
             return vlm_to_disk(spec)
         case PerceptionSpec():

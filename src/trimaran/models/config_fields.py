@@ -1,10 +1,14 @@
-"""Fields of a third-party config.json, read with type checks and under any of their alternative names."""
+"""Fields of a config.json and of a recipe's shape, each checked against its type."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trimaran.core import UserError
+from trimaran.core import UserError, did_you_mean
+from trimaran.core.regular_files import read_regular_bytes
 from trimaran.models.validate_spec import MOST
 
 Names = tuple[str, ...]
@@ -114,3 +118,90 @@ def unknown_network(what: str, where: str, *, fix: str = "add what is missing") 
 def show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def changed(kind: type, now: Any, changes: Any, where: str) -> Any:
+    """Return a dataclass of type `kind` that equals `now` except for `changes`, whose types are checked."""
+    if not isinstance(changes, Mapping):
+        raise wrong_value(f"{changes!r} is not a mapping of fields", where)
+    hints = get_type_hints(kind)
+    refuse_unknown(changes, hints, where)
+    values = {} if now is None else {name: getattr(now, name) for name in hints}
+    for key, value in changes.items():
+        values[key] = _typed(hints[key], values.get(key), value, f"{where}.{key}")
+    for each in fields(kind):
+        if each.name not in values and each.default is MISSING:
+            raise wrong_value(f"{each.name} is missing", where)
+    return kind(**values)
+
+
+def refuse_unknown(changes: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for key in changes:
+        if key not in known:
+            raise UserError("M008", f"a shape has no field '{key}'{did_you_mean(str(key), known)}", where=where,
+                            fix=f"the fields here are {', '.join(known)}")  # fmt: skip
+
+
+def wrong_value(what: str, where: str) -> UserError:
+    return UserError("M009", what, where=where, fix=f"change or remove {where}")
+
+
+def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        return _sequence(args, value, where)
+    if origin is Literal:
+        if value not in args:
+            raise wrong_value(f"{value!r} is not one of {', '.join(map(str, args))}", where)
+        return value
+    if origin is UnionType or args:
+        if value is None and type(None) in args:
+            return None
+        hint = args[0]
+    if is_dataclass(hint):
+        return changed(hint, now, value, where)  # pyrefly: ignore[bad-argument-type]
+    return _plain(hint, value, where)
+
+
+def _sequence(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    endless = args[-1] is Ellipsis
+    if not isinstance(value, list | tuple) or not (endless or len(value) == len(args)):
+        raise wrong_value(f"{value!r} is not a list" + ("" if endless else f" of {len(args)} values"), where)
+    return tuple(_typed(args[0], None, each, where) for each in value)
+
+
+def _plain(kind: type, value: Any, where: str) -> Any:
+    if kind is float and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    if type(value) is not kind:
+        raise wrong_value(f"{value!r} is not {_KINDS[kind]}", where)
+    return value
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number (YAML needs a dot in it: 1.0e-5)",
+    bool: "true or false",
+    str: "a word",
+}
+
+
+def read_json(path: Path, *, limit_bytes: int) -> dict[str, Any]:
+    """Return the mapping in the file. Raises UserError if it is missing, malformed or too large."""
+    try:
+        text = read_regular_bytes(path, follow_links=True, limit_bytes=limit_bytes + 1)
+    except OSError as error:
+        raise UserError("M004", f"{path.name} cannot be read: {error.strerror}", where=str(path),
+                        fix="name a folder with a Hugging Face model that you may read") from None  # fmt: skip
+    if len(text) > limit_bytes:
+        raise UserError("M005", f"{path.name} is larger than {limit_bytes / 1e6:.0f} MB, which no such file needs",
+                        where=str(path), fix="check that this is the right file")  # fmt: skip
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError("M005", f"{path.name} is not JSON: it is truncated or damaged", where=str(path),
+                        fix="copy or download the file again") from None  # fmt: skip
+    if not isinstance(tree, dict):
+        raise UserError("M005", f"{path.name} holds no fields", where=str(path), fix="copy or download the file again")
+    return tree

@@ -10,10 +10,9 @@ from trimaran.models.config_fields import Fields, bad_field, show
 from trimaran.models.families.common_fields import HF_NAMES, write_decoder
 from trimaran.models.families.disk_parts import PartsOf, plain_parts
 from trimaran.models.families.registry import FAMILIES
-from trimaran.models.rope import Rope
-from trimaran.models.spec import ModelSpec
+from trimaran.models.layer_variations import Rope
+from trimaran.models.spec import ModelSpec, variations
 from trimaran.models.validate_spec import first_invalid_field
-from trimaran.models.variations import variations
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:

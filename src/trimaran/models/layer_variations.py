@@ -1,11 +1,139 @@
-"""Small, named variations of a decoder's layers, beyond Llama's. The defaults are Llama's."""
+"""Small, named variations of a decoder's layers, beyond Llama's and, for experts, Qwen's. These are the defaults."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from trimaran.models.expert_variations import LatentSpec
-from trimaran.models.rope import Rope
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """YaRN's own settings. `attention_factor` scales cosines and sines; 0 computes it from the factor.
+
+    `mscale` and `mscale_all_dim` are DeepSeek's two terms of that factor; 0 is none.
+    """
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """Phi-3's divisors of each frequency, for sequences up to the original length and for longer ones.
+
+    `attention_factor` scales cosines and sines; 0 computes it from the factor.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions. `factor` above 1 scales the frequencies in the way of `scaling`, by default as in Llama 3.1.
+
+    `rotary_dim` are the first features of each head that are rotated; 0 is all of them. `interleaved`: a pair are
+    neighbouring features, not one of the first half and one of the second.
+    """
+
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+    scaling: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    rotary_dim: int = 0
+    interleaved: bool = False
+    yarn: Yarn | None = None
+    longrope: LongRope | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every feature of a head is rotated with one of the other half, as the fast kernels do it."""
+        return not self.rotary_dim and not self.interleaved
+
+
+PLAIN_ROPE = Rope()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """How a router scores and chooses experts.
+
+    `scoring` turns a token's logits into the weights of experts. With `groups` above 1 a token first chooses the
+    `top_groups` groups whose best `group_top` experts have the largest sum, and then experts of those. `scale`
+    multiplies the weights. `bias`: the logits have a learned bias. `correction`: a bias that is added to the scores
+    when experts are chosen, but not to their weights; no gradient changes it. After each optimizer step it grows by
+    `correction_rate` for experts with less than the mean load, and shrinks for those with more (DeepSeek-V3).
+    `weights_input`: weights multiply what an expert is given and not what it returns (Llama-4).
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_top: int = 1
+    scale: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    correction_rate: float = 0.0
+    weights_input: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertUnit:
+    """How the feed-forward of an expert differs from SwiGLU.
+
+    `bias`: its three projections have biases. `limit` above 0 clamps the gate from above and the other projection on
+    both sides; the gate is then multiplied by the sigmoid of `alpha` times itself, and the other projection is
+    increased by one (GPT-OSS).
+    """
+
+    bias: bool = False
+    limit: float = 0.0
+    alpha: float = 1.702
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are made from one vector of `kv_rank`.
+
+    `nope_dim` and `rope_dim` are the features of a query and a key without and with rotary positions; the latter are
+    the same for all heads' keys. `value_dim` is the width of a head's value. `query_rank` 0 is a query without a latent
+    vector. `norm_eps` is that of the norms of the latent vectors, which is fixed in these models.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int = 0
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Return the weights of one layer's attention."""
+        rank, width = self.query_rank, heads * self.head_dim
+        query = rank * (hidden + width) if rank else hidden * width
+        narrow = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return query + narrow + heads * self.value_dim * hidden + self.extras(hidden)
+
+    def extras(self, hidden: int) -> int:
+        """Return the weights of one layer's attention outside matmuls: norms and biases."""
+        biases = self.query_rank + self.kv_rank + self.rope_dim + hidden
+        return self.query_rank + self.kv_rank + biases * self.bias
+
+
+PLAIN_ROUTER, PLAIN_UNIT = RouterSpec(), ExpertUnit()
+
 
 Value = TypeVar("Value")
 

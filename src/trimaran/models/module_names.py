@@ -5,8 +5,7 @@ from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.models.any_spec import Spec
-from trimaran.models.expert_variations import LatentSpec
-from trimaran.models.layer_variations import norm_names
+from trimaran.models.layer_variations import LatentSpec, norm_names
 from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
 from trimaran.models.spec import LayerSpec, ModelSpec
 from trimaran.models.vlm_spec import VlmSpec

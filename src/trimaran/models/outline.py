@@ -4,12 +4,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from trimaran.core import Bytes, Flops
-from trimaran.models.layer_adapter import LayerAdapter, LinearShape
-from trimaran.models.spec import ExpertSpec, ModelSpec
-from trimaran.models.vocabulary_split import rows_per_rank
+from trimaran.core import Bytes, Flops, RowCost
+from trimaran.models.spec import ExpertSpec, ModelSpec, rows_per_rank
+
+
+class LinearShape(NamedTuple):
+    """A linear layer: its module name, its width, and which side tensor parallelism splits."""
+
+    name: str
+    inputs: int
+    outputs: int
+    tp_splits: Literal["outputs", "inputs", "nothing"]
+
+    def on_rank(self, tp: int) -> tuple[int, int]:
+        """Return inputs and outputs on one tensor-parallel rank."""
+        inputs = self.inputs // tp if self.tp_splits == "inputs" else self.inputs
+        return inputs, self.outputs // tp if self.tp_splits == "outputs" else self.outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAdapter:
+    """Low-rank matrices beside the frozen linear layers `targets` of one layer.
+
+    has_magnitude: DoRA also trains one factor for each output.
+    has_dropout: each adapter drops elements of its input, so that linear layers no longer share it.
+    is_4bit: the frozen linear layers are stored as 4-bit NormalFloat (NF4).
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    has_magnitude: bool = False
+    has_dropout: bool = False
+    is_4bit: bool = False
+
+    def parameters(self, linear: LinearShape, tp: int = 1) -> int:
+        """Return the trained parameters beside a linear layer: those that one tensor-parallel rank holds."""
+        inputs, outputs = linear.on_rank(tp)
+        return self.rank * (inputs + outputs) + outputs * self.has_magnitude
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -549,3 +582,40 @@ def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
         ),
         extras=extras + spec.attention_extras,
     )
+
+
+def row_cost(outline: Outline) -> RowCost:
+    """Return the forward and backward FLOPs of a sample's parts, relative to one language token.
+
+    The projector is counted with the patches that it merges.
+    """
+    main = outline.main
+    token, token_pair = _arithmetic(main, outline)
+    token += 2.0 * main.head_parameters * (1 + main.is_head_trained + outline.has_backward(main))
+    patch = patch_pair = 0.0
+    before = [tower for tower in outline.towers if tower is not main]
+    for tower in before:
+        linear, pair = _arithmetic(tower, outline)
+        # A tower with fewer positions than the first one has merged them.
+        position_ratio = tower.positions / before[0].positions if before[0].positions else 1.0
+        patch, patch_pair = patch + linear * position_ratio, patch_pair + pair
+    return RowCost(token_pair=token_pair / token, patch=patch / token, patch_pair=patch_pair / token)
+
+
+def _arithmetic(tower: Tower, outline: Outline) -> tuple[float, float]:
+    """Return the FLOPs of one position of a tower, and those for each position that it attends to."""
+    linear = pair = 0.0
+    passes, has_backward = outline.passes(tower), outline.has_backward(tower)
+    for block, count in tower.runs:
+        if isinstance(block, OutlineLayer):
+            linear += 2.0 * (passes * block.active_weights + 3 * block.adapter_parameters()) * count
+            causal_fraction = 0.5 if block.causal else 1.0
+            # A window bounds the number of keys: its cost is linear in the number of positions.
+            pair_flops = (6.0 if has_backward else 2.0) * block.heads * (block.head_dim + block.value_dim) * count
+            if block.window:
+                linear += pair_flops * block.window
+            else:
+                pair += pair_flops * causal_fraction
+        elif tower.positions:
+            linear += passes * block.sample_flops * count / tower.positions
+    return linear, pair

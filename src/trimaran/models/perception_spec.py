@@ -8,9 +8,8 @@ from typing import Any
 from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
 from trimaran.core.input_rules import GROUND, LIDAR_NUMBERS, OBJECTS, RADAR_NUMBERS, ScenePoints, SceneRules
 from trimaran.core.regular_files import expand_user
-from trimaran.models.json_file import read_json
+from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
 from trimaran.models.outline import LayerOperators, Opaque, Outline, Tower, TowerLayer
-from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
 from trimaran.models.spec import InitialRules
 
 MODEL_TYPE = "trimaran_perception"

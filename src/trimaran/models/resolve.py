@@ -1,23 +1,23 @@
-"""Resolves the recipe's model section, or a name, to an outline."""
+"""Resolves the recipe's model section, or a name, to an outline; and its images to the rules of the model."""
 
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
-from trimaran.core import DataSection, ModelSection, UserError, did_you_mean, show_count
+from trimaran.core import DataSection, ImageRules, ModelSection, Recipe, UserError, did_you_mean, show_count
 from trimaran.core.input_rules import ScenePoints
 from trimaran.core.plugins import UNCHECKED
 from trimaran.core.regular_files import expand_user
-from trimaran.models.adapted_outline import with_adapter
+from trimaran.models.adapter_rules import with_adapter
 from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
+from trimaran.models.config_fields import read_json
 from trimaran.models.hub.hub_names import repo_name
-from trimaran.models.json_file import read_json
-from trimaran.models.model_presets import PRESETS
+from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of
 from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_spec import ImageLimits
+from trimaran.models.vlm_spec import ImageLimits, VlmSpec, vlm_outline
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
@@ -70,9 +70,6 @@ def outline_named(text: str) -> Outline:
     path = expand_user(text)
     if text in PRESETS:
         return outline_of(PRESETS[text])
-    from trimaran.models.vlm_outline import vlm_outline  # noqa: PLC0415
-    from trimaran.models.vlm_presets import VLM_PRESETS  # noqa: PLC0415
-
     if text in VLM_PRESETS:
         return vlm_outline(VLM_PRESETS[text], ImageLimits())
     if path.suffix == ".json" and path.is_file():
@@ -152,3 +149,35 @@ def model_text(section: ModelSection, data: DataSection) -> str:
         outline = None  # its folder is on another machine
     size = f", {show_count(outline.num_parameters)} parameters" if outline else ""
     return f"{' '.join(names)}{size}"
+
+
+TEMPORAL_PATCH = 2  # frames
+QWEN_25_RATE = 4  # time positions of a second, if a folder of Qwen2.5-VL does not say: the default in transformers
+
+
+def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
+    """Return the model's image rules, within the recipe's pixel limits; None for a model without vision."""
+    spec, samples = spec_of(recipe.model), recipe.data.samples
+    if spec is None or spec.vision is None:
+        return None
+    rules = spec.images()
+    if samples.temporal_patches:
+        rules = replace(rules, frames=_frames_together(spec), time_positions=_time_positions(spec))
+    most = samples.max_pixels or rules.max_pixels
+    return replace(rules, min_pixels=min(samples.min_pixels or rules.min_pixels, most), max_pixels=most)
+
+
+def _frames_together(spec: VlmSpec) -> int:
+    """Return how many frames share a patch. Raises for a model whose patches or positions have no time."""
+    if spec.vision.frames != TEMPORAL_PATCH or not spec.sections:
+        raise UserError("M090", f"{spec.name} does not read two frames of a video as one image",
+                        where="data.samples.temporal_patches",
+                        fix="set it to false, or train a Qwen2-VL, Qwen2.5-VL or Qwen3-VL")  # fmt: skip
+    return spec.vision.frames
+
+
+def _time_positions(spec: VlmSpec) -> int | None:
+    """Return the time positions of a second of video; 0: one for each pair of frames; None: times are in the text."""
+    if len(spec.sections) > 3:  # Qwen3-VL
+        return None
+    return spec.vision.ends.positions_per_second or (QWEN_25_RATE if spec.vision.window else 0)

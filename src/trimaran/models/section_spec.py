@@ -9,12 +9,13 @@ from trimaran.core import ModelSection, UserError, did_you_mean
 from trimaran.core.recipe import PredictionSection
 from trimaran.core.regular_files import expand_user
 from trimaran.models.any_spec import Spec
-from trimaran.models.json_file import read_json
+from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
+from trimaran.models.hub.hub_names import near_folder, repo_name
 from trimaran.models.layer_variations import PredictionSpec
-from trimaran.models.model_presets import PRESETS
-from trimaran.models.shape_fields import changed, refuse_unknown, wrong_value
+from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.spec import Block, ModelSpec
-from trimaran.models.validate_spec import first_invalid_field
+from trimaran.models.validate_spec import first_invalid_field, first_invalid_vlm_field
+from trimaran.models.vlm_spec import VlmSpec, interleaved_sections
 
 MAX_CONFIG_BYTES = 10_000_000
 DEFAULT_PRESET = "tiny"
@@ -30,8 +31,6 @@ def spec_of(section: ModelSection) -> Spec | None:
         case "decoder":
             return _decoder_of(section)
         case "vlm":
-            from trimaran.models.vlm_section import vlm_of  # noqa: PLC0415
-
             spec = vlm_of(section)
         case "perception":
             from trimaran.models.perception_spec import perception_spec  # noqa: PLC0415
@@ -59,7 +58,6 @@ def _decoder_of(section: ModelSection) -> ModelSpec:
 def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any]) -> ModelSpec:
     """Return the decoder of a Hugging Face folder with this config.json."""
     from trimaran.models.from_hf import spec_from_hf  # noqa: PLC0415
-    from trimaran.models.hub.hub_names import repo_name  # noqa: PLC0415
 
     spec = spec_from_hf(config, where=str(folder / "config.json"))
     return reshaped(replace(spec, name=repo_name(folder)), shape)
@@ -68,18 +66,69 @@ def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any
 def _hf_of(section: ModelSection) -> Spec | None:
     """Return the shape of a Hugging Face model; None if no spec of ours describes it."""
     from trimaran.models.from_hf import lacks_expert_field, unsupported  # noqa: PLC0415
-    from trimaran.models.from_hf_vlm import FOREIGN  # noqa: PLC0415
+    from trimaran.models.vlm_config import FOREIGN  # noqa: PLC0415
 
     assert section.path is not None, "a section of family hf without a path is refused"
     folder = model_folder(section.path)
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     if config.get("model_type") in FOREIGN:
-        from trimaran.models.vlm_section import foreign_vlm  # noqa: PLC0415
-
         return foreign_vlm(config, folder)
     if unsupported(config) or lacks_expert_field(config):
         return None
     return _decoder_in(folder, config, section.shape)
+
+
+def foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
+    """Return the shape of a Hugging Face vision-language model; None if our image pipeline does not support it.
+
+    It can still be planned; training it raises the reason.
+    """
+    from trimaran.models.internvl import with_image_tokens  # noqa: PLC0415
+    from trimaran.models.vlm_config import vlm_from_disk  # noqa: PLC0415
+
+    try:
+        config = with_image_tokens(config, folder)
+        return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
+    except UserError:
+        return None
+
+
+def vlm_of(section: ModelSection) -> VlmSpec:
+    """Return the shape of a vision-language model. The fields of its language model are a decoder's."""
+    from trimaran.models.internvl import with_image_tokens  # noqa: PLC0415
+    from trimaran.models.vlm_config import vlm_from_disk  # noqa: PLC0415
+
+    if section.path is None:
+        spec = preset_named(section.preset or DEFAULT_PRESET, VLM_PRESETS)
+    else:
+        folder = model_folder(section.path)
+        file = folder / "config.json"
+        config = with_image_tokens(read_json(file, limit_bytes=MAX_CONFIG_BYTES), folder)
+        spec = vlm_from_disk(config, where=str(file))
+        spec = replace(spec, name=repo_name(folder))
+    if spec.vision.variant == "anyres":
+        raise UserError("M076", "our network does not arrange tiles as LLaVA-OneVision does", where="model.family",
+                        fix="use model.family hf, which trains it on data-parallel plans")  # fmt: skip
+    shape = dict(section.shape)
+    if (language := shape.pop("language", None)) is not None:
+        if not isinstance(language, Mapping):
+            raise wrong_value(f"{language!r} is not a mapping of fields", "model.shape.language")
+        before, spec = spec.language.head_dim, replace(spec, language=reshaped(spec.language, language))
+        if spec.sections and spec.language.head_dim != before:
+            sections, pairs = _sections(spec.language.head_dim // 2), spec.language.head_dim // 2
+            is_interleaved = len(spec.sections) > len(sections)
+            spec = replace(spec, sections=interleaved_sections(sections, pairs) if is_interleaved else sections)
+    refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
+    spec = changed(VlmSpec, spec, shape, "model.shape")
+    if problem := first_invalid_vlm_field(spec):
+        raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")
+    return spec
+
+
+def _sections(pairs: int) -> tuple[int, int, int]:
+    """Return Qwen2-VL's M-RoPE sections of `pairs`: a quarter for time, the rest for row and column."""
+    row = 3 * pairs // 8
+    return pairs - 2 * row, row, row
 
 
 def _predicting(spec: ModelSpec, section: ModelSection, wanted: PredictionSection) -> ModelSpec:
@@ -106,8 +155,6 @@ def model_folder(path: str) -> Path:
     named = expand_user(path)
     folder = named.parent if named.name == "config.json" else named
     if not folder.is_dir():
-        from trimaran.models.hub.hub_names import near_folder  # noqa: PLC0415
-
         near = near_folder(path)
         raise UserError("M004", f"there is no such folder{f' (did you mean {near!r}?)' if near else ''}",
                         where=f"model.path {path}",
@@ -143,8 +190,6 @@ def preset_named(name: str, presets: Mapping[str, Any]) -> Any:
     """Return a preset of a family. Raises UserError if it has none of this name."""
     if name in presets:
         return presets[name]
-    from trimaran.models.vlm_presets import VLM_PRESETS  # noqa: PLC0415
-
     other = next((family for family, table in (("decoder", PRESETS), ("vlm", VLM_PRESETS)) if name in table), None)
     if other:
         raise UserError("M001", f"the preset '{name}' belongs to the family {other}", where="model.preset",

@@ -4,17 +4,21 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trimaran.models.expert_variations import PLAIN_ROUTER, PLAIN_UNIT, ExpertUnit, RouterSpec
 from trimaran.models.layer_variations import (
     PLAIN_ATTENTION,
     PLAIN_ENDS,
     PLAIN_NORMS,
+    PLAIN_ROPE,
+    PLAIN_ROUTER,
+    PLAIN_UNIT,
     AttentionSpec,
     Ends,
+    ExpertUnit,
     NormSpec,
     PredictionSpec,
+    Rope,
+    RouterSpec,
 )
-from trimaran.models.rope import PLAIN_ROPE, Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,3 +249,42 @@ class ModelSpec:
         # A prediction layer has three norms more, and the projection of the stream beside an embedding.
         predicting = self.prediction_layers * (self.layer_parameters + self.hidden * (3 + 2 * self.hidden))
         return self.layers * self.layer_parameters - fewer + predicting + self.hidden + ends
+
+
+def variations(spec: ModelSpec) -> list[str]:
+    """Return what the layers and ends of `spec` have that no Llama or Qwen has."""
+    block, attention, norm, rope = spec.block, spec.block.attention, spec.block.norm, spec.block.rope
+    has = {
+        "an attention window": any(attention.windows),
+        "layers without rotary positions": not all(attention.rope_layers),
+        "a bias after attention": attention.out_bias,
+        "a norm over all heads": attention.wide_qk_norm,
+        "its own scale of scores": attention.scale > 0,
+        "a soft cap of scores": attention.softcap > 0,
+        "sinks": attention.sinks,
+        "LayerNorm": norm.kind == "layer",
+        "norms with a unit offset": norm.unit_offset,
+        f"norms {norm.placement} attention": norm.placement != "before",
+        "a parallel feed-forward": norm.parallel,
+        "a scaled embedding": block.ends.embedding_scale != 1,
+        "scaled or capped logits": not block.ends.bare_head,
+        f"the activation {block.activation}": block.activation != "silu",
+        f"{rope.scaling} positions": rope.scaling != "llama3",
+        "partly rotated heads": rope.rotary_dim > 0,
+        "interleaved rotary pairs": rope.interleaved,
+        "latent attention": attention.latent is not None,
+        "chunked attention": attention.chunk > 0,
+        "multi-token prediction": block.prediction is not None,
+        "varied routing or experts": block.experts is not None and not block.experts.is_plain,
+    }
+    return [name for name, present in has.items() if present]
+
+
+def rows_per_rank(rows: int, degree: int) -> int:
+    """Return how many rows the first of `degree` ranks holds; the last ranks may hold fewer."""
+    return -(-rows // degree)
+
+
+def every_rank_has_rows(rows: int, degree: int) -> bool:
+    """Return whether no rank is left without rows."""
+    return rows_per_rank(rows, degree) * (degree - 1) < rows

@@ -12,7 +12,7 @@ from torch import nn
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.models import model_folder, read_json, spec_of, weight_files
-from trimaran.models.base_digest import BASE_DIGEST, base_difference, changed_base, compute_base_digest
+from trimaran.models.weight_files import BASE_DIGEST, base_difference, changed_base, compute_base_digest
 from trimaran.nets import Network, initialise
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.merge import merge_in_place

@@ -13,7 +13,7 @@ from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data import TokenShards
 from trimaran.data.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from trimaran.models import model_folder
-from trimaran.models.recipe_images import recipe_image_rules
+from trimaran.models.resolve import recipe_image_rules
 from trimaran.nets import Network
 from trimaran.parallel.precision import DTYPES
 from trimaran.serve.adapted_weights import adapted_section, has_adapter, load_adapted_weights

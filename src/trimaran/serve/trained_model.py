@@ -14,8 +14,8 @@ from trimaran.core import ImageRules, ModelSection, UserError
 from trimaran.data.text.tokenizer import Tokenizer
 from trimaran.models import read_json, spec_of
 from trimaran.models.from_hf import unsupported
-from trimaran.models.from_hf_vlm import vlm_from_disk
-from trimaran.models.internvl_tokens import with_image_tokens
+from trimaran.models.internvl import with_image_tokens
+from trimaran.models.vlm_config import vlm_from_disk
 from trimaran.nets import Network
 from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.train.generation.next_token import CachedLogits, NextTokenModel, whole_sequence_logits

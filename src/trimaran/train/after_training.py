@@ -168,7 +168,7 @@ def _write_answers(
     trainer = parts.trainer
     with Loader(holdout, steps=1) as loader, trainer.link.section("data"):
         inputs = next(loader).to(trainer.device).micro(0)
-    from trimaran.models.recipe_images import recipe_image_rules  # noqa: PLC0415  only samples have images
+    from trimaran.models.resolve import recipe_image_rules  # noqa: PLC0415  only samples have images
 
     rules = recipe_image_rules(trainer.recipe)
     predicted = generate_answers(

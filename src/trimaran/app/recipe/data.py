@@ -121,7 +121,7 @@ def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
     from trimaran.data.samples.chat_templates import choose_template
     from trimaran.data.samples.prepare_samples import prepare_samples
     from trimaran.data.samples.sample_index import SampleIndex
-    from trimaran.models.recipe_images import recipe_image_rules
+    from trimaran.models.resolve import recipe_image_rules
 
     rules = recipe_image_rules(asked)
     with progress_bar(open_console(stderr=True)) as progress:

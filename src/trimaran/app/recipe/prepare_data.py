@@ -36,7 +36,7 @@ def check_data(recipe: Recipe) -> None:
         check(recipe.data)
     else:
         from trimaran.data.samples.prepare_samples import check_samples
-        from trimaran.models.recipe_images import recipe_image_rules
+        from trimaran.models.resolve import recipe_image_rules
 
         check_samples(recipe.data, recipe_image_rules(recipe))
 
@@ -110,7 +110,7 @@ def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> Prepared
     from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
     from trimaran.data.samples.prepare_samples import prepare_samples
     from trimaran.data.samples.sample_index import SampleIndex
-    from trimaran.models.recipe_images import recipe_image_rules
+    from trimaran.models.resolve import recipe_image_rules
 
     rules = recipe_image_rules(recipe)
     index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))

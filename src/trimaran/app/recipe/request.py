@@ -86,7 +86,7 @@ def read_question(
     raise_together(mistakes)
     assert cluster is not None, "a cluster that cannot be read is a mistake"
     if rows is not None and outline is not None and spec is not None and spec.vision is not None:
-        from trimaran.models.vlm_outline import with_row_sizes
+        from trimaran.models.vlm_spec import with_row_sizes
 
         outline = with_row_sizes(outline, spec, rows)
     return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, rows=rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from trimaran.checkpoint.convert.export_hf import all_tensors, copy_tokenizer_files, write_folder
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder, spec_of
-from trimaran.models.base_digest import BASE_DIGEST, base_reference
+from trimaran.models.weight_files import BASE_DIGEST, base_reference
 from trimaran.nets import Network, network_of
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor

@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from trimaran.models.config_fields import Fields, show
-from trimaran.models.expert_variations import LatentSpec, RouterSpec
 from trimaran.models.families.architecture import Family
 from trimaran.models.families.common_fields import OFF, read_decoder
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_corrected_router, read_shared_experts, write_shared_experts
 from trimaran.models.families.rope_fields import read_rope, rope_lacks
-from trimaran.models.layer_variations import AttentionSpec
+from trimaran.models.layer_variations import AttentionSpec, LatentSpec, RouterSpec
 from trimaran.models.spec import Block, ModelSpec
 
 _OFF = OFF | {"hidden_act": (None, "silu"), "moe_layer_freq": (None, 1), "mlp_bias": (None, False)}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trimaran.models.config_fields import Fields
-from trimaran.models.expert_variations import RouterSpec
+from trimaran.models.layer_variations import RouterSpec
 from trimaran.models.spec import ExpertSpec
 
 # transformers ignores and preserves these fields, which only matter for training.

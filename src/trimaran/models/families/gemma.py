@@ -14,8 +14,7 @@ from trimaran.models.families.rope_fields import (
     rope_lacks,
     write_scaling,
 )
-from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec
-from trimaran.models.rope import Rope
+from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec, Rope
 from trimaran.models.spec import Block, ModelSpec
 from trimaran.models.validate_spec import MOST_LAYERS
 

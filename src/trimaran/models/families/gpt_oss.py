@@ -5,15 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from trimaran.models.config_fields import Fields
-from trimaran.models.expert_variations import ExpertUnit, RouterSpec
 from trimaran.models.families.architecture import Family
 from trimaran.models.families.common_fields import OFF, read_decoder
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_losses, write_losses
 from trimaran.models.families.layer_kinds import layer_types_lack, read_windows, written_types
 from trimaran.models.families.rope_fields import read_rope, rope_lacks, rope_tree
-from trimaran.models.layer_variations import AttentionSpec
-from trimaran.models.rope import Rope
+from trimaran.models.layer_variations import AttentionSpec, ExpertUnit, Rope, RouterSpec
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
 _OFF = OFF | {"hidden_act": (None, "silu")}

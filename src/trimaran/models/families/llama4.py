@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show
-from trimaran.models.expert_variations import RouterSpec
 from trimaran.models.families.architecture import Family
 from trimaran.models.families.common_fields import OFF, read_decoder
 from trimaran.models.families.disk_parts import DiskPart, Shape, plain_parts, renamed
 from trimaran.models.families.expert_fields import read_losses, write_losses
 from trimaran.models.families.rope_fields import read_rope, rope_lacks
-from trimaran.models.layer_variations import AttentionSpec, TemperatureSpec
+from trimaran.models.layer_variations import AttentionSpec, RouterSpec, TemperatureSpec
 from trimaran.models.spec import Block, ExpertSpec, ModelSpec
 
 _OFF = OFF | {"hidden_act": (None, "silu"), "router_jitter_noise": (None, 0)}

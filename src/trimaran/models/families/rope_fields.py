@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show
-from trimaran.models.rope import LongRope, Rope, Yarn
+from trimaran.models.layer_variations import LongRope, Rope, Yarn
 
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")

@@ -15,7 +15,7 @@ from torch import Tensor
 from trimaran.core import AdapterSection, UserError
 from trimaran.core.regular_files import check_regular_file
 from trimaran.models import read_json
-from trimaran.models.to_hf_vlm import disk_form
+from trimaran.models.vlm_config import disk_form
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, adapter_scaling, is_adapter_parameter
 from trimaran.nets.adapters.peft_format import DOWN, MAGNITUDE, PEFT_CONFIG, PEFT_WEIGHTS, PREFIX, SUFFIXES, UP, WEIGHT

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
-from trimaran.models.rope import PLAIN_ROPE
+from trimaran.models.layer_variations import PLAIN_ROPE
 from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation, fused_norm, join_weights, rotary_projection

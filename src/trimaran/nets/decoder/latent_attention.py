@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.models import LayerSpec, ModelSpec, Rope
-from trimaran.models.expert_variations import LatentSpec
+from trimaran.models.layer_variations import LatentSpec
 from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.decoder.attention import RMSNorm, rotate
 from trimaran.nets.decoder.attention_context import AttentionScope, Context

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.models.expert_variations import LatentSpec
+from trimaran.models.layer_variations import LatentSpec
 from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.decoder.key_value_cache import CachedLayer
 from trimaran.nets.paged_cache import (

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import ExpertSpec
-from trimaran.models.expert_variations import PLAIN_UNIT, ExpertUnit
+from trimaran.models.layer_variations import PLAIN_UNIT, ExpertUnit
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.joint_projections import join_weights, joint_swiglu
 from trimaran.nets.decoder.moe_router import NUM_EXTRA_STATS, Routing, route

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trimaran.models import ExpertSpec
-from trimaran.models.expert_variations import RouterSpec
+from trimaran.models.layer_variations import RouterSpec
 from trimaran.nets.decoder.attention_context import Context
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from trimaran.models.rope import Rope, Yarn
+from trimaran.models.layer_variations import Rope, Yarn
 
 
 def frequencies(rope: Rope, head_dim: int, device: torch.device, *, long: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.models import Spec, model_folder, weight_files
-from trimaran.models.from_hf_vlm import FOREIGN
+from trimaran.models.vlm_config import FOREIGN
 from trimaran.nets.absent_modules import STREAM_ARGUMENT
 from trimaran.nets.decoder.attention_context import Context, document_positions
 from trimaran.nets.decoder.key_value_cache import CacheExtension, KeyValueCache

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
-from trimaran.models.from_hf_vlm import vlm_from_disk
+from trimaran.models.vlm_config import vlm_from_disk
 from trimaran.nets.hf_weights import without_head
 
 try:

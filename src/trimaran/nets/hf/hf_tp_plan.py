@@ -8,7 +8,7 @@ from torch import nn
 
 from trimaran.core import UserError
 from trimaran.models.hf_facts import refuse_tp_degree
-from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.models.spec import every_rank_has_rows
 from trimaran.nets.decoder.stacked_experts import stacked_experts
 
 # The style of a module in transformers, and ours. Between a colwise and a rowwise module, both hold a rank's own heads

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.models.to_hf_vlm import Form
+from trimaran.models.vlm_config import Form
 from trimaran.models.vlm_spec import CHANNELS, VlmSpec
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trimaran.models.to_hf_vlm import disk_form, vlm_to_disk
+from trimaran.models.vlm_config import disk_form, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.decoder.tp_plan import vlm_tensor_plan

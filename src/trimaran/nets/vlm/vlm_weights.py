@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimaran.core import UserError
 from trimaran.models import read_json
-from trimaran.models.to_hf_vlm import Form, disk_form, form_of_config
+from trimaran.models.vlm_config import Form, disk_form, form_of_config
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.hf_weights import damaged, first_few, open_weights
 from trimaran.nets.local_shards import is_on_meta, local_part, local_slices

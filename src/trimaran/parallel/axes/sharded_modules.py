@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models.vocabulary_split import rows_per_rank
+from trimaran.models.spec import rows_per_rank
 from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.nets.local_shards import local_bias, local_for_compute, local_matmul_weight
 from trimaran.nets.shard_types import is_dtensor

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Plan
 from trimaran.models import ModelSpec, Rope
-from trimaran.models.variations import variations
-from trimaran.models.vocabulary_split import rows_per_rank
+from trimaran.models.spec import rows_per_rank, variations
 from trimaran.planner.emit.emission import unknown_model
 
 BUILT_IN_ROPE = Rope()  # Megatron's built-in constants of Llama 3.1's RoPE scaling

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from trimaran.models import PRESETS, ModelSpec, Rope
-from trimaran.models.variations import variations
+from trimaran.models.spec import variations
 from trimaran.planner.emit.emission import unknown_model
 
 # Its flavors that equal one of our presets in every field (torchtitan 0.2.2, models/{llama3,qwen3}/__init__.py).

@@ -6,7 +6,7 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.models import ModelSpec, Spec, language_of, vision_of
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.plugin_family import check_plugin_family
-from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.models.spec import every_rank_has_rows
 from trimaran.planner.degrees import degrees, divisors, either, multiples_around
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero-bubble")

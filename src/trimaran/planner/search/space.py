@@ -12,7 +12,7 @@ from trimaran.core.plan import CONTEXTS, TowerPlan
 from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import positions_to_hide_launches, rates_of
 from trimaran.models import Spec, Tower, split_outline, vision_of
-from trimaran.models.vocabulary_split import every_rank_has_rows
+from trimaran.models.spec import every_rank_has_rows
 from trimaran.planner.degrees import divisors
 from trimaran.planner.loss_choices import CHUNKED, losses_of
 from trimaran.planner.question import NO_PINS, Question

@@ -16,8 +16,8 @@ from trimaran.checkpoint.load_state import fill_shards
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import Mesh, ModelSection, Plan, UserError
 from trimaran.models import language_of, spec_of, vision_of, weight_files
+from trimaran.models.spec import every_rank_has_rows
 from trimaran.models.stages import stage_ranges
-from trimaran.models.vocabulary_split import every_rank_has_rows
 from trimaran.nets import Network, network_of, open_network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.decoder.moe import ExpertWeights

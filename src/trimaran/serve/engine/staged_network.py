@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trimaran.models.vocabulary_split import rows_per_rank
+from trimaran.models.spec import rows_per_rank
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.parallel import RankMesh

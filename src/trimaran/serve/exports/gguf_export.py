@@ -15,8 +15,8 @@ from trimaran.core import UserError
 from trimaran.data.text.tokenizer import Tokenizer
 from trimaran.models import ModelSpec, spec_to_hf
 from trimaran.models.from_hf import spec_from_hf, unsupported
-from trimaran.models.rope import Rope
-from trimaran.models.variations import variations
+from trimaran.models.layer_variations import Rope
+from trimaran.models.spec import variations
 from trimaran.nets import Decoder, Network, network_of
 from trimaran.serve.exports.export_packages import cannot_hold, require_package
 from trimaran.serve.exports.gguf_tokenizer import gguf_tokenizer

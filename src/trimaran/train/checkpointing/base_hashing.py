@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trimaran.checkpoint.convert.export_peft import AdapterFacts, save_adapter, whole_modules
 from trimaran.checkpoint.saver import RANK_TIMEOUT_SECONDS, TorchStore
 from trimaran.core import ModelSection, Recipe, UserError
-from trimaran.models.base_digest import (
+from trimaran.models.weight_files import (
     BaseDigest,
     base_difference,
     base_files,

@@ -22,7 +22,7 @@ from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.vision.image_grid import grids_of, measure_images
 from trimaran.data.vision.patches import fill_patches
 from trimaran.models import model_folder, weight_files
-from trimaran.models.vlm_section import vlm_of
+from trimaran.models.section_spec import vlm_of
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.vlm.patch_layout import black_image

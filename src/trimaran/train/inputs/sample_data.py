@@ -10,8 +10,8 @@ from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
 from trimaran.data.text.pack_text import Progress
 from trimaran.models import outline_if_known
-from trimaran.models.recipe_images import recipe_image_rules
-from trimaran.models.row_cost import row_cost
+from trimaran.models.outline import row_cost
+from trimaran.models.resolve import recipe_image_rules
 from trimaran.nets import Network
 from trimaran.train.inputs.training_data import CacheFeatures, TrainingData
 from trimaran.train.loss.objective import choose_objective

@@ -1,12 +1,13 @@
-"""Converts the config.json of InternVL 2, 2.5 and 3 to a VlmSpec: OpenGVLab's own layout, and that of transformers."""
+"""The config.json of InternVL 2, 2.5 and 3 and our spec of it: OpenGVLab's own layout, and that of transformers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from trimaran.core import UserError
-from trimaran.models.config_fields import Fields, show
-from trimaran.models.from_hf import spec_from_hf
-from trimaran.models.hf_vision import USUAL
+from trimaran.models.config_fields import Fields, read_json, show
+from trimaran.models.from_hf import spec_from_hf, spec_to_hf
+from trimaran.models.outline_hf import USUAL
 from trimaran.models.spec import ModelSpec
 from trimaran.models.vlm_spec import (
     IMAGENET_MEAN,
@@ -168,3 +169,163 @@ def _tokens(fields: Fields) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
                         fix=f"put the folder's tokenizer files beside it, or set {image} to the id of "
                         "<IMG_CONTEXT>")  # fmt: skip
     return fields.integer(image), fields.numbers(start), fields.numbers(end)
+
+
+MAX_TOKENIZER_BYTES = 200_000_000
+
+
+def with_image_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `config` with the ids of the image tokens, if it is an InternVL's and lacks them."""
+    if config.get("model_type") not in (CHAT, OWN_LAYOUT):
+        return dict(config)
+    wanted = {token: field for token, field in TOKEN_FIELDS.items() if config.get(field) is None}
+    found: dict[str, Any] = {}
+    for token, number in _added_tokens(folder) if wanted else ():
+        if token in wanted and isinstance(number, int):
+            found.setdefault(wanted[token], number)
+        if len(found) == len(wanted):
+            break
+    return {**config, **found}
+
+
+def _added_tokens(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield the tokens that were added to the vocabulary, and their ids, from the smallest file to the largest."""
+    yield from _read(folder / "added_tokens.json").items()
+    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, Mapping) else ():
+        if isinstance(token, Mapping) and str(number).isdecimal():
+            yield token.get("content"), int(number)
+    listed = _read(folder / "tokenizer.json").get("added_tokens")
+    for token in listed if isinstance(listed, list) else ():
+        if isinstance(token, Mapping):
+            yield token.get("content"), token.get("id")
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    """Return the file's mapping; an empty one if it is missing or unreadable: the tokenizer's own checks say why."""
+    try:
+        return read_json(file, limit_bytes=MAX_TOKENIZER_BYTES) if file.is_file() else {}
+    except UserError:
+        return {}
+
+
+def is_internvl(spec: VlmSpec) -> bool:
+    """Return whether InternVL has exactly the features of `spec`."""
+    vision, block, language = spec.vision, spec.vision.block, spec.language
+    plain = VisionBlock(
+        rms_norm=block.rms_norm,
+        norm_eps=block.norm_eps,
+        qkv_bias=block.qkv_bias,
+        qk_norm=block.qk_norm,
+        scaled=True,
+    )
+    ends = VisionEnds(
+        class_token=True,
+        stem_bias=True,
+        table=vision.ends.table,
+        thumbnail=vision.ends.thumbnail,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+    )
+    return (
+        (vision.variant, block, vision.ends, vision.frames) == ("tiled", plain, ends, 1)
+        and (not block.qk_norm or block.rms_norm)
+        and (spec.projector.kind, spec.projector.merge, spec.projector_middle) == ("pixel-shuffle", 2, spec.hidden)
+        and (len(spec.before), len(spec.after)) == (1, 1)
+        and vision.ends.thumbnail != "first"
+        and not spec.sections
+        and language.block.experts is None
+        and (spec.layout != "internvl_internlm2" or language.heads * language.head_dim == language.hidden)
+    )
+
+
+def fits_transformers(spec: VlmSpec) -> bool:
+    """Return whether transformers' InternVL, too, has the features of `spec`, which `is_internvl`."""
+    vision = spec.vision
+    return vision.table_side == vision.tile_side and (not vision.block.qk_norm or vision.block.norm_eps == QK_NORM_EPS)
+
+
+def internvl_config(spec: VlmSpec) -> dict[str, Any]:
+    """Return the fields of transformers' InternVL."""
+    vision, block = spec.vision, spec.vision.block
+    return {
+        "text_config": spec_to_hf(spec.language),
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **_tower_fields(spec),
+            "attention_bias": block.qkv_bias,
+            "use_qk_norm": block.qk_norm,
+            "image_size": [vision.tile, vision.tile],
+            "patch_size": [vision.patch, vision.patch],
+        },
+        "downsample_ratio": 0.5,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,  # the layers after the tapped one do not exist
+        "vision_feature_select_strategy": "default",
+        "image_seq_length": (vision.tile_side // 2) ** 2,
+        "tie_word_embeddings": spec.tied,
+        **_image_fields(spec),
+    }
+
+
+def chat_config(spec: VlmSpec) -> dict[str, Any]:
+    """Return the fields of OpenGVLab's own layout, for the code that comes with its folders."""
+    vision, block = spec.vision, spec.vision.block
+    return {
+        "llm_config": _internlm_2(spec) if spec.layout == "internvl_internlm2" else spec_to_hf(spec.language),
+        "vision_config": {
+            "architectures": ["InternVisionModel"],
+            "model_type": "intern_vit_6b",
+            **_tower_fields(spec),
+            "qkv_bias": block.qkv_bias,
+            "qk_normalization": block.qk_norm,
+            "image_size": vision.table_side * vision.patch,
+            "patch_size": vision.patch,
+        },
+        "downsample_ratio": 0.5,
+        "ps_version": "v2",
+        "select_layer": -1,  # the layers after the tapped one do not exist
+        "force_image_size": vision.tile,
+        "use_backbone_lora": 0,
+        "use_llm_lora": 0,
+        **_image_fields(spec),
+    }
+
+
+def _tower_fields(spec: VlmSpec) -> dict[str, Any]:
+    """Return the fields of the vision tower that both layouts name alike."""
+    vision, block = spec.vision, spec.vision.block
+    return {
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.ffn,
+        "num_hidden_layers": vision.layers,
+        "num_attention_heads": vision.heads,
+        "hidden_act": "gelu",
+        "layer_norm_eps": block.norm_eps,
+        "norm_type": "rms_norm" if block.rms_norm else "layer_norm",
+    }
+
+
+def _internlm_2(spec: VlmSpec) -> dict[str, Any]:
+    language = spec_to_hf(spec.language)
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act",
+    )  # fmt: skip
+    kept = {name: language[name] for name in names if name in language}
+    kept |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+    return kept | {"rope_theta": spec.language.block.rope.theta, "tie_word_embeddings": spec.tied}
+
+
+def _image_fields(spec: VlmSpec) -> dict[str, Any]:
+    """Return how images are cut and which tokens stand for them: published folders have the ids in the tokenizer."""
+    image, start, end = TOKEN_FIELDS.values()
+    return {
+        "max_dynamic_patch": spec.max_tiles,
+        "min_dynamic_patch": 1,
+        "dynamic_image_size": True,
+        "use_thumbnail": spec.vision.ends.thumbnail == "last",
+        image: spec.image_token,
+        start: spec.before[0],
+        end: spec.after[0],
+    }

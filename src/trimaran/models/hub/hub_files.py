@@ -1,11 +1,16 @@
-"""Fetches a model of the Hugging Face Hub into the local cache, with `huggingface_hub`.
+"""Fetches models and datasets of the Hugging Face Hub, and those that the recipe of a run has on another machine.
 
 huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
 interrupted, and checks what it gets.
 """
 
 import fnmatch
+import logging
+import os
+import re
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trimaran.core import UserError
-from trimaran.models.hub.hub_errors import HubRepo, hub_error
+from trimaran.core import Recipe, UserError
+from trimaran.models.hub.hub_names import HubRepo, hub_cache_of, hub_error, hub_repo_of
+
+# huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
+# interrupted, and checks what it gets.
 
 Progress = Callable[[float], None]
 """Is called with the fraction that is there."""
@@ -168,3 +176,93 @@ def hub_errors(repo: HubRepo, hub: Any) -> Iterator[None]:
         raise
     except Exception as error:
         raise hub_error(error, repo, is_offline=bool(hub.constants.HF_HUB_OFFLINE)) from error
+
+
+FILE = "data.parquet"
+DEFAULT_SUBSET = "default"
+COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
+
+def dataset_folder(cache: Path, repo: HubRepo, sha: str, *, subset: str | None, split: str) -> Path:
+    """Return where a split is stored: the path says name, commit, subset and split."""
+    return cache / "hub" / repo.name.replace("/", "--") / sha / (subset or DEFAULT_SUBSET) / split
+
+
+def split_of_folder(folder: Path) -> tuple[HubRepo, str | None, str] | None:
+    """Return the repository, subset and split of a path that `dataset_folder` made; None for any other path."""
+    parts = folder.parts[-5:]
+    if len(parts) < 5 or parts[0] != "hub" or "--" not in parts[1]:
+        return None
+    repo = HubRepo(kind="dataset", name=parts[1].replace("--", "/", 1), revision=parts[2])
+    return repo, None if parts[3] == DEFAULT_SUBSET else parts[3], parts[4]
+
+
+def fetch_dataset(repo: HubRepo, cache: Path, *, subset: str | None, split: str) -> Path:
+    """Return the folder that holds the split as Parquet. It is complete or absent; the path names the commit."""
+    hub = load_hub(repo)
+    with hub_errors(repo, hub):
+        sha = _commit(hub, repo, cache)
+        folder = dataset_folder(cache, repo, sha, subset=subset, split=split)
+        if not (folder / FILE).is_file():
+            _store(_load(repo, sha, subset=subset, split=split), folder)
+    return folder
+
+
+def _commit(hub: Any, repo: HubRepo, cache: Path) -> str:
+    """Return the commit of the revision; without a network, the only one that is stored already."""
+    stored = sorted((cache / "hub" / repo.name.replace("/", "--")).glob("*"))
+    if repo.revision and any(each.name == repo.revision for each in stored):
+        return repo.revision
+    if len(stored) == 1 and repo.revision is None and not can_reach(hub):
+        return stored[0].name
+    sha = str(hub.HfApi().dataset_info(repo.name, revision=repo.revision).sha)
+    if not COMMIT.fullmatch(sha):  # it becomes a part of a path
+        raise ValueError(f"the Hub answered with the commit {sha[:80]!r}")
+    return sha
+
+
+def _load(repo: HubRepo, sha: str, *, subset: str | None, split: str) -> Any:
+    import datasets  # noqa: PLC0415  takes a second to import
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(repo.name, subset, split=split, revision=sha)
+    except ValueError as error:  # an unknown split or subset; the message lists those that exist
+        raise UserError("T064", f"{repo.name}: {' '.join(str(error).split())}", where=f"data.path {repo.name}",
+                        fix="set data.split and data.subset to those of the dataset") from None  # fmt: skip
+
+
+def _store(rows: Any, folder: Path) -> None:
+    """Write the rows beside the folder and rename it, so that no reader sees half of them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        rows.to_parquet(str(draft / FILE))
+        os.replace(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+log = logging.getLogger(__name__)
+
+
+def restore_missing_files(recipe: Recipe) -> None:
+    """Fetch the Hub's files of a run that are not on this machine, to the paths that the run's recipe names.
+
+    A run is created on one machine and may be started on others. The paths name the commits, so every machine gets the
+    same files.
+    """
+    model = recipe.model
+    if model.path and (found := hub_repo_of(model.path)) and not _has_weights(Path(model.path)):
+        log.info("fetching %s at %s from the Hub", *found)
+        repo = HubRepo(kind="model", name=found[0], revision=found[1])
+        fetch_model(repo, code=model.trust_remote_code, cache=hub_cache_of(model.path))
+    for source in (recipe.data, *recipe.data.mixture):
+        folder = Path(source.path or "")
+        if source.revision and not (folder / FILE).is_file() and (split := split_of_folder(folder)):
+            log.info("fetching %s at %s from the Hub", split[0].name, split[0].revision)
+            fetch_dataset(split[0], folder.parents[4], subset=split[1], split=split[2])
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
